@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from .analyze.export.export import export as export
     from .analyze.first.first import first as first
     from .analyze.stats.stats import stats as stats
-    from .globalview.run import Run as Run
-    from .globalview.run import open_run as open_run
     from .lifecycle.attachment import Attachment
     from .read.shards.decode import decode as decode
+    from .report.inline import open_run as open_run
+    from .run.run import Run as Run
     from .taps.instrument import instrument as instrument
     from .taps.instrument import strip as strip
     from .taps.module_taps import objective as objective
@@ -61,8 +61,8 @@ _armed: Any = None
 """The recorder that the flag has made, until it records; set by `lifecycle.active`."""
 
 _LAZY = {
-    "open_run": "globalview.run",
-    "Run": "globalview.run",
+    "open_run": "report.inline",
+    "Run": "run.run",
     "check": "analyze.check.check",
     "decode": "read.shards.decode",
     "diff": "analyze.diff.diff",

@@ -11,8 +11,8 @@ import pytest
 
 import recorder
 from recorder.analyze.export.catalog import write_catalog
-from recorder.analyze.first.spool import cut_rows
 from recorder.analyze.first.timeline import whole_rows
+from recorder.run.step_ranges import cut_rows
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.synthetic import Shape, write_run
 

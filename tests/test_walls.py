@@ -42,7 +42,8 @@ def test_import_recorder_loads_no_third_party() -> None:
             {"pandas", "pyarrow", "rich", "typer"},
         ),  # what the flag loads
         ("recorder.lifecycle.launch", {"pyarrow", "rich", "torch", "typer"}),
-        ("recorder.globalview.run", {"duckdb", "obstore", "pandas", "polars", "rich", "torch", "typer"}),
+        ("recorder.report.inline", {"duckdb", "obstore", "pandas", "polars", "rich", "torch", "typer"}),
+        ("recorder.run.run", {"duckdb", "obstore", "pandas", "polars", "rich", "torch", "typer"}),
         ("recorder.write.writer", {"pandas", "rich", "torch", "typer"}),
     ],
 )
@@ -131,7 +132,6 @@ CLASSES_OF_ONE_NAME = {
     "Directory": 2,
     "Event": 2,
     "Finding": 4,
-    "Kind": 2,
     "Loaded": 2,
     "Measured": 2,
     "Memory": 2,

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import RecorderError
 from ..format.manifest import WriterManifest
 from ..format.rundir import WRITER_MANIFEST, read_json
-from ..read.finding import default_folder, find_run, has_manifest, runs_in
+from ..run.finding import default_folder, find_run, has_manifest, runs_in
 from ..storage.locations import scheme_of
 
 _HARMLESS = re.compile(r"[A-Za-z0-9._=+@/-]+")

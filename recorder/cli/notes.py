@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..format.commands import DUMP
 from ..format.rundir import CHANGED, UNCHANGED, Proof
-from ..globalview.run import Run
 from ..read.dumps import RunDump
+from ..run.run import Run
 from ..system.text import counted, size
 from .output import printable, span
 

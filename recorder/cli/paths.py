@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..analyze.selection import Selection
 from ..errors import LookupFailedError, NotARunError, RunError
-from ..globalview.run import Run, open_run
-from ..read.finding import find_folder, is_same_folder
 from ..rules import hint
+from ..run.finding import find_folder, is_same_folder
+from ..run.run import Run, open_run
+from ..run.selection import Selection
 from ..storage.locations import scheme_of
 
 

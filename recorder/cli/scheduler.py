@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..analyze.spreading import spread_over
-from ..analyze.step_ranges import Mapper, map_serially
+from ..run.spreading import spread_over
+from ..run.step_ranges import Mapper, map_serially
 from ..system.executors import open_dask
 
 

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import pyarrow.compute as pc
 
-from ..analyze.selection import Selection
 from ..errors import LookupFailedError
-from ..globalview.run import Run
-from ..read.finding import typed_for
 from ..read.lookup import ended_before
 from ..rules import hint
+from ..run.finding import typed_for
+from ..run.run import Run
+from ..run.selection import Selection
 from ..sites import SITES
 from ..system.text import listed
 from .output import span

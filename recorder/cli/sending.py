@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 from ..errors import CommandError
 from ..format.commands import IN_FORCE, MISSED, REFUSED, WAITING, Command
 from ..format.manifest import RunManifest
-from ..read.finding import find_run
-from ..read.fleet import FLEET
-from ..read.status import ENDED, RankNow, RunWatch
+from ..run.finding import FLEET, find_run
+from ..run.status import ENDED, RankNow, RunWatch
 from ..storage.commands import send
 from ..storage.locations import Location, store_of
 from .output import print_json, say_state, span

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..format.commands import DUMP, ENDED, MISSED, PAUSE, REFUSED, SET, WAITING, Answer, Command
-from ..globalview.run import Run
-from ..read.status import RankNow
+from ..run.run import Run
+from ..run.status import RankNow
 from ..system.text import counted
 from .output import span
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from crc32c import crc32c
 
 from ..errors import ConfigError, NotARunError, StoreError
-from ..read.fleet import FLEET
+from ..run.finding import FLEET
 from ..storage.clients import Client, bare_e_tag
 from ..storage.kinds import KINDS, SCHEMES
 from ..storage.locations import folder_of_url, scheme_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import RunError
 from ..format.rundir import encode_manifest, parse_json
-from ..read.fleet import FLEET
+from ..run.finding import FLEET
 from .destination import Destination, TakenError
 
 PRUNED = "_pruned"

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from ..errors import LookupFailedError
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, encode_manifest
-from ..read.finding import runs_in
-from ..read.fleet import FLEET
+from ..run.finding import FLEET, runs_in
 from ..storage.locations import location_of, store_of
 from ..system.text import listed, moment, size
 from .destination import Destination, Held, TakenError

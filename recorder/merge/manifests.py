@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..format.manifest import COUNTED
-from ..globalview.run import Run
 from ..read.writers import load_balances
+from ..run.run import Run
 from ..sites import FORMAT_NAME, FORMAT_VERSION
 
 _INFORMATIVE = ("versions", "settings", "rules", "optimizers", "autoload")

@@ -19,8 +19,8 @@ from typing import Any
 
 from ..errors import ClusterError, NotARunError, WriteError
 from ..globalview.plan.overrides import check_overrides
-from ..globalview.reopening import SEES_AS_HERE, RunAsOpened
-from ..globalview.run import Run
+from ..run.run import Run
+from ..run.spreading import SEES_AS_HERE, RunAsOpened
 from ..system.executors import worker_name
 from .findings import Summary, combine, num_problems, of_damage, of_unknown_columns
 from .manifests import of_run, of_source, of_units

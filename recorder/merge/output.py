@@ -18,9 +18,9 @@ from typing import Any
 
 from ..errors import NotARunError, RunError, WriteError
 from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, WRITER_MANIFEST, parse_rank_dir, read_json
-from ..globalview.run import Run
-from ..read.finding import find_run_around
 from ..read.writers import GLOBAL_DIR
+from ..run.finding import find_run_around
+from ..run.run import Run
 from ..sites import FORMAT_NAME
 from ..system.resources import locked_folder
 from ..system.text import listed

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.rundir import rank_dir
-from ..globalview.run import Run
 from ..globalview.windows import step_sizes
 from ..read.writers import GLOBAL_DIR, RecordedWriter
+from ..run.run import Run
 
 _PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
 """Members of a root that say how its ranks stand to each other."""

@@ -19,9 +19,9 @@ from ..errors import RunError, UnsupportedError
 from ..format.rundir import rank_dir
 from ..globalview.assemble.rows import GlobalRows
 from ..globalview.grouping.findings import Finding
-from ..globalview.run import Run
 from ..globalview.view import GlobalView
 from ..read.writers import GLOBAL_DIR
+from ..run.run import Run
 from .findings import CORRUPT, UNKNOWN_ENCODING, Summary, summarize
 from .plan import Inputs, Unit, Window
 from .shards import Directory, Memory, as_batch

@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 class RecordedRun:
     """What the ranks of one run wrote: its writers and their rows, as they were when the run was opened.
 
-    `globalview.run.Run` is the public class: it adds the questions about whole tensors.
+    `run.run.Run` is the public class: it adds the questions about whole tensors.
     """
 
     def __init__(self, path: Location, manifest: RunManifest, writers: Sequence[RecordedWriter] | None = None) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..globalview.run import Run
 from ..numerics.keys import Integers
 from ..numerics.moments import integers
 from ..read.modules import list_paths
+from ..run.run import Run
 from ..sites import SITE_OF, Kind
 from .blocks import Block
 from .rows import SeriesKey, keys_of

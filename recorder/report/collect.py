@@ -10,8 +10,8 @@ from .. import __version__
 from ..analyze.diff.diff import diff
 from ..analyze.diff.result import Diff
 from ..analyze.first.first import first
-from ..globalview.notebook import span
-from ..globalview.run import Run
+from ..run.notebook import span
+from ..run.run import Run
 from ..system.text import size
 from .axes import Axes, modules_block
 from .blocks import Block

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 
 from ..columns import parse_shape
 from ..errors import RunError
-from ..globalview.run import Run
 from ..numerics.keys import encode
 from ..numerics.moments import integers
+from ..run.run import Run
 from .blocks import Block
 from .rows import keys_of
 

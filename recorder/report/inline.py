@@ -1,37 +1,40 @@
-"""The page of a run, or of one module, as a notebook shows it: in a frame of its own, below the cell."""
+"""Runs that draw themselves: the page of a run, or of one module, as a notebook shows it in a frame below the cell.
+
+What draws is imported when the first page is drawn, because every notebook opens runs.
+"""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from os import PathLike
 from urllib.parse import urlencode
 
-from ..globalview.notebook import plain
-from ..globalview.run import Run
-from ..system.text import size
-from .collect import collect
-from .page import page
-
-_HEIGHT_PIXELS = 720
+from ..run import run as runs
+from ..run.notebook import HEIGHT_PIXELS, InlinePage, plain
+from ..run.run import Run
+from ..storage.locations import Location
 
 
-@dataclass(frozen=True, slots=True)
-class InlinePage:
-    """A page that shows itself in a notebook, in a frame without an origin: nothing of it reaches the notebook."""
+def open_run(path: str | PathLike[str] | Location | None = None) -> Run:
+    """Open a recorded run for reading, also one that is still being written or was left by a kill.
 
-    title: str
-    html: str = field(repr=False)
-    """The whole page, as `recorder report` writes it."""
-    height_pixels: int = _HEIGHT_PIXELS
+    Args:
+        path: a run directory; or a folder of runs, of which the newest is meant; or in their folder the name of a run
+            or its id, or how one of these begins, or ``latest``, or ``@-2``, the last run but one. Without a folder
+            they are looked for here and where this environment records (``RECORDER_DIR``). All of this also in an
+            object store: ``s3://bucket/path``, ``gs://bucket/path`` or ``az://container/path``. Without a path it is
+            the newest run of where this environment records.
 
-    def _repr_html_(self) -> str:
-        title, page = html.escape(self.title, quote=True), html.escape(self.html, quote=True)
-        style = f"width: 100%; height: {self.height_pixels}px; border: 0"
-        return f'<iframe title="{title}" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
-
-    def __repr__(self) -> str:
-        return f"<Page of {self.title}: {size(len(self.html))}; a notebook shows it>"
+    Raises:
+        NotARunError: there is no run.
+        LookupFailedError: several runs are called so.
+        CorruptError: its manifest is damaged. Damage in shards does not raise: see `Run.problems`.
+        UnsupportedError: it is of a newer major version.
+        StoreError: the store cannot be reached, or refuses.
+    """
+    run = runs.open_run(path)
+    run.draw_page = inline_page
+    return run
 
 
 def inline_page(
@@ -56,8 +59,11 @@ def inline_page(
     Raises:
         LookupFailedError: there is nothing to draw; the message says what to record the next time.
     """
+    from .collect import collect
+    from .page import page
+
     title = plain(run.name) if below is None else f"{plain(below)!r} of {plain(run.name)}"
     panels = ("lines", "histograms", "units") if below is not None else ()
     blocks = collect(run, against=against, statistics=statistics, checks=None, below=below)
     pieces = page(f"{title} - recorder", blocks, address=urlencode(view or {}), panels=panels)
-    return InlinePage(title, b"".join(pieces).decode(), height_pixels or _HEIGHT_PIXELS)
+    return InlinePage(title, b"".join(pieces).decode(), height_pixels or HEIGHT_PIXELS)

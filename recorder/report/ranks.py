@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import LookupFailedError
 from ..globalview.explain import TensorLayout
-from ..globalview.run import Run
+from ..run.run import Run
 from ..system.text import counted
 from .axes import Axes, is_number
 from .blocks import Block

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..analyze.export.publishing import published_file
-from ..globalview.run import Run
+from ..run.run import Run
 from .collect import Report, collect
 from .page import page
 from .top import Finding, Told

@@ -15,14 +15,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..analyze.first.spool import cut_rows
-from ..analyze.first.timeline import Attempts
 from ..columns import COUNTS, SCHEMA, STATISTICS
-from ..globalview.run import Run
-from ..globalview.topology.run_topology import Topology
 from ..numerics.keys import Integers, codes, encode, group
 from ..numerics.moments import combine_rows, integers, numbers
 from ..read.writers import RecordedWriter
+from ..run.run import Run
+from ..run.step_ranges import Attempts, cut_rows
 
 RANGE_ROWS = 200_000
 """Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
@@ -58,7 +56,7 @@ class StepRows:
         self.ranges = list(ranges)
         self._schema = schema
         self._tables_of = tables_of
-        self._attempts = Attempts(run, Topology(run.writers, run.run_id, run.world_size))
+        self._attempts = Attempts(run)
 
     def __iter__(self) -> Iterator[Any]:
         """A table for each range: rows that count, by rank and `seq`."""

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..analyze.first.first import First
 from ..analyze.first.timeline import RecordedValue
-from ..globalview.notebook import span
-from ..globalview.run import Run
 from ..read.dumps import RunDump
+from ..run.notebook import span
+from ..run.run import Run
 from ..system.text import counted, listed
 from .blocks import Block
 from .rows import SeriesKey

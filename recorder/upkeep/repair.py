@@ -25,11 +25,11 @@ import pyarrow as pa
 from ..columns import PAYLOAD, note_members
 from ..errors import CorruptError, RunError
 from ..format.rundir import index_name, open_name, parse_shard_name, shard_name
-from ..globalview.run import Run
 from ..read.shards.rows import POSITION_FIELDS, SHARD_BYTES_KEY
 from ..read.shards.salvage import Salvaged, salvage
 from ..read.shards.shard import Shard, open_sealed
 from ..read.writers import RecordedWriter
+from ..run.run import Run
 from ..storage.locations import LOCAL
 from ..storage.untrusted_files import GrowingFile
 from ..system.resources import locked_folder

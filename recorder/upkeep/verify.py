@@ -16,7 +16,6 @@ from crc32c import crc32c
 from ..errors import CorruptError, RunError
 from ..format.integrity import FILE_CRC_KEY, NO_DIGITS
 from ..format.rundir import index_name
-from ..globalview.run import Run
 from ..read.shards.messages import (
     CONTINUATION,
     FIRST_MESSAGE,
@@ -31,8 +30,9 @@ from ..read.shards.messages import (
 from ..read.shards.rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
 from ..read.shards.salvage import salvage
 from ..read.shards.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
-from ..read.unsealed import unsealed_note
 from ..read.writers import RecordedWriter
+from ..run.problems import unsealed_note
+from ..run.run import Run
 from ..storage.locations import LOCAL, Location, store_of
 from ..storage.untrusted_files import ByteSource
 from ..system.processes import available_cores

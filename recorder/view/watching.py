@@ -14,10 +14,10 @@ from typing import Any
 
 from ..errors import RecorderError, RunError
 from ..format.manifest import RunManifest
-from ..read.finding import ListedRun, find_run, runs_in
-from ..read.status import RunWatch
 from ..report.blocks import Block
 from ..report.panes import checked_panes, panes_block, read_panes
+from ..run.finding import ListedRun, find_run, runs_in
+from ..run.status import RunWatch
 from ..storage.locations import Location, store_of
 from .drawing import Doctor, Drawing, Judge
 from .panes import save_panes, why_not_saved

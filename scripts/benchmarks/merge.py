@@ -34,9 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from recorder.format.payload.codec import decode
-from recorder.globalview.run import open_run
 from recorder.numerics.dtypes import item_bytes
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Chunk, Staged
+from recorder.run.run import open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.fakes import fake_staged
 

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from recorder.globalview.run import open_run
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
+from recorder.run.run import open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.fakes import fake_staged
 

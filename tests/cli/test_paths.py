@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 from tests.rigs.command_line import Cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 

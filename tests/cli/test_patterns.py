@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from recorder.analyze.doctor.slots import Slots, match_rule
-from recorder.analyze.selection import Selection
 from recorder.errors import LookupFailedError
 from recorder.format.manifest import WriterManifest
 from recorder.globalview.plan.overrides import parse_overrides
-from recorder.globalview.run import open_run
 from recorder.rules import choose, nearest, parse_patterns, parse_rules
+from recorder.run.run import open_run
+from recorder.run.selection import Selection
 from tests.rigs.command_line import Cli, module
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 

@@ -11,7 +11,7 @@ import pytest
 
 from recorder.cli.drawing.spark import spark_line
 from recorder.cli.output import number
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 from tests.rigs.command_line import Cli, module, on_a_terminal
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from recorder.cli.commands import top
-from recorder.read.status import RunWatch
+from recorder.run.status import RunWatch
 from tests.read.test_status import show
 from tests.rigs.command_line import Cli, on_a_terminal
 from tests.rigs.handmade import make_run

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from recorder.columns import COUNTS, STATISTICS
-from recorder.globalview.run import Run
 from recorder.merge.merge import merge_run
+from recorder.run.run import Run
 from tests.rigs.command_line import Cli
 from tests.rigs.meshes import PARAM, PARTIAL, Mesh, grid_facts, mesh_run, plain, root_input, shard
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 from tests.rigs.command_line import Cli
 from tests.rigs.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
 

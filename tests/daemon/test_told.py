@@ -13,8 +13,8 @@ import recorder
 from recorder.cli.commands import dump as dump_command
 from recorder.cli.commands import set as set_command
 from recorder.format.commands import PAUSE, Command
-from recorder.read.fleet import FLEET
-from recorder.read.status import RankNow, RunWatch
+from recorder.run.finding import FLEET
+from recorder.run.status import RankNow, RunWatch
 from recorder.storage.commands import send
 from tests.daemon.support import files
 from tests.rigs import jobs

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 
 from recorder.analyze.export.model import Model
 from recorder.analyze.export.model_files import write_model
-from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
+from recorder.run.run import open_run
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS, Finished
 

@@ -18,8 +18,8 @@ import torch
 
 import recorder
 from recorder.errors import NotARunError, WriteError
-from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
+from recorder.run.run import open_run
 from tests.campaigns.fuzz import bases, battery
 from tests.campaigns.fuzz.child import contain
 from tests.campaigns.fuzz.recipe import write_manifest

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.read.status import RunWatch
 from recorder.records import KEEP_STATS, KEEP_TENSOR
+from recorder.run.status import RunWatch
 from tests.campaigns.faults import scale
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.writer import Rig
@@ -49,7 +49,7 @@ def test_thousands_of_modules_are_recorded_and_asked_about(tmp_path: Path, cli: 
 def test_every_command_reads_a_run_of_many_ranks(
     ranks: Path, cli: Cli, command: str, exit_code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recorder.read.status._GRACE_S", 3600.0)  # one rank was never closed, however long ago
+    monkeypatch.setattr("recorder.run.status._GRACE_S", 3600.0)  # one rank was never closed, however long ago
     result = cli(command, ranks)
     assert result.exit_code == exit_code, result.out[-2000:] + result.err
     assert len(recorder.open_run(ranks).ranks) == NUM_RANKS == len(RunWatch(ranks).look())

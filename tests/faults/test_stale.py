@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recorder.errors import RunError
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from recorder.capture.staging.measure import measure
 from recorder.errors import LookupFailedError
-from recorder.globalview.run import Run, open_run
 from recorder.merge.merge import merge_run
 from recorder.numerics.histogram import Histogram
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS
+from recorder.run.run import Run, open_run
 from tests.rigs.handmade import Row
 
 from .test_view import Array, root_input, row, run_of, values

@@ -11,7 +11,7 @@ import pytest
 
 from recorder.analyze.diff.diff import diff
 from recorder.errors import LookupFailedError
-from recorder.globalview.run import Run, open_run
+from recorder.run.run import Run, open_run
 from tests.rigs.handmade import Row
 from tests.rigs.meshes import (
     BACK,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from recorder.errors import LookupFailedError
-from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
+from recorder.run.run import open_run
 from tests.rigs.meshes import PARAM, PARTIAL, REPLICATE, Mesh, grid_facts, mesh_run, plain, root_input, shard
 
 GRID = Mesh([[0, 1], [2, 3]])

@@ -12,8 +12,8 @@ import pytest
 from recorder.analyze.first.first import first
 from recorder.columns import COUNTS, STATISTICS
 from recorder.errors import LookupFailedError
-from recorder.globalview.run import Run, open_run
 from recorder.merge.merge import merge_run
+from recorder.run.run import Run, open_run
 from tests.rigs.handmade import Row
 from tests.rigs.meshes import BACK, PARAM, Array, Mesh, finger, grid_facts, mesh_run, plain, root_input, shard
 

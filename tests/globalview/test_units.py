@@ -11,10 +11,10 @@ import pytest
 
 from recorder.capture.staging.measure import measure
 from recorder.errors import CorruptError, LookupFailedError
-from recorder.globalview.run import Run, open_run
 from recorder.merge.merge import merge_run
 from recorder.numerics.units import Units
 from recorder.records import KEEP_STATS, KEEP_UNITS
+from recorder.run.run import Run, open_run
 from tests.rigs.handmade import Row
 
 from .test_view import Array, root_input, row, run_of, values

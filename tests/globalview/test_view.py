@@ -19,8 +19,8 @@ from recorder.errors import LookupFailedError
 from recorder.format.payload.codec import decode
 from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.globalview.assemble.rows import GlobalRows
-from recorder.globalview.run import Run, open_run
 from recorder.numerics.dtypes import item_bytes
+from recorder.run.run import Run, open_run
 from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
 
 Array = npt.NDArray[Any]

@@ -12,7 +12,7 @@ import pytest
 import torch  # noqa: F401 (its import calls the recorder, and is no part of the way)
 
 import recorder
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 
 REPOSITORY = Path(__file__).parents[2]
 RUN = REPOSITORY / "tests" / "golden" / "v1.3"

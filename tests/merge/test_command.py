@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 from tests.rigs.command_line import Cli, cli, on_a_terminal
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.merging import add_steps, assert_is_merge, grow, make_small_run, roots, weight

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pytest
 
 from recorder.errors import WriteError
-from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
+from recorder.run.run import open_run
 from recorder.system.executors import open_dask
 from tests.rigs.clusters import PATIENCE_S, Workers, started_cluster, wait_for
 from tests.rigs.command_line import Cli, cli
@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is cut by the process that hands it out: units of a step, pieces of one or two."""
     monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", UNIT_BYTES)
-    monkeypatch.setattr("recorder.analyze.step_ranges.MAX_ROWS", 20)
+    monkeypatch.setattr("recorder.run.step_ranges.MAX_ROWS", 20)
     monkeypatch.setattr("recorder.analyze.export.tensors.BATCH_BYTES", 200)
 
 
@@ -142,7 +142,7 @@ def test_warnings_of_workers_reach_who_asked(cli: Cli, cluster: Workers, run: Pa
 def test_what_is_still_recorded_is_looked_at_here(cli: Cli, cluster: Workers, run: Path, monkeypatch: Any) -> None:
     """A worker finds another run than this process had opened."""
     here = cli("stats", run, "--json")
-    monkeypatch.setattr("recorder.globalview.reopening.digest", lambda run: "other")
+    monkeypatch.setattr("recorder.run.spreading.digest", lambda run: "other")
     assert cli("stats", run, "--json", "--scheduler", cluster.address) == here
 
 

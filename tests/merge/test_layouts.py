@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
+from recorder.run.run import open_run
 from tests.rigs.meshes import PARAM, Mesh, grid_facts, mesh_run, plain, root_input, shard
 
 GRID = Mesh([[0, 1], [2, 3]])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from recorder.errors import WriteError
-from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
+from recorder.run.run import open_run
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.merging import assert_is_merge, make_small_run
 

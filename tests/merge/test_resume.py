@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from recorder.errors import NotARunError, WriteError
-from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
 from recorder.merge.output import open_output
+from recorder.run.run import open_run
 from tests.rigs.handmade import HandmadeWriter
 from tests.rigs.merging import add_steps, assert_is_merge, batch, content, grow, make_small_run, units
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.merging import roots
 

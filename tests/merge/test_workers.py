@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from recorder.errors import WriteError
-from recorder.globalview.run import open_run
 from recorder.merge import merge as merge_module
 from recorder.merge.merge import merge_run
+from recorder.run.run import open_run
 from tests.rigs.handmade import HandmadeWriter
 from tests.rigs.merging import add_steps, assert_is_merge, content, make_small_run, units
 
@@ -132,7 +132,7 @@ def test_a_merge_needs_no_more_memory_than_a_few_batches(tmp_path: Path) -> None
         "import resource, sys, numpy as np\n"
         "from pathlib import Path\n"
         "from recorder.merge.merge import merge_run\n"
-        "from recorder.globalview.run import open_run\n"
+        "from recorder.run.run import open_run\n"
         "from tests.rigs.merging import make_small_run\n"
         "warm = make_small_run(Path(sys.argv[2]) / 'warm')\n"
         "merge_run(open_run(warm), Path(sys.argv[2]) / 'warm-out')\n"

@@ -12,8 +12,8 @@ import pytest
 
 from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
 from recorder.format.rundir import encode_manifest
-from recorder.globalview.run import open_run
 from recorder.merge.merge import MergeReport, merge_run
+from recorder.run.run import open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.merging import MODULES, add_steps, assert_is_merge, batch, make_small_run, roots, weight

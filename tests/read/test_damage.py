@@ -12,7 +12,7 @@ import pytest
 
 from recorder.errors import CorruptError, RunError
 from recorder.format.rundir import index_name
-from recorder.globalview.run import Run, open_run
+from recorder.run.run import Run, open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.handmade import HandmadeWriter, flip, make_row, make_run
 from tests.rigs.small_runs import payload_rows

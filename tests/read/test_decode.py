@@ -13,8 +13,8 @@ import pytest
 
 from recorder.columns import SCHEMA
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError
-from recorder.globalview.run import open_run
 from recorder.read.shards.decode import decode
+from recorder.run.run import open_run
 from tests.rigs.handmade import make_parts, make_ref, make_row
 
 VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)

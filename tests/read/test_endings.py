@@ -13,7 +13,7 @@ import pytest
 
 from recorder.errors import LookupFailedError
 from recorder.format.rundir import encode_status
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, ledger, make_row, make_run

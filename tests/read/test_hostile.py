@@ -14,9 +14,9 @@ import zstandard
 
 from recorder.columns import SCHEMA
 from recorder.errors import CorruptError, NotARunError, RunError
-from recorder.globalview.run import open_run
 from recorder.read.shards.messages import MAX_BATCH_BYTES, block_at, footer_blocks, footer_bytes
 from recorder.read.shards.shard import open_sealed
+from recorder.run.run import open_run
 from recorder.storage.untrusted_files import MappedFile
 from recorder.upkeep.verify import verify
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run, shard_bytes

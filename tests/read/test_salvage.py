@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recorder.globalview.run import Run, open_run
+from recorder.run.run import Run, open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run, shard_bytes
 from tests.rigs.small_runs import payload_rows

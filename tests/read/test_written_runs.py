@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 import pytest
 
 from recorder.errors import NotARunError
-from recorder.globalview.run import open_run
 from recorder.records import KEEP_STATS, KEEP_TENSOR, PART_BYTES
+from recorder.run.run import open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.writer import Rig
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recorder.columns import METADATA_COLUMNS
-from recorder.globalview.run import Run, open_run
+from recorder.run.run import Run, open_run
 from recorder.upkeep.verify import verify
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 

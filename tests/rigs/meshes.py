@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recorder.format.payload.fingerprint import fingerprint, to_text
-from recorder.globalview.run import Run, open_run
+from recorder.run.run import Run, open_run
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 Array = npt.NDArray[Any]

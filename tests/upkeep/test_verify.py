@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recorder.globalview.run import open_run
 from recorder.read.shards.messages import footer_blocks
 from recorder.read.shards.shard import CheckedBatch, Shard
+from recorder.run.run import open_run
 from recorder.storage.untrusted_files import MappedFile
 from recorder.upkeep.verify import Finding, verify
 from tests.rigs.handmade import HandmadeWriter, flip, ledger, make_row, make_run, shard_bytes

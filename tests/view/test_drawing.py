@@ -16,11 +16,11 @@ import pytest
 import recorder
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.numerics.histogram import Histogram
-from recorder.read.finding import find_run
 from recorder.read.shards.rows import ShardRows
 from recorder.report.collect import collect
 from recorder.report.series.cube import GrowingCube
 from recorder.report.series.histograms import HistogramCollector
+from recorder.run.finding import find_run
 from recorder.view import drawing
 from recorder.view.drawing import Drawing
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run

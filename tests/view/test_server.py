@@ -21,8 +21,8 @@ import pytest
 from recorder.cli.app import run_command
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.cli.commands.view import listen
-from recorder.read.finding import find_folder
 from recorder.report.panes import VIEW, read_panes
+from recorder.run.finding import find_folder
 from recorder.view.server import ViewServer
 from recorder.view.watching import Watching
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run

@@ -15,8 +15,8 @@ from ...checks.rules.ranks import Replica
 from ...checks.rules.width import Width
 from ...checks.sizes import Sizes
 from ...errors import ConfigError
-from ...globalview.run import Run
-from ..problems import left_out
+from ...run.problems import left_out
+from ...run.run import Run
 from .reading import RunRows
 from .replicas import replicas_of
 

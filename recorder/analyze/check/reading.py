@@ -19,15 +19,13 @@ import pyarrow.compute as pc
 
 from ...checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
 from ...columns import COUNTS, SCHEMA
-from ...globalview.run import Run
-from ...globalview.topology.run_topology import Topology
 from ...globalview.view import GlobalView
 from ...numerics.keys import encode, group
 from ...numerics.moments import integers, numbers
 from ...read.writers import RecordedWriter
+from ...run.run import Run
+from ...run.step_ranges import Attempts, cut_rows
 from ...sites import MAX_COUNT, OF_MODULES
-from ..first.spool import cut_rows
-from ..first.timeline import Attempts
 from .details import SOURCES, columns_of
 
 RANGE_ROWS = 500_000
@@ -81,12 +79,11 @@ class RunRows:
         self.num_superseded = 0
         """Rows of steps that a restart did again."""
         self._view = run.view()
-        self._topology = Topology(run.writers, run.run_id, run.world_size)
-        self._parts_and_peers = _parts_and_peers(self._view, self._topology, run)
+        self._parts_and_peers = _parts_and_peers(self._view, run)
 
     def __iter__(self) -> Iterator[Rows]:
         """Rows of the next steps, by step, rank and `seq`."""
-        attempts = Attempts(self._run, self._topology)
+        attempts = Attempts(self._run)
         ranges = [self._steps or _EVERY]
         if self._steps is None and self._run.num_rows > RANGE_ROWS:
             ranges = self._view.windows(RANGE_ROWS)
@@ -195,7 +192,7 @@ def _shape(text: str | None) -> tuple[int, ...]:
     return ()
 
 
-def _parts_and_peers(view: GlobalView, topology: Topology, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
+def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
     """By root and rank, which part of the batch the rank works on, and which piece of the model it holds."""
     pairs: dict[tuple[str, int], tuple[int, int]] = {}
     peers: dict[int, dict[int, int]] = {}
@@ -205,7 +202,7 @@ def _parts_and_peers(view: GlobalView, topology: Topology, run: Run) -> dict[tup
             if writer.rank is None or (root.name, writer.rank) in pairs:
                 continue
             part = view.part_of_batch(root.name, writer.rank, writer.attempt)
-            group = topology.group(root.name, "", number)
+            group = run.topology.group(root.name, "", number)
             if id(group) not in peers:
                 peers[id(group)] = {
                     rank: index for ranks in reversed(group.model_groups) for index, rank in enumerate(ranks)

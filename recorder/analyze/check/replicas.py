@@ -9,7 +9,7 @@ from collections import Counter
 
 from ...checks.rule import Finding, Replicas, Severity
 from ...checks.rules.ranks import Replica
-from ...globalview.run import Run
+from ...run.run import Run
 from ...system.text import counted
 from ..first.replica_groups import Differing
 from ..first.replicas import FINDINGS, compare_replicas

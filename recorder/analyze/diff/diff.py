@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import LookupFailedError
-from ...globalview.run import Run
+from ...run.problems import Problems
+from ...run.run import Run
+from ...run.selection import GlobalOptions, Selection
+from ...run.step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially
 from ...system.text import listed
-from ..problems import Problems
-from ..selection import GlobalOptions, Selection
-from ..step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially
 from .culprits.findings import CulpritFinder
 from .pairing.compare import Tolerance
 from .pairing.noise import BeyondNoise

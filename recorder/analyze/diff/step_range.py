@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...globalview.run import Run
 from ...numerics.keys import VALUE_KEY, group_rows
-from ..problems import Problems
-from ..selection import GlobalOptions, Selection
+from ...run.problems import Problems
+from ...run.run import Run
+from ...run.selection import GlobalOptions, Selection
 from .culprits.findings import RangeSteps
 from .pairing.align import align
 from .pairing.boundaries import comparable, without_other_micro_steps, without_recomputed

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...format.manifest import MergedWriter
-from ...globalview.run import Run
 from ...read.writers import RecordedWriter
 from ...records import KEEP_RING
 from ...rules import EVERY, Rule
+from ...run.run import Run
 from .accounts import ACCOUNTED, DroppedTail, accounted, dropped_tail
 from .gaps import Gap, Gaps, absent, explain
 from .observed import MODES, SlotRows, read_slots

@@ -19,10 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...columns import METADATA_COLUMNS, SCHEMA, TIME_ORDER
-from ...globalview.run import Run
-from ...globalview.topology.run_topology import Topology
 from ...read.metadata import MetadataRows
 from ...read.writers import RecordedWriter
+from ...run.run import Run
 from .publishing import published_file
 
 _ROWS_A_BLOCK = 1 << 19
@@ -68,8 +67,8 @@ def write_catalog(
         WriteError: the file exists, or cannot be written.
     """
     path = Path(path)
-    topology = Topology(run.writers, run.run_id, run.world_size)
-    counting = _Counting(run, topology)
+    topology = run.topology
+    counting = _Counting(run)
     num_rows = 0
     with published_file(path) as file, _open(file, run) as parquet:
         for block in _blocks(run.writers, rows_a_block):
@@ -153,11 +152,11 @@ def _rows(
 class _Counting:
     """Tells which rows count: those of this run, and at a step of several launches those of the launch that counts."""
 
-    def __init__(self, run: Run, topology: Topology) -> None:
+    def __init__(self, run: Run) -> None:
         self.num_superseded = 0
         self._is_stranger = np.zeros(len(run.writers), np.bool_)
-        self._is_stranger[topology.foreign_writers] = True
-        self._launches = np.array(topology.launch_indices(), np.int64)
+        self._is_stranger[run.topology.foreign_writers] = True
+        self._launches = np.array(run.topology.launch_indices(), np.int64)
         self._steps, self._wins = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if len(set(self._launches.tolist())) < 2:
             return
@@ -169,7 +168,7 @@ class _Counting:
                 one = first_of.setdefault(int(self._launches[number]), number)
                 own = [_count(shard.columns(["step"]))[0] for shard in writer.shards]
                 steps_of[one] = np.unique(np.concatenate([steps_of.get(one, np.zeros(0, np.int64)), *own]))
-        winners = topology.winners({number: steps.tolist() for number, steps in steps_of.items()})
+        winners = run.topology.winners({number: steps.tolist() for number, steps in steps_of.items()})
         self._steps = np.array(sorted(winners), np.int64)
         self._wins = np.array([winners[step] for step in self._steps.tolist()], np.int64)
 

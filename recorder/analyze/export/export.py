@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 from ...columns import METADATA_COLUMNS, OF_FIRST_PART, SCHEMA
 from ...errors import LookupFailedError, RunError
 from ...format.payload.encodings import PLAIN
-from ...globalview.run import Run
-from ..partial import Partial, missing_ranks, without_numbers
-from ..selection import GlobalOptions, Selection
-from ..step_ranges import Mapper, attempt_step_ranges, map_serially
+from ...run.problems import Partial, missing_ranks, without_numbers
+from ...run.run import Run
+from ...run.selection import GlobalOptions, Selection
+from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially
 from .publishing import published_file
 from .tensorfiles import widest_first, write_npz, write_safetensors
 from .tensors import BATCH_BYTES, Entry, RowId, Rows, Tensors, batched, row_spans

@@ -18,8 +18,8 @@ from ...columns import note_members, parse_shape
 from ...errors import LookupFailedError
 from ...globalview.assemble.rows import GlobalRows
 from ...globalview.plan.overrides import check_overrides
-from ...globalview.run import Run
 from ...numerics.dtypes import item_bytes
+from ...run.run import Run
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.text import counted, listed
 from .state_dict import StateDict, full_name, roots_of, stages_of, state_dict_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import WriteError
-from ...read.finding import find_run_around
+from ...run.finding import find_run_around
 
 _OR_FORCE = ", or --force to replace it"
 _TERMINATED = 143

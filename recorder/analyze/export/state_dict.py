@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...errors import UnsupportedError
 from ...format.roots import Root
-from ...globalview.run import Run
+from ...run.run import Run
 
 _MAX_NAMES = 1_000_000
 """Most names of a model. An untrusted manifest may say that modules are shared in ways that make no end of names."""

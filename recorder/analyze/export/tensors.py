@@ -17,14 +17,13 @@ import pyarrow as pa
 
 from ...columns import parse_shape
 from ...errors import CorruptError, LookupFailedError, RunError
-from ...globalview.run import Run
 from ...globalview.view import GlobalView
 from ...numerics.dtypes import item_bytes
 from ...read.shards.decode import decode_payload
-from ..partial import Partial, missing_ranks, without_numbers
-from ..problems import Problems
-from ..selection import PER_RANK, GlobalOptions, Selection
-from ..step_ranges import Mapper, global_step_ranges, map_serially
+from ...run.problems import Partial, Problems, missing_ranks, without_numbers
+from ...run.run import Run
+from ...run.selection import PER_RANK, GlobalOptions, Selection
+from ...run.step_ranges import Mapper, global_step_ranges, map_serially
 from .names import NAMING, tensor_name
 
 ORIGIN = ("ranks_present", "ranks_expected", "scale", "layout_source", "note")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...globalview.run import Run
-from ...globalview.topology.run_topology import Topology
 from ...read.modules import listed_hooks
+from ...run.problems import layout_problems, left_out
+from ...run.run import Run
+from ...run.step_ranges import Attempts, cut_rows
 from ...system.text import counted, steps_in_words
-from ..problems import layout_problems, left_out
 from .nonfinite import NonFinite, NonFiniteFinder
 from .replica_groups import Differing
 from .replicas import FINDINGS, RANGE_ROWS, ReplicaFinder
-from .spool import cut_rows
-from .timeline import Attempts, Firsts, Timeline, whole_rows
+from .timeline import Firsts, Timeline, whole_rows
 
 _NOUNS = {"param": "parameter", "grad": "gradient", "optim": "optimizer state"}
 
@@ -93,16 +92,15 @@ def first(run: Run) -> First:
     optimizer state of data-parallel ranks; buffers are told apart, because a forward may update each rank's own until
     DDP broadcasts the first rank's. They are a finding where DDP was told not to, and nothing else makes them equal.
     """
-    topology = Topology(run.writers, run.run_id, run.world_size)
-    attempts = Attempts(run, topology)
-    nonfinite_finder, replica_finder = NonFiniteFinder(), ReplicaFinder(run, topology)
+    attempts = Attempts(run)
+    nonfinite_finder, replica_finder = NonFiniteFinder(), ReplicaFinder(run)
     firsts: Firsts | None = None
     seen: set[int] = set()
     num_superseded = 0
     ranges = run.view().windows(RANGE_ROWS)
     with cut_rows(run, ranges, whole_rows) as tables_of:
         for steps in ranges if len(ranges) > 1 else [None]:
-            timeline = Timeline(run, topology, attempts, steps, firsts, tables_of(steps) if steps else None)
+            timeline = Timeline(run, attempts, steps, firsts, tables_of(steps) if steps else None)
             firsts = nonfinite_finder.add(timeline)
             replica_finder.add(timeline)
             num_superseded += timeline.num_superseded

@@ -15,11 +15,10 @@ import pyarrow as pa
 
 from ...columns import COUNTS, STATISTICS, note_members
 from ...errors import RunError
-from ...globalview.run import Run
-from ...globalview.topology.run_topology import Topology
 from ...layout.placement import kinds_of
 from ...numerics.keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
 from ...numerics.moments import integers, numbers
+from ...run.run import Run
 from ...sites import STATES
 from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, is_equal
 
@@ -83,16 +82,14 @@ class Differing(NamedTuple):
 class ReplicaGroups:
     """Groups of rows that must be equal, in the order of time; each is equal, differs, or is not known yet."""
 
-    def __init__(
-        self, run: Run, topology: Topology, timeline: Timeline, equal: Any, *, reads_payloads: bool = True
-    ) -> None:
+    def __init__(self, run: Run, timeline: Timeline, equal: Any, *, reads_payloads: bool = True) -> None:
         self._timeline, self._reads_payloads = timeline, reads_payloads
         self._equal = equal
         table = timeline.table
         is_candidate = holds(table.column("site"), STATES.__contains__)
         is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # gradients before their reduction
         is_candidate[: timeline.num_firsts] = False
-        leaders, self._assumed = _leaders(run, timeline, topology)
+        leaders, self._assumed = _leaders(run, timeline)
         is_plain = table.column("placements").is_null().to_numpy() & ~holds(table.column("note"), _is_apart)
         shards = _shards(table)
         has_offsets = table.column("offsets").is_valid().to_numpy()
@@ -103,7 +100,7 @@ class ReplicaGroups:
             table.column("placements"), _is_summand
         )
         has_placement &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
-        is_own = is_plain & is_candidate & _are_own(timeline, topology)
+        is_own = is_plain & is_candidate & _are_own(timeline)
         is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
         counted = np.flatnonzero(is_counted)
         of_own = group([timeline.codes[name][counted] for name in NAME])
@@ -312,14 +309,16 @@ def _is_apart(note: str) -> bool:
     return "no_layout" in note_members(note)
 
 
-def _are_own(timeline: Timeline, topology: Topology) -> npt.NDArray[np.bool_]:
+def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
     """Which rows are of parameters that each rank has for itself."""
     columns = ("root", "module_path", "name")
     cells = group([timeline.codes[name] for name in columns])
     named = zip(
         *(timeline.table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
     )
-    are_own = np.array([topology.own_parameters.has(root, path, name) for root, path, name in named], np.bool_)
+    are_own = np.array(
+        [timeline.run.topology.own_parameters.has(root, path, name) for root, path, name in named], np.bool_
+    )
     return np.asarray(are_own[cells.ids] if len(are_own) else np.zeros(timeline.num_rows, np.bool_))
 
 
@@ -359,7 +358,7 @@ def _statistics_ids(table: Any) -> Integers:
     return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids
 
 
-def _leaders(run: Run, timeline: Timeline, topology: Topology) -> tuple[Integers, set[str]]:
+def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
     """For each row the lowest rank that works on the same model; and roots where that is assumed.
 
     Ranks of other stages of a pipeline do not. Where manifests contradict each other, each rank's own word counts.
@@ -378,8 +377,8 @@ def _leaders(run: Run, timeline: Timeline, topology: Topology) -> tuple[Integers
         if rank is None or is_merged or number is None:
             leaders.append(-1 if rank is None else 0)
             continue
-        of_model = topology.group(root, "", number)
-        ranks = topology.own_ranks(root, number) if of_model.conflict else of_model.ranks
+        of_model = run.topology.group(root, "", number)
+        ranks = run.topology.own_ranks(root, number) if of_model.conflict else of_model.ranks
         leaders.append(min(ranks) if rank in ranks else rank)
         if of_model.source == "assumed" and not of_model.model_groups:
             assumed.add(root)

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from ...columns import note_members
-from ...globalview.run import Run
-from ...globalview.topology.run_topology import Topology
 from ...numerics.keys import group, holds
 from ...read.writers import RecordedWriter
+from ...run.run import Run
+from ...run.step_ranges import Attempts, cut_rows
 from ...sites import STATES
 from ..diff.culprits.events import differing_ranks
 from .replica_groups import (
@@ -33,8 +33,7 @@ from .replica_groups import (
     name_of,
     with_last,
 )
-from .spool import cut_rows
-from .timeline import Attempts, RecordedValue, Timeline, whole_rows
+from .timeline import RecordedValue, Timeline, whole_rows
 
 RANGE_ROWS = 1_000_000
 """Rows of a range of steps, which are in memory together at about 1 kB each; a step of more is in one range."""
@@ -67,15 +66,14 @@ class ReplicaSearch(NamedTuple):
 class ReplicaFinder:
     """Finds the first difference of replicas, by step and then in the order of execution, step range by range."""
 
-    def __init__(self, run: Run, topology: Topology, *, reads_payloads: bool = True) -> None:
+    def __init__(self, run: Run, *, reads_payloads: bool = True) -> None:
         """Nothing is compared yet.
 
         Args:
             run: whose rows.
-            topology: which ranks share a model.
             reads_payloads: whether values are compared by their bytes where their rows do not tell.
         """
-        self._run, self._topology, self._reads_payloads = run, topology, reads_payloads
+        self._run, self._reads_payloads = run, reads_payloads
         self._first: Differing | None = None
         self._has_buffer = False
         self._values: dict[ValueName, RecordedValue] = {}
@@ -94,7 +92,7 @@ class ReplicaFinder:
 
     def add(self, timeline: Timeline) -> None:
         """Add the next range of steps."""
-        replicas = ReplicaGroups(self._run, self._topology, timeline, self._equal, reads_payloads=self._reads_payloads)
+        replicas = ReplicaGroups(self._run, timeline, self._equal, reads_payloads=self._reads_payloads)
         is_buffer = replicas.is_of(("buffer",))
         if self._first is None and (first := replicas.search(~is_buffer)) is not None:
             self._first = replicas.describe(first)
@@ -183,12 +181,11 @@ class ReplicaFinder:
 
 def compare_replicas(run: Run) -> ReplicaSearch:
     """Compare the replicas of a whole run by their fingerprints and statistics alone; no payload is read."""
-    topology = Topology(run.writers, run.run_id, run.world_size)
-    attempts, finder = Attempts(run, topology), ReplicaFinder(run, topology, reads_payloads=False)
+    attempts, finder = Attempts(run), ReplicaFinder(run, reads_payloads=False)
     ranges = run.view().windows(RANGE_ROWS)
     with cut_rows(run, ranges, _rows_of_states) as tables_of:
         for steps in ranges:
-            finder.add(Timeline(run, topology, attempts, steps, tables=tables_of(steps)))
+            finder.add(Timeline(run, attempts, steps, tables=tables_of(steps)))
     return finder.found()
 
 

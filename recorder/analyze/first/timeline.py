@@ -13,14 +13,14 @@ import pyarrow.compute as pc
 
 from ...columns import COUNTS, SCHEMA, STATISTICS, TIME_ORDER, stage_of
 from ...errors import RunError
-from ...globalview.run import Run
-from ...globalview.topology.run_topology import Topology
 from ...numerics.keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, encode, group, holds, join
 from ...numerics.moments import integers
 from ...read.stages import Times
 from ...read.writers import RecordedWriter
+from ...run.run import Run
+from ...run.selection import PER_RANK
+from ...run.step_ranges import Attempts
 from ...sites import NUMBERS
-from ..selection import PER_RANK
 
 _KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",
         "root", "module_path", "site", "name")  # fmt: skip
@@ -101,7 +101,6 @@ class Timeline:
     def __init__(
         self,
         run: Run,
-        topology: Topology,
         attempts: Attempts,
         steps: tuple[int, int] | None = None,
         firsts: Firsts | None = None,
@@ -111,13 +110,12 @@ class Timeline:
 
         Args:
             run: all of it.
-            topology: of the run.
             attempts: of the run; it has seen all writers' rows of these steps, or sees them now.
             steps: from the first up to, but not including, the last; all by default.
             firsts: of earlier steps.
             tables: what `whole_rows` gives of the writers that are looked at, and of these steps; by default of all.
         """
-        self.run, self.topology, self.attempts, self.steps = run, topology, attempts, steps
+        self.run, self.attempts, self.steps = run, attempts, steps
         self.firsts = firsts
         table = _in_order(whole_rows(run.writers, steps) if tables is None else tables)
         counts = attempts.counting(table)
@@ -130,7 +128,7 @@ class Timeline:
         starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | (np.diff(ranks) != 0)])
         lengths = np.diff(np.r_[starts, len(ranks)])
         num_before = np.arange(len(ranks)) - np.repeat(starts, lengths) if len(ranks) else np.zeros(0, np.int64)
-        order = _times(run, topology, table, codes_of_steps, ranks, num_before).order()
+        order = _times(run, table, codes_of_steps, ranks, num_before).order()
         table, num_before = table.take(pa.array(order)), num_before[order]
         self.num_firsts = 0 if firsts is None else int(firsts.table.num_rows)
         if firsts is not None:
@@ -159,7 +157,7 @@ class Timeline:
         assert self.steps is not None, "a range of steps has others before it"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]
-        return Timeline(self.run, self.topology, self.attempts, steps, tables=whole_rows(writers, steps))
+        return Timeline(self.run, self.attempts, steps, tables=whole_rows(writers, steps))
 
     def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
         """Which rows have a value in a column; None for null."""
@@ -234,7 +232,7 @@ def _in_order(tables: Iterable[Any]) -> Any:
     return table.take(pa.array(np.lexsort(keys)))
 
 
-def _times(run: Run, topology: Topology, table: Any, steps: Integers, ranks: Integers, num_before: Integers) -> Times:
+def _times(run: Run, table: Any, steps: Integers, ranks: Integers, num_before: Integers) -> Times:
     """When the rows were seen, where a row's position in its rank's step is the time that ranks share."""
     phases = {
         phase: holds(table.column("phase"), {phase}.__contains__) for phase in ("forward", "backward", "recompute")
@@ -245,20 +243,20 @@ def _times(run: Run, topology: Topology, table: Any, steps: Integers, ranks: Int
         phases["forward"],
         phases["backward"] | phases["recompute"],
         num_before,
-        _stages(run, topology, table),
+        _stages(run, table),
         codes(table.column("micro_step")),
         ranks,
     )
 
 
-def _stages(run: Run, topology: Topology, table: Any) -> Integers:
+def _stages(run: Run, table: Any) -> Integers:
     """The pipeline stage of each row, -1 where there is none: of a merged run as rows say, else as manifests do."""
     if run.is_merged:
         notes, texts = encode(table.column("note"))
         of_text = np.array([-1 if (stage := stage_of(text)[0]) is None else stage for text in texts] + [-1], np.int64)
         return of_text[notes]
     stages = np.full(table.num_rows, -1, np.int64)
-    of_root = {(run.writers[number].rank, root): stage.number for (number, root), stage in topology.stages.items()}
+    of_root = {(run.writers[number].rank, root): stage.number for (number, root), stage in run.topology.stages.items()}
     if of_root:
         is_value = ~holds(table.column("site"), NUMBERS.__contains__)
         ranks, (roots, names) = integers(table.column("rank")), encode(table.column("root"))
@@ -274,39 +272,3 @@ def is_equal(column: Any, value: object) -> npt.NDArray[np.bool_]:
         return holds(column, value.__eq__)
     flags = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
     return np.array(flags.to_numpy(), np.bool_)
-
-
-class Attempts:
-    """Which attempt counts at each step. It learns as the steps of all ranks are shown to it."""
-
-    def __init__(self, run: Run, topology: Topology) -> None:
-        self._run, self._topology = run, topology
-        self._newest: dict[int, int] = {}
-        """By step."""
-        self._is_one = len({writer.attempt for writer in run.writers}) < 2 or len(self._found()) < 2
-
-    def _found(self) -> set[int]:
-        """Attempts of which there are rows."""
-        shards = [shard for writer in self._run.writers for shard in writer.shards]
-        columns = (batch.column("attempt") for shard in shards for batch in shard.columns(["attempt"]))
-        return {attempt for column in columns for attempt in column.unique().to_pylist()}
-
-    def counting(self, table: Any) -> npt.NDArray[np.bool_]:
-        """Which rows count: of several attempts at a step those of the newest that completed it."""
-        steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
-        if self._is_one:
-            return np.ones(len(steps), np.bool_)
-        run, topology = self._run, self._topology
-        distinct, step_indices = np.unique(steps, return_inverse=True)
-        if not all(step in self._newest for step in distinct.tolist()):
-            steps_of = {}
-            for number, writer in enumerate(run.writers):
-                own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
-                steps_of[number] = np.unique(steps[own]).tolist()
-            attempt_at = {
-                launch: run.writers[number].attempt for number, launch in enumerate(topology.launch_indices())
-            }
-            winners = {step: attempt_at[launch] for step, launch in topology.winners(steps_of).items()}
-            self._newest |= {step: winners.get(step, -1) for step in distinct.tolist()}
-        newest = np.array([self._newest[step] for step in distinct.tolist()], np.int64)[step_indices]
-        return np.asarray((attempts == newest) | (newest < 0))

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from ...config import FLAG, PREFIX, load_settings
 from ...errors import RecorderError
 from ...format.rundir import CHANGED, PROOF, RUN_MANIFEST, UNCHANGED, UNKNOWN, Proof
-from ...globalview.run import Run, open_run
-from ...read.finding import runs_in
+from ...run.finding import runs_in
+from ...run.run import Run, open_run
 from .observed import Observed, read_observed
 from .verdict import judge
 

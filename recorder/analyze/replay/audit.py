@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import RunError
-from ...globalview.run import Run
+from ...run.run import Run
 from .bundle import RecordedCall, fill_bundle, recorded_calls
 
 REPRODUCED, WITHIN_ROUNDING, NOT_REPRODUCED, CANNOT_TELL = (

@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 
 from ...errors import CorruptError, LookupFailedError
 from ...format.members import parse_object
-from ...globalview.run import Run
 from ...rules import hint
+from ...run.run import Run
 from ...sites import CALL, OF_REPLAY
 from ...system.text import listed
 from ..export.publishing import published_folder

@@ -13,15 +13,14 @@ import pyarrow.compute as pc
 
 from ...columns import COUNTS, STATISTICS, note_members
 from ...errors import LookupFailedError, not_installed
-from ...globalview.run import Run
 from ...numerics.apart import added_by_group
 from ...numerics.keys import VALUE_KEY, group_rows, holds
 from ...numerics.moments import combine_rows
+from ...run.problems import Partial, Problems, without_numbers
+from ...run.run import Run
+from ...run.selection import RANKS_OWN, GlobalOptions, Selection
+from ...run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
 from ...system.text import listed
-from ..partial import Partial, without_numbers
-from ..problems import Problems
-from ..selection import RANKS_OWN, GlobalOptions, Selection
-from ..step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
 from .reasons import COLUMNS, WHY, count_without, with_why
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ...analyze.export.catalog import write_catalog
-from ...globalview.run import open_run
+from ...run.run import open_run
 from ...system.text import counted, size
 from ..options import Json, RunPath
 from ..output import print_json, printable_line, progress, say

@@ -17,8 +17,8 @@ from ...checks.engine import Unjudged
 from ...checks.rule import Finding, Rule, Severity
 from ...checks.settings_file import read_settings_file
 from ...errors import LookupFailedError
-from ...globalview.run import Run, open_run
 from ...rules import hint
+from ...run.run import Run, open_run
 from ...system.text import counted, steps_in_words
 from ..drawing.module_names import grouped
 from ..options import Json, RunPath

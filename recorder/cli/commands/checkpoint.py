@@ -10,7 +10,7 @@ import typer
 
 from ...analyze.export.model import Model
 from ...analyze.export.model_files import check_format, write_model
-from ...globalview.run import open_run
+from ...run.run import open_run
 from ...system.text import counted, size
 from ..options import Json, LayoutOption, RunPath
 from ..output import print_json, printable_line, progress, say

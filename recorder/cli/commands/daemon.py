@@ -13,7 +13,7 @@ import typer
 
 from ...daemon.settings import DaemonSettings, duration_s, load_daemon_settings, num_bytes
 from ...errors import ConfigError, LookupFailedError, StoreError, not_installed
-from ...read.finding import default_folder
+from ...run.finding import default_folder
 from ...system.text import counted, listed, moment, size
 from ..options import Json
 from ..output import Column, Table, print_json, printable_line, say

@@ -12,9 +12,9 @@ from ...analyze.diff.diff import compare_runs, payload_bytes
 from ...analyze.diff.pairing.compare import Tolerance
 from ...analyze.diff.pairing.renames import NO_RENAMES, Renames, read_renames
 from ...analyze.diff.result import Diff
-from ...analyze.selection import GlobalOptions, Selection
-from ...globalview.run import Run
 from ...numerics.apart import UnitsApart, bins_of, histogram_of_row, share_apart, subnormal_count
+from ...run.run import Run
+from ...run.selection import GlobalOptions, Selection
 from ...system.text import counted, moment
 from ..differences.sentences import accusations, describe, faults, notes, reasons, rename_lines, verdict
 from ..differences.tables import print_histograms, print_modules, print_only, print_units, print_values

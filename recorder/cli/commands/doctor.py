@@ -20,16 +20,15 @@ import typer
 
 from ...analyze.doctor.expected import Expectation, compare
 from ...analyze.doctor.gaps import REASONS, Gap
-from ...analyze.problems import layout_problems
 from ...config import FLAG, is_enabled, load_settings
 from ...errors import ConfigError
 from ...format.manifest import Balance
 from ...format.roots import Module
-from ...globalview.run import Run, open_run
-from ...read.finding import typed_for
 from ...read.modules import listed_hooks
-from ...read.unsealed import unsealed_note
 from ...read.writers import load_balances
+from ...run.finding import typed_for
+from ...run.problems import layout_problems, unsealed_note
+from ...run.run import Run, open_run
 from ...system.text import counted, listed, size
 from ..drawing.module_names import grouped
 from ..notes import dump_members, dump_note, proof_state

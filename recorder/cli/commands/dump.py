@@ -9,8 +9,8 @@ import typer
 
 from ...errors import CommandError, ConfigError
 from ...format.commands import DUMP, Command
-from ...globalview.run import Run, open_location
 from ...rules import RingWindow, Rule, parse_rules, ring_window
+from ...run.run import Run, open_location
 from ...system.text import counted
 from ..options import Json, KeyFile, RunPath
 from ..sending import Target, find_target, send_and_wait

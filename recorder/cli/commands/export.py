@@ -10,8 +10,8 @@ import typer
 
 from ...analyze.export.boards.boards import BOARDS, BoardExport
 from ...analyze.export.export import Export, format_of
-from ...analyze.selection import GlobalOptions, Selection
-from ...globalview.run import open_run
+from ...run.run import open_run
+from ...run.selection import GlobalOptions, Selection
 from ...system.text import counted, size
 from ..imports import show_pandas
 from ..options import (

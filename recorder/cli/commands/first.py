@@ -8,7 +8,7 @@ from ...analyze.first.first import First, first
 from ...analyze.first.nonfinite import NonFinite
 from ...analyze.first.replica_groups import BROADCAST, NEVER, OWN, Differing
 from ...analyze.first.timeline import RecordedValue
-from ...globalview.run import Run, open_run
+from ...run.run import Run, open_run
 from ...sites import GIVEN, NUMBERS
 from ...system.text import counted
 from ..options import Json, RunPath

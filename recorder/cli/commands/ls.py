@@ -9,11 +9,10 @@ import numpy as np
 import typer
 
 from ...errors import RunError
-from ...globalview.run import Run, open_location, open_run
-from ...read.finding import find_folder, runs_in
-from ...read.fleet import FLEET, fleet_runs
-from ...read.unsealed import unsealed, unsealed_note
 from ...read.writers import RecordedWriter, load_balances
+from ...run.finding import FLEET, find_folder, fleet_runs, runs_in
+from ...run.problems import unsealed, unsealed_note
+from ...run.run import Run, open_location, open_run
 from ...storage.locations import Location
 from ...system.text import counted, moment, size
 from ..notes import dump_members, dump_note, jitter_note

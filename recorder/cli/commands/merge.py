@@ -19,10 +19,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ...globalview.run import Run, open_run
 from ...merge.merge import MergeReport, merge_run
-from ...read.finding import command_of_merge
 from ...records import PART_BYTES
+from ...run.finding import command_of_merge
+from ...run.run import Run, open_run
 from ...system.executors import open_dask
 from ...system.processes import available_cores
 from ...system.text import counted, size

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ...errors import LookupFailedError
-from ...globalview.run import Run, open_run
+from ...run.run import Run, open_run
 from ...storage.locations import scheme_of
 from ...system.text import counted, size
 from ...upkeep.repair import Outcome, repair_run

@@ -13,7 +13,7 @@ import typer
 from ...analyze.replay.audit import CANNOT_TELL, NOT_REPRODUCED, audit
 from ...analyze.replay.bundle import SCRIPT, recorded_calls, write_bundle
 from ...errors import LookupFailedError
-from ...globalview.run import open_run
+from ...run.run import open_run
 from ...system.text import counted
 from ..imports import show_pandas
 from ..options import Json, RunOrModule

@@ -12,11 +12,11 @@ from ...analyze.check.check import check
 from ...checks.rule import Finding as Judgement
 from ...checks.rule import Severity
 from ...errors import LookupFailedError
-from ...globalview.run import Run, open_run
 from ...read.writers import load_balances
 from ...report.collect import num_looks
 from ...report.report import write_report
 from ...report.top import Finding, Told
+from ...run.run import Run, open_run
 from ...system.text import size
 from ..options import Json, RunPath, complete_run
 from ..output import print_json, progress, say

@@ -9,10 +9,10 @@ import typer
 
 from ...errors import CommandError, LookupFailedError
 from ...format.commands import PAUSE, RESUME, SET, UNDO, Command, problem_of, rules_of
-from ...globalview.run import Run, open_location, open_run
 from ...read.modules import read_modules
-from ...read.status import RunWatch
 from ...rules import Rule, nearest
+from ...run.run import Run, open_location, open_run
+from ...run.status import RunWatch
 from ...sites import OF_PROGRAM
 from ..options import Json, KeyFile, RunPath
 from ..output import print_json, say

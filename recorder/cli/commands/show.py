@@ -10,15 +10,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from ...analyze.selection import Selection
 from ...analyze.stats.reasons import COLUMNS, WHY, with_why
 from ...analyze.stats.stats import inner_leaves
 from ...columns import COUNTS, STATISTICS, parse_shape
 from ...errors import LookupFailedError, RunError
-from ...globalview.run import Run
 from ...numerics.apart import bins_of, histogram_of_row
 from ...numerics.units import Units
 from ...rules import hint
+from ...run.run import Run
+from ...run.selection import Selection
 from ...system.text import counted
 from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..drawing.spark import NOT_FINITE, spark_line

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import pyarrow.compute as pc
 import typer
 
-from ...analyze.selection import GlobalOptions, Selection
 from ...analyze.stats.reasons import WHY
 from ...analyze.stats.stats import HISTOGRAM, INNER, statistics
 from ...columns import COUNTS, STATISTICS
@@ -16,6 +15,7 @@ from ...errors import LookupFailedError
 from ...numerics.apart import bins_of, histogram_of_row, subnormal_count
 from ...numerics.histogram import Histogram
 from ...rules import hint
+from ...run.selection import GlobalOptions, Selection
 from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..options import (
     Json,

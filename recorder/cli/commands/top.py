@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from ...format.manifest import RunManifest
-from ...read.finding import find_run
-from ...read.status import ENDED, RankNow, RunWatch, Status
+from ...run.finding import find_run
+from ...run.status import ENDED, RankNow, RunWatch, Status
 from ...storage.locations import Location
 from ...system.text import counted, size
 from ..options import Json, RunPath

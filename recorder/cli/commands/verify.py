@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...globalview.run import open_run
+from ...run.run import open_run
 from ...system.text import counted, size
 from ...upkeep.verify import verify
 from ..options import Json, RunPath

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ...errors import LookupFailedError, not_installed
-from ...read.finding import find_folder, find_run
+from ...run.finding import find_folder, find_run
 from ..options import RunPath
 from ..output import say
 from .report import told_by_check, told_by_doctor

@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from ...analyze.selection import Selection
 from ...errors import LookupFailedError
 from ...globalview.explain import TensorLayout
-from ...globalview.run import Run
 from ...merge.findings import is_problem
+from ...run.run import Run
+from ...run.selection import Selection
 from ..output import print_json, say
 from ..selected import explain_nothing, modules_meant, rows_of, site_order
 from .module_names import grouped

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...globalview.run import Run
 from ...numerics.keys import Integers, group
+from ...run.run import Run
 from ..rows import Values
 
 MAX_RANKS = 8

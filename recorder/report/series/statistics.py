@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 from ...analyze.stats.reasons import WHY, with_why
 from ...columns import COUNTS, MEASURED
 from ...errors import LookupFailedError
-from ...globalview.run import Run
 from ...globalview.view import GlobalView
 from ...numerics.keys import Integers
+from ...run.run import Run
 from ..axes import Axes, is_number
 from ..blocks import Block
 from ..rows import SeriesKey, StepRows, Values, values_of

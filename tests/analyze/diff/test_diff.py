@@ -14,11 +14,11 @@ import pytest
 import recorder
 from recorder.analyze.diff.diff import diff, payload_bytes
 from recorder.analyze.diff.pairing import pairs
-from recorder.analyze.step_ranges import global_step_ranges
 from recorder.errors import LookupFailedError
 from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.merge.merge import merge_run
 from recorder.numerics.dtypes import item_bytes
+from recorder.run.step_ranges import global_step_ranges
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
 MODULES = ("up", "act", "down")
@@ -385,7 +385,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
 def test_windows_of_steps_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = training(tmp_path / "a", num_steps=6), training(tmp_path / "b", at((4, "act"), 7), num_steps=5)
     whole = diff(a, b)
-    monkeypatch.setattr("recorder.analyze.step_ranges.MAX_ROWS", 4)
+    monkeypatch.setattr("recorder.run.step_ranges.MAX_ROWS", 4)
     cut = diff(a, b)
     assert len(global_step_ranges(a.view())) == 6
     assert (cut.table, cut.modules, cut.steps_only_a) == (whole.table, whole.modules, [5])

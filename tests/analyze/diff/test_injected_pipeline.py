@@ -9,8 +9,8 @@ import torch
 
 import recorder
 from recorder.analyze.diff.pairing.compare import Tolerance
-from recorder.analyze.selection import GlobalOptions, Selection
 from recorder.cli.commands.diff import show_diff
+from recorder.run.selection import GlobalOptions, Selection
 from tests.campaigns.diff import injected_pipeline as injected
 from tests.campaigns.diff.judging import judge
 

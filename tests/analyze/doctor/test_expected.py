@@ -18,8 +18,8 @@ from torch import nn
 from recorder.analyze.doctor.accounts import DroppedTail
 from recorder.analyze.doctor.expected import Expectation, at_steps, compare
 from recorder.analyze.doctor.gaps import Gap
-from recorder.globalview.run import open_run
 from recorder.rules import Rule, Schedule
+from recorder.run.run import open_run
 from tests.rigs.capturing import EVERYTHING, Tiny, batch, flagged
 from tests.rigs.handmade import HandmadeWriter, Row, flip, ledger, make_row, make_run
 from tests.rigs.writer import Rig

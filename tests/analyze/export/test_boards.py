@@ -18,10 +18,10 @@ import pytest
 import recorder
 from recorder.analyze.export.boards.boards import MAX_RANKS, BoardExport
 from recorder.analyze.export.boards.pictures import is_picture, picture_of
-from recorder.analyze.selection import GlobalOptions, Selection
 from recorder.capture.staging.measure import measure
 from recorder.errors import LookupFailedError, UnsupportedError, WriteError
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS
+from recorder.run.selection import GlobalOptions, Selection
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import Row, make_row
 

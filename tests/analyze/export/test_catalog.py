@@ -19,7 +19,7 @@ from recorder.analyze.export.catalog import write_catalog
 from recorder.columns import METADATA_COLUMNS
 from recorder.errors import WriteError
 from recorder.format.rundir import index_name
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.merging import add_steps, make_small_run, roots
@@ -157,8 +157,8 @@ _HALFWAY = """
 import sys, time
 from recorder.analyze.export.catalog import write_catalog
 from recorder.analyze.export.export import Export
-from recorder.analyze.selection import GlobalOptions, Selection
-from recorder.globalview.run import open_run
+from recorder.run.selection import GlobalOptions, Selection
+from recorder.run.run import open_run
 
 def halfway(done):
     print("halfway", flush=True)

@@ -344,7 +344,7 @@ def test_windows_make_the_same_file(
 ) -> None:
     payload = suffix == ".parquet"
     whole = export(run, tmp_path / f"whole{suffix}", across_ranks=True, payload=payload).path
-    monkeypatch.setattr("recorder.analyze.step_ranges.MAX_ROWS", 1)
+    monkeypatch.setattr("recorder.run.step_ranges.MAX_ROWS", 1)
     cut = export(run, tmp_path / f"cut{suffix}", across_ranks=True, payload=payload).path
     if payload:
         assert pq.read_table(whole) == pq.read_table(cut)

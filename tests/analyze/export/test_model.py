@@ -193,7 +193,7 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path: Path, to: str) -> None:
     code = """
 import os, signal, sys
 from recorder.analyze.export import model, model_files
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 found = model.Model(open_run("run"), "param")
 spans, seen = found.spans, []
 def torn(entry):

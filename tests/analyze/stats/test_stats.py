@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recorder
-from recorder.analyze.selection import RANKS_OWN, GlobalOptions, Selection
 from recorder.analyze.stats.stats import as_long, statistics, stats
 from recorder.columns import COUNTS, STATISTICS
 from recorder.errors import LookupFailedError
 from recorder.merge.merge import merge_run
 from recorder.numerics.dtypes import numpy_dtype
 from recorder.numerics.moments import combine_rows, count_nonfinite
+from recorder.run.selection import RANKS_OWN, GlobalOptions, Selection
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 from tests.rigs.meshes import PARTIAL, Mesh
 

@@ -22,7 +22,7 @@ import torch
 import recorder
 from recorder.analyze.doctor.expected import compare
 from recorder.format.commands import COMMANDS, KINDS, PAUSE, REFUSED, RESUME, SET, UNDO, WAITING, Command, command_name
-from recorder.read.status import RankNow, RunWatch
+from recorder.run.status import RankNow, RunWatch
 from recorder.storage.commands import send
 from tests.rigs import jobs
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import recorder.merge.plan
 from recorder.errors import NotARunError
-from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
+from recorder.run.run import open_run
 from tests.rigs.merging import assert_is_merge, batch, content, grow, make_small_run
 
 CHANGES = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir")

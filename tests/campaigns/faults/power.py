@@ -32,8 +32,8 @@ import numpy as np
 
 from recorder.errors import NotARunError, RunError
 from recorder.format.payload.codec import decode
-from recorder.globalview.run import Run, open_run
 from recorder.records import KEEP_STATS, KEEP_TENSOR
+from recorder.run.run import Run, open_run
 from recorder.upkeep.repair import repair_run
 from recorder.upkeep.verify import verify
 from recorder.write.files.file import Disk

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from recorder.globalview.run import open_run
 from recorder.records import KEEP_STATS
+from recorder.run.run import open_run
 from recorder.upkeep.repair import repair_run
 from tests.campaigns.faults.merge import kill_at
 from tests.rigs.waiting import wait_until

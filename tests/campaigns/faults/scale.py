@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recorder.read.status import RunWatch
 from recorder.records import KEEP_STATS, KEEP_TENSOR
+from recorder.run.status import RunWatch
 from recorder.write.files.file import Disk
 from recorder.write.writer import RunTarget
 from tests.rigs.writer import Rig

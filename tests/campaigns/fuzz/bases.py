@@ -14,8 +14,8 @@ from crc32c import crc32c
 
 from recorder.format.integrity import METADATA_CRC_KEY, METADATA_KEY
 from recorder.format.rundir import index_name
-from recorder.globalview.run import open_run
 from recorder.merge.merge import merge_run
+from recorder.run.run import open_run
 from tests.rigs.handmade import HandmadeWriter, Row, index_bytes, make_parts, make_ref, make_row, make_run
 
 GOLDEN = Path(__file__).parents[3] / "tests" / "golden" / "v1.0"

@@ -38,9 +38,9 @@ import recorder
 from recorder.columns import METADATA_COLUMNS
 from recorder.errors import RunError
 from recorder.format.rundir import STATUS
-from recorder.globalview.run import Run, open_run
 from recorder.read.metadata import POSITION_COLUMNS, MetadataRows
 from recorder.read.payload import Payloads
+from recorder.run.run import Run, open_run
 from recorder.upkeep.verify import verify
 from tests.campaigns.faults.support import copy_live
 from tests.campaigns.fuzz.child import Verdict, contain

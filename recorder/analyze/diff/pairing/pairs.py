@@ -21,9 +21,9 @@ from ....errors import RunError
 from ....numerics.apart import UnitsApart, units_apart, units_of_row
 from ....numerics.keys import Integers, common_ids, group_rows, holds
 from ....numerics.moments import Floats, integers, numbers
+from ....run.problems import missing_ranks
+from ....run.selection import Selection
 from ....sites import GIVEN
-from ...partial import missing_ranks
-from ...selection import Selection
 from .align import PART, Alignment, align
 from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .renames import NO_RENAMES, Renames

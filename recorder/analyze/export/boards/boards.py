@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import CorruptError, LookupFailedError, RunError
-from ....globalview.run import Run
 from ....numerics.histogram import Histogram
 from ....read.shards.decode import as_array
-from ...partial import Partial
-from ...selection import GlobalOptions, Selection
-from ...step_ranges import Mapper, map_serially
+from ....run.problems import Partial
+from ....run.run import Run
+from ....run.selection import GlobalOptions, Selection
+from ....run.step_ranges import Mapper, map_serially
 from ..export import Exported
 from ..names import NAMING, ROOT, as_level, unusual_levels
 from ..publishing import published_folder

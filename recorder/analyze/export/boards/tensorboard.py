@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ....errors import UnsupportedError, not_installed
-from ....globalview.run import Run
 from ....numerics.histogram import Histogram
+from ....run.run import Run
 
 try:
     with warnings.catch_warnings():

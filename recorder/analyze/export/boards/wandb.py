@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ....errors import UnsupportedError, not_installed
-from ....globalview.run import Run
 from ....numerics.histogram import Histogram
+from ....run.run import Run
 
 try:
     import wandb

@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
 from ..globalview.plan.overrides import check_overrides
-from ..globalview.run import Run
 from ..rules import ANY, Schedule, choose, hint, parse_patterns
 from ..sites import CALL, FORMAT_VERSION, SITES
 from ..system.text import listed
+from .run import Run
 
 PER_RANK = ("*=per_rank",)
 """The layouts of a view in which every row is as its rank recorded it."""

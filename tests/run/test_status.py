@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from recorder.errors import NotARunError
 from recorder.format.rundir import STATUS, STATUS_BYTES, encode_manifest, encode_status
-from recorder.read.status import RankNow, RunWatch
 from recorder.read.writers import RecordedWriter
+from recorder.run.status import RankNow, RunWatch
 from tests.rigs.handmade import HandmadeWriter, make_run
 
 HERE = os.uname().nodename

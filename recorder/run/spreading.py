@@ -1,11 +1,14 @@
-"""A mapper that has any executor work on the ranges of a question: processes, a Dask cluster, Ray.
+"""How other processes answer a question: they open the very run that this process has opened, and work on ranges of it.
 
-A worker gets names, options and ranges of steps, and opens runs itself; rows and payloads of a run never go to it.
+A mapper has any executor work on the ranges: processes, a Dask cluster, Ray. A worker gets names, options and ranges of
+steps, and opens runs itself; rows and payloads of a run never go to it.
 """
 
 from __future__ import annotations
 
 import copyreg
+import hashlib
+import json
 import logging
 import pickle
 import threading
@@ -13,12 +16,73 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from ..globalview.reopening import ChangedError, RunAsOpened
-from ..globalview.run import Run
-from ..system.executors import keep
+from ..errors import ClusterError, RecorderError, RunError
+from ..system.executors import check_versions, keep, versions, worker_name
+from .run import Run, open_run
 from .step_ranges import Mapper
+
+SEES_AS_HERE = "every worker has to see runs and output as the process does that hands out the work"
+
+
+class ChangedError(RunError):
+    """A run is not any more, or not yet, what it was where it was opened first: it is still recorded, most likely."""
+
+
+class RunAsOpened(NamedTuple):
+    """A run for another process, and the versions that this process has to have."""
+
+    path: str
+    identity: tuple[object, ...]
+    digest: str
+    versions: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, run: Run) -> RunAsOpened:
+        return cls(str(run.path.absolute()), _identity(run), digest(run), tuple(versions().items()))
+
+    def open(self) -> Run:
+        """The run, as it is now.
+
+        Raises:
+            ClusterError: this process has other versions, or sees no run or another run under this path.
+        """
+        check_versions(worker_name(), versions(), dict(self.versions))
+        try:
+            run = open_run(self.path)
+        except (RecorderError, OSError) as error:
+            raise ClusterError(f"{worker_name()}: does not see the run ({error}); {SEES_AS_HERE}") from error
+        if _identity(run) != self.identity:
+            raise ClusterError(f"{worker_name()}: sees another run at {self.path}; {SEES_AS_HERE}")
+        return run
+
+    def open_unchanged(self) -> Run:
+        """The run, as it was when it was opened first.
+
+        Raises:
+            ClusterError: as of `open`.
+            ChangedError: it holds something else by now.
+        """
+        run = self.open()
+        if digest(run) != self.digest:
+            raise ChangedError(f"{self.path}: is not what it was when it was opened")
+        return run
+
+
+def digest(run: Run) -> str:
+    """A digest of what the opening of a run has found: its writers, what they say, and their files."""
+    writers = [
+        [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.shards]]
+        for one in run.writers
+    ]
+    text = json.dumps([run.manifest.members, writers], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
+
+
+def _identity(run: Run) -> tuple[object, ...]:
+    return run.manifest.run_id, run.manifest.created_ns
+
 
 _RANGES_PER_WORKER = 2
 """One that a worker works on, and one that waits."""

@@ -19,7 +19,7 @@ import torch
 from recorder.columns import METADATA_COLUMNS, SCHEMA
 from recorder.errors import LookupFailedError, NotARunError, UnsupportedError
 from recorder.format.rundir import encode_manifest
-from recorder.globalview.run import open_run
+from recorder.run.run import open_run
 from tests.rigs.handmade import HandmadeWriter, make_parts, make_row, make_run
 from tests.rigs.small_runs import payload_rows
 
@@ -314,6 +314,6 @@ def test_modules_say_their_class_and_source(tmp_path: Path) -> None:
 
 
 def test_reading_loads_no_torch_and_no_pandas() -> None:
-    code = "import recorder.globalview.run, sys; print({'torch', 'pandas', 'ml_dtypes'} & set(sys.modules))"
+    code = "import recorder.run.run, sys; print({'torch', 'pandas', 'ml_dtypes'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"

@@ -7,13 +7,35 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..read.run import RecordedRun
 from ..sites import SITES
+from ..system.text import size
 
+HEIGHT_PIXELS = 720
+"""The height of a page inside a notebook."""
 _MAX_TEXT = 200
 MAX_LISTED = 50
+
+
+@dataclass(frozen=True, slots=True)
+class InlinePage:
+    """A page that shows itself in a notebook, in a frame without an origin: nothing of it reaches the notebook."""
+
+    title: str
+    html: str = field(repr=False)
+    """The whole page, as `recorder report` writes it."""
+    height_pixels: int = HEIGHT_PIXELS
+
+    def _repr_html_(self) -> str:
+        title, page = html.escape(self.title, quote=True), html.escape(self.html, quote=True)
+        style = f"width: 100%; height: {self.height_pixels}px; border: 0"
+        return f'<iframe title="{title}" sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"<Page of {self.title}: {size(len(self.html))}; a notebook shows it>"
 
 
 def run_html(run: RecordedRun) -> str:

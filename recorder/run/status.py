@@ -16,8 +16,8 @@ from ..format.commands import Answer
 from ..format.manifest import Balance, Lifetime
 from ..format.members import Members
 from ..format.rundir import STATUS, STATUS_BYTES, WRITER_MANIFEST, parse_shard_name
+from ..read.writers import list_writers, writer_folders
 from ..storage.locations import Location, store_of
-from .writers import list_writers, writer_folders
 
 _MAX_REASONS = 64
 _MAX_ANSWERS = 64

@@ -7,7 +7,7 @@ torch tensor.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -18,9 +18,13 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, UnsupportedError
 from ..format.roots import Stage
+from ..globalview.explain import TensorLayout, explain
+from ..globalview.plan.overrides import check_overrides
+from ..globalview.tensor import global_tensor, histogram_of, is_partial, units_of
+from ..globalview.topology.run_topology import Topology
+from ..globalview.view import GlobalView, LoadedRows
 from ..numerics.histogram import Histogram
 from ..numerics.units import Units
-from ..read.finding import find_run
 from ..read.lookup import LOOKUP_COLUMNS, TensorRows, find_tensor
 from ..read.metadata import MetadataRows
 from ..read.run import RecordedRun
@@ -29,18 +33,12 @@ from ..rules import hint
 from ..storage.locations import Location
 from ..storage.objects import ObjectPath
 from ..system.text import counted, listed
-from .explain import TensorLayout, explain
-from .notebook import MAX_LISTED, as_html, in_order_of_sites, plain, run_html, span
-from .numbers import histogram_of, units_of
-from .plan.overrides import check_overrides
-from .tensor import global_tensor, is_partial
-from .view import GlobalView, LoadedRows
+from .finding import find_run
+from .notebook import MAX_LISTED, InlinePage, as_html, in_order_of_sites, plain, run_html, span
 
 if TYPE_CHECKING:
     import pandas
     import torch
-
-    from ..report.inline import InlinePage
 
 
 class Qualifiers(TypedDict, total=False):
@@ -74,6 +72,15 @@ _QUESTION_WORDS = frozenset(("site", "step", *Which.__annotations__))
 
 class Run(RecordedRun):
     """One recorded run: its writers, its rows, its tensors. Made by `open_run`, and as it was at that moment."""
+
+    draw_page: Callable[..., InlinePage] | None = None
+    """Draws the page of a run for `report` and `ModuleView.plot`. The room that draws stands above this one, so whoever
+    opens a run for a notebook hands the function over."""
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Which writers ran together, and which ranks share a model, a part of the batch or a stage."""
+        return Topology(self.writers, self.run_id, self.world_size)
 
     def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
         """The rows as tensors of the whole model, whatever ranks held them.
@@ -236,9 +243,17 @@ class Run(RecordedRun):
         Raises:
             LookupFailedError: there is nothing to draw; the message says what to record the next time.
         """
-        from ..report.inline import inline_page
+        return self.drawn(against=against, statistics=statistics, height_pixels=height_pixels)
 
-        return inline_page(self, against=against, statistics=statistics, height_pixels=height_pixels)
+    def drawn(self, **wanted: Any) -> InlinePage:
+        """A page, by the function that draws pages; `wanted` are the arguments of that function.
+
+        Raises:
+            UnsupportedError: the run was opened without that function.
+        """
+        if self.draw_page is None:
+            raise UnsupportedError(f"{self.path}: was opened for questions alone; recorder.open_run opens it for pages")
+        return self.draw_page(self, **wanted)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self.known_paths)
@@ -371,15 +386,13 @@ class ModuleView:
         Raises:
             LookupFailedError: there is nothing to draw, or no such site.
         """
-        from ..report.inline import inline_page
-
         if not self.sites:
             raise LookupFailedError(f"{self.path!r} has no rows, and nothing below it has any")
         if site is not None and site not in self.sites:
             raise LookupFailedError(f"{self.path!r} has no {site!r}; it has {listed(self.sites, MAX_LISTED)}")
         view = {"view": "lines", "module": self.path, **({"site": site} if site else {})}
         statistics = [statistic] if statistic else []
-        return inline_page(self.run, statistics=statistics, below=self.path, view=view, height_pixels=height_pixels)
+        return self.run.drawn(statistics=statistics, below=self.path, view=view, height_pixels=height_pixels)
 
     @cached_property
     def steps(self) -> list[int]:
@@ -474,22 +487,7 @@ def _question(site: str, step: int | None, name: str | None, rank: int | None, m
 
 
 def open_run(path: str | PathLike[str] | Location | None = None) -> Run:
-    """Open a recorded run for reading, also one that is still being written or was left by a kill.
-
-    Args:
-        path: a run directory; or a folder of runs, of which the newest is meant; or in their folder the name of a run
-            or its id, or how one of these begins, or ``latest``, or ``@-2``, the last run but one. Without a folder
-            they are looked for here and where this environment records (``RECORDER_DIR``). All of this also in an
-            object store: ``s3://bucket/path``, ``gs://bucket/path`` or ``az://container/path``. Without a path it is
-            the newest run of where this environment records.
-
-    Raises:
-        NotARunError: there is no run.
-        LookupFailedError: several runs are called so.
-        CorruptError: its manifest is damaged. Damage in shards does not raise: see `Run.problems`.
-        UnsupportedError: it is of a newer major version.
-        StoreError: the store cannot be reached, or refuses.
-    """
+    """Open a run as `recorder.open_run` does; a run that is opened so draws no pages."""
     return open_location(path.anew() if isinstance(path, ObjectPath) else path)
 
 

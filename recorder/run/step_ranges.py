@@ -1,0 +1,219 @@
+"""The ranges of steps by which a whole run is read: how a run is cut, who works on the ranges, and the rows of each.
+
+The ranges are the same wherever they are worked on, and the answers are put together in the order of the ranges: no bit
+of an answer depends on the machine. A mapper must never hold the answers of more than a few ranges.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..globalview.view import GlobalView
+from ..globalview.windows import cut_steps
+from ..numerics.moments import integers
+from .run import Run
+
+MAX_ROWS = 200_000
+"""Rows in a range, of all ranks: this bounds the memory for their columns."""
+MAX_BYTES = 256 << 20
+"""Payload in a range, decoded and of all ranks: a second of work. A single step may have more of both."""
+
+T = TypeVar("T")
+Steps = tuple[int, int]
+
+
+class Mapper(Protocol):
+    """Answers a question range by range, in this process or in others."""
+
+    def __call__(
+        self, make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
+    ) -> Iterator[T]:
+        """Yield the answers in the order of the ranges; few answers are computed before they are asked for.
+
+        Args:
+            make: makes the function that is called with each range; called once in each process. A class or a
+                function of a module.
+            arguments: the arguments of `make`; each a run, a tuple of runs, or plain data.
+            ranges: the arguments of one call each.
+        """
+
+
+def map_serially(
+    make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
+) -> Iterator[T]:
+    """Work on the ranges in this thread, one after the other: the mapper where there is no cluster."""
+    work = make(*arguments)
+    for arguments_of_one in ranges:
+        yield work(*arguments_of_one)
+
+
+def global_step_ranges(view: GlobalView) -> list[Steps]:
+    """Ranges of steps that cover a run's global view, ascending."""
+    return view.windows(MAX_ROWS, MAX_BYTES)
+
+
+class AttemptSteps(NamedTuple):
+    """A range of steps of one attempt: from `first` up to, but not including, `last`."""
+
+    attempt: int
+    first: int
+    last: int
+
+
+def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
+    """Ranges of steps that cover the rows as the ranks recorded them, by attempt, then ascending."""
+    sizes_of: dict[int, dict[int, tuple[int, int]]] = {}
+    for writer in run.writers:
+        for shard in writer.shards:
+            for batch in shard.columns(["attempt", "step", "payload_bytes"]):
+                attempts, steps = (batch.column(name).to_numpy() for name in ("attempt", "step"))
+                nbytes = batch.column("payload_bytes").fill_null(0).to_numpy()
+                for attempt in np.unique(attempts).tolist():
+                    of_attempt = attempts == attempt
+                    known = sizes_of.setdefault(attempt, {})
+                    distinct, indices, counts = np.unique(steps[of_attempt], return_inverse=True, return_counts=True)
+                    totals = np.zeros(len(distinct), np.int64)
+                    np.add.at(totals, indices.reshape(-1), nbytes[of_attempt])
+                    for step, rows, total in zip(distinct.tolist(), counts.tolist(), totals.tolist(), strict=True):
+                        before = known.get(step, (0, 0))
+                        known[step] = before[0] + rows, before[1] + total
+    return [
+        AttemptSteps(attempt, first, last)
+        for attempt, of_steps in sorted(sizes_of.items())
+        for first, last in cut_steps(of_steps, MAX_ROWS, MAX_BYTES)
+    ]
+
+
+_PENDING_ROWS = 250_000
+_COMPRESSED = pa.ipc.IpcWriteOptions(compression="lz4")
+_BYTES_A_ROW = 500
+"""More than what a row was seen to take in a file."""
+
+
+@contextmanager
+def cut_rows(
+    run: Run,
+    ranges: Sequence[Steps],
+    tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
+    max_pending_rows: int = _PENDING_ROWS,
+) -> Iterator[Callable[[Steps], Iterator[Any]]]:
+    """Make a function that gives the tables of a range, as `tables` would make them of that range alone.
+
+    Args:
+        run: whose rows.
+        ranges: half-open, ascending, apart from each other.
+        tables: makes tables of writers and a range of steps, all of one schema, with a column ``step``.
+        max_pending_rows: rows that are in memory together while they are cut, twice, and those of one table more.
+    """
+    with ExitStack() as stack:
+        folder = None
+        if len(ranges) > 1:
+            with suppress(OSError):  # there may be no room for temporary files
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recorder-")))
+        if folder is not None and not (_has_room(folder, run) and _fill(folder, run, ranges, tables, max_pending_rows)):
+            folder = None
+        if folder is None:
+            yield lambda steps: tables(run.writers, steps)
+        else:
+            yield lambda steps: _read(folder / str(ranges.index(steps)))
+
+
+def _has_room(folder: Path, run: Run) -> bool:
+    return shutil.disk_usage(folder).free >= run.num_rows * _BYTES_A_ROW
+
+
+def _fill(
+    folder: Path,
+    run: Run,
+    ranges: Sequence[Steps],
+    tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
+    max_pending_rows: int,
+) -> bool:
+    """Write the tables of all ranges; False where the disk refuses."""
+    starts = np.array([first for first, _ in ranges], np.int64)
+    pending: list[Any] = []
+    num_pending = 0
+    try:
+        for table in tables(run.writers, (ranges[0][0], ranges[-1][1])):
+            pending.append(table)
+            num_pending += table.num_rows
+            if num_pending >= max_pending_rows:
+                _append(folder, starts, pending)
+                num_pending = 0
+        _append(folder, starts, pending)
+    except OSError:
+        return False
+    return True
+
+
+def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> None:
+    """Write the rows that wait behind what the files of their ranges have, as one more stream each."""
+    if not pending:
+        return
+    table = pa.concat_tables(pending).unify_dictionaries().combine_chunks()
+    pending.clear()
+    indices = np.searchsorted(starts, table.column("step").to_numpy(), side="right") - 1
+    order = np.argsort(indices, kind="stable")
+    table, indices = table.take(pa.array(order)), indices[order]
+    found, firsts = np.unique(indices, return_index=True)
+    for index, first, last in zip(found.tolist(), firsts.tolist(), [*firsts[1:].tolist(), len(indices)], strict=True):
+        with (
+            (folder / str(index)).open("ab") as file,
+            pa.ipc.new_stream(file, table.schema, options=_COMPRESSED) as stream,
+        ):
+            stream.write_table(table.slice(first, last - first))
+
+
+def _read(path: Path) -> Iterator[Any]:
+    """The tables in a file; a range without whole tensors has none."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        while file.tell() < size:
+            yield pa.ipc.open_stream(file).read_all()
+
+
+class Attempts:
+    """Which attempt counts at each step. It learns as the steps of all ranks are shown to it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._newest: dict[int, int] = {}
+        """By step."""
+        self._is_one = len({writer.attempt for writer in run.writers}) < 2 or len(self._found()) < 2
+
+    def _found(self) -> set[int]:
+        """Attempts of which there are rows."""
+        shards = [shard for writer in self._run.writers for shard in writer.shards]
+        columns = (batch.column("attempt") for shard in shards for batch in shard.columns(["attempt"]))
+        return {attempt for column in columns for attempt in column.unique().to_pylist()}
+
+    def counting(self, table: Any) -> npt.NDArray[np.bool_]:
+        """Which rows count: of several attempts at a step those of the newest that completed it."""
+        steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
+        if self._is_one:
+            return np.ones(len(steps), np.bool_)
+        run, topology = self._run, self._run.topology
+        distinct, step_indices = np.unique(steps, return_inverse=True)
+        if not all(step in self._newest for step in distinct.tolist()):
+            steps_of = {}
+            for number, writer in enumerate(run.writers):
+                own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
+                steps_of[number] = np.unique(steps[own]).tolist()
+            attempt_at = {
+                launch: run.writers[number].attempt for number, launch in enumerate(topology.launch_indices())
+            }
+            winners = {step: attempt_at[launch] for step, launch in topology.winners(steps_of).items()}
+            self._newest |= {step: winners.get(step, -1) for step in distinct.tolist()}
+        newest = np.array([self._newest[step] for step in distinct.tolist()], np.int64)[step_indices]
+        return np.asarray((attempts == newest) | (newest < 0))
