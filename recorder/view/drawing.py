@@ -25,7 +25,6 @@ from ..errors import NotARunError, RunError
 from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..globalview.infer.leaves import Leaves
-from ..run.growing import NEVER, GrowingRun
 from ..report.axes import Axes, modules_block
 from ..report.blocks import Block
 from ..report.images import ImageFinder
@@ -33,6 +32,7 @@ from ..report.ranks import layouts_of, ranks_block
 from ..report.rows import step_rows
 from ..report.series.statistics import StatisticsBlocks
 from ..report.top import Finding, Told, facts_of, gaps_block, top_block
+from ..run.growing import NEVER, GrowingRun
 from ..run.run import Run
 from ..run.status import RankNow
 from ..storage.locations import Location, store_of

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from recorder.cli.commands import top
 from recorder.run.status import RunWatch
-from tests.read.test_status import show
 from tests.rigs.command_line import Cli, on_a_terminal
 from tests.rigs.handmade import make_run
+from tests.run.test_status import show
 
 RATES: dict[str, Any] = {"recent": {"seconds": 10.0, "steps": 25, "bytes": 50_000_000}}
 

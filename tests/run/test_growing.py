@@ -9,8 +9,8 @@ import pytest
 
 from recorder.errors import NotARunError
 from recorder.format.rundir import index_name, open_name, shard_name
-from recorder.run.growing import NEVER, GrowingRun
 from recorder.run.finding import find_run
+from recorder.run.growing import NEVER, GrowingRun
 from tests.rigs.handmade import HandmadeWriter, Row, index_bytes, make_row, make_run, shard_bytes
 
 
