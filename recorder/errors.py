@@ -59,7 +59,11 @@ class StoreError(RecorderError):
     """An object store cannot be reached, refuses the credentials, or has changed. It says nothing about the run."""
 
     def __init__(self, message: str, kind: str = "failed") -> None:
-        """Keep a word for the kind of failure: ``unreachable``, ``refused``, ``busy``, ``changed`` or ``failed``."""
+        """Keep a word for the kind of failure.
+
+        It is ``unreachable``, ``refused``, ``anonymous`` (the store wants credentials, and none were found), ``busy``,
+        ``changed`` or ``failed``.
+        """
         super().__init__(message)
         self.kind = kind
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _LONGEST_WAIT_S = 30.0
 
@@ -29,6 +30,40 @@ class Counters:
 
     def total(self, name: str) -> int:
         return sum(self.of(name).values())
+
+
+class Requests:
+    """How many requests the store was sent, and how long it took over them; those under way count as far as they are.
+
+    A store that hangs, and answers before a request is given up, shows here alone.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_ended = 0
+        self._ended_s = 0.0
+        self._began_s: dict[object, float] = {}
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Count a request from its beginning to its end."""
+        key = object()
+        with self._lock:
+            self._began_s[key] = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_ended += 1
+                self._ended_s += self._clock() - self._began_s.pop(key)
+
+    def totals(self) -> tuple[int, float]:
+        """Return the number of requests and the seconds of all of them together; both only grow."""
+        with self._lock:
+            now_s = self._clock()
+            under_way_s = sum(now_s - began_s for began_s in self._began_s.values())
+            return self._num_ended + len(self._began_s), self._ended_s + under_way_s
 
 
 class Health:

@@ -18,11 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import ConfigError, StoreError
+from ..read.fleet import FLEET
 from ..storage.kinds import DESTINATIONS
 from . import errands, webhook
 from .counters import Counters, Health
 from .destination import Directory, Throttle, parse_destination
-from .fleet import FleetDocument
+from .fleet import NODE, FleetDocument, node_name
 from .metrics import DaemonCollector, make_registry
 from .serving import MetricsServer
 from .settings import DaemonSettings, reloaded
@@ -41,6 +42,8 @@ _SUMMARY_S = 30.0
 """How often the fleet's index is put at most: each node's is a request."""
 _LATE_S = 60.0
 """A daemon that has made no pass for so long is not healthy."""
+_ERRAND_END_S = 0.5
+"""How long a stop waits for the killed process of an errand, beyond `stop_s`."""
 _LOW_PRIORITY = 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's ``mallopt``, from malloc.h."""
@@ -72,12 +75,16 @@ class Daemon:
                     )
         self._stop = threading.Event()
         self._wake = threading.Event()
+        self._over = threading.Event()
         self._is_reload_due = False
-        self.shared = Shipping(destination=destination, settings=settings, is_stopping=self._stop.is_set)
+        self.shared = Shipping(
+            destination=destination, settings=settings, is_stopping=self._stop.is_set, is_over=self._over.is_set
+        )
         self._runs: dict[tuple[str, tuple[str, ...]], RunShipper] = {}
         self._counts = Entries()
         self._unshipped_before: dict[str, str] = {}
-        self._fleet = FleetDocument(destination)
+        self._fleet: FleetDocument | None = None
+        """Known once a watched folder is there, which holds the name of this node."""
         self._pools = {
             lane: ThreadPoolExecutor(num_threads, f"recorder-{lane}")
             for lane, num_threads in (("small", settings.threads), ("large", settings.threads), ("errand", 1))
@@ -89,8 +96,8 @@ class Daemon:
         self._next_find_s = self._next_summary_s = self._next_state_s = 0.0
         self._has_found = False
         self._state_path: Path | None = None
-        self.port = 0
-        """Where the metrics are; 0: nowhere."""
+        self.url, self.port = "", 0
+        """Where the metrics are; empty and 0: nowhere."""
 
     @property
     def counters(self) -> Counters:
@@ -125,15 +132,22 @@ class Daemon:
             settings = self.shared.settings
             server = None
             if settings.listen:
-                collector = DaemonCollector(self.counters, self.health, lambda: self.runs, self.seen, self._watched)
-                server = MetricsServer(settings.address, make_registry(collector), self._is_alive, self._why_not_ready)
-                self.port = server.port
-            with contextlib.suppress(StoreError):  # a store that is away for now comes back
-                self.check_store()
-            _lower_priority()
-            _spare_memory()
-            self._say_start()
+                requests = self.shared.destination.requests
+                collector = DaemonCollector(
+                    self.counters, self.health, requests, lambda: self.runs, self.seen, self._watched
+                )
+                server = MetricsServer(settings, make_registry(collector), self._is_alive, self._why_not_ready)
+                self.url, self.port = server.url, server.port
             try:
+                try:
+                    self.check_store()
+                except StoreError as error:
+                    if error.kind == "anonymous":
+                        raise
+                    self.shared.failed(error, "the start")  # a store that is away for now comes back
+                _lower_priority()
+                _spare_memory()
+                self._say_start()
                 while not self._stop.is_set():
                     if self._is_reload_due:
                         self._is_reload_due = False
@@ -149,6 +163,8 @@ class Daemon:
     def run_once(self) -> int:
         """Ship what is here now, to its end; return 0 where all of it is there, and 1 where something is not."""
         taken_bytes, moved_s = -1, time.monotonic()
+        for folder in filter(lambda folder: not os.path.isdir(folder), self._watched):
+            raise ConfigError(f"watch = {folder!r}: is no folder, and with --once none is waited for; name another")
         with self._locked(), self._signals():
             self.check_store()
             self.shared.is_once = True
@@ -219,7 +235,10 @@ class Daemon:
         self._wake.set()
 
     def _say_start(self) -> None:
-        where = f"; metrics on port {self.port}" if self.port else ""
+        for folder in self._watched:
+            if not os.path.isdir(folder):
+                logger.warning("%s: there is no such folder yet; it is waited for", folder)
+        where = f"; metrics at {self.url}/metrics" if self.url else ""
         logger.info("ships %s to %s%s", ", ".join(self._watched), self.shared.destination.url, where)
 
     def _reload_settings(self) -> None:
@@ -272,14 +291,15 @@ class Daemon:
 
     def _has_unlisted_run(self) -> bool:
         """Whether a run is there that the index does not name: commands know a folder of shipped runs by its index."""
-        return any(run.is_known and not run.there.conflict and run.key not in self._fleet for run in self.runs)
+        fleet = self._fleet or ()
+        return any(run.is_known and not run.there.conflict and run.key not in fleet for run in self.runs)
 
     _is_summary_due = False
 
     def _submit(self, lane: str, job: Callable[[], None], run: RunShipper | None) -> None:
         def do() -> None:
             try:
-                if not self._stop.is_set():
+                if not self._stop.is_set() or (lane == "errand" and not self._over.is_set()):
                     job()
             except Exception as error:
                 self.shared.failed(error, run.key if run is not None else "the fleet's index")
@@ -290,12 +310,16 @@ class Daemon:
 
     def _find_runs(self) -> None:
         counts, runs = Entries(), set[tuple[str, tuple[str, ...]]]()
+        if self._fleet is None and any(map(os.path.isdir, self._watched)):
+            self.shared.node = node_name(self._watched)
+            self._fleet = FleetDocument(self.shared.destination, self.shared.node, self._say_clash)
         for root in self._watched:
             try:
                 with Folder.root(root) as folder:
                     runs |= {(root, names) for names in find_runs(folder, counts)}
             except OSError as error:
-                self.shared.failed(error, root)
+                if not isinstance(error, FileNotFoundError):  # else it is waited for
+                    self.shared.failed(error, root)
                 runs |= {key for key in self._runs if key[0] == root}  # it may come back
         for key in sorted(runs - self._runs.keys()):
             try:
@@ -313,9 +337,20 @@ class Daemon:
         self._unshipped_before = self.unshipped
         self._has_found = True
 
+    def _say_clash(self, host: str) -> None:
+        self.counters.add("conflicts", "node")
+        logger.error(
+            "%s/%s: another daemon, on host %s, writes this node's documents there, too, so that `recorder ls` misses"
+            " ranks; let one daemon watch %s, or, where the folder was copied, remove its file %s and restart this one",
+            self.shared.destination.url, FLEET, host, self._watched[0], NODE,
+        )  # fmt: skip
+
     def _summarise(self) -> None:
         try:
-            self._fleet.put({run.key: run.summary() for run in self.runs if run.is_known and not run.there.conflict})
+            if self._fleet is not None:
+                self._fleet.put(
+                    {run.key: run.summary() for run in self.runs if run.is_known and not run.there.conflict}
+                )
         finally:
             self._is_summary_due = False
 
@@ -329,15 +364,16 @@ class Daemon:
         if run.may_go and now_s >= run.settled_since_s + settings.keep_local_s and self._is_cataloged(run):
             self._errand(run, lambda: self._remove(run))
             return
+        if run.has_catalog_failed and now_s >= run.next_catalog_retry_s:
+            run.has_catalog_failed = False
         if run.is_known and (run.is_settled or now_s >= run.next_catalog_s) and not self._is_cataloged(run):
             run.next_catalog_s = now_s + settings.catalog_s
-            if run.cataloged_rows >= 0 or run.is_settled:
-                run.cataloged_rows = run.num_rows
+            if run.cataloged_bytes >= 0 or run.is_settled:
                 assert self._state_path is not None, "the lock is held"
                 folder = self._state_path.parent
                 self._errand(run, lambda: errands.catalog(run, folder))
                 return
-            run.cataloged_rows = 0  # the first one comes after a while, or at the end
+            run.cataloged_bytes = 0  # the first one comes after a while, or at the end
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
             run.next_check_s = now_s + settings.check_s
             self._errand(run, lambda: self._check(run))
@@ -361,7 +397,9 @@ class Daemon:
         self._submit("small", do, run)
 
     def _is_cataloged(self, run: RunShipper) -> bool:
-        return not self.shared.settings.catalog_s or run.num_rows in (0, run.cataloged_rows)
+        """Whether no catalog is to be made now: that of the run as it is is there, or could not be made just now."""
+        is_made = run.shard_bytes in (0, run.cataloged_bytes)
+        return is_made or run.has_catalog_failed or not self.shared.settings.catalog_s
 
     def _errand(self, run: RunShipper, job: Callable[[], None]) -> None:
         self._errands.add(run.key)
@@ -413,7 +451,7 @@ class Daemon:
             "pid": os.getpid(),
             "to": self.shared.destination.url,
             "watch": self._watched,
-            "port": self.port,
+            "url": self.url,
             "time_s": time.time(),
             "runs": len(self._runs),
             "settled": sum(run.is_settled for run in self.runs),
@@ -429,11 +467,18 @@ class Daemon:
         write_state(self._state_path, state)
 
     def _finish(self) -> int:
-        """Wait for what is under way until the deadline, and leave the rest for the next start."""
+        """Wait for what is under way until the deadline, and leave the rest for the next start.
+
+        Catalogs of runs that are there are made now: on a node that is wiped there is no next start.
+        """
         self._stop.set()
-        until_s = time.monotonic() + self.shared.settings.stop_s
-        while any(not future.done() for future in self._under_way) and time.monotonic() < until_s:
-            time.sleep(0.02)
+        now_s = time.monotonic()
+        for run in self.runs if self.health.is_open else ():
+            if run.is_settled and not self.shared.is_once and not self._is_cataloged(run):
+                self._run_errands(run, now_s)
+        self._wait_for_jobs(self.shared.settings.stop_s)
+        self._over.set()
+        self._wait_for_jobs(_ERRAND_END_S)
         num_parked = sum(not future.done() for future in self._under_way)
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
@@ -445,6 +490,11 @@ class Daemon:
         if not self.shared.is_once:
             logger.info("stopped")
         return 0
+
+    def _wait_for_jobs(self, patience_s: float) -> None:
+        until_s = time.monotonic() + patience_s
+        while any(not future.done() for future in self._under_way) and time.monotonic() < until_s:
+            time.sleep(0.02)
 
     left = 0
     """Files that `run_once` could not ship."""
@@ -460,11 +510,11 @@ def _watched_folders(settings: DaemonSettings) -> list[str]:
     folders: list[str] = []
     for name in settings.watch:
         folder = os.path.realpath(name)
-        if not os.path.isdir(folder):
-            raise ConfigError(f"watch = {name!r}: is no folder; make it before the daemon starts, or name another")
+        if os.path.lexists(folder) and not os.path.isdir(folder):
+            raise ConfigError(f"watch = {name!r}: is no folder; name another")
         if os.path.lexists(f"{folder}/_run.json"):
             raise ConfigError(f"watch = {name!r}: is a run; name the folder that it lies in")
-        if not os.access(folder, os.R_OK | os.X_OK):
+        if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
             raise ConfigError(f"watch = {name!r}: may not be read by this user")
         for other in folders:
             if _contains(other, folder) or _contains(folder, other):

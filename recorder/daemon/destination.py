@@ -25,6 +25,7 @@ from ..storage.clients import Client, bare_e_tag
 from ..storage.kinds import KINDS, SCHEMES
 from ..storage.locations import folder_of_url, scheme_of
 from ..storage.objects import ObjectPath
+from .counters import Requests
 from .watching import LocalFile
 
 PART_BYTES = 5 << 20
@@ -91,6 +92,8 @@ class Destination(Protocol):
     """Where a daemon keeps runs; keys are relative to it. Any thread may call."""
 
     url: str
+    requests: Requests
+    """What was asked of it; a file that goes in parts is one, and is not counted here, since it may take long."""
 
     def check(self) -> None:
         """Ask the destination once whether puts can be made there safely.
@@ -143,6 +146,7 @@ class Bucket:
         self._prefix = f"{prefix}/" if prefix else ""
         self._throttle = throttle
         self._client = Client(scheme, bucket, silence_s=_SILENCE_S, num_tries=_NUM_TRIES)
+        self.requests = Requests()
         self._tag = self._client.kind.version_tag
         self._is_checked = False
 
@@ -185,7 +189,7 @@ class Bucket:
             else:
                 if self.head(key) is not None:
                     raise TakenError(key)
-                put_e_tag = self._ask(key, lambda store: self._put_parts(store, path, file, attributes))
+                put_e_tag = self._ask(key, lambda store: self._put_parts(store, path, file, attributes), is_long=True)
         except TakenError:
             if self._is_same(key, file, e_tag):
                 return "there"
@@ -292,11 +296,11 @@ class Bucket:
             return offset == file.size_bytes
 
         try:
-            return self._ask(key, ask)
+            return self._ask(key, ask, is_long=True)
         except FileNotFoundError:
             return False
 
-    def _ask(self, key: str, question: Callable[[Any], Answer]) -> Answer:
+    def _ask(self, key: str, question: Callable[[Any], Answer], *, is_long: bool = False) -> Answer:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         taken: list[Exception] = []
@@ -308,7 +312,8 @@ class Bucket:
                 taken.append(error)
                 return None
 
-        answer: Any = self._client.ask(f"{self.url}/{key}", ask)
+        with contextlib.nullcontext() if is_long else self.requests.one():
+            answer: Any = self._client.ask(f"{self.url}/{key}", ask)
         if taken:
             raise TakenError(key)
         return answer  # type: ignore[no-any-return]
@@ -319,6 +324,7 @@ class Directory:
 
     def __init__(self, path: Path, throttle: Throttle) -> None:
         self.url = f"file://{path}"
+        self.requests = Requests()
         self.path = path
         self._throttle = throttle
 

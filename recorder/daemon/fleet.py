@@ -1,40 +1,95 @@
-"""This node's document in the index of a fleet, which `read.fleet` reads: what it knows of the runs it has shipped."""
+"""Who this node is at a destination, and its document in the index of the fleet, which `read.fleet` reads.
+
+Host names are no identity: containers, and machines that were made of one image, share them. So a node's name is drawn
+once, and kept beside the runs that it speaks of: a restart, a new pod and a renamed host go on under it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import RunError
 from ..format.rundir import encode_manifest, parse_json
 from ..run.finding import FLEET
 from .destination import Destination, TakenError
+from .watching import Folder, RefusedError
 
 PRUNED = "_pruned"
 """The folder of a destination in which each run that was pruned leaves its name."""
 _CATALOG = "_catalog"
 
 
-def node_name() -> str:
-    """Return the name of this node in a key."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)[:100] or "node"
+NODE = ".recorder-node"
+"""The file in a watched folder that holds the node's name; its dot keeps it out of what is counted there."""
+_NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}-[0-9a-f]{12}")
 
 
-def catalog_name() -> str:
-    """Return the name, below a run, of the catalog of this node's part."""
-    return f"{_CATALOG}/{node_name()}.parquet"
+def node_name(watched: Sequence[str]) -> str:
+    """Return the name of this node in keys: its host's, and what was drawn at the first start on one of the folders.
+
+    Where no folder takes the file, the name is made of the host's, the machine's id and the folders.
+    """
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)[:100] or "node"
+    for is_drawn in (False, True):
+        for folder in watched:
+            with contextlib.suppress(OSError, RefusedError):
+                if is_drawn:
+                    _draw(Path(folder) / NODE, host)
+                if (name := _kept_name(folder)) is not None:
+                    return name
+    machine = ""
+    with contextlib.suppress(OSError):
+        machine = Path("/etc/machine-id").read_text()
+    return f"{host}-{hashlib.sha256(repr((machine, *watched)).encode()).hexdigest()[:12]}"
+
+
+def _draw(path: Path, host: str) -> None:
+    """Keep a new name, in place of what is none; the first of several daemons that draw at once wins."""
+    temporary = path.with_name(f"{NODE}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        temporary.write_text(f"{host}-{os.urandom(6).hex()}\n")
+        with contextlib.suppress(FileExistsError):
+            os.replace(temporary, path) if path.exists() else os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _kept_name(folder: str) -> str | None:
+    with Folder.root(folder) as opened, contextlib.suppress(FileNotFoundError), opened.open(NODE) as file:
+        name = file.bytes(0, min(file.size_bytes, 200)).decode(errors="replace").strip()
+        return name if _NODE_NAME.fullmatch(name) else None
+    return None
+
+
+def catalog_name(node: str) -> str:
+    """Return the name, below a run, of the catalog of a node's part."""
+    return f"{_CATALOG}/{node}.parquet"
 
 
 class FleetDocument:
     """This node's document, which keeps what was said of runs that are here no more."""
 
-    def __init__(self, destination: Destination) -> None:
+    def __init__(self, destination: Destination, node: str, clashes: Callable[[str], None]) -> None:
+        """Ask nothing yet.
+
+        Args:
+            destination: where the document is.
+            node: the node's name.
+            clashes: is told once that another daemon writes the document, too, and which host that one is on.
+        """
         self._destination = destination
-        self._key = f"{FLEET}/{node_name()}.json"
+        self._key = f"{FLEET}/{node}.json"
+        self._clashes = clashes
+        self._daemon = os.urandom(8).hex()
+        """Drawn anew at each start. What another daemon puts after this one has put bears another word."""
+        self._has_put = self._has_clashed = False
         self._e_tag: str | None = None
         self._runs: dict[str, Any] = {}
         self._has_read = False
@@ -50,13 +105,14 @@ class FleetDocument:
             merged = {**self._runs, **runs}
             if merged == self._runs:
                 return
-            members = {"node": os.uname().nodename, "time_ns": time.time_ns(), "runs": merged}
+            host = os.uname().nodename
+            members = {"node": host, "daemon": self._daemon, "time_ns": time.time_ns(), "runs": merged}
             try:
                 self._e_tag = self._destination.put_if(self._key, encode_manifest(members), self._e_tag)
-            except TakenError:  # a prune has taken runs out
+            except TakenError:  # a prune has taken runs out, or another daemon has the name
                 self._has_read = False
                 continue
-            self._runs = merged
+            self._runs, self._has_put = merged, True
             return
 
     def _read(self) -> None:
@@ -65,8 +121,12 @@ class FleetDocument:
         if held is not None:
             self._e_tag = held[1]
             with contextlib.suppress(RunError):
-                runs = parse_json(held[0], self._key).get("runs")
+                members = parse_json(held[0], self._key)
+                runs = members.get("runs")
                 self._runs = runs if isinstance(runs, dict) else {}
+                if self._has_put and not self._has_clashed and members.get("daemon") != self._daemon:
+                    self._has_clashed = True
+                    self._clashes(str(members.get("node")))
 
 
 def remove_from_fleet(destination: Destination, run: str) -> None:

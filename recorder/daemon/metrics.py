@@ -17,32 +17,82 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from .. import __version__
 from ..format.manifest import Balance
 from ..format.members import Members
-from .counters import Counters, Health
+from .counters import Counters, Health, Requests
 from .shipping.run import RunShipper
 from .shipping.writer import WriterShipper
 
-_RANK = ("run", "rank")
+_RUN = ("run", "name")
+_RANK = (*_RUN, "rank")
 
-COUNTED = {
-    "uploads": ("recorder_daemon_uploads", "Objects that were put, by kind of file", "kind"),
-    "uploaded_bytes": ("recorder_daemon_uploaded_bytes", "Bytes that were put, by kind of file", "kind"),
+_KINDS = ("stats", "tensors", "index", "open", "status", "manifest", "document")
+_RESULTS = ("done", "failed")
+COUNTED: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
+    "uploads": ("recorder_daemon_uploads", "Objects that were put, by kind of file", "kind", (*_KINDS, "catalog")),
+    "uploaded_bytes": (
+        "recorder_daemon_uploaded_bytes",
+        "Bytes that were put, by kind of file",
+        "kind",
+        (*_KINDS, "catalog"),
+    ),
     "confirmed": (
         "recorder_daemon_confirmed_files",
         "Files that the store has confirmed, by how it was checked",
         "how",
+        ("etag", "read", "synced", "there"),
     ),
-    "errors": ("recorder_daemon_errors", "Jobs that failed and are tried again, by kind of error", "kind"),
-    "conflicts": ("recorder_daemon_conflicts", "Files for which something else is there, by kind of file", "kind"),
-    "lost_objects": ("recorder_daemon_lost_objects", "Objects that the store had confirmed and has lost", ""),
-    "removed_bytes": ("recorder_daemon_removed_bytes", "Bytes of runs that were removed here once they were there", ""),
-    "removed_runs": ("recorder_daemon_removed_runs", "Runs that were removed here once they were there", ""),
-    "reloads": ("recorder_daemon_reloads", "Reloads of the settings, by result", "result"),
-    "errands": ("recorder_daemon_errands", "Repairs, catalogs and checks, by result", "result"),
-    "webhooks": ("recorder_daemon_webhooks", "Calls of the webhook, by result", "result"),
-    "commands": ("recorder_daemon_commands", "Commands from the store, by what became of them", "result"),
-    "refused_files": ("recorder_daemon_refused_contents", "Files whose content is not what their name says", "reason"),
+    "errors": (
+        "recorder_daemon_errors",
+        "Jobs that failed and are tried again, by kind of error",
+        "kind",
+        (
+            *("unreachable", "refused", "anonymous", "busy", "changed", "failed"),
+            *("damaged", "local", "internal"),
+        ),
+    ),
+    "conflicts": (
+        "recorder_daemon_conflicts",
+        "Files for which something else is there, by kind of file",
+        "kind",
+        (*_KINDS, "run", "node"),
+    ),
+    "lost_objects": ("recorder_daemon_lost_objects", "Objects that the store had confirmed and has lost", "", ("",)),
+    "removed_bytes": (
+        "recorder_daemon_removed_bytes",
+        "Bytes of runs that were removed here once they were there",
+        "",
+        ("",),
+    ),
+    "removed_runs": ("recorder_daemon_removed_runs", "Runs that were removed here once they were there", "", ("",)),
+    "reloads": ("recorder_daemon_reloads", "Reloads of the settings, by result", "result", ("done", "refused")),
+    "errands": (
+        "recorder_daemon_errands",
+        "Repairs, catalogs and checks, by result",
+        "result",
+        tuple(f"{what} {result}" for what in ("repair", "catalog", "check") for result in _RESULTS),
+    ),
+    "webhooks": ("recorder_daemon_webhooks", "Calls of the webhook, by result", "result", ("sent", "failed")),
+    "commands": (
+        "recorder_daemon_commands",
+        "Commands from the store, by what became of them",
+        "result",
+        ("carried", "invalid", "oversized", "unsigned", "stale", "replayed", "failed"),
+    ),
+    "refused_files": (
+        "recorder_daemon_refused_contents",
+        "Files whose content is not what their name says",
+        "reason",
+        ("content",),
+    ),
 }
-"""The counters: the name in `Counters`, the metric's name, its help, and its label."""
+"""The counters: the name in `Counters`, the metric's name, its help, its label, and the words that the label may have.
+
+Each of them is shown from the start as 0: a counter that appears with its first event has no increase to alert on.
+"""
+_DROP_REASONS = (
+    *("pool_full", "ring_full", "disk_full", "disk_floor", "quota", "no_memory", "write_error:EIO"),
+    *("interrupted", "abandoned_at_close", "writer_error", "writer_dead"),
+)
+"""Reasons for which rows are dropped, shown as 0 until they are. There are others: FORMAT.md leaves them open."""
 
 _OF_RANK: tuple[tuple[str, str, Callable[[WriterShipper], float | None]], ...] = (
     ("recorder_step", "Step that the rank is in", lambda w: _number(w.status.get("step"))),
@@ -85,22 +135,23 @@ class DaemonCollector:
         self,
         counters: Counters,
         health: Health,
+        requests: Requests,
         runs: Callable[[], list[RunShipper]],
         seen: Callable[[], dict[str, int]],
         watched: list[str],
     ) -> None:
         self._counters = counters
         self._health = health
+        self._requests = requests
         self._runs = runs
         self._seen = seen
         self._watched = watched
 
     def collect(self) -> Iterable[Any]:
         yield InfoMetricFamily("recorder_daemon", "The daemon's version", value={"version": __version__})
-        for name, (metric, text, label) in COUNTED.items():
+        for name, (metric, text, label, words) in COUNTED.items():
             family = CounterMetricFamily(metric, text, labels=[label] if label else [])
-            sums = self._counters.of(name) or ({} if label else {"": 0})
-            for word, total in sums.items():
+            for word, total in (dict.fromkeys(words, 0) | self._counters.of(name)).items():
                 family.add_metric([word] if label else [], total)
             yield family
         yield from self._of_store()
@@ -145,9 +196,19 @@ class DaemonCollector:
             now - oldest_s,
         )
         live = [one.small_since_s for run in runs for one in list(run.writers.values()) if one.state == "alive"]
-        stale_s = now - min(live) if live and all(live) else 0.0
         yield _gauge(
-            "recorder_daemon_statistics_age_seconds", "Age of the statistics there, of the rank that is last", stale_s
+            "recorder_daemon_statistics_age_seconds",
+            "Age of the statistics there, of the rank that is last",
+            now - min(live, default=now),
+        )
+        num_requests, requests_s = self._requests.totals()
+        yield CounterMetricFamily(
+            "recorder_daemon_requests", "Requests to the store, without files in parts", value=num_requests
+        )
+        yield CounterMetricFamily(
+            "recorder_daemon_request_seconds",
+            "Time of these requests together, also of those under way",
+            value=requests_s,
         )
 
     def _of_ranks(self) -> Iterator[Any]:
@@ -159,19 +220,19 @@ class DaemonCollector:
         for family, read in families:
             for run, writer in writers:
                 if (value := read(writer)) is not None:
-                    family.add_metric([run.key, str(writer.rank)], value)
+                    family.add_metric([run.key, run.name, str(writer.rank)], value)
             yield family
         dropped = CounterMetricFamily("recorder_rows_dropped", "Rows that were dropped", labels=(*_RANK, "reason"))
         for run, writer in writers:
-            for reason, count in _balance(writer).dropped.items():
-                dropped.add_metric([run.key, str(writer.rank), reason], count)
+            for reason, count in (dict.fromkeys(_DROP_REASONS, 0) | dict(_balance(writer).dropped)).items():
+                dropped.add_metric([run.key, run.name, str(writer.rank), reason], count)
         yield dropped
         findings = GaugeMetricFamily(
-            "recorder_findings", "Findings of the last check", labels=("run", "rule", "severity")
+            "recorder_findings", "Findings of the last check", labels=(*_RUN, "rule", "severity")
         )
         for run in self._runs():
             for (rule, severity), count in list(run.findings.items()):
-                findings.add_metric([run.key, rule, severity], count)
+                findings.add_metric([run.key, run.name, rule, severity], count)
         yield findings
 
 

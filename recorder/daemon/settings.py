@@ -23,7 +23,7 @@ PREFIX = "RECORDERD_"
 KEEP_ALL = "all"
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _SIZES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_FIXED = ("watch", "to", "listen", "state", "log")
+_FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file", "state", "log")
 """What a reload cannot change: locks, ports and ledgers hang on it."""
 
 
@@ -43,6 +43,8 @@ class DaemonSettings:
     max_bytes_per_s: int = _setting(0, "bound on what is sent: 50MB; 0: none")
     threads: int = _setting(4, "uploads at once, of small and of large files each")
     listen: str = _setting("127.0.0.1:9436", "where /metrics, /healthz and /readyz are; empty: nowhere")
+    listen_certificate: str = _setting("", "PEM file with certificate and key: the port speaks TLS")
+    listen_password_file: str = _setting("", "file with USER:PASSWORD, which /metrics then asks for")
     log: str = _setting("text", "how lines are written to standard error: text or json")
     catalog_s: float = _setting(3600.0, "seconds between two catalogs of a run that grows; 0: none")
     check_s: float = _setting(0.0, "seconds between two checks of a run that grows; 0: none")

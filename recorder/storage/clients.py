@@ -155,7 +155,7 @@ class Client:
         code, status = _last(r"<Code>(\w+)<", text), _last(r"status: (\d{3}),", text)
         if _is_without_credentials(text) or (status in ("401", "403") and not self._names_credentials):
             text = f"{bucket}: no credentials were found, and {endpoint} wants some: set {advice}"
-            return StoreError(text, "refused")
+            return StoreError(text, "anonymous")
         if happened := text.partition("HttpError {")[2]:
             reason = next((cause for word, cause in _UNREACHED.items() if word in happened), "the connection was lost")
             name = self.kind.endpoints.split()[-1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import recorder
 from recorder.daemon.daemon import Daemon
+from recorder.daemon.fleet import NODE
 from recorder.daemon.settings import DaemonSettings
 from recorder.upkeep.verify import verify
 from tests.rigs.server import BUCKET, StoreServer
@@ -65,8 +66,9 @@ def objects(store: StoreServer, prefix: str) -> dict[str, bytes]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What lies in a folder, but for the daemon's ledgers."""
-    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("_shipped-")]
+    """What lies in a folder, but for the daemon's ledgers and the node's name."""
+    own = ("_shipped-", NODE)
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(own)]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from recorder.daemon import keeping
 from recorder.daemon.destination import Throttle, parse_destination
+from recorder.daemon.fleet import NODE, node_name
 from recorder.daemon.keeping import plan_prune, prune, set_keep
 from recorder.format.rundir import encode_manifest
-from tests.daemon.support import files, objects, ship
+from tests.daemon.support import at_work, files, objects, ship
 from tests.daemon.test_shipping import prefix_of, small_run
 from tests.rigs.command_line import Cli
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.server import StoreServer
+from tests.rigs.waiting import wait_until
 
 LATER_S = 10 * 86400.0
 
@@ -110,3 +116,51 @@ def test_a_thousand_runs_are_listed_with_a_few_requests(store: StoreServer, to: 
     assert last[0] == "run-0999"
     assert "16 of 16" in found.out.splitlines()[-1]
     assert "pool_full=2" in found.out.splitlines()[-1]
+
+
+def node_of(tmp_path: Path, rank: int) -> Path:
+    """A node's folder: one rank's part of the same run of two."""
+    run = make_run(tmp_path / "recordings" / "run-a", world_size=2)
+    writer = HandmadeWriter(run, rank)
+    writer.add_shard([[make_row(0, np.ones(64, np.float32), rank=rank)]])
+    writer.finish(state="closed")
+    return tmp_path
+
+
+def test_nodes_of_one_host_name_have_each_a_document_and_a_catalog_of_their_own(
+    tmp_path: Path, store: StoreServer, to: str, cli: Cli
+) -> None:
+    for rank in (0, 1):
+        node = node_of(tmp_path / str(rank), rank)
+        for _ in range(2):  # a restart goes on under the name that was drawn
+            assert ship(node, to, catalog_s=3600.0)[0] == 0
+    assert "2 of 2" in cli("ls", to).out
+    keys = [key for key, _ in parse_destination(to, Throttle(0)).listing("")]
+    assert sum(key.startswith("_fleet/") and key.endswith(".json") for key in keys) == 2
+    assert sum("/_catalog/" in key for key in keys) == 2
+
+
+def test_a_name_that_two_nodes_have_is_said_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = str(tmp_path / "there")
+    nodes = [node_of(tmp_path / str(rank), rank) for rank in (0, 1)]
+    for node in nodes:  # as where one disk is the image of the other
+        (node / "recordings" / NODE).write_text("node-0123456789ab\n")
+    monkeypatch.setattr("recorder.daemon.daemon._SUMMARY_S", 0.1)
+    monkeypatch.setattr(logging.getLogger("recorder.daemon"), "propagate", True)
+    with at_work(nodes[0], there) as first:
+        wait_until(lambda: first._fleet is not None and first._fleet._has_put)
+        with at_work(nodes[1], there) as second:
+            wait_until(lambda: second._fleet is not None and second._fleet._has_put)
+            make_run(nodes[0] / "recordings" / "run-b")
+            wait_until(lambda: first.counters.of("conflicts").get("node"))
+    assert f"another daemon, on host {os.uname().nodename}, writes this node's documents there, too" in caplog.text
+
+
+def test_a_watched_folder_that_takes_no_file_still_has_a_name_of_its_own(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / NODE).symlink_to("/etc/passwd")
+    first, again, other = (node_name([str(tmp_path / name)]) for name in ("a", "a", "b"))
+    assert first == again != other

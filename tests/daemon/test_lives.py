@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -27,7 +28,8 @@ from tests.rigs.waiting import wait_until
     [
         (["--watch", "recordings"], "to: no destination is named"),
         (["--to", "recordings/there"], "lies in the watched folder"),
-        (["--watch", "nowhere", "--to", "there"], "watch = 'nowhere': is no folder; make it before the daemon starts"),
+        (["--once", "--watch", "nowhere", "--to", "there"], "/nowhere': is no folder, and with --once none is waited"),
+        (["--watch", "wrong.toml", "--to", "there"], "watch = 'wrong.toml': is no folder; name another"),
         (["--watch", "recordings/run-a", "--to", "there"], "is a run; name the folder that it lies in"),
         (["--watch", "recordings", "--watch", "recordings/run-a/..", "--to", "there"], "which is watched, too"),
         (["--watch", "recordings", "--to", "recordings/there"], "lies in the watched folder"),
@@ -63,21 +65,35 @@ def test_a_wrong_word_is_one_line_and_moves_nothing(
     found = cli("daemon", *words, *([] if words[0] in ("dance", "prune", "keep") else ["--state", "state"]))
     assert found.exit_code == 2, found
     assert said in found.err
-    assert "password" not in found.err
+    assert "user:password" not in found.err
     assert len(found.err.splitlines()) == 1
     assert {name: text for name, text in files(tmp_path).items() if not name.startswith("state/")} == before
 
 
+@pytest.mark.parametrize("once", [["--once"], []], ids=["once", "for good"])
 def test_missing_credentials_are_said_before_anything_is_moved(
-    tmp_path: Path, store: StoreServer, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: StoreServer, cli: Cli, monkeypatch: pytest.MonkeyPatch, once: list[str]
 ) -> None:
     small_run(tmp_path)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    words = ("--once", "--watch", tmp_path / "recordings", "--to", "s3://recordings/x", "--state", tmp_path / "state")
-    found = cli("daemon", *words)
+    words = ("--watch", tmp_path / "recordings", "--to", "s3://recordings/x", "--state", tmp_path / "state")
+    found = cli("daemon", *once, *words, "--listen", "127.0.0.1:0")
     assert found.exit_code == 2
     assert "no credentials were found" in found.err
+
+
+def test_a_folder_that_does_not_exist_yet_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    monkeypatch.setattr(logging.getLogger("recorder.daemon"), "propagate", True)
+    with at_work(tmp_path, str(there)) as daemon:
+        wait_until(lambda: daemon._has_found)
+        small_run(tmp_path)
+        wait_until(lambda: (there / "run-a" / "_run.json").exists())
+        assert daemon.counters.of("errors") == {}
+    assert f"{tmp_path}/recordings: there is no such folder yet; it is waited for" in caplog.text
 
 
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:

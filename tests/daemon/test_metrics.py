@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
 import re
+import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -18,10 +21,14 @@ from typing import Any
 import pytest
 
 from recorder.daemon import errands, webhook
+from recorder.daemon.daemon import Daemon
+from recorder.errors import ConfigError
 from recorder.records import KEEP_STATS
-from tests.daemon.support import at_work
+from tests.daemon.support import at_work, settings
+from tests.daemon.test_shipping import small_run
 from tests.rigs.command_line import Cli
 from tests.rigs.programs import needs
+from tests.rigs.server import StoreServer
 from tests.rigs.waiting import wait_until
 from tests.rigs.writer import Rig
 
@@ -73,13 +80,13 @@ def test_every_metric_is_documented_and_every_documented_one_is_there(shown: dic
 
 
 def test_the_numbers_of_a_rank_are_those_of_its_status(shown: dict[str, str]) -> None:
-    labels = 'rank="0",run="run-a"'
+    labels = 'name="run-a",rank="0",run="run-a"'
     for line in (
         f"recorder_step{{{labels}}} 7.0",
         f"recorder_recording{{{labels}}} 1.0",
         f"recorder_pool_used_bytes{{{labels}}} 5.0",
         f"recorder_waited_seconds_total{{{labels}}} 0.5",
-        'recorder_findings{rule="spike",run="run-a",severity="warning"} 2.0',
+        'recorder_findings{name="run-a",rule="spike",run="run-a",severity="warning"} 2.0',
         "recorder_daemon_store_up 1.0",
         "recorder_daemon_runs 1.0",
     ):
@@ -107,6 +114,74 @@ def test_promtool_has_nothing_against_the_metrics(shown: dict[str, str]) -> None
     done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
     own = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("recorder_")]
     assert own == []
+
+
+def test_counters_are_there_before_they_count_anything(shown: dict[str, str]) -> None:
+    for line in (
+        'recorder_daemon_conflicts_total{kind="stats"} 0.0',
+        'recorder_daemon_errors_total{kind="internal"} 0.0',
+        "recorder_daemon_lost_objects_total 0.0",
+        'recorder_rows_dropped_total{name="run-a",rank="0",reason="disk_full",run="run-a"} 0.0',
+    ):
+        assert line in shown["/metrics"]
+
+
+def test_a_store_that_hangs_moves_a_counter_while_it_hangs(tmp_path: Path, store: StoreServer, to: str) -> None:
+    store.before = lambda method, path: time.sleep(1.0)
+    small_run(tmp_path)
+    with at_work(tmp_path, to) as daemon:
+        wait_until(lambda: daemon.shared.destination.requests.totals()[1] > 0.2)
+        assert daemon.health.answered_s == 0.0
+        store.before = lambda method, path: None
+
+
+def test_the_port_speaks_tls_and_asks_for_a_password_if_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("openssl")
+    key, certificate, password = tmp_path / "key", tmp_path / "certificate", tmp_path / "password"
+    words = f"req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout {key} -out {certificate}"
+    subject = ("-addext", "subjectAltName=IP:127.0.0.1")
+    subprocess.run(["openssl", *words.split(), *subject], check=True, capture_output=True, timeout=60)
+    key.write_text(key.read_text() + certificate.read_text())
+    password.write_text("prometheus:correct horse\n")
+    context = ssl.create_default_context(cafile=str(certificate))
+    small_run(tmp_path)
+    own = {"listen_certificate": str(key), "listen_password_file": str(password)}
+    with at_work(tmp_path, str(tmp_path / "there"), listen="127.0.0.1:0", **own) as daemon:
+        wait_until(lambda: daemon.port and any(run.is_settled for run in daemon.runs))
+
+        def get(path: str, given: str = "") -> tuple[int, str]:
+            headers = {"Authorization": f"Basic {base64.b64encode(given.encode()).decode()}"} if given else {}
+            request = urllib.request.Request(f"{daemon.url}{path}", headers=headers)
+            try:
+                with urllib.request.urlopen(request, timeout=20, context=context) as answer:
+                    return answer.status, answer.read().decode()
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, error.read().decode()
+
+        assert get("/metrics")[0] == get("/metrics", "prometheus:wrong")[0] == 401
+        assert get("/metrics", "prometheus:correct horse")[0] == 200
+        assert get("/healthz") == (200, "ok\n")
+        monkeypatch.setattr(daemon.health, "problem", "s3://bucket: away")
+        assert get("/readyz") == (503, "not ready: the password shows why\n")
+        with socket.create_connection(
+            ("127.0.0.1", daemon.port), 20
+        ) as silent:  # who never shakes hands holds nobody up
+            assert get("/healthz") == (200, "ok\n")
+            silent.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert b"recorder_" not in silent.recv(1000)
+
+
+@pytest.mark.parametrize("name", ["listen_certificate", "listen_password_file"])
+def test_a_file_for_the_port_that_cannot_be_used_is_said(tmp_path: Path, name: str) -> None:
+    small_run(tmp_path)
+    (tmp_path / "file").write_text("nothing of that kind\n")
+    with pytest.raises(ConfigError, match=f"{name} = .*expected"):
+        Daemon(
+            settings(tmp_path, str(tmp_path / "there"), listen="127.0.0.1:0", **{name: str(tmp_path / "file")})
+        ).run()
 
 
 def test_the_webhook_is_told_rank_and_module_of_what_check_finds(

@@ -7,7 +7,13 @@ import shutil
 
 import pytest
 
-PACKAGES = {"chromium": "chromium", "node": "nodejs", "promtool": "prometheus", "systemd-analyze": "systemd"}
+PACKAGES = {
+    "chromium": "chromium",
+    "node": "nodejs",
+    "openssl": "openssl",
+    "promtool": "prometheus",
+    "systemd-analyze": "systemd",
+}
 """By program, the package of Debian that has it. `prepare_debian` of scripts/environment.sh installs all of them."""
 
 

@@ -52,6 +52,8 @@ def command(
     max_bytes_per_s: Annotated[str | None, _setting("max_bytes_per_s", "BYTES")] = None,
     threads: Annotated[int | None, _setting("threads")] = None,
     listen: Annotated[str | None, _setting("listen", "HOST:PORT")] = None,
+    listen_certificate: Annotated[str | None, _setting("listen_certificate", "FILE")] = None,
+    listen_password_file: Annotated[str | None, _setting("listen_password_file", "FILE")] = None,
     log: Annotated[str | None, _setting("log", "KIND")] = None,
     catalog_s: Annotated[float | None, _setting("catalog_s")] = None,
     check_s: Annotated[float | None, _setting("check_s")] = None,
@@ -149,8 +151,8 @@ def _status(settings: DaemonSettings, *, as_json: bool) -> int:
             f"{num_left} with {size(one.get('backlog_bytes', 0))} to go; "
             f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since it began"
         )
-        if port := one.get("port"):
-            say(f"metrics: http://127.0.0.1:{port}/metrics")
+        if url := one.get("url"):
+            say(f"metrics: {url}/metrics")
         if one.get("problem"):
             say(f"the store fails: {printable_line(one['problem'])}")
         if one.get("conflicts"):

@@ -44,10 +44,14 @@ class RunShipper:
         self._next_look_s = self._next_settled_look_s = 0.0
         self._has_reconciled = self._has_looked = self._was_removed = False
         self._changes: dict[str, int] = {}
-        confirmed = self.there.ledger.get(catalog_name())
-        cataloged = re.fullmatch(r"rows:(\d+)", confirmed.how) if confirmed is not None else None
-        self.cataloged_rows = int(cataloged[1]) if cataloged else -1
-        """Rows of the run when its catalog was made; -1: none was."""
+        self.catalog_name = catalog_name(shared.node)
+        confirmed = self.there.ledger.get(self.catalog_name)
+        cataloged = re.fullmatch(r"bytes:(\d+)", confirmed.how) if confirmed is not None else None
+        self.cataloged_bytes = int(cataloged[1]) if cataloged else -1
+        """Bytes of the run's shards here when its catalog was made; -1: none was."""
+        self.has_catalog_failed = False
+        """Whether the last attempt to make its catalog has failed; the next one comes at `next_catalog_retry_s`."""
+        self.next_catalog_retry_s = 0.0
 
     def close(self) -> None:
         self.there.ledger.close()
@@ -94,9 +98,20 @@ class RunShipper:
         return jobs
 
     @property
+    def name(self) -> str:
+        """Return the name of the run: what its manifest says, or else its directory."""
+        return str(self.there.facts.get("name") or self.there.names[-1])
+
+    @property
     def num_rows(self) -> int:
         """Return the rows that the run's writers here have written and kept."""
         return sum(writer.num_rows for writer in list(self.writers.values()))
+
+    @property
+    def shard_bytes(self) -> int:
+        """Return the bytes of the shards here, by which a catalog is judged to be of the run as it is."""
+        files = [writer.files for writer in list(self.writers.values())]
+        return sum(stamp.size_bytes for one in files for stamp in (one.sealed | one.opened).values())
 
     @property
     def backlog(self) -> list[Stamp]:
@@ -231,8 +246,8 @@ class RunShipper:
             return
         if not is_ours:
             return
-        if catalog_name() in self.there.reconcile():
-            self.cataloged_rows = -1
+        if self.catalog_name in self.there.reconcile():
+            self.cataloged_bytes = -1
         for writer in list(self.writers.values()):
             writer.reconciled()
         self._has_reconciled = True
@@ -249,7 +264,7 @@ class RunShipper:
         steps = [writer["step"] for writer in writers if writer["step"] is not None]
         return {
             "run_id": self.there.run_id,
-            "name": str(self.there.facts.get("name") or self.there.names[-1]),
+            "name": self.name,
             "created_ns": self.there.facts.get("created_ns") or 0,
             "started_ns": min((writer["started_ns"] for writer in writers if writer["started_ns"]), default=0),
             "world_size": self.there.facts.get("world_size") or 0,

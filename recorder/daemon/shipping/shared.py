@@ -28,7 +28,11 @@ class Shipping:
     settings: DaemonSettings
     counters: Counters = field(default_factory=Counters)
     health: Health = field(default_factory=Health)
+    node: str = ""
+    """The name of this node at the destination; the daemon sets it before it ships a run."""
     is_stopping: Callable[[], bool] = lambda: False
+    is_over: Callable[[], bool] = lambda: False
+    """Whether a stop has waited for as long as it may: the processes of errands end at once."""
     is_once: bool = False
     """Whether open shards go as they are, because there may be no other time."""
     at_once: Any = field(default_factory=threading.Lock)
@@ -60,7 +64,7 @@ class Shipping:
         if isinstance(error, StoreError):
             is_first = not self.health.problem
             self.health.failed(str(error))
-            if kind == "refused":
+            if kind in ("refused", "anonymous"):
                 self.destination.renew()
             if is_first:
                 logger.warning("the store fails, and is tried again: %s", error, extra={"kind": kind, "where": where})

@@ -66,8 +66,8 @@ class WriterShipper:
         """Whether all that was here at the last look is there, an open shard up to what it was."""
         self.was_repaired = False
         """Whether a repair has done what it could; what is open still goes as it is."""
-        self.small_since_s = 0.0
-        """When the small lane was last there as it was here, by the wall clock."""
+        self.small_since_s = time.time()
+        """When the small lane was last there as it was here, by the wall clock; at first, when the writer was seen."""
         self._ledger: dict[str, Any] = {}
         self._manifest: tuple[Stamp, bytes] | None = None
         self._opened = OpenShards(there, self.below)

@@ -105,8 +105,8 @@ def _watch(pid: int, folder: Path, seconds: float, interval_s: float) -> tuple[l
         if now_s >= next_scrape_s:
             next_scrape_s += _SCRAPE_S
             for one in running(folder / "state"):
-                if one.get("port"):
-                    urllib.request.urlopen(f"http://127.0.0.1:{one['port']}/metrics", timeout=10).read()
+                if one.get("url"):
+                    urllib.request.urlopen(f"{one['url']}/metrics", timeout=10).read()
         found = sample(pid, folder / "recordings", began_s)
         if found is None:
             raise RuntimeError(f"the daemon is gone; {folder}/daemon.log says why")
