@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import ConfigError, StoreError
-from ..read.fleet import FLEET
+from ..run.finding import FLEET
 from ..storage.kinds import DESTINATIONS
 from . import errands, webhook
 from .counters import Counters, Health

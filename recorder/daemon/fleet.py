@@ -1,4 +1,4 @@
-"""Who this node is at a destination, and its document in the index of the fleet, which `read.fleet` reads.
+"""Who this node is at a destination, and its document in the index of the fleet, which `run.finding` reads.
 
 Host names are no identity: containers, and machines that were made of one image, share them. So a node's name is drawn
 once, and kept beside the runs that it speaks of: a restart, a new pod and a renamed host go on under it.
