@@ -34,6 +34,10 @@ class Axes:
     first_steps: list[int] = field(default_factory=list)
     steps: set[int] = field(default_factory=set)
     scalar_steps: set[int] = field(default_factory=set)
+    num_steps: int = 0
+    """Steps that have a row, of a module or a number of the step."""
+    first_step: int | None = None
+    last_step: int | None = None
     num_rows: int = 0
     below: str | None = None
     """Only this module and what is below it, and numbers of the step; None: all."""
@@ -55,8 +59,14 @@ class Axes:
         steps, sequence = integers(table.column("step")), integers(table.column("seq"))
         self.num_rows += table.num_rows
         scalar = np.array([is_number(key.site) for key in keys] + [False])[ids]
-        self.scalar_steps.update(np.unique(steps[scalar]).tolist())
-        self.steps.update(np.unique(steps[~scalar]).tolist())
+        of_scalars, of_modules = (set(np.unique(steps[some]).tolist()) for some in (scalar, ~scalar))
+        found = of_scalars | of_modules
+        self.num_steps += len(found - self.steps - self.scalar_steps)
+        self.scalar_steps |= of_scalars
+        self.steps |= of_modules
+        if found:
+            self.first_step = min(found) if self.first_step is None else min(self.first_step, *found)
+            self.last_step = max(found) if self.last_step is None else max(self.last_step, *found)
         for number in np.argsort(sequence[firsts], kind="stable").tolist():
             key, row = keys[number], int(firsts[number])
             if key in self.index or not self._is_wanted(key):

@@ -183,9 +183,11 @@ class Drawing:
                 self._begin_version()
             if not has_more and growing.end_pending > growing.first_pending:
                 self._draw_open(growing.first_pending, growing.end_pending)
-            self.state = state
             if state == "over" and not self._is_checked:
+                self._keep_top()
+                yield  # recorder doctor takes seconds
                 self._finish()
+            self.state = state
             self._keep_top()
         self._keep_slow_if_due()
 
@@ -220,6 +222,9 @@ class Drawing:
         length = max(-(-(end - first) // num_pieces), 1)
         pieces = [(start, min(start + length, end)) for start in range(first, end, length)]
         run, further, num_rows = self._run((first, end)), columns_read(self._columns), 0
+        rests_after = _WINDOW_ROWS if self.state == "reading" else _READ_ROWS
+        if self.state == "reading" and num_pieces > 1:
+            yield  # a page says how much there is to draw
         judged: RunRows | None = None
         with step_rows(run, pieces, further=further, max_pending_rows=_CUT_ROWS) as rows:
             for steps, table in zip(pieces, rows, strict=True):
@@ -229,7 +234,7 @@ class Drawing:
                     self._check(judged, table)
                     num_rows += table.num_rows
                 self.growing.done(steps[1])
-                if num_rows >= _READ_ROWS:
+                if num_rows >= rests_after:
                     num_rows = 0
                     yield
 
@@ -364,7 +369,7 @@ class Drawing:
             "version": __version__,
             "against": None,
             "live": {"state": self.state, "step": known[1] if known else None, "found": self._found_text()},
-            "verdict": None if self._checked is not None else _verdict(self.state, ranks, bad),
+            "verdict": None if self._checked is not None else _verdict(self.state, ranks, bad, self._doctor_text()),
         }
         told = (
             self._judge(self._found)
@@ -373,19 +378,27 @@ class Drawing:
         )
         self._keep(top_block(run, checks, told, (), None if self.state == "live" else self.collected, numbers, facts))
 
+    def _doctor_text(self) -> str:
+        """What becomes of `recorder doctor`, while it has not answered."""
+        if self.growing.num_rows > _MAX_DOCTOR_ROWS:
+            return f"is not asked of a run of more than {_MAX_DOCTOR_ROWS:,} rows"
+        return "looks closer once it is over"
+
     def _found_text(self) -> str:
-        """How much of a run is found that is read for the first time; empty once it is."""
+        """How far the reading of a run is; empty once there is nothing more to read."""
         num_rows = self.growing.num_rows
         written = sum(rank.status.written for rank in self.growing.ranks)
         if self.state != "reading" or not num_rows:
             return ""
-        return f"{num_rows:,} of {written:,} rows are found" if num_rows <= written else f"{num_rows:,} rows are found"
+        if num_rows < written:
+            return f"{num_rows:,} of {written:,} rows are found"
+        num_drawn = self.axes.num_rows if self.growing.num_pending else num_rows  # not all rows count
+        return f"{num_drawn:,} of {num_rows:,} rows are drawn"
 
     def _known_steps(self) -> tuple[int, int, int] | None:
-        for cube in () if self.collected is None else (self.collected.cube, self.collected.scalar_cube):
-            if cube.last_step is not None:
-                return cube.first_steps[0], cube.last_step, cube.num_steps
-        return None
+        """The first and the last step that has a row, of modules or of numbers of the step, and how many steps do."""
+        first, last = self.axes.first_step, self.axes.last_step
+        return None if first is None or last is None else (first, last, self.axes.num_steps)
 
     def _keep_slow_if_due(self) -> None:
         """Make what is made of everything, where it is time for it."""
@@ -451,16 +464,14 @@ def _told(ranks: Sequence[RankNow]) -> Iterator[Told]:
         yield Told("missing" if is_bad else "ok", text, {})
 
 
-def _verdict(state: str, ranks: Sequence[RankNow], bad: Sequence[RankNow]) -> str:
+def _verdict(state: str, ranks: Sequence[RankNow], bad: Sequence[RankNow], doctor: str) -> str:
     if state == "gone":
         return "The run was deleted; what it showed stays here until this page is closed."
     if not ranks:
         return "No rank has said anything yet."
     if bad:
         return f"{counted(len(bad), 'rank')} of {len(ranks)} dropped values, or did not end well"
-    return (
-        f"{counted(len(ranks), 'rank')}, and none has dropped anything; `recorder doctor` looks closer once it is over"
-    )
+    return f"{counted(len(ranks), 'rank')}, and none has dropped anything; `recorder doctor` {doctor}"
 
 
 def _images(first: Block | None, last: Block | None) -> Block:

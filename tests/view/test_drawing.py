@@ -166,6 +166,35 @@ def test_a_batch_of_many_steps_is_read_once_and_a_page_is_told_of_each_piece(
 
 
 @pytest.mark.usefixtures("no_wait")
+def test_a_run_that_is_found_at_once_says_how_many_of_its_rows_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    writer.add_shard([rows_of(step, 0) for step in range(NUM_STEPS)], kind="stats")
+    writer.finish(exit_reason="end")
+    monkeypatch.setattr(drawing, "_WINDOW_ROWS", 8)
+    drawn, told = draw(run), []
+    while drawn.refresh():
+        live = read(drawn.blocks())["top"].data["live"]
+        told.append((live["state"], live["found"]))
+    assert told[0] == ("reading", "0 of 47 rows are drawn") and told[-1] == ("reading", "47 of 47 rows are drawn")
+    assert len(set(told)) > 2 and read(drawn.blocks())["top"].data["live"]["found"] == ""
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_the_newest_step_is_that_of_the_numbers_of_the_step_where_these_are_ahead(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    rows = [row for step in range(27) for row in rows_of(step, 0) if step % 10 == 0 or row["site"] == "scalar"]
+    HandmadeWriter(run).add_shard([rows], kind="stats")
+    drawn = draw(run)
+    refresh(drawn)
+    top = read(drawn.blocks())["top"].data
+    assert top["live"]["step"] == 26 and dict(top["facts"])["steps"] == "0 to 26 (27)"
+    assert read(drawn.blocks())["axes"].data["steps"] == [0, 10, 20]
+
+
+@pytest.mark.usefixtures("no_wait")
 def test_a_restart_at_earlier_steps_draws_what_counts(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     first = HandmadeWriter(run)
