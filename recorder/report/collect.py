@@ -28,8 +28,8 @@ Report = Callable[[int], None]
 
 
 def num_looks(run: Run, against: Run | None) -> int:
-    """How many rows `collect` will say that it looked at."""
-    return 2 * (run.num_rows + (against.num_rows if against is not None else 0))
+    """How many rows `collect` will say that it looked at: `first` looks at those of the run, too."""
+    return 3 * run.num_rows + (2 * against.num_rows if against is not None else 0)
 
 
 def collect(
@@ -70,6 +70,7 @@ def collect(
         collected.collect(rows, report)
         check_statistics(run, axes, collected)
         nonfinite = first(run)
+        report(run.num_rows)
         told: dict[str, Any] = {"version": __version__, "against": None if against is None else against.name}
         if checks is None:
             told["verdict"] = "`recorder doctor` was not asked; it says so on its own"

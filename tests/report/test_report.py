@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import pyarrow as pa
 import pytest
 
 import recorder
+from recorder.cli.commands import report
+from recorder.cli.commands.report import told_by_doctor
 from recorder.columns import COUNTS, STATISTICS
+from recorder.globalview.run import Run
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
 from recorder.report.axes import Axes
@@ -19,6 +24,7 @@ from recorder.report.page import page, policy, script
 from recorder.report.report import write_report
 from recorder.report.rows import SeriesKey
 from recorder.report.series.statistics import StatisticsBlocks
+from recorder.report.top import Told
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.report_pages import HOSTILE, hostile_run, read_page, run_of, values_of
@@ -75,6 +81,27 @@ def test_a_file_is_not_replaced_unless_asked(cli: Cli, tmp_path: Path) -> None:
     assert cli("report", GOLDEN, "-o", out, "--force").exit_code == 0
     assert out.read_text().startswith("<!doctype html>")
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_the_progress_begins_before_the_first_look_and_ends_at_its_total(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals: list[int] = []
+    said: list[int] = []
+
+    @contextmanager
+    def noted(title: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
+        totals.append(total)
+        yield said.append
+
+    def doctor(run: Run) -> list[Told]:
+        assert totals, "recorder doctor is asked before anything is said"
+        return told_by_doctor(run)
+
+    monkeypatch.setattr(report, "progress", noted)
+    monkeypatch.setattr(report, "told_by_doctor", doctor)
+    cli("report", GOLDEN, "-o", tmp_path / "r.html")
+    assert totals == [sum(said)] and len(said) >= 5
 
 
 def test_without_a_name_the_file_is_report_html(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,9 +62,11 @@ def command(
     names = [name.strip() for name in statistics.split(",")] if statistics is not None else []
     if "" in names:
         raise LookupFailedError(f"--statistics {statistics}: expected names with commas between")
-    checks = told_by_doctor(run)
-    judged = told_by_check(check(run).findings)
-    with progress("report", num_looks(run, other), unit="rows") as report:
+    with progress("report", num_looks(run, other) + 2 * run.num_rows, unit="rows") as report:
+        checks = told_by_doctor(run)
+        report(run.num_rows)
+        judged = told_by_check(check(run).findings)
+        report(run.num_rows)
         done = write_report(
             run,
             out or Path("report.html"),
