@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ..analyze.first.first import First
 from ..analyze.first.timeline import RecordedValue
@@ -21,11 +24,16 @@ from .series.statistics import StatisticsBlocks
 _MAX_LISTED = 8
 _MAX_CHECKS = 200
 _MAX_GAPS = 500
-_SPIKE = 30.0
-"""A value so many times the median of its series is told."""
+_JUMP = 30.0
+"""A value that is so many times what the records before it lead to is told."""
+_NUM_BEFORE = 4
+"""Records before a value, which say how large it is usually and how fast it grows."""
 _MIN_STEPS = 8
 """Fewest steps: nobody can say what is usual with fewer."""
-_MAX_SPIKES = 4
+_MAX_JUMPS = 4
+_NO_TENSOR = (
+    "No tensor was recorded, only numbers of the step: nothing is known of parameters, activations and gradients"
+)
 _MANY = 1e6
 """From here on a ratio is told by its power of ten."""
 
@@ -48,6 +56,12 @@ class Finding(NamedTuple):
     """What the page shows where it is followed: the members of its address."""
     mark: str = "wrong"
     """``wrong``, ``right``, or ``note``."""
+    steps: tuple[int, int] | None = None
+    """The first and the last step at which it begins to be so; None where it is of no fault at some step."""
+    paths: tuple[str, ...] = ()
+    """The modules that are named."""
+    lasts: bool = False
+    """Whether it holds from its first step on, as of a dead layer, and is no event."""
 
 
 def top_block(
@@ -58,6 +72,8 @@ def top_block(
     collected: StatisticsBlocks | None,
     numbers: Mapping[str, Any],
     facts: Sequence[tuple[str, str]] = (),
+    *,
+    is_growing: bool = False,
 ) -> Block:
     """The block of the head.
 
@@ -69,10 +85,14 @@ def top_block(
         collected: the statistics, in which more may stand out.
         numbers: facts of the page itself.
         facts: what `facts_of` says of the run.
+        is_growing: whether the statistics are not looked at yet.
     """
     listed = [*stands_out, *_of_dumps(run)]
-    if collected is not None:
-        listed += [*_of_ranks(collected), *_of_series(collected)]
+    if collected is not None and not collected.series:
+        listed.insert(0, Finding(_NO_TENSOR, {}, "note"))
+    if collected is not None and not is_growing:
+        listed += [*_of_ranks(collected), *_jumps(collected)]
+    steps = [] if collected is None else collected.cube.first_steps or collected.scalar_cube.first_steps
     missing = [check for check in checks if check.state == "missing"]
     return Block(
         name="top",
@@ -81,12 +101,80 @@ def top_block(
             "facts": list(facts),
             "checks": [[check.state, check.text] for check in [*missing, *checks] if check.text][:_MAX_CHECKS],
             "num_missing": len(missing),
-            "findings": [[one.text, dict(one.link), one.mark] for one in listed],
+            "findings": [[*_packed(one), [_packed(other) for other in more]] for one, *more in faults(listed, steps)],
             "notes": list(notes[:_MAX_CHECKS]),
             "dumps": [[dump.first_step, dump.last_step, _of_dump(dump)] for dump in run.dumps],
             **numbers,
         },
     )
+
+
+def _packed(one: Finding) -> list[Any]:
+    return [one.text, dict(one.link), one.mark]
+
+
+def faults(findings: Sequence[Finding], steps: Sequence[int]) -> list[list[Finding]]:
+    """Findings that share a cause, together: first the worst, as they are listed, then the others by step.
+
+    A fault goes on while more is found at its last step or at the next one that was recorded: later values of the step,
+    containers, gradients and the steps after it inherit what one module made. What lasts, and what is there from the
+    first step on, is of the fault only where it names a module of the fault, or what contains one, or lies in one.
+
+    Args:
+        findings: as they are listed.
+        steps: those that were recorded, ascending.
+    """
+    groups: list[_Group] = []
+    for number, one in sorted(enumerate(findings), key=lambda item: (item[1].steps or (-1, -1), item[1].lasts)):
+        group = next((group for group in groups if group.holds(one, steps)), None)
+        if group is None:
+            groups.append(group := _Group())
+        group.add(number, one)
+    faults = []
+    for group in sorted(groups, key=lambda group: min(group.findings)):
+        first = min(group.findings, key=lambda number: (group.findings[number].mark != "wrong", number))
+        faults.append([group.findings.pop(first), *group.findings.values()])
+    return faults
+
+
+class _Group:
+    """Findings of one fault, which come in the order of steps."""
+
+    def __init__(self) -> None:
+        self.findings: dict[int, Finding] = {}
+        """By the position in the list."""
+        self._first = self._last = -1
+        self._is_event = False
+        self._paths: set[str] = set()
+        self._around: set[str] = set()
+        """What contains these modules."""
+
+    def holds(self, one: Finding, steps: Sequence[int]) -> bool:
+        """Whether a finding is of this fault."""
+        if one.steps is None or self._first < 0:
+            return False
+        after = bisect_right(steps, self._last)
+        if one.steps[0] > (steps[after] if after < len(steps) else self._last):
+            return False
+        if self._is_event and not one.lasts and self._first > (steps[0] if steps else 0):
+            return True
+        return any(path in self._around or not self._paths.isdisjoint(_containers(path)) for path in one.paths)
+
+    def add(self, number: int, one: Finding) -> None:
+        """Take it in."""
+        self.findings[number] = one
+        if one.steps is not None:
+            self._first = one.steps[0] if self._first < 0 else self._first
+            self._last = max(self._last, one.steps[1])
+            self._is_event |= not one.lasts
+            self._paths.update(one.paths)
+            self._around.update(*map(_containers, one.paths))
+
+
+def _containers(path: str) -> set[str]:
+    """A module and what contains it."""
+    parts = path.split(".")
+    return {"", *(".".join(parts[:end]) for end in range(1, len(parts) + 1))}
 
 
 def gaps_block(checks: Sequence[Told], modules: Mapping[str, int]) -> Block:
@@ -163,14 +251,19 @@ def of_first(search: First) -> Iterator[Finding]:
         value = bad.value
         what = " and ".join(f"{n} {word}" for n, word in ((bad.nan_count, "NaN"), (bad.inf_count, "infinite")) if n)
         where = f"step {value.step}, {_named(value)}" + ("" if value.rank is None else f", rank {value.rank}")
+        of_fault: dict[str, Any] = {"steps": (value.step, value.step), "paths": (value.module_path,)}
         rest = f"{counted(search.num_nonfinite, 'value')} of {counted(search.num_nonfinite_modules, 'module')}"
-        yield Finding(f"First NaN or infinity: {where} ({what} of {counted(bad.numel, 'element')})", _link(value))
+        yield Finding(
+            f"First NaN or infinity: {where} ({what} of {counted(bad.numel, 'element')})", _link(value), **of_fault
+        )
         if search.num_nonfinite > 1:
-            yield Finding(f"From there on {rest} are not finite", {"view": "map", "site": value.site})
+            yield Finding(f"From there on {rest} are not finite", {"view": "map", "site": value.site}, **of_fault)
     if (differing := search.replica) is not None:
         groups = " | ".join(span(sorted(ranks)) for ranks in differing.groups[:_MAX_LISTED])
-        where = f"step {differing.value.step}, {_named(differing.value)}, ranks {groups}"
-        yield Finding(f"First replica that differs: {where}", _link(differing.value))
+        at = differing.value
+        where = f"step {at.step}, {_named(at)}, ranks {groups}"
+        of_replica: dict[str, Any] = {"steps": (at.step, at.step), "paths": (at.module_path,), "lasts": True}
+        yield Finding(f"First replica that differs: {where}", _link(at), **of_replica)
     for one in search.buffers[:_MAX_LISTED]:
         if one.is_stale:
             yield Finding(f"Ranks hold different buffers: step {one.value.step}, {_named(one.value)}", _link(one.value))
@@ -205,37 +298,56 @@ def _of_ranks(collected: StatisticsBlocks) -> Iterator[Finding]:
         yield Finding(f"Rank {rank} is odd: {'; '.join(told)}", {"view": "ranks", "rank": rank})
 
 
-def _of_series(collected: StatisticsBlocks) -> Iterator[Finding]:
-    """Values that jump, and outputs that are nothing but zeros."""
+def _jumps(collected: StatisticsBlocks) -> Iterator[Finding]:
+    """Values that jump; those that jump at the same step, or at the next one, are one finding."""
     cube = collected.cube
     name = next((name for name in ("l2", "absmax") if name in cube.values), None)
     if name is None or not cube.shape[2]:
         return
-    values = np.abs(cube.values[name][:, 0].astype(np.float64))
-    known = (~np.isnan(values)).sum(axis=1)
-    order = np.sort(values, axis=1)  # NaN stands last
-    median = order[np.arange(len(values)), np.maximum((known - 1) // 2, 0)] if len(values) else np.zeros(0)
-    largest = np.where(np.isnan(values), -1.0, values)
-    at = largest.argmax(axis=1)
-    ratio = np.where(
-        (known >= _MIN_STEPS) & (median > 0),
-        largest[np.arange(len(values)), at] / np.where(median > 0, median, 1.0),
-        0.0,
-    )
-    steps = cube.first_steps
-    num_told = 0
-    for number in np.argsort(-ratio, kind="stable").tolist():
-        if ratio[number] < _SPIKE or num_told == _MAX_SPIKES:
-            break
-        before = values[number, : at[number]]
-        before = before[~np.isnan(before)]
-        if not before.size or largest[number, at[number]] < _SPIKE * np.median(before):
-            continue  # it was as large from the start, and fell as training went on
-        num_told += 1
-        key, step = collected.series[number], steps[int(at[number])]
-        times = f"{ratio[number]:,.0f}" if ratio[number] < _MANY else f"{ratio[number]:.1e}"
-        text = f"{_of_key(key)} jumps: its {name} at step {step} is {times} times its median"
-        yield Finding(text, _link_of(key, step, name))
+    steps = np.array(cube.first_steps)
+    jumps = [
+        _Jump(column, number, ratio)
+        for number, values in enumerate(np.abs(cube.values[name][:, 0].astype(np.float64)))
+        for column, ratio in _jumps_of(values, steps)
+    ]
+    groups: list[list[_Jump]] = []
+    for jump in sorted(jumps):
+        if not groups or jump.column > groups[-1][-1].column + 1:
+            groups.append([])
+        groups[-1].append(jump)
+    for group in sorted(groups, key=lambda some: -max(one.ratio for one in some))[:_MAX_JUMPS]:
+        first, last = group[0], group[-1]
+        key, step = collected.series[first.series], int(steps[first.column])
+        times = f"{first.ratio:,.0f}" if first.ratio < _MANY else f"{first.ratio:.1e}"
+        text = f"{_of_key(key)} jumps: its {name} at step {step} is {times} times the largest of the records before it"
+        if num_more := len({one.series for one in group}) - 1:
+            text += f"; {counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
+        yield Finding(text, _link_of(key, step, name), steps=(step, int(steps[last.column])), paths=(key.module_path,))
+
+
+class _Jump(NamedTuple):
+    column: int
+    series: int
+    """Its number, which is the order of execution."""
+    ratio: float
+    """Over the largest of the records before it."""
+
+
+def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> Iterator[tuple[int, float]]:
+    """The columns at which a value jumps, and how far: above all that the slope of the records before it leads to."""
+    known = np.flatnonzero(~np.isnan(values))
+    values, at = values[known], steps[known]
+    if len(values) < _MIN_STEPS or values.max() < _JUMP * values.min():
+        return
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        largest = sliding_window_view(values, _NUM_BEFORE)[:-1].max(axis=1)
+        slopes = np.maximum(np.nan_to_num(np.diff(np.log(values)) / np.diff(at), nan=0.0, posinf=np.inf), 0.0)
+        slope = sliding_window_view(slopes[:-1], _NUM_BEFORE - 1).max(axis=1)
+        until = np.minimum(at[_NUM_BEFORE:] - at[_NUM_BEFORE - 1 : -1], at[_NUM_BEFORE - 1 : -1] - at[:-_NUM_BEFORE])
+        ratio = values[_NUM_BEFORE:] / largest
+        is_jump = (largest > 0) & (ratio >= _JUMP * np.exp(slope * until))
+    for index in np.flatnonzero(is_jump).tolist():
+        yield int(known[index + _NUM_BEFORE]), float(ratio[index])
 
 
 def _of_key(key: SeriesKey) -> str:

@@ -185,6 +185,7 @@ class Drawing:
                 self._draw_open(growing.first_pending, growing.end_pending)
             if state == "over" and not self._is_checked:
                 self._keep_top()
+                self._keep_slow_if_due()
                 yield  # recorder doctor takes seconds
                 self._finish()
             self.state = state
@@ -376,7 +377,8 @@ class Drawing:
             if self._found
             else [Finding("The rules of recorder check find nothing", {}, "right")]
         )
-        self._keep(top_block(run, checks, told, (), None if self.state == "live" else self.collected, numbers, facts))
+        is_growing = self.state == "live"
+        self._keep(top_block(run, checks, told, (), self.collected, numbers, facts, is_growing=is_growing))
 
     def _doctor_text(self) -> str:
         """What becomes of `recorder doctor`, while it has not answered."""

@@ -24,13 +24,14 @@ from recorder.report.page import page, policy, script
 from recorder.report.report import write_report
 from recorder.report.rows import SeriesKey
 from recorder.report.series.statistics import StatisticsBlocks
-from recorder.report.top import Told
+from recorder.report.top import Finding, Told, faults
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.report_pages import HOSTILE, hostile_run, read_page, run_of, values_of
 from tests.rigs.synthetic import Shape, write_run
 
 __all__ = ["cli"]
+_JUMPS = "'net.fc' output jumps: its l2 at step {} is {} times the largest of the records before it"
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1.1"
 
 
@@ -173,16 +174,80 @@ def test_a_run_that_is_nothing_but_nan_is_drawn(cli: Cli, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ([1.0] * 6 + [5000.0, 1.0, 1.0], "'net.fc' output jumps: its l2 at step 6 is 5,000 times its median"),
+        ([1.0] * 6 + [5000.0, 1.0, 1.0], _JUMPS.format(6, "5,000")),
+        ([1.0] * 6 + [5000.0] * 30, _JUMPS.format(6, "5,000")),
+        ([1.5**step for step in range(5)] + [5.0**7 * 1.5**step for step in range(5, 9)], _JUMPS.format(5, "117,188")),
         ([10.0 ** -(step * 4) for step in range(9)], None),
+        ([1.0] * 20 + [1.4**step for step in range(40)], None),
+        ([1.0] * 20 + [10.0**step for step in range(20)], None),
+        ([1.0, 1000.0] * 10, None),
     ],
-    ids=["a spike", "what falls from the first step on"],
-)
+    ids=[
+        "a spike", "what stays up", "above a ramp", "what falls from the first step on", "a ramp", "a steep ramp",
+        "to and fro",
+    ],
+)  # fmt: skip
 def test_a_value_that_jumps_stands_out(cli: Cli, tmp_path: Path, sizes: list[float], told: str | None) -> None:
     run = run_of(tmp_path / "run", {(0, step): size for step, size in enumerate(sizes)})
     cli("report", run, "-o", tmp_path / "r.html")
     findings = [one[0] for one in read_page(tmp_path / "r.html")["top"].data["findings"] if "jumps" in one[0]]
     assert findings == ([] if told is None else [told])
+
+
+def test_values_that_jump_together_are_one_finding_with_the_first_of_them(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    rows = []
+    for step in range(12):
+        for i, path in enumerate(("a", "b", "c")):
+            size = 1.0 if step < 8 + (path == "c") else 1000.0 * (i + 1)
+            rows.append(make_row(3 * step + i, np.full(4, size, np.float32), step=step, module_path=path))
+    writer.add_shard([rows])
+    writer.finish()
+    cli("report", run, "-o", tmp_path / "r.html")
+    jumps = [one[0] for one in read_page(tmp_path / "r.html")["top"].data["findings"] if "jumps" in one[0]]
+    assert jumps == [
+        "'a' output jumps: its l2 at step 8 is 1,000 times the largest of the records before it; "
+        "2 more values jump with it"
+    ]
+
+
+def test_one_fault_is_one_line_with_what_inherits_it_below(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    rows = []
+    for step in range(20):
+        for i, path in enumerate(("a.inner", "a", "b")):
+            values = np.full(4, 1.0 + step / 100, np.float32)
+            if step >= 12 or (step, path) == (11, "a.inner"):
+                values[:] = 5000.0
+            if step >= 13:
+                values[0] = np.nan
+            rows.append(make_row(4 * step + i, values, step=step, module_path=path))
+        loss = np.float64(np.nan if step >= 13 else 1.0)
+        rows.append(make_row(4 * step + 3, loss, step=step, module_path="", site="scalar", name="loss"))
+    writer.add_shard([rows])
+    writer.finish()
+    cli("report", run, "-o", tmp_path / "r.html")
+    findings = read_page(tmp_path / "r.html")["top"].data["findings"]
+    wrong = [one for one in findings if one[2] == "wrong"]
+    assert len(wrong) == 1 and wrong[0][0].startswith("First NaN or infinity: step 13, 'a.inner' output")
+    below = [text for text, *_ in wrong[0][3]]
+    assert below[0].startswith("'a.inner' output jumps: its l2 at step 11")
+    assert any(text.startswith("From there on") for text in below)
+    assert any(text.startswith("nonfinite: 'a.inner' output, step 13") for text in below)
+
+
+def test_faults_are_apart_where_steps_lie_between_them_or_they_last_in_other_modules() -> None:
+    at = {"a": Finding("a", {}, steps=(5, 5), paths=("a",)), "later": Finding("later", {}, steps=(9, 9), paths=("a",))}
+    at["dead"] = Finding("dead", {}, steps=(5, 5), paths=("b",), lasts=True)
+    at["dead below"] = Finding("dead below", {}, steps=(6, 6), paths=("a.x",), lasts=True)
+    at["none"] = Finding("none", {}, "note")
+    at["next"] = Finding("next", {}, steps=(6, 6), paths=("b",))
+    groups = [[one.text for one in group] for group in faults(list(at.values()), range(20))]
+    assert groups == [["a", "next", "dead below"], ["later"], ["dead"], ["none"]]
+    first = [Finding("one", {}, steps=(0, 0), paths=("a",)), Finding("two", {}, steps=(0, 0), paths=("b",))]
+    assert len(faults(first, range(20))) == 2  # what is there from the first step on has come from nothing
 
 
 def test_histograms_are_shares_of_the_values_by_sign_and_power_of_two(cli: Cli, tmp_path: Path) -> None:
@@ -245,6 +310,7 @@ def test_a_run_of_scalars_alone_is_drawn(cli: Cli, tmp_path: Path) -> None:
     cli("report", run, "-o", tmp_path / "r.html")
     blocks = read_page(tmp_path / "r.html")
     assert (blocks["axes"].data["steps"], blocks["axes"].data["scalar_steps"]) == ([], [0, 1])
+    assert blocks["top"].data["findings"][0][0].startswith("No tensor was recorded, only numbers of the step")
     assert values_of(blocks["scalars/mean"])[0].tolist() == [[[2.0, 1.0]]]
 
 

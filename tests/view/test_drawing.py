@@ -98,7 +98,7 @@ def test_what_is_drawn_step_by_step_is_what_is_drawn_at_once(tmp_path: Path) -> 
     for name in ("absmax", "l2", "mean", "min", "max", "nan_count"):
         same(values_of(live[f"values/{name}"])[0][order], values_of(whole[f"values/{name}"])[0])
     same(values_of(live["scalars/mean"])[0], values_of(whole["scalars/mean"])[0])
-    assert any("nonfinite: 'b' output, step 7" in text for text, _, _ in live["top"].data["findings"])
+    assert any("nonfinite: 'b' output, step 7" in text for text, *_ in live["top"].data["findings"])
     assert live["top"].data["verdict"] is None and live["top"].data["checks"]  # by then doctor was asked
 
 
@@ -162,7 +162,7 @@ def test_a_batch_of_many_steps_is_read_once_and_a_page_is_told_of_each_piece(
     order = [live["axes"].data["series"].index(one) for one in whole["axes"].data["series"]]
     for name in ("absmax", "l2", "nan_count"):
         same(values_of(live[f"values/{name}"])[0][order][:, 1:], values_of(whole[f"values/{name}"])[0][:, 1:])
-    assert any("nonfinite: 'b' output, step 7" in text for text, _, _ in live["top"].data["findings"])
+    assert any("nonfinite: 'b' output, step 7" in text for text, *_ in live["top"].data["findings"])
 
 
 @pytest.mark.usefixtures("no_wait")
@@ -176,7 +176,9 @@ def test_a_run_that_is_found_at_once_says_how_many_of_its_rows_are_drawn(
     monkeypatch.setattr(drawing, "_WINDOW_ROWS", 8)
     drawn, told = draw(run), []
     while drawn.refresh():
-        live = read(drawn.blocks())["top"].data["live"]
+        blocks = read(drawn.blocks())
+        assert "axes" not in blocks or {"ranks", "images", "gaps"} <= blocks.keys()  # without these nothing is shown
+        live = blocks["top"].data["live"]
         told.append((live["state"], live["found"]))
     assert told[0] == ("reading", "0 of 47 rows are drawn") and told[-1] == ("reading", "47 of 47 rows are drawn")
     assert len(set(told)) > 2 and read(drawn.blocks())["top"].data["live"]["found"] == ""
@@ -232,7 +234,7 @@ def test_a_run_that_goes_on_after_its_end_is_judged_anew_at_its_next_end(tmp_pat
     refresh(drawn)
     top = read(drawn.blocks())["top"].data
     assert drawn.state == "over" and top["verdict"] is None
-    assert any("nonfinite: 'a' output, step 3" in text for text, _, _ in top["findings"])
+    assert any("nonfinite: 'a' output, step 3" in text for text, *_ in top["findings"])
 
 
 def test_a_deleted_run_stays_on_the_page_and_one_that_comes_back_is_drawn_anew(tmp_path: Path) -> None:

@@ -100,7 +100,16 @@ def told_by_check(findings: Sequence[Judgement]) -> list[Finding]:
         link = {"view": "lines", "module": worst.module_path, "site": worst.site, "name": worst.name}
         at_step = {"step": worst.step} if worst.step >= 0 else {}
         mark = "note" if worst.severity is Severity.NOTE else "wrong"
-        told.append(Finding(f"{sentence(one)}; {worst.advice}", link | at_step if worst.site else {}, mark))
+        told.append(
+            Finding(
+                f"{sentence(one)}; {worst.advice}",
+                link | at_step if worst.site else {},
+                mark,
+                steps=(one.first_step, one.last_step) if worst.step >= 0 else None,
+                paths=tuple(one.paths),
+                lasts=worst.since is not None,
+            )
+        )
     if len(folded) > _MAX_JUDGED:
         told.append(Finding(f"and {len(folded) - _MAX_JUDGED} more findings: `recorder check` says them", {}, "note"))
     return told

@@ -13,11 +13,13 @@ class TopPanel {
     const facts = el("table", { class: "facts" }, top.facts.filter(([name]) => name !== "rule").map(([name, value]) =>
       el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value))));
     const rules = top.facts.filter(([name]) => name === "rule");
-    const findings = el("ul", { class: "findings" }, top.findings.map(([text, link, mark]) => {
+    const finding = ([text, link, mark, more = []]) => {
       const isLink = Object.keys(link).length > 0;
       const words = isLink ? el("a", { href: state.address(this.target(link)) }, text) : el("span", {}, text);
-      return el("li", { class: mark }, words);
-    }));
+      return el("li", { class: mark }, words, more.length > 0 && el("details", {},
+        el("summary", {}, `${plural(more.length, "more finding")} of the same fault`), el("ul", { class: "findings" }, more.map(finding))));
+    };
+    const findings = el("ul", { class: "findings" }, top.findings.map(finding));
     const verdict = top.verdict ? top.verdict : top.num_missing ? `not whole: ${plural(top.num_missing, "finding")} of recorder doctor` : "whole, as far as recorder doctor sees";
     const checks = top.checks.map(([mark, text]) => el("li", { class: `check ${mark}` }, el("b", {}, mark), " " + text));
     put(section, 
