@@ -84,15 +84,17 @@ class ImageFinder:
         num_series = 0
         for _, candidates in order:
             drawn = 0
+            was_attention = False
             for candidate in candidates if num_series < _MAX_SERIES else ():
                 try:
                     array = run.array(**candidate.where)
                 except RunError:
                     continue  # doctor tells of damage
-                made = _tiles(candidate.kind, array)
+                made = _tiles(candidate.kind, array, was_attention)
                 if made is None or num_bytes + made[1].nbytes > _MAX_BYTES:
                     continue
-                kind, tiles, low, high, total = made
+                kind, tiles, (low, high, num_nan, num_inf), total = made
+                was_attention = kind == "attention"
                 where = candidate.where
                 name = f"tiles{len(images)}"
                 arrays[name] = tiles
@@ -103,7 +105,7 @@ class ImageFinder:
                         "kind": kind, "module": where["module_path"], "site": where["site"], "name": where["name"],
                         "mode": where["mode"], "step": where["step"], "rank": where["rank"], "array": name,
                         "shape": list(array.shape), "tiles": list(tiles.shape), "low": low, "high": high,
-                        "total": total,
+                        "nan": num_nan, "inf": num_inf, "total": total,
                     }
                 )  # fmt: skip
             num_series += bool(drawn)
@@ -130,32 +132,44 @@ def _kind(site: str, sizes: tuple[int, ...]) -> str | None:
     return None
 
 
-_Made = tuple[str, npt.NDArray[np.uint8], float, float, int]
+_Range = tuple[float, float, int, int]
+"""What darkest and brightest mean, NaN where no number is finite, and how many values are NaN and infinite."""
+_Made = tuple[str, npt.NDArray[np.uint8], _Range, int]
 
 
-def _tiles(kind: str, array: npt.NDArray[Any]) -> _Made | None:
-    """Kind, pictures by number, row, column and colour, what darkest and brightest mean, and how many there were."""
+def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | None:
+    """Kind, pictures by number, row, column and colour, the range of their values, and how many pictures there were.
+
+    Args:
+        kind: what a tensor of this shape may be.
+        array: its values.
+        was_attention: whether the same value was attention at an earlier step.
+    """
     if array.size == 0 or array.dtype.kind == "c":
         return None
     values = array.astype(np.float32)
-    if kind in ("attention", "feature maps") and _is_attention(values):
+    if kind in ("attention", "feature maps") and _is_attention(values, was_attention):
         maps = values[0] if values.ndim == 4 else values[:_MAX_HEADS]
-        return "attention", *_bytes(_shrunk(maps[:_MAX_HEADS, :, :, None], _MAX_ATTENTION_SIDE)), len(maps)
+        return "attention", *_bytes(maps[:_MAX_HEADS, :, :, None], _MAX_ATTENTION_SIDE), len(maps)
     if kind == "attention":
         return None
     if kind == "feature maps":
         maps = values[0]
-        return kind, *_bytes(_shrunk(maps[:_MAX_MAPS, :, :, None], _MAX_SIDE)), len(maps)
+        return kind, *_bytes(maps[:_MAX_MAPS, :, :, None], _MAX_SIDE), len(maps)
     pictures = np.moveaxis(values[: _MAX_FILTERS if kind == "filters" else 4], 1, -1)
-    return kind, *_bytes(_shrunk(pictures, _MAX_SIDE)), len(values)
+    return kind, *_bytes(pictures, _MAX_SIDE), len(values)
 
 
-def _is_attention(values: npt.NDArray[np.float32]) -> bool:
-    """Whether rows are shares of one."""
+def _is_attention(values: npt.NDArray[np.float32], was_attention: bool) -> bool:
+    """Whether rows are shares of one; where no row is finite, whether they were at an earlier step."""
     some = values.reshape(-1, *values.shape[-2:])[:4]
-    if some.shape[-1] != some.shape[-2] or not np.isfinite(some).all():
+    if some.shape[-1] != some.shape[-2]:
         return False
-    return bool(some.min() >= 0 and np.allclose(some.sum(axis=-1), 1.0, atol=1e-2))
+    rows = some.reshape(-1, some.shape[-1])
+    rows = rows[np.isfinite(rows).all(axis=-1)]
+    if not len(rows):
+        return was_attention
+    return bool(rows.min() >= 0 and np.allclose(rows.sum(axis=-1), 1.0, atol=1e-2))
 
 
 def _shrunk(pictures: npt.NDArray[np.float32], side: int) -> npt.NDArray[np.float32]:
@@ -170,9 +184,11 @@ def _shrunk(pictures: npt.NDArray[np.float32], side: int) -> npt.NDArray[np.floa
     return pictures
 
 
-def _bytes(pictures: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.uint8], float, float]:
+def _bytes(pictures: npt.NDArray[np.float32], side: int) -> tuple[npt.NDArray[np.uint8], _Range]:
+    num_nan, num_inf = int(np.isnan(pictures).sum()), int(np.isinf(pictures).sum())
+    pictures = _shrunk(pictures, side)
     is_finite = np.isfinite(pictures)
     known = pictures[is_finite]
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+    low, high = (float(known.min()), float(known.max())) if known.size else (np.nan, np.nan)
     scaled = (np.where(is_finite, pictures, low) - low) / ((high - low) or 1.0) * (_NOT_FINITE - 1)
-    return np.where(is_finite, np.rint(scaled), _NOT_FINITE).astype(np.uint8), low, high
+    return np.where(is_finite, np.rint(scaled), _NOT_FINITE).astype(np.uint8), (low, high, num_nan, num_inf)

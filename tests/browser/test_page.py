@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.parse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import recorder
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
 from tests.browser.conftest import Open, Opened, write_page
+from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.report_pages import HOSTILE, hostile_run, run_of
 from tests.rigs.small_runs import NUM_STEPS
 
@@ -136,6 +137,118 @@ def test_a_drag_zooms_all_pictures(open_page: Open, trained: Path) -> None:
     opened.page.click("#zoom-out")
     opened.redrawn()
     assert "from" not in hash_of(opened)
+
+
+def drag_over_map(opened: Opened, first: int, last: int) -> None:
+    start, end = (point_at(opened, 2, column) for column in (first, last))
+    cells = opened.page.locator(CELLS)
+    cells.scroll_into_view_if_needed()
+    box = cells.bounding_box()
+    assert box is not None
+    opened.page.mouse.move(box["x"] + start["x"], box["y"] + start["y"])
+    opened.page.mouse.down()
+    opened.page.mouse.move(box["x"] + end["x"], box["y"] + end["y"], steps=4)
+    opened.page.mouse.up()
+    opened.redrawn()
+
+
+@pytest.mark.parametrize(("first", "last"), [(4, 9), (9, 4)])
+def test_a_drag_on_the_map_zooms_all_pictures_and_is_no_click(
+    open_page: Open, trained: Path, first: int, last: int
+) -> None:
+    opened = open_page(trained)
+    drag_over_map(opened, first, last)
+    address = hash_of(opened)
+    assert (address["from"], address["to"]) == ("4", "9") and "pins" not in address
+    assert "now 4 to 9" in opened.text("#panel-map .bar")
+    assert opened.page.locator("#zoom-out").count() == 1
+    opened.page.locator(CELLS).click(position=point_at(opened, rows_of(opened).index("head"), 3, 6))
+    opened.redrawn()
+    assert hash_of(opened)["step"] == "7"  # a click after it is one
+
+
+def test_a_drag_on_histograms_zooms_these_too(open_page: Open, tmp_path: Path) -> None:
+    data = Histogram(first=-2, counts=np.array([[0, 0, 0], [3, 0, 1]])).to_bytes()
+    values = {(0, step): 1.0 for step in range(10)}
+    run = run_of(tmp_path / "run", values, histogram=data, zero_count=0, nan_count=0, inf_count=0)
+    opened = open_page(write_page(run, tmp_path / "r.html"), "#from=2&to=4")
+    cells = opened.page.locator("#panel-histograms .heat-cells")
+    columns = []
+    for share in (0.1, 0.5, 0.9):
+        box = cells.bounding_box()
+        assert box is not None
+        cells.hover(position={"x": share * box["width"], "y": 5})
+        columns.append(opened.text(".tooltip div:nth-child(2)"))
+    assert columns == ["step 2", "step 3", "step 4"]
+
+
+def test_back_undoes_a_click_and_forward_does_it_again(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    opened.page.select_option("#choose-stat", "std")
+    opened.redrawn()
+    opened.page.locator(CELLS).click(position=point_at(opened, rows_of(opened).index("head"), 3))
+    opened.redrawn()
+    drag_over_map(opened, 4, 9)
+    assert opened.page.evaluate("() => history.length") == 2 + 3  # an empty page, this one, and what was done
+    opened.page.go_back()
+    opened.redrawn()
+    assert "from" not in hash_of(opened) and opened.text("#panel-lines .chart-head strong") == "head output"
+    opened.page.go_back()
+    opened.redrawn()
+    assert hash_of(opened) == {"stat": "std"} and opened.text("#panel-lines .chart-head strong") == "stem output"
+    opened.page.locator("#choose-stat").focus()
+    opened.page.go_back()
+    opened.redrawn()
+    assert hash_of(opened) == {} and opened.page.locator("#choose-stat").input_value() == "absmax"
+    for _ in range(2):
+        opened.page.go_forward()
+        opened.redrawn()
+    assert hash_of(opened)["step"] == "3" and opened.text("#panel-lines .chart-head strong") == "head output"
+
+
+def test_an_unknown_module_is_said_with_the_nearest_names(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    field = opened.page.locator("#add-path")
+    field.fill("block.1.fc")
+    field.press("Enter")
+    told = opened.text("#panel-lines .choice .wrong")
+    assert told.startswith("There is no module block.1.fc; the nearest names are blocks.1.fc, ")
+    opened.page.select_option("#choose-stat", "std")
+    opened.redrawn()
+    assert (
+        opened.text("#panel-lines .choice .wrong") == told
+        and opened.page.locator("#add-path").input_value() == "block.1.fc"
+    )
+    field.fill("blocks.1.fc")
+    field.press("Enter")
+    opened.redrawn()
+    assert opened.text("#panel-lines .choice .wrong") == ""
+    assert [pin[0] for pin in json.loads(hash_of(opened)["pins"])] == ["stem", "blocks.1.fc"]
+
+
+def test_attention_that_is_not_finite_is_said_to_be_so(open_page: Open, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    shares = np.full((2, 3, 9, 9), 1 / 9, np.float32)
+    rows = []
+    for step, some in enumerate((0, 1, 3)):
+        bad = shares.copy()
+        bad[0, :some] = np.nan
+        common: dict[str, Any] = {
+            "site": "tap",
+            "name": "attention",
+            "step": step,
+            "module_path": "a" if step < 2 else "b",
+        }
+        rows.append(make_row(2 * step, bad, **common))
+        rows.append(make_row(2 * step + 1, shares, **{**common, "module_path": "b", "step": 0})) if step == 2 else None
+    writer = HandmadeWriter(run)
+    writer.add_shard([rows])
+    writer.finish()
+    opened = open_page(write_page(run, tmp_path / "r.html"))
+    told = opened.page.locator("#panel-images .dim").all_inner_texts()
+    ranges = [text.split("[2, 3, 9, 9] · ")[1] for text in told]
+    assert ranges == ["0.111 to 0.111", "0.111 to 0.111 · 81 NaN", "0.111 to 0.111", "243 NaN"]
+    assert all(text.startswith("attention") for text in told)
 
 
 def test_a_finding_leads_into_the_picture(open_page: Open, trained: Path) -> None:
@@ -338,6 +451,8 @@ def test_a_dump_is_marked_on_the_steps_and_told(open_page: Open, tmp_path: Path)
 def test_what_check_says_is_told_with_a_link_to_the_lines(open_page: Open, trained: Path) -> None:
     opened = open_page(trained)
     told = opened.page.locator("#panel-top .findings a", has_text="nonfinite: 'head' output, step 15")
+    assert not told.is_visible()  # one fault is one line
+    opened.page.locator("#panel-top .findings summary", has_text="more findings of the same fault").first.click()
     told.click()
     opened.redrawn()
     assert opened.text("#panel-lines .chart-head strong") == "head output"

@@ -148,6 +148,27 @@ def test_what_is_chosen_beside_is_chosen_in_both(look: Look, tmp_path: Path) -> 
         frames[1].wait_for_function("() => document.querySelector('#choose-stat').value === 'l2'", timeout=_WAIT_MS)
 
 
+def test_back_undoes_a_click_beside_and_in_a_page_of_its_own(look: Look, tmp_path: Path) -> None:
+    make_training(tmp_path / "one")
+    make_training(tmp_path / "two", factor=1.25)
+    with serving(tmp_path) as server:
+        alone = look(f"{server.address}run/one/").page
+        alone.select_option("#choose-stat", "l2")
+        alone.evaluate("() => history.back()")
+        alone.wait_for_function("() => document.querySelector('#choose-stat').value === 'absmax'", timeout=_WAIT_MS)
+        opened = look(server.address + "side?run=one&run=two")
+        frames = opened.page.frames[1:]
+        for frame in frames:
+            frame.wait_for_selector("html[data-drawn]", timeout=_WAIT_MS)
+        for value in ("l2", "std"):
+            frames[0].select_option("#choose-stat", value)
+            is_chosen = f"() => document.querySelector('#choose-stat').value === '{value}'"
+            frames[1].wait_for_function(is_chosen, timeout=_WAIT_MS)
+        opened.page.evaluate("() => history.back()")
+        for frame in frames:
+            frame.wait_for_function("() => document.querySelector('#choose-stat').value === 'l2'", timeout=_WAIT_MS)
+
+
 def test_hostile_names_are_text_and_a_run_that_is_deleted_stays_on_the_page(look: Look, tmp_path: Path) -> None:
     run = hostile_run(tmp_path / "<img src=x onerror=alert(1)>")
     with serving(tmp_path) as server:

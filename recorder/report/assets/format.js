@@ -54,6 +54,17 @@ function put(element, ...children) {
   }
 }
 
+/** Of some names up to three that are most alike a text: by the pairs of letters that both have. */
+function nearest(text, names) {
+  const pairsOf = (name) => new Set(Array.from({ length: name.length + 1 }, (_, at) => ` ${name.toLowerCase()} `.slice(at, at + 2)));
+  const wanted = pairsOf(text);
+  const alike = names.map((name) => {
+    const pairs = pairsOf(name);
+    return [name, [...pairs].filter((pair) => wanted.has(pair)).length / (pairs.size + wanted.size)];
+  });
+  return alike.filter(([, share]) => share > 0).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name]) => name);
+}
+
 function plural(count, noun) {
   return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 }

@@ -126,7 +126,7 @@ function legendOf(colors, title, kinds = KIND_TEXTS) {
  */
 class HeatMap {
   constructor({ label, describe, choose, fold, app }) {
-    Object.assign(this, { describe, choose, fold, tooltip: app.tooltip, dumps: app.dumps });
+    Object.assign(this, { describe, choose, fold, tooltip: app.tooltip, dumps: app.dumps, state: app.state });
     this.rows = [];
     this.columns = [];
     this.cursor = null;
@@ -134,11 +134,17 @@ class HeatMap {
     this.cells = el("div", { class: "heat-cells", tabindex: "0", role: "application", "aria-label": label });
     this.axis = el("canvas", { class: "heat-axis", "aria-hidden": "true" });
     this.mark = el("div", { class: "heat-cursor", hidden: true });
+    this.band = el("div", { class: "heat-band", hidden: true });
     this.element = el("div", { class: "heat" }, this.names, el("div", { class: "heat-right" }, this.cells, this.axis));
     this.cells.addEventListener("mousemove", (event) => this.hover(event));
     this.cells.addEventListener("mouseleave", () => this.leave());
     this.cells.addEventListener("blur", () => this.leave());
+    this.cells.addEventListener("pointerdown", (event) => this.press(event));
+    this.cells.addEventListener("pointermove", (event) => this.drag(event));
+    for (const name of ["pointerup", "pointercancel"]) this.cells.addEventListener(name, (event) => this.release(event));
+    this.cells.addEventListener("dblclick", () => this.steps !== null && this.state.set({ from: null, to: null }));
     this.cells.addEventListener("click", (event) => {
+      if (this.isDragged) return;
       this.hover(event);
       if (this.cursor) this.choose(this.cursor.row, this.cursor.column, event.shiftKey);
     });
@@ -158,8 +164,8 @@ class HeatMap {
       for (let r = 0; r < count; r++) this.drawRow(context, start + r, r * ROW_PIXELS, theme);
       chunks.push(canvas);
     }
-    this.cells.replaceChildren(...chunks, this.mark);
-    this.mark.hidden = true;
+    this.cells.replaceChildren(...chunks, this.mark, this.band);
+    this.mark.hidden = this.band.hidden = true;
     this.drawAxis(theme, marked);
   }
   edge(column) {
@@ -224,11 +230,33 @@ class HeatMap {
     return el("div", { class: "heat-name", title: row.title, style: { "padding-left": `${Math.min(row.indent, 12) * 10}px` } },
       button, el("span", { class: "heat-label" }, row.label), el("span", { class: "heat-class" }, row.note ?? ""));
   }
+  columnAt(event) {
+    return Math.floor(((event.clientX - this.cells.getBoundingClientRect().left) / this.width) * this.columns.length);
+  }
   hover(event) {
-    const box = this.cells.getBoundingClientRect();
-    const row = Math.floor((event.clientY - box.top) / ROW_PIXELS);
-    const column = Math.floor(((event.clientX - box.left) / this.width) * this.columns.length);
-    this.point(row, column, event.clientX, event.clientY);
+    const row = Math.floor((event.clientY - this.cells.getBoundingClientRect().top) / ROW_PIXELS);
+    this.point(row, this.columnAt(event), event.clientX, event.clientY);
+  }
+  /** A drag over columns that are steps zooms to them; a finger scrolls the page instead. */
+  press(event) {
+    this.isDragged = false;
+    this.pressed = this.steps !== null && event.button === 0 && event.pointerType !== "touch" ? this.columnAt(event) : null;
+    if (this.pressed !== null) this.cells.setPointerCapture(event.pointerId);
+  }
+  drag(event) {
+    if ((this.pressed ?? null) === null) return;
+    const at = Math.min(Math.max(this.columnAt(event), 0), this.columns.length - 1);
+    this.dragged = [Math.min(at, this.pressed), Math.max(at, this.pressed)];
+    const [first, last] = this.dragged, left = this.edge(first);
+    this.isDragged ||= first < last;
+    this.band.hidden = !this.isDragged;
+    for (const [name, value] of Object.entries({ left, width: this.edge(last + 1) - left })) this.band.style.setProperty(name, `${value}px`);
+  }
+  release(event) {
+    const isZoomed = this.isDragged && (this.pressed ?? null) !== null && event.type === "pointerup";
+    this.pressed = null;
+    this.band.hidden = true;
+    if (isZoomed) this.state.set({ from: this.steps[this.dragged[0]][0], to: this.steps[this.dragged[1]][1] });
   }
   leave() {
     this.tooltip.hide();

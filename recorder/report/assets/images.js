@@ -44,7 +44,8 @@ class ImagesPanel {
     });
     const more = one.total > count ? `${count} of ${one.total}` : "";
     const facts = [one.kind, `step ${one.step}`, one.rank === null ? "" : `rank ${one.rank}`, `[${one.shape.join(", ")}]`,
-      `${shortNumber(one.low, 3)} to ${shortNumber(one.high, 3)}`, more, one.mode === "train" ? "" : one.mode].filter(Boolean);
+      one.low === null ? "" : `${shortNumber(one.low, 3)} to ${shortNumber(one.high, 3)}`,
+      one.nan ? `${one.nan.toLocaleString("en")} NaN` : "", one.inf ? `${one.inf.toLocaleString("en")} infinite` : "", more, one.mode === "train" ? "" : one.mode].filter(Boolean);
     return el("figure", { class: "image" }, el("figcaption", {},
       el("strong", {}, valueText(one.module, one.site, one.name)), el("span", { class: "dim" }, facts.join(" · "))),
     el("div", { class: "tiles" }, canvases));

@@ -278,16 +278,28 @@ class LinesPanel {
     for (const path of paths.slice(0, 2000)) list.append(el("option", { value: path }));
     const field = el("input", {
       type: "text", list: "paths", id: "add-path", placeholder: "add a module", "aria-label": "module to add",
+      value: this.unknown ?? null,
       onchange: (event) => {
-        const number = this.app.modules.numberOf.get(event.target.value);
+        const path = event.target.value, number = this.app.modules.numberOf.get(path);
         const ofModule = number === undefined ? [] : choices.seriesOf(number);
         const series = ofModule.length ? ofModule : (run.byModule.get(number) ?? []).slice(0, 1);
+        this.unknown = series.length || !path ? null : path;
+        problem.textContent = this.unknownText(number, paths);
         if (!series.length) return;
         const pins = this.pinned.map(keyOf);
         state.set({ pins: [...pins, ...series.map(keyOf)].slice(-MAX_PINS) });
       },
     });
-    return el("span", { class: "choice" }, field, list);
+    const problem = el("span", { class: "wrong", role: "status" }, this.unknownText(this.app.modules.numberOf.get(this.unknown), paths));
+    return el("span", { class: "choice" }, field, list, problem);
+  }
+  /** Why the module whose name was typed is not added; empty where it was. */
+  unknownText(number, paths) {
+    if (!this.unknown) return "";
+    const name = visible(this.unknown);
+    if (number !== undefined) return `No value of the module ${name} was recorded.`;
+    const near = nearest(this.unknown, paths.filter(Boolean));
+    return `There is no module ${name}${near.length ? `; the nearest names are ${near.map(visible).join(", ")}` : ""}.`;
   }
   async updateScalars(isEach) {
     const { app } = this, { run, other } = app;

@@ -114,14 +114,14 @@ class Beside {
     this.names = ["site", "mode", "name", "stat", "axes", "from", "to", "step", "module", "pins", "log", "each", "view"];
     const others = () => [...Array(window.parent.length).keys()].map((index) => window.parent.frames[index]).filter((frame) => frame !== window);
     state.onChange((names) => {
-      if (this.isTold || names === null) return;
-      const some = names.filter((name) => this.names.includes(name));
+      if (this.isTold) return;
+      const some = names === null ? this.names : names.filter((name) => this.names.includes(name));
       if (some.length) for (const frame of others()) frame.postMessage(Object.fromEntries(some.map((name) => [name, state.get(name)])), location.origin);
     });
     window.addEventListener("message", (event) => {
       if (event.origin !== location.origin || !others().includes(event.source)) return;
       this.isTold = true;
-      state.set(Object.fromEntries(Object.entries(event.data).filter(([name]) => this.names.includes(name))));
+      state.set(Object.fromEntries(Object.entries(event.data).filter(([name]) => this.names.includes(name))), false);
       this.isTold = false;
     });
   }

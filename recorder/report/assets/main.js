@@ -17,7 +17,10 @@ class App {
   }
   /** What concerns the whole page for as long as it is open. */
   listen() {
-    this.state.onChange((names) => this.change(names));
+    this.state.onChange((names) => {
+      if (names === null && this.bar?.contains(document.activeElement)) document.activeElement.blur(); // it is drawn anew
+      this.change(names);
+    });
     let width = window.innerWidth;
     window.addEventListener("resize", onceAFrame(() => {
       if (window.innerWidth === width) return; // the height alone changes where a phone hides its bars

@@ -4,7 +4,7 @@ class SeriesPanel {
   constructor(app, block, id, title) {
     Object.assign(this, { app, block, id, title });
     this.isShown = block !== null;
-    this.listens = ["pins", "module", "site", "mode", "name"];
+    this.listens = ["pins", "module", "site", "mode", "name", "from", "to"];
   }
   build(section) {
     this.heats = el("div", {});
@@ -22,13 +22,16 @@ class SeriesPanel {
   /** Draw cells, by row and by some `steps` of the block; cells that are null stay empty. */
   draw(series, { what, unit, kinds, steps, rows, cells, describe }) {
     const name = valueText(series.path, series.site, series.name);
-    const columns = steps.map((step) => this.block.data.steps[step]);
+    const from = this.app.state.get("from", -Infinity), to = this.app.state.get("to", Infinity);
+    const all = steps.map((step) => this.block.data.steps[step]), indices = [...all.keys()];
+    const inside = indices.filter((column) => from <= all[column] && all[column] <= to);
+    const shown = inside.length ? inside : indices, columns = shown.map((column) => all[column]);
     const heat = new HeatMap({
       label: `${what} of ${visible(name)} over steps`, choose: () => {}, fold: () => {}, app: this.app,
-      describe: (row, column) => [visible(name), `step ${columns[column]}`, ...describe(row, column)],
+      describe: (row, column) => [visible(name), `step ${columns[column]}`, ...describe(row, shown[column])],
     });
     const colors = new Colors(cells.flat().filter((cell) => cell?.kind === NUMBER).map((cell) => cell.value));
     put(this.heats, el("h3", {}, name), legendOf(colors, unit, kinds), heat.element);
-    heat.draw({ rows, columns: columns.map(String), cell: (r, c) => cells[r][c], colors, steps: columns.map((step) => [step, step]) });
+    heat.draw({ rows, columns: columns.map(String), cell: (r, c) => cells[r][shown[c]], colors, steps: columns.map((step) => [step, step]) });
   }
 }

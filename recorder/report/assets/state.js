@@ -8,10 +8,9 @@ class State {
   constructor() {
     this.values = {};
     this.listeners = [];
-    this.read(location.hash || "#" + (document.documentElement.dataset.address ?? ""));
+    this.read();
     if (location.protocol === "about:") document.addEventListener("click", (event) => this.follow(event));
-    window.addEventListener("hashchange", () => {
-      if (location.hash === this.written) return;
+    window.addEventListener("hashchange", () => { // a link, or the browser's Back and Forward
       this.read();
       this.tell(null);
     });
@@ -24,7 +23,7 @@ class State {
     this.read(link.getAttribute("href"));
     this.tell(null);
   }
-  read(hash = location.hash) {
+  read(hash = location.hash || "#" + (document.documentElement.dataset.address ?? "")) {
     this.values = {};
     for (const [name, text] of new URLSearchParams(hash.slice(1))) {
       if (LISTS.has(name)) {
@@ -38,6 +37,7 @@ class State {
         this.values[name] = text;
       }
     }
+    this.written = this.address(this.values);
   }
   get(name, otherwise = null) {
     return this.values[name] ?? otherwise;
@@ -51,13 +51,16 @@ class State {
     }
     return "#" + words.toString();
   }
-  set(changes) {
+  /** Change what is shown. All that a click changes is one entry of the browser's history, which Back undoes; what another frame says is none. */
+  set(changes, isOwn = true) {
     Object.assign(this.values, changes);
-    this.written = this.address(this.values);
+    const address = this.address(this.values);
     try {
-      history.replaceState(null, "", this.written);
-      this.written = location.hash;
+      if (address !== this.written) history[isOwn && !this.isPushed ? "pushState" : "replaceState"](null, "", address);
     } catch { /* a frame without an address of its own */ }
+    this.written = address;
+    this.isPushed = true;
+    setTimeout(() => { this.isPushed = false; });
     this.tell(Object.keys(changes));
   }
   onChange(listener) {
