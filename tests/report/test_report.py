@@ -16,7 +16,6 @@ import recorder
 from recorder.cli.commands import report
 from recorder.cli.commands.report import told_by_doctor
 from recorder.columns import COUNTS, STATISTICS
-from recorder.globalview.run import Run
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
 from recorder.report.axes import Axes
@@ -25,6 +24,7 @@ from recorder.report.report import write_report
 from recorder.report.rows import SeriesKey
 from recorder.report.series.statistics import StatisticsBlocks
 from recorder.report.top import Finding, Told, faults
+from recorder.run.run import Run
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.report_pages import HOSTILE, hostile_run, read_page, run_of, values_of
