@@ -34,6 +34,8 @@ class Balance:
     retired_bytes: int = 0
     suspect: int = 0
     """Written rows of which nobody knows whether the medium has them: a sync of their file has failed."""
+    synced: int = 0
+    """Written rows that the medium had when the account was made; 0 where an older writer did not count them."""
 
     @classmethod
     def read(cls, ledger: Members | None) -> Balance:
@@ -49,6 +51,7 @@ class Balance:
             retired_rows=retired.count("rows") if retired else 0,
             retired_bytes=retired.count("bytes") if retired else 0,
             suspect=ledger.count("suspect"),
+            synced=ledger.count("synced"),
         )
 
     @property

@@ -131,9 +131,11 @@ class RecordedWriter:
         if self._last_words is not None:
             retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
             balance = Balance.read(Members({"retired": retired, **self._last_words}))
+        synced = max(one.synced for one in (*balances, Balance.read(Members(self._status))))
         gone = self.retired_shards.values()
         return replace(
             balance,
+            synced=synced,
             retired_rows=balance.retired_rows + sum(one.retired_rows for one in gone),
             retired_bytes=balance.retired_bytes + sum(one.retired_bytes for one in gone),
         )
@@ -158,21 +160,25 @@ class RecordedWriter:
         return "recording" if self._is_alive() else "unclosed"
 
     @cached_property
+    def _status(self) -> dict[str, Any]:
+        """The last status of a writer whose manifest does not say that it has closed; empty where there is none."""
+        if self.manifest.state == "closed":
+            return {}
+        try:
+            raw = store_of(self.directory).read_json(self.directory / STATUS, STATUS_BYTES)
+        except RunError:
+            return {}
+        status, manifest = Lifetime.read(raw), self.manifest
+        is_its_own = status.writer == self.name and manifest.pid in (0, status.pid)
+        return raw if is_its_own and manifest.started_ns in (0, status.started_ns) else {}
+
+    @property
     def _last_words(self) -> dict[str, Any] | None:
         """The status of a writer that has closed on a disk which did not take its manifest any more; else None.
 
         It is rewritten in place, which asks a disk for less than a new file.
         """
-        if self.manifest.state == "closed":
-            return None
-        try:
-            raw = store_of(self.directory).read_json(self.directory / STATUS, STATUS_BYTES)
-        except RunError:
-            return None
-        status, manifest = Lifetime.read(raw), self.manifest
-        is_its_own = status.writer == self.name and manifest.pid in (0, status.pid)
-        is_its_own = is_its_own and manifest.started_ns in (0, status.started_ns)
-        return raw if is_its_own and status.state == "closed" else None
+        return self._status if self._status.get("state") == "closed" else None
 
     @cached_property
     def last_step(self) -> int | None:

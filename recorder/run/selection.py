@@ -18,7 +18,7 @@ from ..errors import LookupFailedError
 from ..globalview.plan.overrides import check_overrides
 from ..rules import ANY, Schedule, choose, hint, parse_patterns
 from ..sites import CALL, FORMAT_VERSION, SITES
-from ..system.text import listed
+from ..system.text import listed, steps_in_words
 from .run import Run
 
 PER_RANK = ("*=per_rank",)
@@ -104,9 +104,10 @@ class Selection:
                 continue
             there = sorted(value for value in table.column(column).unique().to_pylist() if value is not None)
             verb = "is" if len(there) == 1 else "are"
-            choices = hint(
-                str(asked), [str(one) for one in there], otherwise=f"; there {verb} {listed(map(repr, there))}"
-            )
+            if column in ("step", "rank"):
+                choices = f"; there {verb} {steps_in_words(there, column)}"
+            else:
+                choices = hint(asked, there, otherwise=f"; there {verb} {listed(map(repr, there))}")
             return LookupFailedError(f"{what} has no row with {column}={asked!r}{choices}")
         asked = ", ".join(f"{column}={getattr(self, 'module' if column == 'module_path' else column)!r}"
                           for column in self.columns)  # fmt: skip

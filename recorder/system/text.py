@@ -19,14 +19,20 @@ def listed(items: Iterable[object], most: int = 8) -> str:
     return ", ".join(texts[:most]) + more
 
 
-def steps_in_words(steps: Sequence[int]) -> str:
+def steps_in_words(steps: Sequence[int], noun: str = "step") -> str:
     """``step 3``, ``steps 0 to 49``, ``steps 0 to 90 (one in 10)``, ``steps 0 to 90 (12 of them)``; steps ascend."""
     if len(steps) < 2:
-        return f"step {steps[0]}" if steps else "no step"
+        return f"{noun} {steps[0]}" if steps else f"no {noun}"
     gap, rest = divmod(steps[-1] - steps[0], len(steps) - 1)
     is_even = not rest and all(b - a == gap for a, b in pairwise(steps))
     some = f" (one in {gap})" if is_even else f" ({len(steps)} of them)"
-    return f"steps {steps[0]} to {steps[-1]}{'' if is_even and gap == 1 else some}"
+    return f"{noun}s {steps[0]} to {steps[-1]}{'' if is_even and gap == 1 else some}"
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text, with its middle left out where it is longer than so many characters."""
+    half = most // 2 - 1
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def one_line(value: object) -> str:

@@ -54,7 +54,7 @@ class Ledger:
         self._passed = 0
         self._retired_rows = 0
         self._retired_bytes = 0
-        self._suspect = 0
+        self._suspect = self._synced = 0
         self._lock = threading.RLock()
         """Guards the counts between the writer thread and readers, perhaps a signal handler; `drop` never takes it."""
         self._final: dict[str, Any] | None = None
@@ -79,6 +79,11 @@ class Ledger:
         with self._lock:
             self._retired_rows += num_rows
             self._retired_bytes += num_bytes
+
+    def add_synced(self, num_rows: int) -> None:
+        """Count written rows that the medium has."""
+        with self._lock:
+            self._synced += num_rows
 
     def add_suspect(self, num_rows: int) -> None:
         """Count written rows that the medium may not have. This may follow `close`, since the last syncs do."""
@@ -114,4 +119,5 @@ class Ledger:
             **({"passed": self._passed} if self._passed else {}),
             "retired": {"rows": self._retired_rows, "bytes": self._retired_bytes},
             **({"suspect": self._suspect} if self._suspect else {}),
+            **({"synced": self._synced} if self._synced else {}),
         }

@@ -177,7 +177,7 @@ class RotatingShards:
             return False
         self._syncing.succeeded()
         self._oldest_unsynced_s = None
-        self._num_unsynced_rows = 0
+        self._count_synced()
         return True
 
     def seal(self, ledger: Mapping[str, object]) -> bool:
@@ -199,7 +199,8 @@ class RotatingShards:
             self._leave_shard(shard)
             raise
         index, self._index = self._index, None
-        self._shard, self._oldest_unsynced_s, self._num_unsynced_rows = None, None, 0
+        self._shard = self._oldest_unsynced_s = None
+        self._count_synced()
         self._add_bytes(shard.num_bytes - before)
         stored = StoredShard(final, shard.num_rows, shard.num_bytes)
         try:
@@ -337,18 +338,24 @@ class RotatingShards:
 
     def _leave_shard(self, shard: BatchFile) -> None:
         """Leave the shard as it is, open and readable up to its last batch; rows that cannot be synced are suspect."""
-        num_unsynced_rows, self._num_unsynced_rows = self._num_unsynced_rows, 0
         self._shard = self._index = self._oldest_unsynced_s = None
         if not shard.is_synced and not shard.is_sick:
             with contextlib.suppress(OSError):
                 shard.sync()
-        if not shard.is_synced:
-            self._ledger.add_suspect(num_unsynced_rows)
+        if shard.is_synced:
+            self._count_synced()
+        else:
+            self._ledger.add_suspect(self._num_unsynced_rows)
+            self._num_unsynced_rows = 0
         left = shard.abandon()
         if left is None:
             self._quota.add(self._kind, -shard.num_bytes)
         else:
             self._quota.keep(self._kind, HeldShard(left, self._last_step, self._is_kept))
+
+    def _count_synced(self) -> None:
+        self._ledger.add_synced(self._num_unsynced_rows)
+        self._num_unsynced_rows = 0
 
     def _write_index(self, index: Index | None, shard: Path, shard_bytes: int) -> int:
         num_bytes = 0

@@ -180,3 +180,21 @@ def test_a_baseline_that_is_none_is_refused_in_one_line(cli: Cli, trained: Path,
     for other, words in ((trained, "the same run as the run to check"), (tmp_path / "nowhere", "nowhere")):
         refused = cli("check", trained, "--baseline", other)
         assert refused.exit_code == 2 and words in refused.err and len(refused.err.splitlines()) == 1
+
+
+def test_a_finding_of_many_long_paths_is_a_line_that_can_be_read(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    paths = [f"experts.{n * n}.{'projection_' * 20}{word}" for n in range(60) for word in ("up", "down")]
+    values = [np.ones(8, np.float32) * (step < 2) for step in range(12)]
+    moments = [(step, path) for step in range(12) for path in paths]
+    rows = [
+        make_row(seq, values[step], encoding=None, step=step, module_path=path)
+        for seq, (step, path) in enumerate(moments)
+    ]
+    writer.add_shard([rows])
+    writer.finish()
+    found = cli("check", run, "--rule", "dead")
+    assert found.out.startswith("warning dead: 'experts.")
+    assert all(len(line) < 600 for line in found.out.splitlines() if not line.startswith(" "))
+    assert len(cli("check", run, "--rule", "dead", "--json").json["findings"]) == len(paths)

@@ -421,7 +421,7 @@ def test_export_stays_out_of_the_run(cli: Cli, tmp_path: Path) -> None:
         (["stats", "RUN", "upp"], "module_path='upp'; nearest is 'up'"),
         (["stats", "RUN", "--by", "colour"], "by 'colour': choose of step, module"),
         (["export", "RUN", "-o", "out.csv"], "the name does not say which format"),
-        (["export", "RUN", "-o", "out.npz", "--step", "77"], "step='77'; there are 0, 1, 2, 3"),
+        (["export", "RUN", "-o", "out.npz", "--step", "77"], "step='77'; there are steps 0 to 3"),
         (["diff", "RUN", "COPY", "--site", "weights"], "no site 'weights'"),
         (["first", "nowhere"], "no such directory"),
     ],

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+from decimal import Decimal
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from recorder.report.series import quantised
 from recorder.report.series.cube import Cube
 from recorder.report.series.quantised import COARSE, FINE, quantise
+from tests.rigs.programs import needs
 from tests.rigs.report_pages import Read, values_of
 
+ASSETS = Path(quantised.__file__).parents[1] / "assets"
 
-def read_back(values: np.ndarray[tuple[int, int, int], np.dtype[np.float32]], levels: int) -> np.ndarray:
+
+def block_of(values: np.ndarray[tuple[int, int, int], np.dtype[np.float32]], levels: int) -> Read:
     cube = Cube(
         steps=range(values.shape[2]), num_columns=values.shape[2], num_series=len(values),
         num_lanes=values.shape[1], statistics=("l2",),
@@ -21,7 +30,26 @@ def read_back(values: np.ndarray[tuple[int, int, int], np.dtype[np.float32]], le
     cube.values["l2"] = values
     cube.has_row = ~np.isnan(values)
     (block,) = cube.blocks("values", values.size if levels == FINE else 0)
-    return values_of(Read(dict(block.data), dict(block.arrays)))[0]
+    return Read(dict(block.data), dict(block.arrays))
+
+
+def read_back(values: np.ndarray[tuple[int, int, int], np.dtype[np.float32]], levels: int) -> np.ndarray:
+    return values_of(block_of(values, levels))[0]
+
+
+def shown(block: Read) -> list[str]:
+    """What the page's own scripts write for each number of a block."""
+    needs("node")
+    arrays = {name: array.tolist() for name, array in block.arrays.items()}
+    scripts = [(ASSETS / name).read_text(encoding="utf-8") for name in ("format.js", "data.js")]
+    ask = f"const cube = new Cube({json.dumps({'data': block.data, 'arrays': arrays})});"
+    ask += (
+        "console.log(JSON.stringify(Array.from(cube.values, (value, at) => shortNumber(value, 4, cube.digits[at]))));"
+    )
+    command = ["node", "-"]
+    done = subprocess.run(command, input="\n".join([*scripts, ask]), capture_output=True, text=True, check=True)
+    texts: list[str] = json.loads(done.stdout)
+    return texts
 
 
 @given(
@@ -72,3 +100,25 @@ def test_a_spike_among_many_steps_of_a_column_does_not_vanish() -> None:
     assert cube.values["l2"][0, 0].tolist() == [1.0] * 4 + [50.0] + [1.0] * 5
     assert cube.values["min"][0, 0].tolist() == [-1.0] * 4 + [-50.0] + [-1.0] * 5
     assert cube.first_steps == list(range(0, 1000, 100))
+
+
+@pytest.mark.parametrize("levels", [COARSE, FINE])
+def test_each_digit_that_is_shown_is_true(levels: int) -> None:
+    """Series of one size, of decades, of both signs, around zero, and far from zero."""
+    rng = np.random.default_rng(0)
+    noise = rng.standard_normal((6, 2, 200))
+    values = np.stack(
+        [noise[0], 1e3 * np.exp(3 * noise[1]), 1e-3 * noise[2] ** 5, 0.02 + 1e-4 * noise[3], 1e6 + noise[4],
+         np.rint(np.abs(1e4 * noise[5]))]
+    ).astype(np.float32)  # fmt: skip
+    values[5, 0, :20] = 0
+    texts = shown(block_of(values, levels))
+    num_digits = []
+    for text, value in zip(texts, values.reshape(-1).tolist(), strict=True):
+        if text == "0":
+            assert abs(value) < 1
+        elif not text.startswith("\u2248"):
+            _, digits, exponent = Decimal(text).as_tuple()
+            assert isinstance(exponent, int) and abs(float(text) - value) <= 1.01 * 10.0**exponent, (text, value)
+            num_digits.append(len(digits))
+    assert np.mean(num_digits) > (3 if levels == FINE else 1.5)

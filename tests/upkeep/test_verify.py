@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from recorder.format.rundir import encode_status
 from recorder.read.shards.messages import footer_blocks
 from recorder.read.shards.shard import CheckedBatch, Shard
 from recorder.run.run import open_run
@@ -197,3 +200,35 @@ def test_bytes_between_the_batches_and_the_footer_are_a_fault(writer: HandmadeWr
     path.write_bytes(sealed[:end_of_stream] + bytes(64) + sealed[end_of_stream:])
     writer.finish()
     assert any("the footer does not follow the last batch" in fault for fault in faults(writer.directory.parents[1]))
+
+
+@pytest.mark.parametrize("make", [Path.touch, os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/etc/hostname")])
+@pytest.mark.parametrize("name", ["zzz.arrow", "0000000.arrow"])
+def test_what_is_no_shard_and_readers_by_name_take_for_one_is_a_fault(
+    run_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    of_writer = next(run_path.glob("rank=00000/*/"))
+    for folder in (run_path, run_path / "rank=00000", of_writer) if make is Path.touch else (of_writer,):
+        make(folder / name)
+        (fault,) = faults(run_path)
+        assert str(folder / name) in fault and "none of the run's shards" in fault
+        (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
+
+
+@pytest.mark.parametrize("told_by", ["manifest", "status"])
+def test_synced_rows_that_are_gone_are_a_fault_and_rows_on_their_way_a_note(
+    writer: HandmadeWriter, told_by: str
+) -> None:
+    rows = payload_rows()
+    writer.add_shard([rows], is_sealed=False)
+    run, is_told = writer.directory.parents[1], dict[str, dict[str, int]](manifest={}, status={})
+    about: dict[str, Any] = {"pid": 1 << 22, "host": os.uname().nodename, "state": "recording"}
+    for num_synced, is_lost in ((len(rows), False), (len(rows) + 3, True)):
+        is_told[told_by] = {"synced": num_synced}
+        writer.finish(**about, ledger=ledger(len(rows) + 5) | is_told["manifest"])
+        status = {**about, "writer": writer.directory.name, "started_ns": writer.manifest["started_ns"]}
+        (writer.directory / "_status.json").write_bytes(encode_status(status | is_told["status"]))
+        found = findings(run)
+        assert [one.text for one in found if one.is_fault and "3 rows lost after they were safe" not in one.text] == []
+        assert any(one.is_fault for one in found) == is_lost
+        assert is_lost or any("has 10 rows, expected by its accounts are 15" in one.text for one in found)

@@ -230,6 +230,7 @@ def test_every_batch_carries_the_ledger_so_far(tmp_path: Path) -> None:
         "written": 2,
         "dropped": {"pool_full": 2},
         "retired": {"rows": 0, "bytes": 0},
+        "synced": 2,
     }
 
 

@@ -22,7 +22,7 @@ from ...format.members import parse_object
 from ...rules import hint
 from ...run.run import Run
 from ...sites import CALL, OF_REPLAY
-from ...system.text import listed
+from ...system.text import listed, steps_in_words
 from ..export.publishing import published_folder
 from ..export.tensorfiles import SAFETENSORS_TYPES
 
@@ -65,7 +65,11 @@ def recorded_calls(run: Run, *, step: int, module: str | None = None, rank: int 
         there = sorted(table.column(column).unique().to_pylist())
         if asked is not None and asked not in there:
             name = column.removesuffix("_path")
-            choices = hint(str(asked), [str(one) for one in there], otherwise=f"; there is {listed(map(repr, there))}")
+            choices = (
+                hint(asked, there, otherwise=f"; there is {listed(map(repr, there))}")
+                if isinstance(asked, str)
+                else f"; there is {steps_in_words(there, name)}"
+            )
             raise LookupFailedError(f"{run.name}: no call with {name}={asked!r} was recorded for a replay{choices}")
         if asked is not None:
             table = table.filter(pc.field(column) == asked)

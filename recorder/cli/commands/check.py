@@ -19,7 +19,7 @@ from ...checks.settings_file import read_settings_file
 from ...errors import LookupFailedError
 from ...rules import hint
 from ...run.run import Run, open_run
-from ...system.text import counted, steps_in_words
+from ...system.text import counted, listed, shortened, steps_in_words
 from ..drawing.module_names import grouped
 from ..options import Json, RunPath
 from ..output import Column, Table, number, print_json, say, say_state
@@ -30,6 +30,8 @@ EPILOG = "Examples: recorder check recordings --set spike.sigmas=8    recorder c
 _NEVER = "never"
 _FAIL_ON = (*(severity.word for severity in Severity), _NEVER)
 _MAX_MODULES = 4
+_MAX_PATH = 80
+_MAX_DETAIL = 240
 _MAX_FINDINGS = 40
 _MAX_RANKS = 8
 _INDENT = " " * 8
@@ -186,13 +188,13 @@ def sentence(one: Folded) -> str:
     worst = one.worst
     if not worst.site:
         return f"{worst.rule}: {worst.what}"
-    paths = grouped(one.paths)
+    paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
     more = f" and {len(paths) - _MAX_MODULES} more" if len(paths) > _MAX_MODULES else ""
-    names = f" {', '.join(one.names[:_MAX_MODULES])}" if one.names else ""
+    names = f" {shortened(listed(one.names, _MAX_MODULES), _MAX_PATH)}" if one.names else ""
     steps = f"step {one.first_step}" + (f" to {one.last_step}" if one.last_step > one.first_step else "")
     steps = steps if worst.since is None else f"since {steps}"
     against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}"
-    against += f"; {worst.detail}" if worst.detail else ""
+    against += f"; {shortened(worst.detail, _MAX_DETAIL)}" if worst.detail else ""
     where = f"{', '.join(paths[:_MAX_MODULES])}{more} {worst.site}{names}"
     return f"{worst.rule}: {where}, {steps}{_ranks(one.ranks)}: {worst.what} ({against})"
 

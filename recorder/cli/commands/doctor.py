@@ -30,6 +30,7 @@ from ...run.finding import typed_for
 from ...run.problems import layout_problems, unsealed_note
 from ...run.run import Run, open_run
 from ...system.text import counted, listed, size
+from ...upkeep.verify import strays
 from ..drawing.module_names import grouped
 from ..notes import dump_members, dump_note, proof_state
 from ..options import Json, complete_run
@@ -180,6 +181,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _recorded_settings(run)
     yield from _proof(run)
     yield from _told(run)
+    yield from _strays(run)
     yield from _dumps(run)
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)
@@ -260,6 +262,12 @@ def _told(run: Run) -> Iterator[Check]:
         yield Check(state, text, is_strict=not one.is_done, members={"command": command.number})
     for problem in run.commands.problems:
         yield Check("note", f"no command, and refused by the run: {problem}", is_strict=True)
+
+
+def _strays(run: Run) -> Iterator[Check]:
+    """Yield what other readers take for rows of the run."""
+    for text in strays(run):
+        yield Check("note", text, is_strict=True)
 
 
 def _dumps(run: Run) -> Iterator[Check]:

@@ -71,9 +71,9 @@ class AgainstPanel {
           const a = picture.cell(one.number, run.mainLane, c), b = beside ? beside.cell(two.number, other.mainLane, c) : { kind: HOLE, value: NaN };
           let cell = { kind: Math.min(a.kind, b.kind), value: NaN, nan: 0, inf: 0 };
           if (a.kind === NONFINITE || b.kind === NONFINITE) cell = { kind: NONFINITE, value: NaN, nan: (a.nan ?? 0) + (b.nan ?? 0), inf: (a.inf ?? 0) + (b.inf ?? 0) };
-          else if (cell.kind === NUMBER && apart !== null) cell.value = apart.values[apart.at(one.number, 0, c)];
+          else if (cell.kind === NUMBER && apart !== null) Object.assign(cell, { value: apart.values[apart.at(one.number, 0, c)], digits: apart.digits[apart.at(one.number, 0, c)] });
           else if (cell.kind === NUMBER) cell.kind = NULL_CELL;
-          Object.assign(cell, { series: one, a: a.value, b: b.value });
+          Object.assign(cell, { series: one, a, b });
           outlier = outstanding(outlier, cell);
         }
         if (outlier?.kind === NUMBER) values.push(outlier.value);
@@ -94,7 +94,7 @@ class AgainstPanel {
   describe(row, column) {
     const cell = this.drawn.cells[row][column], step = this.app.run.steps[this.drawn.from + column];
     const lines = [cell?.series ? valueText(cell.series.path, cell.series.site, cell.series.name) : this.drawn.rows[row].label, `step ${step}`];
-    if (cell?.kind === NUMBER) lines.push(`${shortNumber(cell.a)} | ${shortNumber(cell.b)}`, `${shortNumber(100 * cell.value, 3)} % apart`);
+    if (cell?.kind === NUMBER) lines.push(`${shortNumber(cell.a.value, 4, cell.a.digits)} | ${shortNumber(cell.b.value, 4, cell.b.digits)}`, `${shortNumber(100 * cell.value, 3, cell.digits)} % apart`);
     else if (cell?.kind === NONFINITE) lines.push(`${cell.nan} NaN, ${cell.inf} infinite in the two together`);
     else lines.push("not in both runs");
     return lines;

@@ -2,9 +2,13 @@
 
 const NO_ROW = 0, NO_NUMBER = 1, FIRST_CODE = 2;
 const ANY_RANK = -1;
+const MAX_DIGITS = 7;
 const HOLE = 0, NULL_CELL = 1, NUMBER = 2, NONFINITE = 3;
 
-/** The numbers of one statistic: values[(series * lanes + lane) * stride + column], NaN where there is none. */
+/**
+ * The numbers of one statistic: values[(series * lanes + lane) * stride + column], NaN where there is none. A number is
+ * known to so many digits as its code tells apart: it may be off by one in the last of them.
+ */
 class Cube {
   constructor(block) {
     const [numSeries, numLanes, numColumns] = block.data.shape;
@@ -15,6 +19,7 @@ class Cube {
     const mask = isFine ? 0xffff : 0xff;
     this.values = new Float32Array(size).fill(NaN);
     this.rows = new Uint8Array(size);
+    this.digits = new Uint8Array(size);
     const { low, high, unit } = block.arrays;
     const before = new Uint16Array(numColumns);
     for (let s = 0, at = 0; s < numSeries; s++) {
@@ -29,7 +34,8 @@ class Cube {
           this.rows[at] = 1;
           if (code === NO_NUMBER) continue;
           const scaled = low[s] + (code - FIRST_CODE) * scale;
-          this.values[at] = unit[s] > 0 ? unit[s] * Math.sinh(scaled) : scaled;
+          const value = (this.values[at] = unit[s] > 0 ? unit[s] * Math.sinh(scaled) : scaled);
+          this.digits[at] = knownDigits(value, scale * (unit[s] > 0 ? Math.hypot(value, unit[s]) : 1));
         }
       }
     }
@@ -49,6 +55,7 @@ class Cube {
           const from = some.at(s, l, c), to = this.at(s, l, columns[c]);
           this.values[to] = some.values[from];
           this.rows[to] = some.rows[from];
+          this.digits[to] = some.digits[from];
         }
       }
     }
@@ -56,12 +63,22 @@ class Cube {
   widen(stride) {
     const lines = this.numSeries * this.numLanes;
     const values = new Float32Array(lines * stride).fill(NaN), rows = new Uint8Array(lines * stride);
+    const digits = new Uint8Array(lines * stride);
     for (let line = 0; line < lines; line++) {
-      values.set(this.values.subarray(line * this.stride, line * this.stride + this.numColumns), line * stride);
-      rows.set(this.rows.subarray(line * this.stride, line * this.stride + this.numColumns), line * stride);
+      const from = line * this.stride, to = from + this.numColumns;
+      values.set(this.values.subarray(from, to), line * stride);
+      rows.set(this.rows.subarray(from, to), line * stride);
+      digits.set(this.digits.subarray(from, to), line * stride);
     }
-    Object.assign(this, { values, rows, stride });
+    Object.assign(this, { values, rows, digits, stride });
   }
+}
+
+/** How many digits of a number are known where the next code stands for one that is `step` away. */
+function knownDigits(value, step) {
+  const error = step + Math.abs(value) * 2 ** -22; // the ends of the codes are numbers of 32 bits
+  if (value === 0) return step === 0 ? MAX_DIGITS : 0;
+  return Math.min(Math.max(Math.floor(Math.log10(Math.abs(value))) - Math.ceil(Math.log10(error)) + 1, 0), MAX_DIGITS);
 }
 
 /** One run. */
@@ -157,9 +174,9 @@ class Picture {
     const at = this.cube.at(series, lane, column);
     const nan = this.nan ? this.nan.values[at] || 0 : 0;
     const inf = this.inf ? this.inf.values[at] || 0 : 0;
-    const value = this.cube.values[at];
-    if (nan > 0 || inf > 0) return { kind: NONFINITE, value, nan: Math.round(nan), inf: Math.round(inf) };
-    if (!Number.isNaN(value)) return { kind: NUMBER, value };
+    const value = this.cube.values[at], digits = this.cube.digits[at];
+    if (nan > 0 || inf > 0) return { kind: NONFINITE, value, digits, nan: Math.round(nan), inf: Math.round(inf) };
+    if (!Number.isNaN(value)) return { kind: NUMBER, value, digits };
     return { kind: this.cube.rows[at] ? NULL_CELL : HOLE, value: NaN };
   }
 }

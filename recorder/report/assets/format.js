@@ -1,12 +1,14 @@
 // Numbers and names as texts, and how elements are made. Text from a run becomes textContent, never markup.
 
-/** A number in few characters. */
-function shortNumber(value, digits = 4) {
+/** A number in few characters; of digits that may be wrong, because a code stands for many numbers, none is shown. */
+function shortNumber(value, digits = 4, known = Infinity) {
   if (value === null || value === undefined || Number.isNaN(value)) return "-";
   if (value === 0) return "0";
+  if (known < 1) return "\u2248 0";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e6) return String(value);
-  if (size >= 1e5 || size < 1e-4) return Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
+  if (Number.isInteger(value) && size < 1e6 && size < 10 ** known) return String(value);
+  digits = Math.min(digits, known);
+  if (size >= Math.min(1e5, 10 ** known) || size < 1e-4) return Number(value.toPrecision(digits)).toExponential().replace("e+", "e");
   return String(Number(value.toPrecision(digits)));
 }
 

@@ -108,7 +108,7 @@ class GraphPanel {
   text(cell) {
     if (cell === null) return "";
     if (cell.kind === NONFINITE) return [cell.nan && `${cell.nan} NaN`, cell.inf && `${cell.inf} inf`].filter(Boolean).join(" ");
-    return cell.kind === NUMBER ? shortNumber(cell.value, 3) : "";
+    return cell.kind === NUMBER ? shortNumber(cell.value, 3, cell.digits) : "";
   }
   choose(node) {
     const { state, choices } = this.app;

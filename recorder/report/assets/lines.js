@@ -171,7 +171,7 @@ class Chart {
       if (!reading) continue;
       const value = index === null || index === undefined ? null : line.values[index];
       reading.textContent = index === null || index === undefined ? "" :
-        ` ${line.bad.includes(index) ? "not finite; " : ""}${shortNumber(value)} at ${this.given.steps[index]}`;
+        ` ${line.bad.includes(index) ? "not finite; " : ""}${shortNumber(value, 4, line.digits[index])} at ${this.given.steps[index]}`;
     }
   }
 }
@@ -179,13 +179,14 @@ class Chart {
 /** The lines of a series. */
 function linesOf(run, picture, series, { lanes, colorOf, named, isBeside = false }) {
   return lanes.map((lane) => {
-    const values = [], bad = [];
+    const values = [], digits = [], bad = [];
     for (let c = 0; c < picture.cube.numColumns; c++) {
       const cell = picture.cell(series.number, lane, c);
       values.push(Number.isNaN(cell.value) ? null : cell.value);
+      digits.push(cell.digits);
       if (cell.kind === NONFINITE) bad.push(c);
     }
-    return { label: named(lane), values, bad, style: laneStyle(run.lane(lane), lanes.length, colorOf(lane), isBeside) };
+    return { label: named(lane), values, digits, bad, style: laneStyle(run.lane(lane), lanes.length, colorOf(lane), isBeside) };
   });
 }
 
@@ -339,8 +340,12 @@ function joinSteps(groups) {
   const indexOf = new Map(steps.map((step, number) => [step, number]));
   const lines = groups.flatMap(([own, some]) => some.map((line) => {
     const values = new Array(steps.length).fill(undefined); // unlike null, no gap: the other run has these steps
-    line.values.forEach((value, number) => { values[indexOf.get(own[number])] = value; });
-    return { ...line, values, bad: line.bad.map((number) => indexOf.get(own[number])) };
+    const digits = [];
+    line.values.forEach((value, number) => {
+      values[indexOf.get(own[number])] = value;
+      digits[indexOf.get(own[number])] = line.digits[number];
+    });
+    return { ...line, values, digits, bad: line.bad.map((number) => indexOf.get(own[number])) };
   }));
   return [steps, lines];
 }

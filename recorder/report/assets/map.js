@@ -323,9 +323,9 @@ class MapPanel {
     if (cell === null) lines.push("has no such value of its own");
     else if (cell.kind === NONFINITE) {
       lines.push([cell.nan && `${cell.nan} NaN`, cell.inf && `${cell.inf} infinite`].filter(Boolean).join(", "));
-      if (!Number.isNaN(cell.value)) lines.push(`${what} of the others: ${shortNumber(cell.value)}`);
+      if (!Number.isNaN(cell.value)) lines.push(`${what} of the others: ${shortNumber(cell.value, 4, cell.digits)}`);
     } else if (cell.kind === NUMBER) {
-      lines.push(`${what}: ${shortNumber(cell.value)}`);
+      lines.push(`${what}: ${shortNumber(cell.value, 4, cell.digits)}`);
       if (series && choices.statistic === "zero_count") lines.push(`of ${plural(series.numel, "element")}`);
     } else {
       lines.push(...gaps.why(cell, series, steps?.[column] ?? null, this.drawn.lane ?? null, ranks?.[column] ?? null));

@@ -1,4 +1,6 @@
-"""Numbers as small codes for drawing, series by series: as exact as a screen shows, and a few bits each.
+"""Numbers as small codes for drawing, series by series: as exact as a screen shows.
+
+With two bytes a number has three or four digits, with one byte one or two, and the page shows no more of it than these.
 
 A series is scaled to its own range, linearly, or by the inverse hyperbolic sine where its magnitudes span more than
 `_WIDE`: that is a logarithm for both signs, and linear around zero. Codes are then differences, first of a lane from
@@ -15,7 +17,7 @@ import numpy.typing as npt
 
 NO_ROW, NO_NUMBER, FIRST = 0, 1, 2
 """Codes of a cell of which nothing was recorded, and of one whose row has no such statistic; numbers begin behind."""
-FINE, COARSE = 1022, 254
+FINE, COARSE = 65534, 254
 """How many numbers a code tells apart: with two bytes, and with one."""
 _WIDE = 64.0
 _MAX_SPAN = 1e9
