@@ -33,6 +33,12 @@ _RANKS_OF_A_NODE = 8
 _POLL_S, _POLL_OF_STORE_S = 0.2, 1.0
 _CARRYING_S = 15.0
 """What carrying takes beyond that, there and back: the daemons' `status_s`, 5 s, twice, and some more."""
+_YOUNG_S = 8.0
+"""A speed over less time is not believed: it is that of a run's first steps, which are its slowest."""
+_WATCHED_S = 0.5
+"""How long the step of a young run is watched at least."""
+_PACE_S = 10.0
+"""How long the speed of a young run is waited for: some `status_interval_s`, 2 s."""
 _SILENT = ("silent", "starting")
 
 
@@ -70,7 +76,8 @@ class Target:
         """Return the first step of a command.
 
         Args:
-            at: a step, or ``+20`` for so many ahead; None for the first that every rank can hear of in time.
+            at: a step, or ``+20`` for so many ahead, or more where the ranks hear of it no sooner; None for the first
+                that every rank can hear of in time.
             option: the option that it stands behind, for messages.
 
         Raises:
@@ -79,25 +86,42 @@ class Target:
         text = "" if at is None else at.strip()
         if text and re.fullmatch(r"\+?[0-9]{1,14}", text) is None:
             raise CommandError(f"{option} {at!r}: expected a step, such as 500, or so many steps ahead, such as +20")
-        now = self.step
         if text and not text.startswith("+"):
-            step = int(text)
+            step, now = int(text), self.step
             if now is not None and step <= now:
                 raise CommandError(
                     f"{option} {step}: that step has passed, for the run is at about step {now}; name a step that lies "
                     "ahead, or +20 for twenty steps ahead"
                 )
             return step
-        if now is None:
+        step, steps_per_s = self._pace(option)
+        num_nodes = max(len(self.ranks), self.manifest.world_size or 0) / _RANKS_OF_A_NODE
+        lead_s = _LEAD_S + 2 * num_nodes / _LOOKS_PER_S + (0.0 if self.store is None else _CARRYING_S)
+        return step + max(int(text or 0), 2 + math.ceil(lead_s * steps_per_s))
+
+    def _pace(self, option: str) -> tuple[int, float]:
+        """Return the step that the fastest rank is at by now, and its steps a second.
+
+        Where a run has just begun, its statuses show no speed, or that of its slow first steps. Then it is measured.
+        """
+        until_s = time.monotonic() + _PACE_S + (0.0 if self.store is None else _CARRYING_S)
+        ranks, began = self.ranks, dict[str, tuple[float, int]]()
+        while True:
+            now_s = time.monotonic()
+            shown = [rank for rank in ranks if rank.status.has_step and rank.state not in ENDED]
+            speeds = [_speed(rank, now_s - rank.silent_s, began) for rank in shown]
+            is_known = bool(shown) and None not in speeds
+            may_come = bool(shown) or any(rank.silent_s < _PACE_S for rank in ranks)
+            if is_known or not may_come or now_s >= until_s:
+                break
+            time.sleep(_POLL_S if self.store is None else _POLL_OF_STORE_S)
+            ranks = self.watch.look()
+        if not shown:
             raise CommandError(
                 f"{self.name}: no rank shows its step (status_interval_s = 0); name a step ahead with {option} 500"
             )
-        return now + (max(int(text), 1) if text else self._lead_steps())
-
-    def _lead_steps(self) -> int:
-        num_nodes = max(len(self.ranks), self.manifest.world_size or 0) / _RANKS_OF_A_NODE
-        lead_s = _LEAD_S + 2 * num_nodes / _LOOKS_PER_S + (0.0 if self.store is None else _CARRYING_S)
-        return 2 + math.ceil(lead_s * max(rank.status.steps_per_s for rank in self.ranks))
+        fastest = max(speed or 0.0 for speed in speeds)
+        return max(rank.status.step + math.ceil(min(rank.silent_s, 60.0) * fastest) for rank in shown), fastest
 
     def send(self, command: Command) -> Command:
         """Leave a command where the ranks, or the daemons of their nodes, find it; return it with its number.
@@ -111,6 +135,25 @@ class Target:
         from ..daemon.steering import send_to_store
 
         return send_to_store(self.store, self.run.name, command, self.key)
+
+
+def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -> float | None:
+    """Return a rank's steps a second; None where it is young, and its step was not seen to move for long enough yet.
+
+    Args:
+        rank: the rank, as it was seen now.
+        shown_s: when it showed its step.
+        began: when each writer was seen to show which step first.
+    """
+    status = rank.status
+    if status.recent_s >= _YOUNG_S or rank.state == "silent":
+        return status.steps_per_s
+    if status.step == 0:  # which may take minutes, as where a model is compiled
+        return None
+    first_s, first_step = began.setdefault(status.writer, (shown_s, status.step))
+    if shown_s - first_s < _WATCHED_S or status.step == first_step:
+        return None
+    return max(status.steps_per_s, (status.step - first_step) / (shown_s - first_s))
 
 
 def find_target(path: str | None, key_file: str | None) -> Target:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from recorder.cli.sending import Target
 from recorder.format.commands import COMMANDS
+from recorder.format.manifest import RunManifest
+from recorder.run.status import RankNow, Status
 from tests.rigs.capturing import Tiny, batch, flagged
-from tests.rigs.command_line import Cli
+from tests.rigs.command_line import Cli, Result
+from tests.rigs.waiting import wait_until
 
 
 def test_a_run_that_is_over_is_told_nothing(cli: Cli, tmp_path: Path) -> None:
@@ -28,6 +34,72 @@ def test_a_run_that_is_over_is_told_nothing(cli: Cli, tmp_path: Path) -> None:
     listed = cli("set", recording.folder, "--list")
     assert (listed.exit_code, listed.out) == (0, "it was told nothing\n")
     assert cli("set", recording.folder, "--list", "--json").json["commands"] == []
+
+
+def test_twenty_steps_ahead_lie_ahead_in_a_run_that_has_just_begun(cli: Cli, tmp_path: Path) -> None:
+    """Before the run that stays open. The first step is slow, as one that compiles: no status shows the speed yet."""
+    found: list[Result] = []
+    with flagged(tmp_path, "site=grad", status_interval_s=0.3) as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def tell() -> None:
+            wait_until(lambda: _is_described(recording.folder))
+            found.append(cli("set", recording.folder, "site=output keep=stats", "--at", "+20", "--steps", "5"))
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        until_s, step = time.monotonic() + 60, 0
+        while teller.is_alive() and time.monotonic() < until_s:
+            model(batch(step)).sum().backward()
+            optimizer.step()
+            step += 1
+            time.sleep(1.0 if step == 1 else 0.005)
+        teller.join(10)
+    (said,) = found
+    assert said.exit_code == 0, said
+    assert "missed" not in said.out
+
+
+@dataclass
+class FakeWatch:
+    """Ranks of a job that take 50 steps a second, and show it each half a second of a clock that sleep moves."""
+
+    now_s: float = 0.0
+    began_s: float = 0.0
+
+    def look(self) -> list[RankNow]:
+        shown_s = self.now_s - self.now_s % 0.5
+        step = int(50 * max(shown_s - 1, 0))  # the first step takes a second
+        recent = {"recent_s": shown_s, "recent_steps": step} if shown_s else {}
+        return [
+            RankNow(
+                rank=rank,
+                state="recording",
+                silent_s=self.now_s - shown_s,
+                status=Status(writer=f"w{rank}", step=step, **recent),  # type: ignore[arg-type]
+                num_writers=1,
+                num_alive=1,
+            )
+            for rank in range(8)
+        ]
+
+
+@pytest.mark.parametrize("began_s", [0.3, 1.2, 5.0, 60.0])
+def test_a_relative_step_leaves_eight_ranks_the_time_to_hear_of_it(
+    began_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = FakeWatch(now_s=began_s)
+    monkeypatch.setattr(time, "monotonic", lambda: watch.now_s)
+    monkeypatch.setattr(time, "sleep", lambda s: setattr(watch, "now_s", watch.now_s + s))
+    manifest = RunManifest(world_size=8)
+    target = Target(run=tmp_path, name="r", manifest=manifest, watch=watch, ranks=watch.look())  # type: ignore[arg-type]
+    first = target.step_ahead("+20")
+    at_hand = 50 * max(watch.now_s - 1, 0)
+    assert at_hand + 2.0 * 50 <= first <= at_hand + 4.0 * 50
+    assert watch.now_s - began_s < 4.0
+    far = target.step_ahead("+5000")
+    assert far - 50 * max(watch.now_s - 1, 0) == pytest.approx(5000, abs=60)
 
 
 @pytest.fixture(scope="module")
