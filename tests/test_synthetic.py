@@ -69,7 +69,7 @@ def test_ranges_find_the_same_without_temporary_files(
     monkeypatch.setattr("recorder.analyze.first.first.RANGE_ROWS", 100)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path if is_full else tmp_path / "nowhere"))
     if is_full:
-        monkeypatch.setattr("recorder.analyze.first.spool._BYTES_A_ROW", 1 << 60)
+        monkeypatch.setattr("recorder.run.step_ranges._BYTES_A_ROW", 1 << 60)
     assert recorder.first(recorder.open_run(run)) == whole
     assert list(tmp_path.iterdir()) == []
 

@@ -59,7 +59,7 @@ class RanksPanel {
       row.map((value, index) => isKept[index] && el("td", { class: typeof value === "number" ? "number" : "" },
         value === null ? "" : typeof value === "number" ? value.toLocaleString("en") : value))));
     const said = odd.length ? `Odd: ${odd.slice(0, 20).map((rank) => `rank ${rank}`).join(", ")}. ` :
-      rows.length > 2 ? "No rank is odd: none is far from the median of all more often than the others. " : "";
+      rows.length > 2 ? "No rank is odd: of the values that were compared, no rank has more far from the median of all than the others. " : "";
     this.table.replaceChildren(el("p", { class: "note" }, said),
       el("table", { class: "grid" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)),
       ...(rows.length > shown.length ? [el("button", { type: "button", onclick: () => { this.isWhole = true; this.update(); } }, `all ${plural(rows.length, "rank")}`)] : []));
