@@ -164,7 +164,6 @@ class Capture:
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks.clear()
-        self.taps_by_hand.step_changed()
         self._step_in_force = step
         self.call_begins()
 
@@ -442,7 +441,8 @@ class Capture:
             self.past_roots.remove(root)
         if name is None:
             name = taken[0].name if taken else self._free_name()
-        root = Root(self, module, name)
+        clock = next((root.clock for root in (*taken, *self.roots, *self.past_roots) if root.name == name), None)
+        root = Root(self, module, name, clock)
         self.roots.append(root)
         self._look_for_large(module)
         return root

@@ -55,6 +55,7 @@ class Scalars:
     def __init__(self, capture: ScalarObserver) -> None:
         self._capture = capture
         self._repeats: dict[str, int] = {}
+        self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
         """Losses that wait for the end of the step, because the program may yet give one: step, keep bits and value."""
         self._is_loss_given = False
@@ -67,7 +68,9 @@ class Scalars:
         if self._losses and self._losses[0][0] != step:
             self._waits_for_loss = False
             self.record_losses(until=step)
-        self._repeats.clear()
+        if step != self._step:  # the program may name the step that it is in
+            self._step = step
+            self._repeats.clear()
 
     def record(self, name: str, value: Any, root_name: str | None = None) -> None:
         """Record a number of this step: a float or a tensor of one element, which is not synced.

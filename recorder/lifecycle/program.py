@@ -115,6 +115,12 @@ class ProgramCalls:
         if (capture := self._recorder.capture) is None:
             self.first_step = step
             return
+        if step < capture.clock.step:
+            text = f"recorder.step was given {step} after step {capture.clock.step}"
+            more = (
+                "values of a step that is named again have keys that are there already, so nobody can tell them apart"
+            )
+            self._recorder.events.add("step_went_back", f"{text}: {more}; give numbers that only grow", key="step")
         capture.clock.name(step)
         capture.step_changed()
 

@@ -6,17 +6,58 @@ when a gradient has arrived at an output of it and the root is called again. Not
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
+import torch
+
 from ..records import Moment
 
 
 class Slice:
-    """One forward of a root, or several before a backward; `micro_step` numbers the slices of a step."""
+    """One forward of a root, or several before a backward; `micro_step` numbers the slices of a step.
 
-    __slots__ = ("has_gradient", "moment")
+    What makes keys of rows unique within a slice is counted here and not where values are seen: a program goes to and
+    fro between the slices of a step, as from training to `no_grad` and back. `key` names one module or one tap.
+    """
+
+    __slots__ = ("_calls", "_graphless", "has_gradient", "moment", "used")
 
     def __init__(self, moment: Moment) -> None:
         self.moment = moment
         self.has_gradient = False
+        self.used: set[int] = set()
+        """The ids of parameters that the slice has used, whose local gradients are awaited."""
+        self._calls: dict[str, dict[Hashable, int]] = {"forward": {}, "recompute": {}}
+        """The number of calls so far, by phase and key."""
+        self._graphless: dict[Hashable, dict[int, int]] = {}
+        """By key, the forward calls that made no graph, each with the number of recomputes that have made its graph."""
+
+    def enter(self, phase: str, key: Hashable) -> int:
+        """Count a call that begins, and return its number."""
+        calls = self._calls[phase]
+        number = calls.get(key, 0)
+        calls[key] = number + 1
+        return number
+
+    def new_graph(self, phase: str, key: Hashable, call: int, *, with_grad: bool) -> tuple[int, int] | None:
+        """Return the call and the repeat of the gradients that a call's new graph will have; None without a new graph.
+
+        A forward under `no_grad`, as a reentrant checkpoint's, makes none: the recompute does, and its gradients have
+        the number of the forward. Another checkpoint's recompute gets the inputs of the forward, which are watched.
+        """
+        if phase == "forward":
+            if with_grad:
+                return call, 0
+            if self.moment.mode != "no_grad":
+                self._graphless.setdefault(key, {})[call] = 0
+            return None
+        recomputed = self._graphless.get(key)
+        if not with_grad or not recomputed or _is_for_saved_tensors():
+            return None
+        call = min(recomputed, key=recomputed.__getitem__)
+        repeat = recomputed[call]
+        recomputed[call] += 1
+        return call, repeat
 
 
 class Clock:
@@ -78,7 +119,7 @@ class RootClock:
 
         Args:
             with_grad: whether gradients are enabled.
-            training: the root's training flag.
+            training: the training flag of the module that the root is, inside any wrapper.
             every_call_is_a_step: True where there is no optimizer.
             is_first_call: True for the first call of the root.
             micro_batch: the number of the micro-batch that a pipeline stage runs; each is a slice.
@@ -118,18 +159,24 @@ class RootClock:
         if self.active is not None:
             return self.active
         mode = _mode(with_grad, training)
-        latest = self._slices.get(mode)
-        if latest is None or latest.moment.step != self._clock.step:
-            latest = self._slices[mode] = Slice(Moment(self._clock.step, 0, mode))
-        return latest
+        current = self._slices.get(mode)
+        if current is None or current.moment.step != self._clock.step:
+            current = self._slices[mode] = Slice(Moment(self._clock.step, 0, mode))
+        if with_grad:
+            self._latest = current
+        return current
 
     def recomputed(self, micro_batch: int | None = None) -> Slice:
         """Return the slice that a recompute in a backward belongs to: its micro-batch's where known, or the latest."""
         if micro_batch is not None and micro_batch in self._by_micro_batch:
             return self._by_micro_batch[micro_batch]
-        if self._latest is None:
-            self._latest = Slice(Moment(self._clock.step, 0, "train"))
-        return self._latest
+        return self._latest or self.current(with_grad=True, training=True)
+
+
+def _is_for_saved_tensors() -> bool:
+    """Whether a checkpoint that is not reentrant recomputes: only what the forward's own graph saves."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
 def _mode(with_grad: bool, training: bool) -> str:

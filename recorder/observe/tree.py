@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-TRANSPARENT = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
-_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel"}
+TRANSPARENT = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"}
+_WRAPPERS = {
+    "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "AveragedModel", "DeepSpeedEngine",
+}  # fmt: skip
 _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
 """Levels of nesting that are searched for tensors; deeper is a cycle or a mistake."""
@@ -98,6 +100,21 @@ def _inner_name(module: nn.Module) -> str | None:
     if "module" in module._modules and any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__):
         return "module"
     return None
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the module whose training flag is the model's: the one that wrappers wrap, as they need not follow it.
+
+    An engine whose class is not known here counts as a wrapper if a child ``module`` is all that it has.
+    """
+    while True:
+        name = _inner_name(model)
+        if name is None and [child for child, _ in model.named_children()] == ["module"]:
+            has_tensors = any(True for _ in (*model.parameters(recurse=False), *model.buffers(recurse=False)))
+            name = None if has_tensors else "module"
+        if name is None or (inner := model._modules[name]) is None:
+            return model
+        model = inner
 
 
 def walk(model: nn.Module) -> list[Node]:

@@ -264,6 +264,10 @@ def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
     """The rows in the order of their parts, none missing and none twice."""
     parts = rows.numbers("part")[positions]
     order = np.argsort(parts)
+    if len(np.unique(parts)) < len(parts):
+        seqs = ", ".join(map(str, sorted(rows.numbers("seq")[positions].tolist())[:_MAX_CHOICES]))
+        why = f"several rows have one and the same key (in the column seq: {seqs}), so nobody can tell which is meant"
+        raise LookupFailedError(f"{what}: {why}")
     if not np.array_equal(parts[order], np.arange(len(parts))):
         raise LookupFailedError(f"{what}: of its parts only {sorted(map(int, parts))[:_MAX_CHOICES]} were recorded")
     return positions[order]

@@ -24,8 +24,8 @@ FOLDER = "_RECORDER_PROBE"
 STEPS = "_RECORDER_PROBE_STEPS"
 _WAIT_S = 60.0
 """The longest wait of a rank for the others at the end: one that leaves early ends what the others wait for."""
-_TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"))
-_WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel"))
+_TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
+_WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"))
 
 
 def start() -> None:

@@ -103,12 +103,13 @@ class TapObserver(Observer, Protocol):
 class _Call:
     """One call of a tapped module, whose gradient may come."""
 
-    __slots__ = ("call", "moment", "node", "num_gradients", "tap")
+    __slots__ = ("call", "moment", "node", "num_gradients", "repeat", "tap")
 
-    def __init__(self, tap: _Tap, moment: Moment, call: int, node: int) -> None:
+    def __init__(self, tap: _Tap, moment: Moment, call: int, repeat: int, node: int) -> None:
         self.tap = tap
         self.moment = moment
         self.call = call
+        self.repeat = repeat
         self.node = node
         """Autograd's sequence number of the node whose forward ran."""
         self.num_gradients = 0
@@ -118,11 +119,9 @@ class _Tap:
     """One tap under one root."""
 
     __slots__ = (
-        "_calls",
-        "_slices",
         "gradient_origin",
         "gradient_rule_set",
-        "graphless_slice",
+        "key",
         "origin",
         "root",
         "rule_set",
@@ -138,18 +137,8 @@ class _Tap:
         self.rule_set = rule_set
         self.gradient_origin = origin._replace(site=GRADIENT_OF[origin.site])
         self.gradient_rule_set = gradient_rule_set
-        self.graphless_slice: Slice | None = None
-        """The latest slice in which a forward ran without a graph, as a reentrant checkpoint's does."""
-        self._slices: dict[str, Slice | None] = {"forward": None, "recompute": None}
-        self._calls = {"forward": -1, "recompute": -1}
-
-    def enter(self, slice_: Slice, phase: str) -> int:
-        """Count a call; return its number within its slice."""
-        if self._slices[phase] is not slice_:
-            self._slices[phase] = slice_
-            self._calls[phase] = -1
-        self._calls[phase] += 1
-        return self._calls[phase]
+        self.key = (origin.module_path, origin.site, origin.name)
+        """The tap in the counts of a slice, which a tap by hand in code that runs as it is shares."""
 
 
 class TapRows:
@@ -172,18 +161,19 @@ class TapRows:
             if tap.origin.site == "input" and watch.has_begun:
                 return  # the hook in front of the compiled module has seen it
             watch.shown_by_tap(slice_, is_output=tap.origin.site == "output")
-        call = tap.enter(slice_, phase)
-        if phase == "forward" and not with_grad:
-            tap.graphless_slice = slice_
-        # Where the forward had a graph, its call gets the gradient, not the recompute.
-        is_known = phase == "recompute" and (key in self._calls or tap.graphless_slice is not slice_)
-        if slice_.moment.mode != "no_grad" and not is_known:
-            self._remember(key, tap, slice_.moment, call)
+        call = slice_.enter(phase, tap.key)
+        graph = slice_.new_graph(phase, tap.key, call, with_grad=with_grad)
+        if phase == "forward":
+            graph = call, 0
+        elif key in self._calls:
+            graph = None  # the forward's call gets the gradient
+        if slice_.moment.mode != "no_grad" and graph is not None:
+            self._remember(key, tap, slice_.moment, *graph)
         keep = capture.keep_of(tap.rule_set, call)
         if keep:
             self._observe(tap.origin, slice_.moment, phase, call, 0, keep, value, None)
 
-    def _remember(self, key: _Key, tap: _Tap, moment: Moment, call: int) -> None:
+    def _remember(self, key: _Key, tap: _Tap, moment: Moment, call: int, repeat: int) -> None:
         if moment.step != self._step:
             self._step = moment.step
             kept = {old: [c for c in calls if c.moment.step >= moment.step] for old, calls in self._calls.items()}
@@ -194,7 +184,7 @@ class TapRows:
                 del self._calls[next(iter(self._calls))]
             calls = self._calls[key] = []
         # The node whose forward runs is the last that this thread has numbered.
-        calls.append(_Call(tap, moment, call, torch._C._autograd._get_sequence_nr() - 1))
+        calls.append(_Call(tap, moment, call, repeat, torch._C._autograd._get_sequence_nr() - 1))
         del calls[:-_MAX_CALLS]
 
     def saw_gradient(self, gradient: torch.Tensor, key: _Key, *, is_total: bool) -> None:
@@ -206,7 +196,8 @@ class TapRows:
         node = running._sequence_nr() if running is not None else -1
         matching = [call for call in calls if call.node == node] or calls
         call = next((call for call in reversed(matching) if not call.num_gradients), matching[-1])
-        repeat, call.num_gradients = call.num_gradients, call.num_gradients + 1
+        repeat = call.repeat + call.num_gradients
+        call.num_gradients += 1
         tap = call.tap
         tap.root.gradient_at_tap(call.moment)
         keep = self._capture.keep_of(tap.gradient_rule_set, call.call)

@@ -28,7 +28,14 @@ class GradientArrives:
     __slots__ = ("_call", "_capture", "_is_once", "_keep", "_moment", "_origin", "_repeat", "_scope", "chunk", "handle")
 
     def __init__(
-        self, capture: Observer, origin: Origin, moment: Moment, call: int, keep: int, scope: str | None = None
+        self,
+        capture: Observer,
+        origin: Origin,
+        moment: Moment,
+        call: int,
+        keep: int,
+        scope: str | None = None,
+        repeat: int = 0,
     ) -> None:
         self._capture = capture
         self._origin = origin
@@ -36,7 +43,7 @@ class GradientArrives:
         self._call = call
         self._keep = keep
         self._scope = scope
-        self._repeat = 0
+        self._repeat = repeat
         # A zero-bubble schedule goes back twice, for the inputs and then for the weights. On the second way the same
         # gradient passes, or a sum that torch corrects behind this hook.
         self._is_once = capture.is_in_stage
@@ -95,9 +102,10 @@ def watch_gradient(
     call: int,
     keep: int,
     scope: str | None = None,
+    repeat: int = 0,
 ) -> GradientArrives:
-    """Record the gradient that arrives at ``tensor``, each time one does."""
-    hook = GradientArrives(capture, origin, moment, call, keep, scope)
+    """Record the gradient that arrives at ``tensor``, each time one does; the first has the number ``repeat``."""
+    hook = GradientArrives(capture, origin, moment, call, keep, scope, repeat)
     node = tensor.grad_fn if type(tensor) is torch.Tensor else None
     if node is not None and type(node).__name__ == WRAPPED and (made := wrapped(tensor, node)) is not None:
         if isinstance(made, torch.Tensor):
@@ -124,14 +132,14 @@ def watch_gradient(
 
 
 def watch_argument_gradient(
-    capture: Observer, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int
+    capture: Observer, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int, repeat: int
 ) -> None:
     """Record the gradient of a DTensor argument; if it was made for one module, that of the tensor it was made of."""
     source = made_of(tensor)
     if source is None:
-        watch_gradient(capture, tensor, origin, moment, call, keep)
+        watch_gradient(capture, tensor, origin, moment, call, keep, repeat=repeat)
         return
     node, number, chunk = source
-    hook = GradientArrives(capture, origin, moment, call, keep)
+    hook = GradientArrives(capture, origin, moment, call, keep, repeat=repeat)
     hook.chunk = chunk
     node.register_prehook(lambda gradients: hook(gradients[number]))

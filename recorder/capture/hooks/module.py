@@ -51,6 +51,8 @@ class RootOfModule(Protocol):
         """Whether a slice uses a parameter for the first time, at the module and name that it is recorded under."""
 
 
+_Call = tuple[Slice, str, int, "tuple[int, int] | None"]
+"""A call of a module: its slice, its phase, its number, and of its new graph what `Slice.new_graph` says."""
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
 
@@ -59,9 +61,7 @@ class Watch:
     """One module under hooks: the selection of its values, and the number of its current call."""
 
     __slots__ = (
-        "_calls",
         "_disarmed",
-        "_graphless_slice",
         "_handles",
         "_has_after",
         "_is_callable",
@@ -70,7 +70,6 @@ class Watch:
         "_number",
         "_open_calls",
         "_owner",
-        "_phase_slice",
         "_resting",
         "_signature",
         "_tapped_slice",
@@ -78,6 +77,7 @@ class Watch:
         "_was_called",
         "capture",
         "class_name",
+        "has_entered",
         "is_hidden",
         "module",
         "node_path",
@@ -100,17 +100,15 @@ class Watch:
         self._disarmed: tuple[str, ...] = ()
         self.rule_sets = self._find_rule_sets()
         self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
-        self._calls = {"forward": 0, "recompute": 0}
-        self._phase_slice: dict[str, Slice | None] = {"forward": None, "recompute": None}
-        self._open_calls: dict[int, list[int]] = {}
+        self._open_calls: dict[int, list[_Call]] = {}
         """The calls of each thread that have begun and not returned: a module may call itself."""
+        self.has_entered = False
+        """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
         self._handles: list[Any] = []
         self._resting: list[tuple[Any, module_hooks.Hook]] = []
         """Hooks that are off until a step at which they have something to do, with their handles."""
         self._was_called = False
-        self._graphless_slice: Slice | None = None
-        """The latest slice in which a forward ran without a graph, as a reentrant checkpoint's does."""
         self._tapped_slice: Slice | None = None
         """The slice in which the op in a graph has shown this call's output; the hook around the graph skips it."""
         self._number = next(_numbers)
@@ -187,37 +185,21 @@ class Watch:
         """Return the dim along which a value of the module has units; a negative one counts from the last."""
         return unit_dim_of(self.capture.selection, rule_set, self._owner(), site, name)
 
-    def _enter(self, slice_: Slice, phase: str) -> int:
-        """Count a call that begins; return its number within its slice."""
-        if self._phase_slice[phase] is not slice_:
-            self._phase_slice[phase] = slice_
-            self._calls[phase] = -1
-            if phase == "forward":
-                self._open_calls.clear()  # forwards that raised have left calls behind
-        self._calls[phase] += 1
-        return self._calls[phase]
-
-    def _has_new_graph(self, slice_: Slice, phase: str) -> bool:
-        """Whether this call makes a new graph, whose gradients are not watched yet.
-
-        A recompute of a non-reentrant checkpoint gets the inputs of the forward, whose gradients are watched already.
-        """
-        with_grad = torch.is_grad_enabled()
-        if phase == "forward":
-            if not with_grad:
-                self._graphless_slice = slice_
-            return with_grad
-        return with_grad and self._graphless_slice is slice_
+    def _enter(self) -> _Call:
+        """Count a call that begins."""
+        slice_, phase = self.root.slice_now()
+        call = slice_.enter(phase, self.node_path)
+        self.has_entered = True
+        masks = self.capture.masks
+        graph = None
+        if masks[self.rule_sets["grad_output"]] or masks[self.rule_sets["grad_input"]]:
+            graph = slice_.new_graph(phase, self.node_path, call, with_grad=torch.is_grad_enabled())
+        return slice_, phase, call, graph
 
     @property
     def has_begun(self) -> bool:
         """Whether this thread is in a call of the module whose begin its hook has seen."""
         return bool(self._open_calls.get(threading.get_ident()))
-
-    @property
-    def has_entered(self) -> bool:
-        """Whether the module's hooks have run."""
-        return self._phase_slice["forward"] is not None or self._phase_slice["recompute"] is not None
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
         """Note that a graph made of the module has shown its input or its output."""
@@ -230,9 +212,11 @@ class Watch:
         capture = self.capture
         if not capture.has_seen_forward:
             capture.forward_without_root()
-        slice_, phase = self.root.slice_now()
-        call = self._enter(slice_, phase)
-        self._open_calls.setdefault(threading.get_ident(), []).append(call)
+        slice_, phase, call, graph = entered = self._enter()
+        begun = self._open_calls.setdefault(threading.get_ident(), [])
+        if begun and begun[-1][0] is not slice_:
+            begun.clear()  # forwards that raised have left calls behind
+        begun.append(entered)
         masks = capture.masks
         if self._wants_local and phase == "forward" and masks[self.rule_sets["grad"]] and torch.is_grad_enabled():
             self._await_local_gradients(slice_)
@@ -246,9 +230,9 @@ class Watch:
             self._signature = tree.Signature(module)
         if value_mask & KEEP_REPLAY and phase == "forward":
             self._record_call(slice_.moment, call, args, kwargs)
-        with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
+        graph = graph if gradient_mask else None
         for name, tensor in self._signature.leaves(args, kwargs):
-            self._see("input", name, tensor, slice_.moment, phase, call, value_mask, with_grad)
+            self._see("input", name, tensor, slice_.moment, phase, call, value_mask, graph)
 
     def _record_call(self, moment: Moment, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record what this call needs to be run again, where the rules ask for it at this call."""
@@ -277,22 +261,17 @@ class Watch:
             self._tapped_slice = None
             return
         begun = self._open_calls.get(threading.get_ident()) if self.pre_hook is not None else None
-        if begun and not value_mask and not gradient_mask:
-            begun.pop()
-            self._tapped_slice = None
-            return
-        slice_, phase = self.root.slice_now()
-        call = begun.pop() if begun else self._enter(slice_, phase)
+        slice_, phase, call, graph = begun.pop() if begun else self._enter()
         tapped, self._tapped_slice = self._tapped_slice, None
-        if tapped is slice_:
+        if tapped is not None and tapped is self.root.slice_now()[0]:
             return
-        with_grad = bool(gradient_mask) and self._has_new_graph(slice_, phase)
-        if value_mask or with_grad:
+        graph = graph if gradient_mask else None
+        if value_mask or graph is not None:
             if type(output) is torch.Tensor:
-                self._see("output", "", output, slice_.moment, phase, call, value_mask, with_grad)
+                self._see("output", "", output, slice_.moment, phase, call, value_mask, graph)
                 return
             for name, tensor in tree.tensor_leaves(output):
-                self._see("output", name, tensor, slice_.moment, phase, call, value_mask, with_grad)
+                self._see("output", name, tensor, slice_.moment, phase, call, value_mask, graph)
 
     def _see(
         self,
@@ -303,7 +282,7 @@ class Watch:
         phase: str,
         call: int,
         value_mask: int,
-        with_grad: bool,
+        graph: tuple[int, int] | None,
     ) -> None:
         capture = self.capture
         chunk = waiting = None
@@ -315,10 +294,10 @@ class Watch:
                 if keep := capture.keep_of(rule_set, call):
                     put = None if waiting is None else waiting.put
                     capture.observe(origin, moment, phase, call, 0, keep, tensor, None, chunk, None, put)
-            if with_grad and requires_gradient(tensor):
+            if graph is not None and requires_gradient(tensor):
                 origin, rule_set = self._leaf(GRADIENT_OF[site], name)
-                if keep := capture.keep_of(rule_set, call):
-                    self._see_gradient(origin, tensor, moment, call, keep, chunk, waiting)
+                if keep := capture.keep_of(rule_set, graph[0]):
+                    self._see_gradient(origin, tensor, moment, graph, keep, chunk, waiting)
         finally:
             if waiting is not None:
                 self.capture.aliases.wait(waiting)
@@ -328,15 +307,16 @@ class Watch:
         origin: Origin,
         tensor: torch.Tensor,
         moment: Moment,
-        call: int,
+        graph: tuple[int, int],
         keep: int,
         chunk: Chunk | None,
         waiting: Waiting | None,
     ) -> None:
+        call, repeat = graph
         if origin.site == "grad_input" and type(tensor) is not torch.Tensor and is_dtensor(tensor):
-            watch_argument_gradient(self.capture, tensor, origin, moment, call, keep)
+            watch_argument_gradient(self.capture, tensor, origin, moment, call, keep, repeat)
             return
-        hook = watch_gradient(self.capture, tensor, origin, moment, call, keep)
+        hook = watch_gradient(self.capture, tensor, origin, moment, call, keep, repeat=repeat)
         if chunk is not None:
             hook.chunk = chunk_of_gradient(chunk)
         elif waiting is not None:

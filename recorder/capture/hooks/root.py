@@ -51,11 +51,19 @@ _NOTHING_MOVED = (
 class Root:
     """An outermost module with its hooks, its clock and its inventory."""
 
-    def __init__(self, capture: Recording, module: nn.Module, name: str) -> None:
+    def __init__(self, capture: Recording, module: nn.Module, name: str, clock: RootClock | None = None) -> None:
+        """Put hooks on a module.
+
+        Args:
+            capture: takes the values.
+            module: the outermost module.
+            name: the name of the root.
+            clock: that of an earlier root of the name, whose counts go on, so that no key comes again.
+        """
         self.capture = capture
         self.name = name
         self.module: Callable[[], nn.Module | None] = weakref.ref(module)
-        self.clock = RootClock(capture.clock)
+        self.clock = clock or RootClock(capture.clock)
         self.num_calls = 0
         self.attachments: list[Callable[[], Any]] = []
         """Weak references to the handles of this root that were given out and not closed."""
@@ -79,9 +87,6 @@ class Root:
         """The stage of a pipeline that this root is, for the manifest; None where no stage was seen to call it."""
         self._named: set[tuple[str, str]] | None = None
         """The module paths and names under which parameters are recorded, of which a tied one has several."""
-        self._used_in: Slice | None = None
-        self._used: set[int] = set()
-        """The ids of parameters that this slice has used, whose local gradients are awaited."""
         self.jitter: JitterInputs | None = None
         """The hook that moves the root's inputs, where the settings ask for it."""
         self.moved: dict[str, float] | None = None
@@ -150,6 +155,7 @@ class Root:
         nodes = tree.walk(module)
         self.class_name = nodes[0].class_name
         self.inventory = Inventory(self, began_late=self._began_late)
+        self._innermost: Callable[[], nn.Module | None] = weakref.ref(tree.innermost(module))
         self._located = {id(m): (weakref.ref(m), n.path) for n in nodes for m in (n.module, n.owner)}
         self._located[id(module)] = weakref.ref(module), ""
         self.watches: list[Watch] = []
@@ -336,7 +342,7 @@ class Root:
         self.capture.resume()
         self.clock.begin(
             with_grad=torch.is_grad_enabled(),
-            training=module.training,
+            training=self._is_training,
             every_call_is_a_step=self.capture.every_call_is_a_step,
             is_first_call=self.num_calls == 0,
             micro_batch=None if stage is None else stage.micro_batch,
@@ -377,7 +383,14 @@ class Root:
                     if is_leaf:
                         self.capture.keep_leaf_hook(handle)
         if current is not None and self.capture.every_call_is_a_step:
-            self.record_state(HELD_BY_MODULES, current.moment, "forward", 0)
+            repeat = current.enter("forward", HELD_BY_MODULES)  # other than 0 where the program names the steps
+            self.record_state(HELD_BY_MODULES, current.moment, "forward", repeat)
+
+    @property
+    def _is_training(self) -> bool:
+        """The training flag of the module inside any wrapper: a wrapper's own may have been left behind."""
+        module = self._innermost()
+        return module is None or module.training
 
     def slice_now(self) -> tuple[Slice, str]:
         """Return the slice and phase of a value that is seen now."""
@@ -386,9 +399,7 @@ class Root:
             return self.clock.recomputed(micro_batch), "recompute"
         if (active := self.clock.active) is not None:
             return active, "forward"
-        module = self.module()
-        training = module.training if module is not None else True
-        return self.clock.current(with_grad=torch.is_grad_enabled(), training=training), "forward"
+        return self.clock.current(with_grad=torch.is_grad_enabled(), training=self._is_training), "forward"
 
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
         """Return the slice and phase of a tapped value; where the root's hooks are compiled away, taps begin its calls.
@@ -396,11 +407,11 @@ class Root:
         Args:
             with_grad: whether gradients were enabled around the tap; compiled code always runs without.
         """
-        module = self.module()
         is_hidden = self.num_calls == 0 and self.capture.nesting.depth == 0
-        if not is_hidden or module is None or torch._C._current_graph_task_id() != -1:
+        if not is_hidden or self.module() is None or torch._C._current_graph_task_id() != -1:
             return self.slice_now()
-        self.clock.begin(with_grad=with_grad, training=module.training, every_call_is_a_step=False, is_first_call=False)
+        training = self._is_training
+        self.clock.begin(with_grad=with_grad, training=training, every_call_is_a_step=False, is_first_call=False)
         if not self.capture.is_step_in_force:
             self.capture.step_changed()
         active = self.clock.active
@@ -452,10 +463,8 @@ class Root:
         """Whether a slice uses a parameter for the first time, at the module and name that it is recorded under."""
         if self._named is None:
             self._named = {(owner.node_path, own) for owner, own, _ in self.parameters()}
-        if self._used_in is not slice_:
-            self._used_in, self._used = slice_, set()
-        is_first = (path, name) in self._named and id(parameter) not in self._used
-        self._used.add(id(parameter))
+        is_first = (path, name) in self._named and id(parameter) not in slice_.used
+        slice_.used.add(id(parameter))
         return is_first
 
     def rest_or_wake(self, *, may_rest: bool) -> None:

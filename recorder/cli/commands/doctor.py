@@ -197,7 +197,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     for problem in run.problems:
         yield Check("missing", problem)
     for problem in layout_faults or ():
-        yield Check("missing", f"layout: {problem}")
+        yield Check("missing", f"contradiction: {problem}")
     yield from _absent_ranks(run)
     if note := unsealed_note(run):
         yield Check("note", note)

@@ -75,7 +75,8 @@ def decide(question: Question, batch_groups: tuple[BatchGroup, ...] | NoPlan | N
     keys = [(chunk.rank, chunk.micro_step) for chunk in chunks]
     if len(set(keys)) < len(keys):
         twice = next(key[0] for i, key in enumerate(keys) if key in keys[:i])
-        return NoPlan("inconsistent", f"rank {twice} has two rows of this value"), question.batches[0]
+        text = f"rank {twice} has several rows with one and the same key, so nobody can tell which value is which"
+        return NoPlan("inconsistent", text), question.batches[0]
     is_scalar = site in NUMBERS and len({p.dtype for p in chunks}) == 1 and not any(p.shape for p in chunks)
     if is_scalar and question.override is None:
         return decide_scalar(chunks, question.comparison), question.batches[0]

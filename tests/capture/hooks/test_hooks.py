@@ -111,7 +111,7 @@ def test_an_error_of_ours_is_counted_and_training_goes_on(
 def test_a_site_that_keeps_failing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def broken(self: Any, slice_: Any, phase: str) -> int:
+    def broken(self: Any) -> Any:
         calls.append(1)
         raise RuntimeError("always")
 
