@@ -112,6 +112,24 @@ def _full_name(row: Mapping[str, Any]) -> str:
     return ".".join(filter(None, (row["module_path"], row["name"])))
 
 
+def class_without_settings(run: Run, call: RecordedCall) -> str | None:
+    """Return the class of a call's module where the folder's script can make it only with a factory; None elsewhere."""
+    return _class_without_settings(_facts(run, call))
+
+
+def _class_without_settings(facts: Mapping[str, Any]) -> str | None:
+    """Return the class of a module that is not made from its settings alone, as `make_module` of the script decides."""
+    where, _, qualified = str(facts.get("class")).partition(":")
+    is_made = facts.get("constructor") is not None and where.startswith("torch.nn.modules.")
+    return None if is_made else qualified
+
+
+def _facts(run: Run, call: RecordedCall) -> dict[str, Any]:
+    """Return what the row of a call says of the module and its arguments."""
+    head = next(row for row in call.rows if row["site"] == CALL and not row["name"])
+    return parse_object(_array(run, call, head).tobytes(), f"{run.name}: site call of {call.module_path!r}")
+
+
 def write_bundle(run: Run, call: RecordedCall, path: Path) -> list[str]:
     """Write the folder of one call, and return what it lacks.
 
@@ -125,8 +143,7 @@ def write_bundle(run: Run, call: RecordedCall, path: Path) -> list[str]:
 
 def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
     """Write the files of a folder that exists."""
-    head = next(row for row in call.rows if row["site"] == CALL and not row["name"])
-    facts = parse_object(_array(run, call, head).tobytes(), f"{run.name}: site call of {call.module_path!r}")
+    facts = _facts(run, call)
     arrays: dict[str, npt.NDArray[Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}
     lacks = []
@@ -196,7 +213,7 @@ def _safetensors(arrays: Mapping[str, npt.NDArray[Any]], tensors: Mapping[str, M
 def _readme(document: Mapping[str, Any]) -> str:
     facts = document["facts"]
     where = f"module {document['module']!r}, step {document['step']}, rank {document['rank']}"
-    needs = "" if facts.get("constructor") is not None else " --factory my_module:make_model"
+    needs = "" if _class_without_settings(facts) is None else " --factory MODULE:FUNCTION"
     return (
         f"One call of a module, recorded in the run {document['run']}: {where}.\n\n"
         f"    python {SCRIPT}{needs}\n\n"

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ...analyze.replay.audit import CANNOT_TELL, NOT_REPRODUCED, audit
-from ...analyze.replay.bundle import SCRIPT, recorded_calls, write_bundle
+from ...analyze.replay.bundle import SCRIPT, class_without_settings, recorded_calls, write_bundle
 from ...errors import LookupFailedError
 from ...run.run import open_run
 from ...system.text import counted
@@ -87,10 +87,18 @@ def command(
     if not chosen:
         there = ", ".join(f"{one.key['micro_step']}/{one.key['call']}" for one in calls[:8])
         raise LookupFailedError(f"no call {call} of micro-step {micro_step}; recorded (micro-step/call): {there}")
+    own_class = class_without_settings(run, chosen[0])
     lacks = write_bundle(run, chosen[0], out)
     if as_json:
-        print_json({"run": str(run.path), "path": str(out), "lacks": lacks})
+        print_json({"run": str(run.path), "path": str(out), "lacks": lacks, "needs_factory": own_class is not None})
         return 0
+    if own_class is not None and not factory:
+        factory = "MODULE:FUNCTION"
+        say_state(
+            "note",
+            f"{SCRIPT} cannot make the class {printable(own_class)} from the recording: name a function without "
+            "arguments that makes this module or the whole model, with --factory",
+        )
     for text in lacks:
         say_state("note", f"the call cannot be run, something is missing: {printable(text)}")
     words = ["python", str(out / SCRIPT), *(["--factory", factory] if factory else [])]

@@ -216,8 +216,8 @@ def test_the_command_writes_a_bundle_and_refuses_in_one_line(zoo: recorder.Run, 
     assert "python replay.py" in (out / "README").read_text()
     own = cli("replay", zoo.path, "scaled", "--step", 1, "-o", tmp_path / "own", "--factory", FACTORY)
     assert own.out.splitlines()[-1].endswith(f"python {tmp_path / 'own' / 'replay.py'} --factory {FACTORY}")
-    own = cli("replay", zoo.path, "scaled", "--step", 1, "-o", tmp_path / "my own")
-    assert own.out.splitlines()[-1].endswith(f"python '{tmp_path / 'my own' / 'replay.py'}'")
+    quoted = cli("replay", zoo.path, "up", "--step", 1, "-o", tmp_path / "my own")
+    assert quoted.out.splitlines()[-1].endswith(f"python '{tmp_path / 'my own' / 'replay.py'}'")
     refused = {
         ("replay", zoo.path, "up", "--step", 1, "-o", out): "exists; choose another name",
         ("replay", zoo.path, "upp", "--step", 1, "-o", tmp_path / "c"): "nearest are 'up'",
@@ -233,6 +233,20 @@ def test_the_command_writes_a_bundle_and_refuses_in_one_line(zoo: recorder.Run, 
         assert found.exit_code == 2, words
         assert problem in found.err, words
     assert not (tmp_path / "c").exists()
+
+
+def test_a_class_of_ones_own_is_said_to_need_a_factory_before_the_script_is_run(
+    zoo: recorder.Run, tmp_path: Path, cli: Cli
+) -> None:
+    told = cli("replay", zoo.path, "scaled", "--step", 1, "-o", tmp_path / "own")
+    note, command = told.out.splitlines()
+    assert note.startswith("note") and "cannot make the class Scaled" in note and "--factory" in note
+    assert command.endswith("replay.py --factory MODULE:FUNCTION")
+    assert "replay.py --factory MODULE:FUNCTION" in (tmp_path / "own" / "README").read_text()
+    for module, needs in (("scaled", True), ("up", False)):
+        found = cli("replay", zoo.path, module, "--step", 1, "-o", tmp_path / f"json-{module}", "--json")
+        assert found.json["needs_factory"] is needs
+    assert "--factory" not in cli("replay", zoo.path, "up", "--step", 1, "-o", tmp_path / "up").out
 
 
 def test_a_run_without_the_rule_says_which_to_write(tmp_path: Path) -> None:
