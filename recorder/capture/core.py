@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..config import Settings
+from ..observe import tree
 from ..observe.clock import Clock
 from ..observe.compiled import has_compiled_anything
 from ..observe.selection import Selection
@@ -431,18 +432,34 @@ class Capture:
             self._leaf_hooks.popleft().remove()
 
     def add_root(self, module: nn.Module, name: str | None) -> Root:
-        """Put hooks on a model. A root that it contains is taken over, with its name."""
+        """Put hooks on a model that may contain roots.
+
+        A wrapper under which the modules of a root keep their paths takes the root over, with its name. Any other root
+        goes on: a module has one path, and the new root has the modules that are in none yet.
+        """
         for gone in [root for root in self.roots if root.module() is None]:
             self.remove_root(gone)
-        inside = {id(m) for m in module.modules()}
-        taken = [root for root in self.roots if (inner := root.module()) is not None and id(inner) in inside]
-        for root in taken:
-            self.remove_root(root)
-            self.past_roots.remove(root)
+        inside, wrapped = {id(m) for m in module.modules()}, tree.unwrapped(module)[-1]
+        contained = {root: inner for root in self.roots if (inner := root.module()) is not None and id(inner) in inside}
+        taken = next((root for root, inner in contained.items() if tree.unwrapped(inner)[-1] is wrapped), None)
+        if taken is not None:
+            self.remove_root(taken)
+            self.past_roots.remove(taken)
         if name is None:
-            name = taken[0].name if taken else self._free_name()
-        clock = next((root.clock for root in (*taken, *self.roots, *self.past_roots) if root.name == name), None)
-        root = Root(self, module, name, clock)
+            name = taken.name if taken is not None else self._free_name()
+        others = (*self.roots, *self.past_roots)
+        earlier = taken or next((root for root in others if root.name == name), None)
+        is_part = self.root_of(wrapped) is not None
+        root = Root(
+            self,
+            module,
+            name,
+            clock=earlier.clock if earlier is not None else None,
+            is_elsewhere=lambda own, inner: not is_part and self._is_elsewhere(own, inner),
+            inner_roots=[root for root in contained if root is not taken],
+        )
+        if taken is not None:
+            root.go_on_from(taken)
         self.roots.append(root)
         self._look_for_large(module)
         return root
@@ -473,9 +490,12 @@ class Capture:
         used = {root.name for root in self.roots + self.past_roots}
         return next(n for i in itertools.count() if (n := f"model_{i}" if i else "model") not in used)
 
-    def knows(self, module: nn.Module) -> bool:
-        """Whether a module lies in a root already."""
-        return any(root.path_of(module) is not None for root in self.roots)
+    def root_of(self, module: nn.Module) -> Root | None:
+        """Return the root that a module lies in; None for another module."""
+        return next((root for root in self.roots if root.path_of(module) is not None), None)
+
+    def _is_elsewhere(self, root: Root, module: nn.Module) -> bool:
+        return any(other is not root and other.path_of(module) is not None for other in self.roots)
 
     def close(self) -> None:
         """Remove every hook; what was put on the channel stays there."""

@@ -44,7 +44,7 @@ class TapsByHand:
         if not capture.masks[rule_set] or root is None or capture.is_disarmed("tap", name):
             return
         slice_, phase = root.slice_now()
-        key = (path, "tap", name)
+        key = (root.name, path, "tap", name)
         call = slice_.enter(phase, key)
         graph = slice_.new_graph(phase, key, call, with_grad=torch.is_grad_enabled())
         keep = capture.keep_of(rule_set, call)

@@ -1,4 +1,4 @@
-"""Finds rules that match nothing in a model, and tells whether they could mean another model of the process.
+"""Finds the model around a module, rules that match nothing in it, and whether these could mean another model.
 
 It looks at all live objects; nothing here may run a module or read a tensor's values.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..capture.optimizer.hooks import find_live
 from ..capture.parallel import topology
@@ -29,6 +31,47 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def model_around(module: nn.Module) -> nn.Module:
+    """Return the outermost live module that contains a module and is trained as a whole, or the module itself.
+
+    So a module has one path, whether the program calls it or a model around it first, and on every rank. A model whose
+    trainable parameters the optimizers hold only in part is not trained as a whole: it may be another rank's stage.
+    Where two models share the module, neither counts. Transparent wrappers change no path and are not looked for.
+    """
+    live = gc.get_objects()
+    trained = {
+        id(p)
+        for optimizer in live
+        if issubclass(type(optimizer), Optimizer)
+        for group in getattr(optimizer, "param_groups", ())  # its __init__ may have only begun
+        for p in group["params"]
+    }
+    if not trained or isinstance(module, torch.jit.ScriptModule):
+        return module
+    holders: dict[int, list[nn.Module]] = {}
+    for item in live:
+        if issubclass(type(item), nn.Module) and not isinstance(item, torch.jit.ScriptModule):
+            for child in vars(item).get("_modules", {}).values():
+                holders.setdefault(id(child), []).append(item)
+    around, outermost = {id(module): module}, []
+    for inner in (waiting := [module]):
+        above = [holder for holder in holders.get(id(inner), ()) if _is_trained_whole(holder, trained)]
+        if not above:
+            outermost.append(inner)
+        for holder in above:
+            if id(holder) not in around:
+                around[id(holder)] = holder
+                waiting.append(holder)
+    if len(outermost) != 1:
+        return module
+    model = tree.unwrapped(outermost[0])[-1]
+    return module if model is tree.unwrapped(module)[-1] else model
+
+
+def _is_trained_whole(model: nn.Module, trained: Container[int]) -> bool:
+    return all(id(p) in trained for p in model.parameters() if p.requires_grad)
 
 
 def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:

@@ -63,7 +63,7 @@ class ProgramCalls:
             code = frame.f_code
             if code.co_argcount and code.co_varnames[0] == "self":
                 candidate = frame.f_locals.get("self")
-                if isinstance(candidate, nn.Module) and capture.knows(candidate):
+                if isinstance(candidate, nn.Module) and capture.root_of(candidate) is not None:
                     return candidate
             frame = frame.f_back  # type: ignore[assignment]
         return None

@@ -46,7 +46,7 @@ from .description import Description
 from .early_optimizers import EarlyOptimizers
 from .estimate import Estimate
 from .graph_taps import GraphTaps, is_data_worker
-from .matching import collector_paused, is_only_model, unmatched_rules
+from .matching import collector_paused, is_only_model, model_around, unmatched_rules
 from .program import ProgramCalls
 from .ring import RingWatch
 from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts, unhandled_exception
@@ -131,11 +131,11 @@ class Recorder:
         return self.capture is not None and self.capture.nesting.depth > 0
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether an outermost module is a root: an optimizer trains it, or it is about to be trained."""
+        """Whether an outermost module begins calls of a root: an optimizer trains it, or it is about to be trained."""
         if self.is_over or is_data_worker():
             return False
-        if self.capture is not None and self.capture.knows(module):
-            return False
+        if self.capture is not None and (root := self.capture.root_of(module)) is not None:
+            return not self.capture.every_call_is_a_step and root.can_enter_at(module)
         parameters = list(module.parameters())
         if not parameters:
             return False
@@ -151,25 +151,41 @@ class Recorder:
         return False
 
     def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Make a module a root while its call is under way; return other arguments where the settings ask for jitter.
+        """Find or make the root of a module while its call is under way; return other arguments for jitter.
 
         Raises:
             SystemExit: code 2, a rule matches no module, and there is no other model that it could mean.
         """
-        if self.capture is None:
-            self._stop_for_rules(module)
-        root = self.add_root(module, None)
-        if isinstance(module, torch.jit.ScriptModule):
-            return None  # it takes no hooks, so that nobody would see the call end; only its taps are recorded
+        has_hooks = self.capture is not None and self.capture.root_of(module) is not None
+        root = self._root_for(module)
+        if root.can_enter_at(module):
+            root.enter_at(module)
+        if not root.is_entry(module):
+            return None  # TorchScript takes no hooks, so that nobody would see the call end; only its taps are recorded
         root.begins(module)
         moved = root.jitter(module, args, kwargs) if root.jitter is not None else None
         if moved is not None:
             args = moved[0]
             kwargs.update(moved[1])  # the very dict with which the call goes on
-        watch = next((w for w in root.watches if w.module() is module), None)
+        watch = None if has_hooks else next((w for w in root.watches if w.module() is module), None)
         if watch is not None and watch.pre_hook is not None:
             watch.pre_hook(module, args, kwargs)
         return args if moved is not None else None
+
+    def _root_for(self, module: nn.Module) -> Root:
+        """Return the root that a module lies in, or make the outermost model around the module a root."""
+        capture = self.capture
+        if capture is not None and (root := capture.root_of(module)) is not None:
+            return root
+        model = model_around(module)
+        if capture is None:
+            self._stop_for_rules(model)
+        elif (root := capture.root_of(model)) is not None and self._optimizers is not None:  # the module has joined it
+            with self._lock, collector_paused():
+                root.renew()
+                self._optimizers.rescan()
+            return root
+        return self.add_root(model, None)
 
     def _stop_for_rules(self, module: nn.Module) -> None:
         """Stop the launch for a rule that can match nothing, which is a wrong setting; only before the first step."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class Node:
     is_callable: bool
     """False where no hook can see a call: containers without a forward, such as ModuleList, scripted modules, and
     modules that torch puts into an exported program."""
+    wrappers: list[nn.Module]
+    """The transparent wrappers around the owner, outermost first."""
     aliases: list[str] = dataclasses.field(default_factory=list)
     is_compiled: bool = False
     hidden: str | None = None
@@ -117,20 +119,30 @@ def innermost(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def walk(model: nn.Module) -> list[Node]:
-    """Return every path of the model once, parents first, in ``named_modules()`` order; shared modules are aliases."""
+def unwrapped(module: nn.Module) -> list[nn.Module]:
+    """Return the transparent wrappers that a module consists of, outermost first, and the module inside them last."""
+    found = [module]
+    while (inner := _inner_name(found[-1])) is not None and (child := found[-1]._modules[inner]) is not None:
+        found.append(child)
+    return found
+
+
+def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False) -> list[Node]:
+    """Return every path of the model once, parents first, in ``named_modules()`` order; shared modules are aliases.
+
+    Args:
+        model: the module whose path is empty.
+        skips: whether a module is left out, with all that is below it.
+    """
     nodes: list[Node] = []
     seen: dict[int, Node] = {}
     stack: list[tuple[str, nn.Module, Node | None]] = [("", model, None)]
     while stack:
         path, module, above = stack.pop()
-        hooked, compiled = None, False
-        owner = module
-        while (inner := _inner_name(owner)) is not None and owner._modules[inner] is not None:
-            if inner == "_orig_mod" and hooked is None:
-                hooked = owner
-            compiled = compiled or inner == "_orig_mod"
-            owner = owner._modules[inner]  # type: ignore[assignment]
+        *wrappers, owner = unwrapped(module)
+        hooked = next((wrapper for wrapper in wrappers if _inner_name(wrapper) == "_orig_mod"), None)
+        if skips(owner):
+            continue
         if (known := seen.get(id(owner))) is not None:
             known.aliases.append(path)
             continue
@@ -144,7 +156,8 @@ def walk(model: nn.Module) -> list[Node]:
             is_leaf=not children,
             is_callable=_has_forward(owner) and hidden != "scripted",
             hidden=hidden,
-            is_compiled=compiled or getattr(owner, "_compiled_call_impl", None) is not None,
+            is_compiled=hooked is not None or getattr(owner, "_compiled_call_impl", None) is not None,
+            wrappers=wrappers,
         )
         seen[id(owner)] = node
         nodes.append(node)

@@ -137,7 +137,7 @@ class _Tap:
         self.rule_set = rule_set
         self.gradient_origin = origin._replace(site=GRADIENT_OF[origin.site])
         self.gradient_rule_set = gradient_rule_set
-        self.key = (origin.module_path, origin.site, origin.name)
+        self.key = (origin.root, origin.module_path, origin.site, origin.name)
         """The tap in the counts of a slice, which a tap by hand in code that runs as it is shares."""
 
 

@@ -475,20 +475,6 @@ def test_a_module_used_three_times_has_three_calls_and_lists_its_aliases(tmp_pat
     assert layer["aliases"] == ["again"]
 
 
-def test_a_module_that_contains_a_root_takes_it_over(tmp_path: Path) -> None:
-    with flagged(tmp_path) as recording:
-        inner = Tiny()
-        outer = nn.Sequential(inner, nn.Linear(2, 1))
-        optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
-        inner(batch())
-        outer(batch()).sum().backward()
-        optimizer.step()
-    (root,) = recording.manifest["roots"]
-    assert root["name"] == "model"
-    assert {"0.first", "first", "1"} <= set(recording.rows(site="output").module_path)
-    assert len(recording.rows(site="output", module_path="0.first")) == 1
-
-
 def test_a_look_at_shapes_in_eval_mode_before_training_does_not_stop_the_steps(tmp_path: Path) -> None:
     with flagged(tmp_path) as recording:
         model = Tiny()

@@ -47,8 +47,10 @@ class HookedRoot(Protocol):
     @property
     def capture(self) -> Loses: ...
 
-    @property
-    def module(self) -> Callable[[], nn.Module | None]: ...
+    def is_entry(self, module: nn.Module) -> bool:
+        """Whether the module is one whose outermost calls are calls of the root; a copy of it is another module."""
+
+    def is_entered_at(self, module: nn.Module) -> bool: ...
 
     def begins(self, module: nn.Module) -> None: ...
 
@@ -135,7 +137,7 @@ class RootBegins(NumberedHook):
             if _is_compiling():
                 return
             root = ROOTS.get(self.number)
-            if root is None or root.module() is not module:
+            if root is None or not root.is_entry(module):
                 return
             root.begins(module)
         except Exception as error:
@@ -157,7 +159,7 @@ class RootEnds(NumberedHook):
             if _is_compiling():
                 return
             root = ROOTS.get(self.number)
-            if root is None or root.module() is not module:
+            if root is None or not root.is_entry(module):
                 return
             root.ends(output)
         except Exception as error:

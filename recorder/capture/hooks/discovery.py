@@ -1,5 +1,7 @@
 """Finds the roots: outermost modules that an optimizer trains, at their first call, with no line of user code.
 
+Where the program calls a module of a root outside of the root's own calls, that is a call of the root.
+
 One global forward pre-hook. It costs about 2 us a module call and stays until the first optimizer step whose parameters
 are all under a root; for good if anything was compiled by then, since dynamo guards on the number of global hooks and
 its removal would recompile every graph. Nothing here may raise into training.

@@ -110,7 +110,7 @@ class JitterInputs(callbacks.NumberedHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root = callbacks.ROOTS.get(self.number)
-        if torch.compiler.is_compiling() or root is None:
+        if torch.compiler.is_compiling() or root is None or not root.is_entered_at(module):
             return None
         try:
             leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -151,10 +151,8 @@ class JitterEmbedding(callbacks.NumberedHook):
         return moved
 
 
-def add_jitter(root: nn.Module, nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:
-    """Put the hooks on, before all others of a root; return the first hook, and the handles of all."""
+def add_jitter(nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:
+    """Put hooks on the embeddings of a root; return the hook for its inputs, and the handles of the others."""
     inputs = JitterInputs(number, seed)
-    handles: list[Any] = [root.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True)]
     embeddings = {id(n.owner): n.owner for n in nodes if isinstance(n.owner, (nn.Embedding, nn.EmbeddingBag))}
-    handles += [module.register_forward_hook(JitterEmbedding(inputs)) for module in embeddings.values()]
-    return inputs, handles
+    return inputs, [module.register_forward_hook(JitterEmbedding(inputs)) for module in embeddings.values()]

@@ -66,6 +66,7 @@ class Watch:
         "_has_after",
         "_is_callable",
         "_is_leaf",
+        "_latest_slices",
         "_leaves",
         "_number",
         "_open_calls",
@@ -95,6 +96,8 @@ class Watch:
         self.class_name = node.class_name
         self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
         self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
+        self._call_key = f"{root.name}:{node.path}"
+        """Names the module in the counts of a slice, which a root and the roots inside it share."""
         self._is_leaf = node.is_leaf
         self._is_callable = node.is_callable or node.hidden is not None
         self._disarmed: tuple[str, ...] = ()
@@ -188,12 +191,12 @@ class Watch:
     def _enter(self) -> _Call:
         """Count a call that begins."""
         slice_, phase = self.root.slice_now()
-        call = slice_.enter(phase, self.node_path)
+        call = slice_.enter(phase, self._call_key)
         self.has_entered = True
         masks = self.capture.masks
         graph = None
         if masks[self.rule_sets["grad_output"]] or masks[self.rule_sets["grad_input"]]:
-            graph = slice_.new_graph(phase, self.node_path, call, with_grad=torch.is_grad_enabled())
+            graph = slice_.new_graph(phase, self._call_key, call, with_grad=torch.is_grad_enabled())
         return slice_, phase, call, graph
 
     @property

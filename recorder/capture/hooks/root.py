@@ -51,7 +51,16 @@ _NOTHING_MOVED = (
 class Root:
     """An outermost module with its hooks, its clock and its inventory."""
 
-    def __init__(self, capture: Recording, module: nn.Module, name: str, clock: RootClock | None = None) -> None:
+    def __init__(
+        self,
+        capture: Recording,
+        module: nn.Module,
+        name: str,
+        *,
+        clock: RootClock | None = None,
+        is_elsewhere: Callable[[Root, nn.Module], bool],
+        inner_roots: Sequence[Root] = (),
+    ) -> None:
         """Put hooks on a module.
 
         Args:
@@ -59,11 +68,23 @@ class Root:
             module: the outermost module.
             name: the name of the root.
             clock: that of an earlier root of the name, whose counts go on, so that no key comes again.
+            is_elsewhere: whether a module belongs to another root than this one, which records it under its own path.
+            inner_roots: the roots that the module contains; their calls and its own are in the same slices.
         """
         self.capture = capture
         self.name = name
         self.module: Callable[[], nn.Module | None] = weakref.ref(module)
-        self.clock = clock or RootClock(capture.clock)
+        inner_clock = inner_roots[0].clock if inner_roots else None
+        self.clock: RootClock = clock or inner_clock or RootClock(capture.clock)
+        self._inner_roots = inner_roots
+        for inner in inner_roots:
+            inner.clock = self.clock
+        self._is_elsewhere = is_elsewhere
+        self._entries: list[weakref.ref[nn.Module]] = []
+        """The modules whose outermost calls are calls of the root: the root's module, and those of its modules that the
+        program calls directly."""
+        self._entered: Callable[[], nn.Module | None] = lambda: None
+        """The module that the current or last call of the root has entered."""
         self.num_calls = 0
         self.attachments: list[Callable[[], Any]] = []
         """Weak references to the handles of this root that were given out and not closed."""
@@ -152,11 +173,11 @@ class Root:
             self.capture.events.add("data_parallel_unknown", text, key=self.name, exception=error)
 
     def _install(self, module: nn.Module) -> None:
-        nodes = tree.walk(module)
+        nodes = tree.walk(module, lambda inner: self._is_elsewhere(self, inner))
         self.class_name = nodes[0].class_name
         self.inventory = Inventory(self, began_late=self._began_late)
         self._innermost: Callable[[], nn.Module | None] = weakref.ref(tree.innermost(module))
-        self._located = {id(m): (weakref.ref(m), n.path) for n in nodes for m in (n.module, n.owner)}
+        self._located = {id(m): (weakref.ref(m), n.path) for n in nodes for m in (*n.wrappers, n.owner)}
         self._located[id(module)] = weakref.ref(module), ""
         self.watches: list[Watch] = []
         self.modules_by_tap: dict[str, Watch] = {}
@@ -200,7 +221,9 @@ class Root:
     def has_grown(self) -> bool:
         """Whether the model has modules that it did not have when it was attached."""
         module = self.module()
-        return module is not None and any(self.path_of(inner) is None for inner in module.modules())
+        return module is not None and any(
+            self.path_of(inner) is None and not self._is_elsewhere(self, inner) for inner in module.modules()
+        )
 
     def path_of(self, module: nn.Module) -> str | None:
         """Return the path of a module of this root; None for another module."""
@@ -229,13 +252,47 @@ class Root:
         self._group_watches()
         if not isinstance(module, torch.jit.ScriptModule):
             if self.capture.settings.jitter:
-                self.jitter, handles = add_jitter(module, nodes, self._number, self.capture.settings.jitter)
+                self.jitter, handles = add_jitter(nodes, self._number, self.capture.settings.jitter)
                 self._handles += handles
-            begins, ends = callbacks.RootBegins(self._number), callbacks.RootEnds(self._number)
-            self._handles.append(module_hooks.put_on(module.register_forward_pre_hook, begins, prepend=True))
-            module_hooks.keep_first(module._forward_pre_hooks)
-            self._handles.append(module_hooks.put_on(module.register_forward_hook, ends, always_call=True))
+            entries = [entry for reference in self._entries if (entry := reference()) not in (None, module)]
+            self._entries.clear()
+            for entry in (module, *entries):
+                self.enter_at(entry)
         self.inventory.say_hidden(nodes, compiled, late)
+
+    def enter_at(self, module: nn.Module) -> None:
+        """Take outermost calls of a module of this root as calls of the root from now on."""
+        self._entries.append(weakref.ref(module))
+        if self.jitter is not None:
+            self._handles.append(module.register_forward_pre_hook(self.jitter, prepend=True, with_kwargs=True))
+        begins, ends = callbacks.RootBegins(self._number), callbacks.RootEnds(self._number)
+        self._handles.append(module_hooks.put_on(module.register_forward_pre_hook, begins, prepend=True))
+        module_hooks.keep_first(module._forward_pre_hooks)
+        self._handles.append(module_hooks.put_on(module.register_forward_hook, ends, always_call=True))
+
+    def can_enter_at(self, module: nn.Module) -> bool:
+        """Whether `enter_at` can take a module of this root that is no entry yet; a graph would see hooks inside it."""
+        path = self.path_of(module)
+        watch = self.watch_at(path) if path is not None else None
+        outermost = self.module()
+        if watch is None or outermost is None or watch.is_hidden or self.is_entry(module):
+            return False
+        is_hooked = watch.module() is module or len(tree.unwrapped(module)) > 1
+        return is_hooked and any(inner is module for inner in outermost.modules())  # else it was removed from the model
+
+    def go_on_from(self, before: Root) -> None:
+        """Enter calls where a root did that this one takes over."""
+        for entry in [entry() for entry in before._entries]:
+            if entry is not None and self.can_enter_at(entry):
+                self.enter_at(entry)
+
+    def is_entry(self, module: nn.Module) -> bool:
+        """Whether outermost calls of a module are calls of this root."""
+        return any(entry() is module for entry in self._entries)
+
+    def is_entered_at(self, module: nn.Module) -> bool:
+        """Whether the current or last call of the root has entered at a module."""
+        return self._entered() is module
 
     def _group_watches(self) -> None:
         self._with_hooks = {}
@@ -321,16 +378,17 @@ class Root:
         self.inventory.add_seen_at_tap(where, path)
 
     def begins(self, module: nn.Module) -> None:
-        """Begin a call of the root."""
+        """Begin a call of the root, which enters at a module of it."""
         if torch._C._current_graph_task_id() != -1:
             return
         nesting = self.capture.nesting
-        if nesting.depth == 1 and nesting.outermost is self:
+        if nesting.depth == 1 and nesting.outermost is self and self.is_entered_at(module):
             nesting.depth = 0  # its last call was interrupted, as by Ctrl-C in a notebook
         nesting.depth += 1
         if nesting.depth > 1:
             return
         nesting.outermost = self
+        self._entered = weakref.ref(module)
         stage = stage_call()
         self.capture.is_in_stage = stage is not None
         if stage is not None:
@@ -348,8 +406,8 @@ class Root:
             micro_batch=None if stage is None else stage.micro_batch,
         )
         if self.num_calls < _MAX_LATE_LOOKS:
-            if self.data_parallel is None:
-                self._learn_groups(module)
+            if self.data_parallel is None and (outermost := self.module()) is not None:
+                self._learn_groups(outermost)
             for watch in self.watches:
                 watch.stay_last()
         self.num_calls += 1
@@ -384,7 +442,8 @@ class Root:
                         self.capture.keep_leaf_hook(handle)
         if current is not None and self.capture.every_call_is_a_step:
             repeat = current.enter("forward", HELD_BY_MODULES)  # other than 0 where the program names the steps
-            self.record_state(HELD_BY_MODULES, current.moment, "forward", repeat)
+            for root in (self, *self._inner_roots):
+                root.record_state(HELD_BY_MODULES, current.moment, "forward", repeat)
 
     @property
     def _is_training(self) -> bool:

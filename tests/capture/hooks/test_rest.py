@@ -332,14 +332,14 @@ def test_where_modules_alone_tell_of_steps_they_keep_their_hooks(tmp_path: Path)
 
     model = Called()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with flagged(tmp_path, EVERY_THIRD, roots="any") as recording:
-        recorder.attach(model, enabled=True)
+    with recorder.attach(model, enabled=True, dir=tmp_path, rules=EVERY_THIRD):
         for i in range(7):
             model.loss(batch(i)).backward()
             optimizer.step()
             optimizer.zero_grad()
             assert ours(model.first)
-    assert list(recording.rows(site="output", module_path="first").step) == [0, 3, 6]
+    rows = recorder.open_run(tmp_path).to_pandas()
+    assert list(rows[(rows.site == "output") & (rows.module_path == "first")].step) == [0, 3, 6]
 
 
 def test_a_step_named_by_hand_wakes_it(tmp_path: Path) -> None:
