@@ -117,7 +117,7 @@ class FirstNonFinite:
         log.say(
             _logger,
             logging.WARNING,
-            "recorder: rank %d: the first value that is not finite: step %d, %s (%s)%s",
+            "rank %d: the first value that is not finite: step %d, %s (%s)%s",
             self._rank,
             *self.first,
             f"; {command} tells where it comes from" if command else "",

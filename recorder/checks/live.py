@@ -144,4 +144,4 @@ class LiveChecks:
         self._is_off = True
         self._rows = []
         problem = f"{type(error).__name__}: {error}"
-        log.say(_log, logging.WARNING, "recorder: live checks ended by an error (%s); the recording goes on", problem)
+        log.say(_log, logging.WARNING, "live checks ended by an error (%s); the recording goes on", problem)

@@ -63,7 +63,7 @@ def start_from_environment() -> None:
         made = Recorder(loaded, version=_package.__version__, by_flag=True, on_change=_changed)
     except ConfigError as error:
         if os.environ.get(config.CHECKED_MARK):
-            log.log(_logger, logging.ERROR, "recorder: not recording: %s", error)
+            log.log(_logger, logging.ERROR, "not recording: %s", error)
             return
         sys.stderr.write(f"recorder: {error}\n")
         raise SystemExit(2) from None

@@ -38,7 +38,7 @@ from ..observe.compiled import has_compiled_anything
 from ..records import Measured, Staged
 from ..system import log
 from ..system.events import Events
-from ..system.processes import comes_from_signal_handler, own_process
+from ..system.processes import comes_from_signal_handler, is_program, own_process
 from ..system.text import one_line
 from .carrying import Carrier
 from .commands import Commands
@@ -558,7 +558,7 @@ class Recorder:
                 except (KeyboardInterrupt, SystemExit):  # raised by a signal handler of the program
                     interrupted()
         if num_interrupts > 1 and self._writer is not None and not self._writer.close(_LAST_S).is_complete:
-            text = "recorder: interrupted while the recording ended; what was not written yet is lost"
+            text = "interrupted while the recording ended; what was not written yet is lost"
             log.log(_logger, logging.WARNING, text)
 
     def _close(self) -> None:
@@ -570,12 +570,7 @@ class Recorder:
         if self._loss is not None:
             self._loss.close()
         if self.capture is None:
-            if self._turned_down[0]:
-                self.events.add(
-                    "no_root",
-                    f"nothing was recorded: {self._turned_down[1]} ran, but no optimizer trains it; "
-                    "RECORDER_ROOTS=any records a process without an optimizer",
-                )
+            self._say_why_nothing()
             return
         until_s = time.monotonic() + self.settings.close_deadline_s
         self._say_if_step_never_moved(self.capture)
@@ -596,6 +591,21 @@ class Recorder:
         self._sum_up(self.capture, report.ledger, until_s)
         if self._termination is not None:  # last, so that a signal until here does not cost the summary
             self._termination.uninstall()
+
+    def _say_why_nothing(self) -> None:
+        """Say why there was no root, on rank 0 of a program that has neither failed nor left the work to others."""
+        if self._turned_down[0]:
+            self.events.add(
+                "no_root",
+                f"nothing was recorded: {self._turned_down[1]} ran, but no optimizer trains it; "
+                "RECORDER_ROOTS=any records a process without an optimizer",
+            )
+        elif topology.read().rank == 0 and is_program() and unhandled_exception() is None:
+            self.events.add(
+                "no_root",
+                "nothing was recorded: this process called no torch.nn.Module with parameters; RECORDER=1 records "
+                "models in the process that trains them",
+            )
 
     def _sum_up(self, capture: Capture, ledger: Mapping[str, Any], until_s: float) -> None:
         """Log the summary on rank 0, once, whichever thread comes first."""

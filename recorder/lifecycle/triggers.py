@@ -240,7 +240,7 @@ class Triggers:
         steps = f"steps {dump.first_step} to {dump.last_step} are written"
         if log.can_say(_logger):
             said = steps if self._channel is not None else f"nothing is written, for {self._why_nothing}"
-            log.say(_logger, logging.WARNING, "recorder: %s: %s: %s (%s)", self._by, said, dump.reason, dump.by)
+            log.say(_logger, logging.WARNING, "%s: %s: %s (%s)", self._by, said, dump.reason, dump.by)
 
     def _look_at_dumps(self, *, is_last: bool = False) -> None:
         """Say what became of dumps, once their windows are over."""

@@ -99,5 +99,5 @@ class Events:
         num_more, held.num_lines = held.num_lines + num_unkept - held.num_unkept, 0
         held.num_unkept = num_unkept
         if num_more:
-            text = "recorder: and %d more of this kind (%s); recorder doctor lists them"
+            text = "and %d more of this kind (%s); recorder doctor lists them"
             log.say(_logger, held.level, text, num_more, kind)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from .processes import loaded
+
 _WINDOW_S = 300.0
 """A `LimitedLog` counts the lines of a kind over this time."""
 
@@ -23,7 +25,8 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
     """Log a line, as `logger.log` does; what a handler would write to standard output goes to standard error.
 
     The line has the format that the handler gives it, and the handler's level and filters decide. Where another handler
-    writes the line to standard error anyway, it stands there once.
+    writes the line to standard error anyway, it stands there once. Where nobody has configured logging, a line of level
+    WARNING or above goes to standard error, as Python has it, behind the name of the package.
 
     Raises:
         Exception: as handlers of the program may.
@@ -31,7 +34,13 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
     if not logger.isEnabledFor(level):
         return
     handlers = list(_handlers(logger))
-    if not any(map(_writes_to_stdout, handlers)):
+    if not handlers and logging.lastResort is not None:
+        handlers = [_unconfigured]
+    if not any(handler is _unconfigured or _writes_to_stdout(handler) for handler in handlers):
+        if any(
+            type(one) is logging.StreamHandler and one.stream is sys.stderr and level >= one.level for one in handlers
+        ):
+            _write("")
         logger.log(level, text, *args, exc_info=exc_info, stacklevel=2)
         return
     if isinstance(exc_info, BaseException):
@@ -44,12 +53,35 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
     for handler in handlers:
         if handler not in aside:
             handler.handle(record)
-    if any(_stream(handler) is sys.stderr for handler in handlers):
+    if not aside or any(_stream(handler) is sys.stderr for handler in handlers):
         return
     for line in dict.fromkeys(handler.format(record) for handler in aside if handler.filter(record)):
-        if sys.stderr is not None:
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
+        _write(f"{line}\n")
+
+
+def _write(text: str) -> None:
+    """Write lines to standard error, at the beginning of a line also where tqdm shows a bar there.
+
+    A terminal shows the bar again below the lines. tqdm's own way to write takes a lock, on which a thread may wait.
+    """
+    if sys.stderr is not None:
+        tqdm = loaded("tqdm.std", "tqdm")
+        if tqdm is not None and getattr(tqdm, "_instances", None):
+            text = ("\r\033[K" if sys.stderr.isatty() else "\n") + text
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class _OnStandardError(logging.Handler):
+    """Takes the place of `logging.lastResort`, whose lines do not say whose they are."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        _write(f"{self.format(record)}\n")
+
+
+_unconfigured = _OnStandardError(logging.WARNING)
+_unconfigured.setFormatter(logging.Formatter("recorder: %(message)s"))
 
 
 def say(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
@@ -84,10 +116,9 @@ def tell(
             return
         if is_configured:
             for line in texts:
-                log(logger, logging.INFO, "recorder: %s", line)
+                log(logger, logging.INFO, "%s", line)
         else:
-            sys.stderr.write("".join(f"recorder: {line}\n" for line in texts))
-            sys.stderr.flush()
+            _write("".join(f"recorder: {line}\n" for line in texts))
 
 
 def _is_configured(logger: logging.Logger) -> bool:
@@ -131,7 +162,7 @@ class LimitedLog:
         if num_said >= self._max_lines or not can_say(self._logger):
             return False
         self._windows[kind] = since_s, num_said + 1
-        say(self._logger, level, "recorder: %s", message)
+        say(self._logger, level, "%s", message)
         if exception is not None:
             say(self._logger, logging.DEBUG, "where it happened", exc_info=exception)
         return True

@@ -7,15 +7,36 @@ never signal a process, or import a module of the program.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
+
+_IMPORT_S = 1.0
+"""Less processor time than an import of torch takes, in seconds."""
 
 
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_program() -> bool:
+    """Whether this process runs a program of the user's, and has left the work to no child.
+
+    It is none where Python was given no file, or an installed one, as in launchers and compile workers. A launcher that
+    is a file of the user's has had children that used more processor time than an import of torch.
+    """
+    main = Path(next(iter(sys.argv), ""))  # `__main__` has lost its file by the time of exit functions
+    parent = loaded("multiprocessing", "parent_process")
+    installed = {"site-packages", "dist-packages"}.intersection(main.parts)
+    is_child = parent is not None and parent() is not None
+    if main.suffix != ".py" or installed or is_child or main.is_relative_to(sysconfig.get_path("stdlib")):
+        return False
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime < _IMPORT_S
 
 
 def own_process() -> dict[str, Any]:

@@ -269,7 +269,7 @@ class Writer:
             say(
                 _log,
                 logging.WARNING,
-                "recorder: the recording is incomplete: %s of %s rows were written (%s)",
+                "the recording is incomplete: %s of %s rows were written (%s)",
                 accounts["written"],
                 accounts["observed"],
                 lost or "what could not be sealed is readable as it is",

@@ -50,6 +50,62 @@ SCRIPTS = {
 }
 
 
+NO_MODEL = {
+    "program": ("import torch; print('done')", {}),
+    "other rank": ("import torch; print('done')", {"RANK": "1", "WORLD_SIZE": "2"}),
+    "fails": ("import torch; print('done'); raise SystemError", {}),
+    "optimizer": (
+        "import torch; p = torch.nn.Parameter(torch.ones(2)); o = torch.optim.SGD([p]); p.sum().backward(); o.step()",
+        {},
+    ),
+    "launcher": ("import subprocess, sys, torch; subprocess.run([sys.executable, '-c', 'import torch'])", {}),
+    "data": (
+        "import torch\n"
+        "if __name__ == '__main__':\n"
+        "    data = torch.utils.data.DataLoader([1.0, 2.0], num_workers=1, multiprocessing_context='spawn')\n"
+        "    print(len(list(data)))",
+        {},
+    ),
+    "spawns": (
+        "import torch.multiprocessing as mp\n"
+        "def train(rank): print('child')\n"
+        "if __name__ == '__main__': mp.spawn(train)",
+        {},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def without_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each of the programs without a model said, run side by side."""
+    started = {}
+    for name, (script, settings) in NO_MODEL.items():
+        folder = tmp_path_factory.mktemp("no-model")
+        (folder / "train.py").write_text(script)
+        started[name] = jobs.python(folder, "train.py", **{**jobs.recording(), **settings})
+    started["command"] = jobs.python(tmp_path_factory.mktemp("no-model"), "-c", "import torch", **jobs.recording())
+    return {name: job.wait().output for name, job in started.items()}
+
+
+def test_a_program_without_a_model_says_at_its_end_that_nothing_was_recorded(without_model: dict[str, str]) -> None:
+    done, line = without_model["program"].splitlines()
+    assert (done, line) == (
+        "done",
+        "recorder: nothing was recorded: this process called no torch.nn.Module with parameters; RECORDER=1 records "
+        "models in the process that trains them",
+    )
+
+
+@pytest.mark.parametrize("name", ["other rank", "fails", "launcher", "data", "spawns", "command"])
+def test_a_helper_a_launcher_and_a_program_that_failed_do_not(without_model: dict[str, str], name: str) -> None:
+    assert "recorder: " not in without_model[name]
+
+
+def test_a_program_whose_optimizer_stepped_without_a_model_says_why_once(without_model: dict[str, str]) -> None:
+    (line,) = without_model["optimizer"].splitlines()
+    assert line.startswith("recorder: not recording: SGD stepped, but no module with its parameters was seen to run")
+
+
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """What each of the scripts said, run side by side."""
@@ -83,7 +139,7 @@ def test_other_ranks_say_nothing_of_the_end(outputs: dict[str, str]) -> None:
 
 def test_who_configures_logging_decides(outputs: dict[str, str]) -> None:
     configured = outputs["configured"].splitlines()
-    assert [line.startswith("INFO recorder recorder: ") for line in configured] == [False, True, True]
+    assert [line.startswith("INFO recorder ") for line in configured] == [False, True, True]
 
 
 def test_where_nothing_was_recorded_the_reason_is_said(outputs: dict[str, str]) -> None:

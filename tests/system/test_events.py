@@ -37,10 +37,10 @@ def test_of_a_thousand_failures_a_few_are_said_and_the_rest_counted(caplog: pyte
         if number % 7 == 0:
             events.say()
     events.say()
-    assert lines(caplog) == [f"recorder: recording layers.{number} failed" for number in range(5)]
+    assert lines(caplog) == [f"recording layers.{number} failed" for number in range(5)]
     clock.now_s += 301
     events.say()
-    assert lines(caplog) == ["recorder: and 995 more of this kind (hook_error); recorder doctor lists them"]
+    assert lines(caplog) == ["and 995 more of this kind (hook_error); recorder doctor lists them"]
     events.say(is_last=True)
     assert lines(caplog) == []
     kept = events.as_list()
@@ -55,8 +55,8 @@ def test_one_kind_does_not_silence_another(caplog: pytest.LogCaptureFixture) -> 
     events.add("pool_full", "the pool is full")
     events.say(is_last=True)
     assert lines(caplog)[-2:] == [
-        "recorder: the pool is full",
-        "recorder: and 495 more of this kind (hook_error); recorder doctor lists them",
+        "the pool is full",
+        "and 495 more of this kind (hook_error); recorder doctor lists them",
     ]
 
 
@@ -70,8 +70,8 @@ def test_after_five_minutes_a_kind_is_heard_again(caplog: pytest.LogCaptureFixtu
         clock.now_s += 301
     events.say()
     said = lines(caplog)
-    assert said[5] == said[11] == "recorder: and 3 more of this kind (hook_error); recorder doctor lists them"
-    assert said[6] == "recorder: failed 1 0" and len(said) == 12
+    assert said[5] == said[11] == "and 3 more of this kind (hook_error); recorder doctor lists them"
+    assert said[6] == "failed 1 0" and len(said) == 12
 
 
 def test_the_same_event_again_is_counted_and_not_said_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,7 +79,7 @@ def test_the_same_event_again_is_counted_and_not_said_again(caplog: pytest.LogCa
     for _ in range(50):
         events.add("unsupported", "meta tensors have no values", key="meta")
     events.say(is_last=True)
-    assert lines(caplog) == ["recorder: meta tensors have no values"]
+    assert lines(caplog) == ["meta tensors have no values"]
     assert [event["count"] for event in events.as_list()] == [50]
 
 
@@ -118,7 +118,7 @@ def test_training_with_a_thousand_failing_modules_goes_on_and_says_so_in_a_few_l
             optimizer.step()
     said = [line for line in lines(caplog) if "hook_error" in line or "no copy today" in line]
     assert len(said) == 6
-    assert said[-1].startswith("recorder: and ") and "recorder doctor lists them" in said[-1]
+    assert said[-1].startswith("and ") and "recorder doctor lists them" in said[-1]
     (writer,) = recording.run.writers
     assert writer.balance.dropped == {"hook_error": 2 * 1002}
     assert (

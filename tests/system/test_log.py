@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -33,10 +40,12 @@ def test_a_program_that_logs_to_standard_output_finds_its_own_lines_there_alone(
     assert process.returncode == 0, process.stderr
     assert process.stdout == "INFO root result 7\n"
     error, written, following = process.stderr.splitlines()
-    assert error.startswith("ERROR recorder recorder: the rule 'module=nowhere")
-    assert written.startswith("INFO recorder recorder: 3 rows, ")
-    assert following.startswith("INFO recorder recorder: next: recorder show ")
-    assert [line.partition(": ")[0] for line in (tmp_path / "log.txt").read_text().splitlines()].count("recorder") == 3
+    assert error.startswith("ERROR recorder the rule 'module=nowhere")
+    assert written.startswith("INFO recorder 3 rows, ")
+    assert following.startswith("INFO recorder next: recorder show ")
+    in_file = (tmp_path / "log.txt").read_text().splitlines()
+    said = (line.partition(" recorder ")[2] for line in (error, written, following))
+    assert sorted(in_file) == sorted([*said, "result 7"])
 
 
 Said = pytest.CaptureFixture[str]
@@ -104,3 +113,62 @@ def test_other_handlers_get_the_record_as_ever(logger: logging.Logger, capsys: S
     log.log(logger, logging.WARNING, "beside %s", "stdout")
     assert [record.getMessage() for record in records] == ["alone", "beside stdout"]
     assert capsys.readouterr() == ("", "beside stdout\n")
+
+
+def test_the_name_of_the_package_stands_once_whoever_formats_the_line(logger: logging.Logger, capsys: Said) -> None:
+    logger.name = "recorder"
+    log.log(logger, logging.WARNING, "%d rows", 3)
+    log.log(logger, logging.INFO, "as Python has it, nobody sees this")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[%(name)s][%(levelname)s] - %(message)s"))
+    logger.addHandler(handler)
+    log.log(logger, logging.WARNING, "%d rows", 3)
+    log.tell(logger, lambda: ["the last"], 0.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "recorder: 3 rows",
+        "[recorder][WARNING] - 3 rows",
+        "[recorder][INFO] - the last",
+    ]
+
+
+BAR = """
+import logging, sys
+from tqdm import tqdm
+from recorder.system import log
+logger = logging.getLogger("recorder")
+if "configured" in sys.argv:
+    logging.basicConfig(format="%(name)s: %(message)s")
+for i in tqdm(range(3), mininterval=0, ncols=40):
+    if i == 1:
+        log.log(logger, logging.WARNING, "in between")
+log.log(logger, logging.WARNING, "behind it")
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["configured"]])
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_line_begins_at_the_beginning_of_a_line_while_tqdm_shows_a_bar(words: list[str], is_terminal: bool) -> None:
+    command = [sys.executable, "-c", BAR, *words]
+    if is_terminal:
+        reader, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        process = subprocess.Popen(command, stderr=terminal)
+        os.close(terminal)
+        written = b""
+        with contextlib.suppress(OSError), open(reader, "rb", buffering=0) as file:  # EIO at its end, on Linux
+            while data := file.read(4096):
+                written += data
+        assert process.wait() == 0
+    else:
+        written = subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr
+    lines = [""]
+    for text in re.split(r"(\r?\n|\r|\x1b\[K)", written.decode()):  # as a terminal shows it
+        if text in ("\n", "\r\n"):
+            lines.append("")
+        elif text in ("\r", "\x1b[K"):
+            lines[-1] = ""
+        else:
+            lines[-1] += text
+    shown = [line for line in lines if "recorder" in line]
+    assert shown == ["recorder: in between", "recorder: behind it"]
+    assert "3/3" in written.decode()

@@ -214,7 +214,7 @@ def test_a_parameter_larger_than_the_pool_is_said_before_training(
     with flagged(tmp_path, rules="site=grad keep=tensor", pool_bytes="1MiB"), pytest.raises(RuntimeError):
         model(torch.zeros(1, 4))  # no gradient was ever seen
     (said,) = [record.getMessage() for record in caplog.records if "pool" in record.getMessage()]
-    assert said.startswith("recorder: 1.weight has 2097152 bytes, more than the pool (1048576)")
+    assert said.startswith("1.weight has 2097152 bytes, more than the pool (1048576)")
     assert said.endswith("raise RECORDER_POOL_BYTES or select less")
 
 
