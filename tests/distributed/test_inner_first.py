@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs import jobs
 from tests.rigs.command_line import Cli, cli
-
-from . import jobs
-from .jobs import SCRIPTS
+from tests.rigs.jobs import SCRIPTS
 
 __all__ = ["cli"]
 

@@ -61,12 +61,12 @@ class Watch:
     """One module under hooks: the selection of its values, and the number of its current call."""
 
     __slots__ = (
+        "_call_key",
         "_disarmed",
         "_handles",
         "_has_after",
         "_is_callable",
         "_is_leaf",
-        "_latest_slices",
         "_leaves",
         "_number",
         "_open_calls",
