@@ -94,4 +94,25 @@ class LookupFailedError(RunError, LookupError):
 
 def not_installed(what: str, package: str, extra: str) -> str:
     """Return the message that `what` needs a package of one of the extras, with the line to type."""
-    return f"{what} needs {package}, which is not installed: pip install 'torch-recorder[{extra}]' (or {package} alone)"
+    return f"{what} needs {package}, which is not installed: {install_line(extra)} (or {package} alone)"
+
+
+def install_line(extra: str = "") -> str:
+    """Return the line that installs this package, with an extra of it: out of its clone where it came from one."""
+    # Here, because every process that records loads this module.
+    import contextlib
+    import json
+    import os
+    import shlex
+    from importlib import metadata
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    source, options = "torch-recorder", ""
+    with contextlib.suppress(Exception):  # the package is not installed, or an installer wrote something else
+        origin = json.loads(metadata.distribution(source).read_text("direct_url.json") or "")
+        folder = url2pathname(urlsplit(origin["url"]).path)
+        if "dir_info" in origin and os.path.isdir(folder):
+            source = "." if os.path.samefile(folder, os.curdir) else folder
+            options = "-e " if origin["dir_info"].get("editable") else ""
+    return f"pip install {options}{shlex.quote(f'{source}[{extra}]' if extra else source)}"

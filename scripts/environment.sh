@@ -111,8 +111,8 @@ prepare() { # "" | an extra of pyproject.toml
 
   stamp="$root $(cd "$root" && cat pyproject.toml scripts/constraints.txt hatch_build.py recorder/native/kernels.* | sha256sum | cut -d' ' -f1)"
   case $extra in
-    "") holders=("" analysis test cluster launchers) ;; # these have all of it
-    analysis | test) holders=("$extra" test cluster launchers) ;;
+    "") holders=("" demo test cluster launchers) ;; # these have all of it
+    demo | test) holders=("$extra" test cluster launchers) ;;
     *) holders=("$extra") ;;
   esac
   for holder in "${holders[@]}"; do

@@ -181,7 +181,10 @@ def test_what_the_commands_leave_is_ignored_by_git(typed: Typed) -> None:
 def test_the_demo_installs_what_the_snippets_import() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extra,) = re.findall(r"^prepare (\w+)", (ROOT / "scripts" / "demo").read_text(), flags=re.MULTILINE)
-    installed = project["dependencies"] + project["optional-dependencies"][extra]
+    extras = project["optional-dependencies"]
+    own = [name for one in extras[extra] for name in re.findall(r"^torch-recorder\[(\w+)\]$", one)]
+    assert {"daemon", "view"} <= set(own)
+    installed = project["dependencies"] + [package for name in own for package in extras[name]]
     names = {re.split(r"[<>=\[]", one)[0] for one in installed} | {*project["scripts"]}
     imported = {name for text in PYTHON for name in re.findall(r"^(?:import|from) (\w+)", text, flags=re.MULTILINE)}
     assert imported - set(sys.stdlib_module_names) <= names

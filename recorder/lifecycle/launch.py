@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import NoReturn
 
 from .. import config
-from ..errors import ConfigError
+from ..errors import ConfigError, install_line
 
 USAGE = """usage: recorder run [NAME=VALUE ...] COMMAND [ARGUMENT ...]
 
@@ -71,8 +71,7 @@ def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
         environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"
     if not any(point.value.startswith("recorder_autoload:") for point in entry_points(group="torch.backends")):
         raise ConfigError(
-            "the package is not installed (its entry point is missing), so torch cannot start it: "
-            "pip install torch-recorder"
+            f"the package is not installed (its entry point is missing), so torch cannot start it: {install_line()}"
         )
     return [sys.executable, *words] if words[0].endswith(".py") or words[0] == "-m" else list(words)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import StoreError
+from ..errors import StoreError, not_installed
 
 _ASKED_BY_BOTO3 = ("sso_session", "sso_start_url", "credential_process", "role_arn")
 """Settings of a profile that lead to credentials only by more requests or another program."""
@@ -125,7 +125,7 @@ def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
 
             return options | {"credential_provider": Boto3CredentialProvider(Session())}
         except ImportError:
-            problem = "needs boto3, which is not installed: pip install 'torch-recorder[store]' (or boto3 alone)"
+            raise StoreError(not_installed(f"s3://: {asked} of the profile", "boto3", "store")) from None
         except Exception as error:  # its text may repeat a setting
             problem = f"leads to no credentials ({type(error).__name__})"
         raise StoreError(f"s3://: {asked} of the profile {problem}")

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from recorder.errors import WriteError
+from recorder.errors import WriteError, install_line
 from recorder.merge.merge import merge_run
 from recorder.run.run import open_run
 from recorder.system.executors import open_dask
@@ -199,7 +199,7 @@ def test_without_dask_it_is_said_how_to_get_it(cli: Cli, run: Path, monkeypatch:
     monkeypatch.setattr("recorder.system.executors.find_spec", lambda name: None)
     result = cli("stats", run, "--scheduler", "tcp://127.0.0.1:1")
     assert result.exit_code == 2
-    assert "pip install 'torch-recorder[dask]'" in result.err
+    assert install_line("dask") in result.err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 import recorder
 from recorder.config import load_settings
-from recorder.errors import ConfigError, NotARunError, StoreError
+from recorder.errors import ConfigError, NotARunError, StoreError, install_line
 from recorder.storage.kinds import KINDS
 from tests.rigs.command_line import Cli, Result
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
@@ -203,7 +203,7 @@ def test_a_profile_without_keys_leads_to_one_line(
     monkeypatch.setenv("AWS_PROFILE", "lab")
     assert f"{setting.split()[0]} of the profile leads to no credentials" in refusal(cli("ls", f"s3://{BUCKET}/run"))
     monkeypatch.setitem(sys.modules, "boto3", None)
-    assert "of the profile needs boto3, which is not installed: pip install 'torch-recorder[store]'" in refusal(
+    assert f"of the profile needs boto3, which is not installed: {install_line('store')}" in refusal(
         cli("ls", f"s3://{BUCKET}/run")
     )
 

@@ -21,6 +21,7 @@ import pytest
 from recorder.cli.app import run_command
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.cli.commands.view import listen
+from recorder.errors import install_line
 from recorder.report.panes import VIEW, read_panes
 from recorder.run.finding import find_folder
 from recorder.view.server import ViewServer
@@ -157,7 +158,7 @@ def test_without_its_extra_the_command_says_what_to_install(
         run_command(["view", str(folder)])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "pip install 'torch-recorder[view]'" in said
+    assert said.count("\n") == 1 and install_line("view") in said
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ import typer
 from ...analyze.doctor.expected import Expectation, compare
 from ...analyze.doctor.gaps import REASONS, Gap
 from ...config import FLAG, is_enabled, load_settings
-from ...errors import ConfigError
+from ...errors import ConfigError, install_line
 from ...format.manifest import Balance
 from ...format.roots import Module
 from ...read.modules import listed_hooks
@@ -133,7 +133,7 @@ def _environment() -> Iterator[Check]:
     if hooks:
         yield Check("ok", f"entry point: {hooks[0].name} = {hooks[0].value}")
     else:
-        what = f"entry point: none in {_ENTRY_POINT_GROUP!r}, so torch cannot start it: pip install torch-recorder"
+        what = f"entry point: none in {_ENTRY_POINT_GROUP!r}, so torch cannot start it: {install_line()}"
         yield Check("missing", what)
     try:
         yield Check("ok", f"torch: {metadata.version('torch')}")
