@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils as dynamo
 
 from recorder.capture.hooks.module import Watch
-from tests.campaigns.twins.twin import REFUSALS, Combination, Rig, differences, product, train
+from tests.campaigns.twins.twin import REFUSALS, Combination, Rig, differences, graphs_so_far, product, train
 
 # Said by torch of its own code, and of what a combination does on purpose.
 pytestmark = [
@@ -51,6 +52,17 @@ def test_training_is_bit_equal_with_the_recorder_and_without(rig: Rig, combinati
     result = rig.compare(combination)
     assert result.problems == []
     assert (result.num_compared > 20 and result.num_rows > 20) or result.refusal in REFUSALS
+
+
+def test_an_entry_of_dynamos_metrics_without_a_name_is_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = dynamo.CompilationMetrics(compile_id="0/0", co_name="forward", co_filename="models.py")
+    again = dynamo.CompilationMetrics(
+        compile_id="0/1", co_name="forward", co_filename="models.py", recompile_reason="size mismatch"
+    )
+    backward = dynamo.CompilationMetrics(compile_id="0/0", inductor_compile_time_s=7.9)  # its cache did not have it
+    monkeypatch.setattr(dynamo, "get_compilation_metrics", lambda: [frame, backward, again])
+    graphs = graphs_so_far()
+    assert (graphs.frames, graphs.recompiles) == (2, 1)
 
 
 def _gradient_changes(self: Watch, output: Any) -> None:

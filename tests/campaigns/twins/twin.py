@@ -174,12 +174,16 @@ def train(combination: Combination, *, is_recorded: bool) -> Trained:
     other["rng python"] = random.getstate()
     if training.scaler is not None:
         other["scaler"] = training.scaler.state_dict()
-    return Trained(seen, other, _graphs(), refusal)
+    return Trained(seen, other, graphs_so_far(), refusal)
 
 
-def _graphs() -> Graphs:
+def graphs_so_far() -> Graphs:
+    """Return what dynamo has made since its metrics were cleared."""
     package = str(Path(recorder.__file__).parent)
-    metrics = [one for one in dynamo.get_compilation_metrics() if not str(one.co_filename).startswith(package)]
+    # An entry without a name is no frame: inductor has compiled the backward, as that ran for the first time. There is
+    # none where inductor's cache on the disk has the graph, so only the first training of the two may have one.
+    frames = [one for one in dynamo.get_compilation_metrics() if one.co_name is not None]
+    metrics = [one for one in frames if not str(one.co_filename).startswith(package)]
     return Graphs(
         graphs=dynamo.counters["stats"]["unique_graphs"],
         breaks=sum(dynamo.counters["graph_break"].values()),
