@@ -117,14 +117,21 @@ class GlobalView:
                 sizes_of[step] = known[0] + num_rows, known[1] + num_bytes
         return cut_steps(sizes_of, max_rows, max_bytes)
 
-    def rows(self, first: int | None = None, last: int | None = None) -> GlobalRows:
-        """The global rows of the steps from `first` up to, but not including, `last`."""
+    def rows(
+        self,
+        first: int | None = None,
+        last: int | None = None,
+        only: Sequence[int] | npt.NDArray[np.int64] | None = None,
+    ) -> GlobalRows:
+        """The global rows of the steps from `first` up to, but not including, `last`; of them `only` some, or all."""
         metadata = self._metadata(first, last)
         metadata.load((*METADATA_COLUMNS, *COLUMNS))
         steps = metadata.numbers("step")
         is_wanted = (steps >= (first if first is not None else NONE)) & (
             steps < (last if last is not None else 1 << 62)
         )
+        if only is not None:
+            is_wanted &= np.isin(steps, only)
         positions = np.flatnonzero(is_wanted)
         if self._run.is_merged:
             return GlobalRows(metadata, None, [], positions)

@@ -187,6 +187,7 @@ def test_a_browser_that_was_cut_off_goes_on_where_it_was(look: Look, tmp_path: P
     run = make_training(tmp_path / "run")
     with serving(run=run) as server:
         opened = look(server.address)
+        opened.page.wait_for_selector("#live.over", timeout=_WAIT_MS)
         assert opened.text("#live") == "over, step 19"
         port = urlsplit(server.address).port or 0
     opened.page.wait_for_selector("#live.wrong", timeout=_WAIT_MS)  # the server has ended, and the page says so

@@ -239,17 +239,25 @@ class StatisticsBlocks:
         steps = sorted(self._axes.steps | self._axes.scalar_steps)
         a_step = max(self._axes.num_rows / max(len(steps), 1), 1.0)
         num_steps = max(int(_MAX_GLOBAL_ROWS / a_step), 2)
-        ranges = list(view.windows())
+        chosen = np.array(steps)
         if num_steps < len(steps):
-            chosen = np.unique(np.linspace(0, len(steps) - 1, num_steps).astype(int))
-            ranges = [(steps[index], steps[index] + 1) for index in chosen.tolist()]
-            self.global_steps = len(ranges)
-        for first, last in ranges:
-            self.add_global(view, first, last)
+            chosen = chosen[np.unique(np.linspace(0, len(steps) - 1, num_steps).astype(int))]
+            self.global_steps = len(chosen)
+        for first, last in view.windows():  # a batch spans many steps, and is read once for all of them
+            only = chosen[np.searchsorted(chosen, first) : np.searchsorted(chosen, last)]
+            if len(only):
+                self.add_global(view, int(only[0]), int(only[-1]) + 1, only)
 
-    def add_global(self, view: GlobalView, first: int, last: int) -> None:
-        """Add the values of all ranks together, of the steps from `first` up to, but not including, `last`."""
-        table = view.rows(first, last).table
+    def add_global(self, view: GlobalView, first: int, last: int, only: Integers | None = None) -> None:
+        """Add the values of all ranks together, of the steps from `first` up to, but not including, `last`.
+
+        Args:
+            view: of the run.
+            first: the first step.
+            last: the step after the last.
+            only: these steps alone; without, all of them.
+        """
+        table = view.rows(first, last, only).table
         table = table.filter(pc.not_equal(table.column("phase"), "recompute"))
         at = table.column("step").to_numpy()
         known = [s for s in np.unique(at).tolist() if s in self._axes.steps or s in self._axes.scalar_steps]
