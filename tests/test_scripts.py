@@ -89,6 +89,13 @@ def test_every_test_that_the_oldest_torch_is_spared_is_one() -> None:
         assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), (file, name)
 
 
+def test_every_path_of_the_first_tier_is_there() -> None:
+    script = (ROOT / "scripts" / "test").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^quick=\((.*?)\)$", script, flags=re.MULTILINE | re.DOTALL)
+    for path in listed.split():
+        assert (ROOT / path.removeprefix("--ignore=")).exists(), path
+
+
 def test_every_program_that_tests_need_is_installed_on_debian() -> None:
     script = (ROOT / "scripts" / "environment.sh").read_text(encoding="utf-8")
     (listed,) = re.findall(r"for one in (\S+:\S+(?: \S+:\S+)*); do", script)
