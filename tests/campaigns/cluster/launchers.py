@@ -50,10 +50,11 @@ def assert_one_run(on: Path, off: Path) -> None:
     """Two ranks, three steps of two slices each, and the parameters as without the recorder."""
     run = recorder.open_run(on / "recordings")
     assert (run.world_size, run.ranks, run.steps) == (2, [0, 1], [0, 1, 2])
-    frame = run.to_pandas(columns=["rank", "step", "micro_step", "site", "module_path"])
+    frame = run.to_pandas(columns=["rank", "step", "micro_step", "site", "module_path", "mode"])
     outputs = frame[(frame.site == "output") & (frame.module_path == "")]
     found = sorted(zip(outputs["rank"], outputs.step, outputs.micro_step, strict=True))
     assert found == [(rank, step, slice_) for rank in range(2) for step in range(3) for slice_ in range(2)]
+    assert set(outputs["mode"]) == {"train"}
     manifests = [json.loads(path.read_text()) for path in on.glob("recordings/*/*/*/_writer.json")]
     assert sorted((m["rank"], m["local_rank"], m["world_size"]) for m in manifests) == [(0, 0, 2), (1, 1, 2)]
     for rank in range(2):

@@ -125,6 +125,9 @@ def lightning() -> None:
             loss: Tensor = self.model(batch[0]).square().mean()
             return loss
 
+        def validation_step(self, batch: Tensor, _: int) -> None:
+            """Have Lightning validate first, after which the training flag of its DDP stays False."""
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
 
@@ -133,7 +136,8 @@ def lightning() -> None:
         **{"max_steps": NUM_STEPS, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
     )
     module = Module()
-    trainer.fit(module, torch.utils.data.DataLoader(Slices(), shuffle=False))
+    loader = torch.utils.data.DataLoader(Slices(), shuffle=False)
+    trainer.fit(module, loader, loader)
     save(module, trainer.global_rank)
     leave()
 
