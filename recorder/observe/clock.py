@@ -131,7 +131,9 @@ class RootClock:
             self._clock.advance_if_stepped()
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
-            current = Slice(Moment(self._clock.step, 0, mode))
+            first, latest = Moment(self._clock.step, 0, mode), self._latest
+            # A recompute may have come before any forward, as where a pipeline tries a stage; its calls are counted.
+            current = latest if latest is not None and latest.moment == first else Slice(first)
         elif micro_batch is not None or (current.has_gradient and mode != "no_grad"):
             current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
         self._slices[mode] = self.active = current
@@ -170,7 +172,9 @@ class RootClock:
         """Return the slice that a recompute in a backward belongs to: its micro-batch's where known, or the latest."""
         if micro_batch is not None and micro_batch in self._by_micro_batch:
             return self._by_micro_batch[micro_batch]
-        return self._latest or self.current(with_grad=True, training=True)
+        if self._latest is None:
+            self._latest = Slice(Moment(self._clock.step, 0, "train"))
+        return self._latest
 
 
 def _is_for_saved_tensors() -> bool:
