@@ -428,8 +428,8 @@ def test_where_nothing_can_be_read_there_is_no_file(tmp_path: Path, suffix: str)
         ({"to": "csv"}, "format 'csv': choose of parquet, npz, safetensors"),
         ({"rank": 0, "across_ranks": True}, "the global view has no ranks"),
         ({"payload": True}, "payload is for parquet"),
-        ({"step": 9, "to": "parquet"}, "step=9; there are 0, 1"),
-        ({"step": 9, "to": "parquet", "payload": True}, "step=9; there are 0, 1"),
+        ({"step": 9, "to": "parquet"}, "step=9; there are steps 0 to 1"),
+        ({"step": 9, "to": "parquet", "payload": True}, "step=9; there are steps 0 to 1"),
     ],
 )
 def test_what_cannot_be_exported_says_why(

@@ -497,12 +497,9 @@ def test_misuse_is_one_line_and_exit_code_2(cli: Cli, tmp_path: Path, options: l
 
 
 @pytest.mark.parametrize("options", [["--jobs", "2"], ["--loss", "sum"], ["--scheduler", "tcp://127.0.0.1:1"]])
-@pytest.mark.parametrize("command", ["checkpoint", "merge"])
-def test_options_of_a_merge_mean_nothing_to_a_checkpoint(
-    cli: Cli, tmp_path: Path, command: str, options: list[str]
-) -> None:
+def test_options_of_a_merge_mean_nothing_to_a_checkpoint(cli: Cli, tmp_path: Path, options: list[str]) -> None:
     run = write(tmp_path / "run", [state_row(0, "w", WHOLE)])
-    found = cli(command, run.path, "--to", "dcp", "-o", tmp_path / "out", *options)
+    found = cli("checkpoint", run.path, "--to", "dcp", "-o", tmp_path / "out", *options)
     assert found.exit_code == 2 and f"No such option: {options[0]}" in found.err
     assert not (tmp_path / "out").exists()
 

@@ -336,7 +336,7 @@ def test_notes_come_with_the_frame(tmp_path: Path) -> None:
         ({"module": "upp"}, "module_path='upp'; nearest is 'up'"),
         ({"site": "grads"}, "no site 'grads'; did you mean 'grad'"),
         ({"step": "x"}, "--step x"),
-        ({"step": 9}, r"step=9; there are 0, 1, 2"),
+        ({"step": 9}, r"step=9; there are steps 0 to 2"),
         ({"module": "down", "site": "param"}, "each of these occurs, but never together"),
         ({"by": "modul"}, "by 'modul': choose of step, module"),
         ({"by": "rank", "across_ranks": True}, "have no rank"),
