@@ -435,7 +435,8 @@ class Recorder:
             self._ring.end(self.capture, self.commands)
             news = self._description.news(self.events, self.commands) if self._description is not None else {}
             self._writer.set_manifest({**self._last_manifest, **news})
-            self._show_status(self.capture)
+            if self.settings.status_interval_s:
+                self._show_status(self.capture)
         except Exception as error:
             self.events.add("hook_error", f"a last trigger failed: {type(error).__name__}: {error}", key="ending")
 
@@ -578,7 +579,8 @@ class Recorder:
             root.inventory.look_for_foreign_hooks()
         self._last_manifest = self._manifest()
         self._writer.set_manifest(self._last_manifest)
-        self._show_status(self.capture)  # the last one also where none is shown before: a full disk takes it
+        if self.settings.status_interval_s:
+            self._show_status(self.capture)
         self.capture.close()
         if self.commands is not None:
             self.commands.close()

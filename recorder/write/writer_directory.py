@@ -226,7 +226,6 @@ class WriterDirectory:
         self._claiming.succeeded()
         self._look_for_others(directory)
         self.path = directory
-        self._status.reserve(directory)
         self.flush_due()
 
     def _look_for_others(self, directory: Path) -> None:

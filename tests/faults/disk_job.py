@@ -229,7 +229,7 @@ CASES = {
     ),
     "stall_for_ever": Case(before=prepare_stall(*WRITES), begin=stall, settings=STALLED),
     "read_only_for_good": Case(begin=make_read_only, settings=(*SMALL_SHARDS, *SHOWN)),
-    "full_for_good": Case(before=mount_tmpfs("size=2m"), begin=fill_up),
+    "full_for_good": Case(before=mount_tmpfs("size=2m"), begin=fill_up, settings=SHOWN),
     "eio_fsync_at_start": Case(before=fail(fsync=errno.EIO)),
     "eio_link_at_start": Case(before=fail(linkat=errno.EIO, link=errno.EIO)),
     "no_links_at_start": Case(before=fail(linkat=errno.EPERM, link=errno.EPERM, renameat2=errno.EINVAL)),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...format.rundir import STATUS, STATUS_BYTES, encode_status
+from ...format.rundir import STATUS, encode_status
 from .file import Disk
 
 _RECENT_S = 10.0
@@ -27,20 +27,8 @@ class StatusFile:
         self._disk = disk
         self._clock = clock
         self._descriptor: int | None = None
-        self._reserved: Path | None = None
-        """The file, while it is made and nothing is written to it but blanks."""
         self._samples: deque[tuple[float, int, int]] = deque()
         """Samples of time, step and bytes written; the first is at least `_RECENT_S` old, if any is."""
-
-    def reserve(self, directory: Path) -> None:
-        """Make the file, blank: its block is the writer's before the disk is full, and takes the last account then.
-
-        Readers take a blank status for one that is being rewritten.
-        """
-        with contextlib.suppress(OSError):
-            self._descriptor = self._disk.create(directory / STATUS)
-            self._reserved = directory / STATUS
-            self._disk.write(self._descriptor, memoryview(b" " * STATUS_BYTES), 0)
 
     def write(self, directory: Path, status: Mapping[str, Any], *, written_bytes: int) -> None:
         """Write the members of `status` (with ``step``), and how fast step and bytes grow."""
@@ -54,7 +42,6 @@ class StatusFile:
             if self._descriptor is None:
                 self._descriptor = self._disk.create(directory / STATUS)
             self._disk.write(self._descriptor, memoryview(encode_status(status)), 0)
-            self._reserved = None
         except OSError as error:
             if error.errno == errno.EBADF:  # somebody closed it: the next write makes another
                 self._descriptor = None
@@ -62,11 +49,7 @@ class StatusFile:
                     self._disk.unlink(directory / STATUS)
 
     def close(self) -> None:
-        """Close the file, and remove it if it is blank; a later `write` finds its name taken, and does nothing."""
-        reserved, self._reserved = self._reserved, None
-        if reserved is not None:
-            with contextlib.suppress(OSError):
-                self._disk.unlink(reserved)
+        """Close the file; a later `write` finds its name taken, and does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError):
