@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from recorder.errors import LookupFailedError
+from recorder.errors import LookupFailedError, install_line
 from recorder.format.rundir import encode_status
 from recorder.run.run import open_run
 from recorder.upkeep.verify import verify
@@ -179,5 +180,5 @@ class TestCommands:
 
 def test_a_frame_without_pandas_is_an_import_error(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"pip install 'torch-recorder\[analysis\]'"):
+    with pytest.raises(ImportError, match=re.escape(install_line("analysis"))):
         open_run(run_path).to_pandas()
