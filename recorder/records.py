@@ -7,7 +7,6 @@ The types are named tuples: immutable like frozen dataclasses, and a third of th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -35,9 +34,6 @@ KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
 
 PART_BYTES = 32 << 20
 """A payload above this becomes several rows, so that memory stays bounded (bytes)."""
-
-LOSS_NAME = re.compile(r"(.*[./])?loss")
-"""Matches the whole name of a scalar that is a loss, such as ``train/loss``: no infinity in a loss is intended."""
 
 
 def kind_of(keep: int, site: str) -> str:

@@ -7,6 +7,7 @@ no third party: settings name sites, and are read before any of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -146,3 +147,23 @@ VALUE_OF: Mapping[str, str] = {gradient: name for name, gradient in GRADIENT_OF.
 def values_of(site: str) -> str:
     """Return the site of the values whose gradients stand at `site`; `site` itself where it holds no gradients."""
     return VALUE_OF.get(site, site)
+
+
+SKIPPED = "skipped"
+"""The name of the scalar that is 1 at each step whose update `GradScaler` has skipped, because gradients overflowed."""
+_LOSS = re.compile(r"(.*[./])?loss")
+
+
+def is_loss(site: str, name: str) -> bool:
+    """Whether a value is a scalar that is called a loss, such as ``train/loss``."""
+    return site == "scalar" and _LOSS.fullmatch(name) is not None
+
+
+def may_mask(site: str, name: str) -> bool:
+    """Whether a program may mean the infinities of a value, as it does in an attention mask; it never means a NaN.
+
+    A gradient, a state of the optimizer or a loss is never infinite on purpose. Whoever judges whether values are
+    finite asks here: the warning of a training, `recorder first` and the rule `nonfinite` of `recorder check`.
+    """
+    known = SITE_OF.get(site)
+    return known is None or not (known.is_gradient or known.is_of_optimizer or is_loss(site, name))

@@ -3,10 +3,11 @@
 It looks at statistics that are there anyway, on the writer thread. Nothing here may touch a tensor or raise.
 
 The warning is for NaN in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars, and for
-infinities where no program intends them: in gradients, and in a scalar that is called a loss. Inputs and buffers may
-hold masks, and an output may be one. An input of a module inside a root came from an output, or from the program
-between two modules. `GradScaler` finds its scale by non-finite gradients of steps that it skips: so the warning of a
-gradient waits until the step is over, and so does the warning of anything later in that step.
+infinities where no program means them (`sites.may_mask`): in gradients, in optimizer state, and in a scalar that is
+called a loss. Inputs and buffers may hold masks, and an output may be one. An input of a module inside a root came from
+an output, or from the program between two modules. `GradScaler` finds its scale by non-finite gradients of steps that
+it skips: so the warning of a gradient waits until the step is over, and so does the warning of anything later in that
+step.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from collections import deque
 from typing import NamedTuple
 
 from ..observe.clock import Clock
-from ..records import LOSS_NAME, Measured, Staged
-from ..sites import GRADIENTS, NUMBERS, UPDATED
+from ..records import Measured, Staged
+from ..sites import GRADIENTS, NUMBERS, SKIPPED, UPDATED, is_loss, may_mask
 from ..system import log
 from ..system.text import counted
 
 _logger = logging.getLogger("recorder")
 _SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS)
-_SKIPPED = "skipped"
 _MAX_STEPS = 64
 """Steps that are remembered: a finding waits for the next step, and the writer may be some steps behind."""
 
@@ -72,16 +72,15 @@ class FirstNonFinite:
         is_told_of = origin.site in _SITES or (origin.site == "input" and not origin.module_path)
         if self.first is not None or not is_told_of or staged.phase == "recompute":
             return
-        if origin.site == "scalar" and origin.name == _SKIPPED:
+        if origin.site == "scalar" and origin.name == SKIPPED:
             (self._skipped if measured.mean else self._taken).append(step)
             return
         num_nan, num_inf = measured.nan_count or 0, measured.inf_count or 0
         if not num_nan and not num_inf:
             return
-        is_gradient = origin.site in GRADIENTS
-        is_loss = origin.site == "scalar" and LOSS_NAME.fullmatch(origin.name) is not None
-        if not num_nan and not is_gradient and not is_loss:
+        if not num_nan and may_mask(origin.site, origin.name):
             return
+        is_gradient = origin.site in GRADIENTS
         value = NonFiniteValue(step, _where(staged), _counts(num_nan, num_inf, math.prod(staged.shape)))
         if self._waiting is None and not is_gradient:
             self.first = value
@@ -89,7 +88,7 @@ class FirstNonFinite:
             self._waiting = value
         elif not is_gradient:
             self._next = self._next or value
-            self._loss = self._loss or (_where(staged) if is_loss else "")
+            self._loss = self._loss or (_where(staged) if is_loss(origin.site, origin.name) else "")
             if origin.site in UPDATED:  # so the step was not skipped
                 self._taken.append(step)
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..sites import SKIPPED
 from .movement import EXACT, Movement
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, grouped, previous
 
@@ -21,7 +22,7 @@ _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 
 _STATE = ("param", "buffer", "optim")
 """Sites of values that only a step changes."""
 _TINY = 1e-30
-_BY_CHANCE = ("grad_scale", "skipped")
+_BY_CHANCE = ("grad_scale", SKIPPED)
 """Scalars that a single step, which happened to overflow, may halve."""
 
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..records import LOSS_NAME
-from ..sites import SITE_OF
+from ..sites import is_loss
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -37,23 +36,12 @@ class SeriesKey(NamedTuple):
     @property
     def is_loss(self) -> bool:
         """Whether it is a scalar that is called a loss."""
-        return self.site == "scalar" and LOSS_NAME.fullmatch(self.name) is not None
+        return is_loss(self.site, self.name)
 
     @property
     def differs_by_batch(self) -> bool:
         """Whether data-parallel ranks have it each of its own batch, so that it may be compared over ranks."""
         return self.site in ("output", "grad_output") or self.is_loss or (self.site == "grad" and self.scope == "local")
-
-    @property
-    def may_mask(self) -> bool:
-        """Whether a program may mean its infinities. A gradient, a state of the optimizer or a loss never does."""
-        return may_mask(self.site) and not self.is_loss
-
-
-def may_mask(site: str) -> bool:
-    """Whether a program may mean the infinities of values at a site, as it does in an attention mask."""
-    known = SITE_OF.get(site)
-    return known is None or not (known.is_gradient or known.is_of_optimizer)
 
 
 class About(NamedTuple):

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ...checks.rows import may_mask
 from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers
-from ...records import LOSS_NAME
+from ...sites import SKIPPED, is_loss, may_mask
 from .timeline import Firsts, RecordedValue, Timeline
 
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
@@ -138,7 +137,7 @@ class _Counts:
         self.inf[self.inf < 0] = 0
         if timeline.firsts is not None:
             self.nan[: timeline.num_firsts], self.inf[: timeline.num_firsts] = timeline.firsts[1:]
-        self._may_mask = holds(table.column("site"), may_mask) & ~_is_loss(table)
+        self._may_mask = holds(table.column("site"), lambda site: may_mask(site, "")) & ~_is_loss(table)
         series = timeline.series
         self._same_shape = group([series.ids, codes(table.column("shape"))])
         self._begins = series.firsts[series.ids]
@@ -279,7 +278,7 @@ def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[Beside]:
 
 def _is_loss(table: Any) -> npt.NDArray[np.bool_]:
     """Which rows are a scalar that is called a loss."""
-    is_so_called = holds(table.column("name"), lambda name: LOSS_NAME.fullmatch(name) is not None)
+    is_so_called = holds(table.column("name"), lambda name: is_loss("scalar", name))
     return np.asarray(holds(table.column("site"), "scalar".__eq__) & is_so_called)
 
 
@@ -291,6 +290,6 @@ def _is_skipped(timeline: Timeline, row: int) -> bool:
     rows = np.flatnonzero(same_step)
     table = timeline.table.take(rows)
     return any(
-        site == "scalar" and name == "skipped" and (mean or 0) > 0
+        site == "scalar" and name == SKIPPED and (mean or 0) > 0
         for site, name, mean in zip(*(table.column(c).to_pylist() for c in ("site", "name", "mean")), strict=True)
     )

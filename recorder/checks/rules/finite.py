@@ -7,11 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...sites import SITES
+from ...sites import SITES, SKIPPED, may_mask
 from ..rows import Catalog, Flags, Floats, Memory, Rows, SeriesKey, begins
 from ..rule import Finding, Rule, Setting, Severity, StreakRule
 
-_SKIPPED = "skipped"
 _MOST_SKIPPED = 20
 """A scale of 2^16 is halved to 1 by then: what overflows still, overflows at any scale."""
 
@@ -60,8 +59,8 @@ class NonFinite(Rule):
         firsts = firsts[self._is_known[rows.lanes[firsts]] == 0]
         began_infinite = (inf[firsts] > 0) & (nan[firsts] == 0)
         self._is_known[rows.lanes[firsts]] = np.where(began_infinite, 2.0, 1.0)
-        may_mask = self.catalog.mark("may_mask", lambda key: key.may_mask)
-        candidates = (inf > 0) & (nan == 0) & may_mask[rows.series] & (self._is_known[rows.lanes] == 2)
+        is_maskable = self.catalog.mark("may_mask", lambda key: may_mask(key.site, key.name))
+        candidates = (inf > 0) & (nan == 0) & is_maskable[rows.series] & (self._is_known[rows.lanes] == 2)
         for index in np.flatnonzero(candidates).tolist():
             known = self._masks.setdefault((int(rows.lanes[index]), float(rows["numel"][index])), float(inf[index]))
             excused[index] = inf[index] <= known
@@ -101,7 +100,7 @@ class NonFinite(Rule):
         is_of_module = np.array([(one.root, one.module_path) == (key.root, key.module_path) for one in keys], np.bool_)
         of_module = same_step & is_of_module[rows.series]
         sites = {site: of_module & _at_site(keys, site)[rows.series] for site in ("input", "param")}
-        skipped = same_step & np.array([one.site == "scalar" and one.name == _SKIPPED for one in keys])[rows.series]
+        skipped = same_step & np.array([one.site == "scalar" and one.name == SKIPPED for one in keys])[rows.series]
         what = "the value is not finite"
         if (sites["param"] & is_bad).any() and key.site != "param":
             what += ", and neither is a parameter of the module"
@@ -147,7 +146,7 @@ class Skipped(StreakRule):
 
     def wants(self, key: SeriesKey) -> bool:
         """Whether a step was skipped."""
-        return (key.site, key.name) == ("scalar", _SKIPPED)
+        return (key.site, key.name) == ("scalar", SKIPPED)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the scalar alone."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from ...sites import SKIPPED
 from ..movement import EXACT, Movement
 from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, began, begins, previous
 from ..rule import Finding, Rule, Setting, Severity, StreakRule
@@ -87,7 +88,7 @@ class Unchanged(StreakRule):
 
     def wants(self, key: SeriesKey) -> bool:
         """Parameters, their gradients, and whether GradScaler skipped a step."""
-        return key.site in ("param", "grad") or (key.site, key.name) == ("scalar", "skipped")
+        return key.site in ("param", "grad") or (key.site, key.name) == ("scalar", SKIPPED)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Remember gradients and skipped steps, then look at the parameters that have a gradient."""
