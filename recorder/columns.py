@@ -26,6 +26,8 @@ VERSION_KEY = b"recorder_format"
 
 MODES = ("train", "eval", "no_grad")
 PHASES = ("forward", "recompute", "backward", "optimizer")
+PLAIN = "plain"
+"""The encoding of a payload whose bytes are those of the tensor."""
 SCOPES = ("local", "reduced", "unsharded", "final")
 
 

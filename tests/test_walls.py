@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,25 @@ def test_campaigns_import_of_the_tests_only_the_rigs() -> None:
 
 def test_rigs_import_neither_tests_nor_campaigns() -> None:
     assert crossings(TESTS / "rigs", "tests", "tests.rigs") == {}
+
+
+PAST_THE_DOOR = {"recorder.analyze": 1, "recorder.cli": 5}
+"""For each room above `run`, how many imports of a run's files its contract ignores. The numbers may only fall."""
+
+
+@pytest.mark.parametrize("room", PAST_THE_DOOR)
+def test_imports_past_the_one_door_are_those_that_the_contract_ignores(room: str) -> None:
+    contracts = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [contract] = [
+        one for one in contracts if one.get("source_modules") == [room] and "recorder.read" in one["forbidden_modules"]
+    ]
+    past = {
+        f"{path.removesuffix('.py').replace('/', '.')} -> {name.rpartition('.')[0]}"
+        for path, name in imported_by(PACKAGE / room.rpartition(".")[2])
+        if f"{name}.".startswith(tuple(f"{one}." for one in contract["forbidden_modules"]))
+    }
+    assert past == set(contract["ignore_imports"])
+    assert len(past) == PAST_THE_DOOR[room]
 
 
 CLASSES_OF_ONE_NAME = {

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecorderError
-from ..format.manifest import WriterManifest
-from ..format.rundir import WRITER_MANIFEST, read_json
-from ..run.finding import default_folder, find_run, has_manifest, runs_in
-from ..storage.locations import scheme_of
+from ..run.finding import default_folder, find_run, first_modules, has_manifest, runs_in, scheme_of
 
 _HARMLESS = re.compile(r"[A-Za-z0-9._=+@/-]+")
 _MAX_BACK = 9
@@ -66,13 +63,7 @@ def _runs(incomplete: str) -> Iterator[str]:
 
 
 def _modules(run: str | None) -> Iterator[str]:
-    """Yield the modules in the first manifest, which has about all of them: it is one file, and a run is many."""
+    """Yield the modules of a run on a disk."""
     path_of_run, _ = find_run(run)
-    if not isinstance(path_of_run, Path):
-        return
-    for path in sorted(path_of_run.glob(f"*/*/{WRITER_MANIFEST}")):
-        roots = WriterManifest.read(read_json(path)).roots
-        paths = [module.path for root in roots for module in root.modules]
-        if paths:
-            yield from paths
-            return
+    if isinstance(path_of_run, Path):
+        yield from first_modules(path_of_run)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from ..format.commands import DUMP
-from ..format.rundir import CHANGED, UNCHANGED, Proof
-from ..read.dumps import RunDump
-from ..run.run import Run
+from ..run.run import Run, RunDump
+from ..run.status import CHANGED, UNCHANGED, Proof
 from ..system.text import counted, size
 from .output import printable, span
 
@@ -24,7 +22,7 @@ def proof_state(proof: Proof) -> str:
 
 def told_note(run: Run) -> str | None:
     """Return the note that a run was told something while it was under way; None where all of it were dumps."""
-    if not (num_told := sum(command.kind != DUMP for command in run.commands.sound)):
+    if not (num_told := run.commands.num_beside_dumps):
         return None
     numbers = counted(num_told, "command")
     return f"note: the run was sent {numbers} while it was under way, which recorder doctor lists"

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from ..errors import LookupFailedError, NotARunError, RunError
 from ..rules import hint
-from ..run.finding import find_folder, is_same_folder
+from ..run.finding import find_folder, is_same_folder, scheme_of
 from ..run.run import Run, open_run
 from ..run.selection import Selection
-from ..storage.locations import scheme_of
 
 
 def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None]:

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
-from ..read.lookup import ended_before
 from ..rules import hint
 from ..run.finding import typed_for
 from ..run.run import Run
@@ -66,7 +65,7 @@ def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
     steps, ranks = (sorted(set(table.column(name).drop_null().to_pylist())) for name in ("step", "rank"))
     extent = f"it has steps {span(steps) or 'none'} and ranks {span(ranks) or 'none'}"
     step = str(wanted.step)
-    ended = ended_before(run.writers, int(step)) if step.isdecimal() else ""
+    ended = run.ended_before(int(step)) if step.isdecimal() else ""
     raise LookupFailedError(f"no row of {subject} at these steps and ranks; {extent}{'; ' if ended else ''}{ended}")
 
 

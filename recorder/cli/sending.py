@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 
 from ..errors import CommandError
 from ..format.commands import IN_FORCE, MISSED, REFUSED, WAITING, Command
-from ..format.manifest import RunManifest
-from ..run.finding import FLEET, find_run
+from ..run.finding import Location, RunManifest, find_run, is_shipped
 from ..run.status import ENDED, RankNow, RunWatch
 from ..storage.commands import send
-from ..storage.locations import Location, store_of
 from .output import print_json, say_state, span
 from .told import command_members, state_word, steps_phrase
 
@@ -183,8 +181,7 @@ def find_target(path: str | None, key_file: str | None) -> Target:
 
 def _store_of_shipped(location: Location) -> Destination | None:
     """Return where a run was shipped to, as the folder above it; None where it lies where it records."""
-    above = location.parents[:2]  # a daemon keeps the folders of its runs
-    if isinstance(location, Path) and not any(store_of(one).is_directory(one / FLEET) for one in above):
+    if not is_shipped(location):
         return None
     from ..daemon.destination import Throttle, parse_destination
 

@@ -6,14 +6,15 @@ kind than FORMAT.md wants counts as missing, and `problems` says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import RUN_NAME
+from ..rules import Rule
 from ..sites import FORMAT_VERSION
 from ..system.processes import runs
-from .commands import Answer
+from .commands import Answer, rules_in_force
 from .members import Members, Shared
 from .roots import Root
 
@@ -217,6 +218,11 @@ class MergedWriter:
     ending: str
     balance: Balance
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether it dropped or deleted rows, or never closed."""
+        return bool(self.balance.dropped or self.balance.retired_rows or self.state != "closed")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterManifest(Lifetime):
@@ -295,6 +301,14 @@ class WriterManifest(Lifetime):
             members=raw,
             problems=(*problems, *wrong),
         )
+
+    def in_force(self, rules: Sequence[Rule]) -> list[Rule]:
+        """The writer's own rules, already read, and those that it was sent, each with the steps at which it held.
+
+        Raises:
+            ConfigError: a rule that it was sent is none.
+        """
+        return rules_in_force(rules, self.commands)
 
     def whole_setting(self, name: str) -> int:
         """The value of a setting that is a whole number; 0 where it is none."""

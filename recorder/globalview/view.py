@@ -21,6 +21,7 @@ from ..read.payload import Payloads, is_same
 from ..read.run import RecordedRun
 from ..read.shards.rows import ShardRows
 from ..read.stages import whole_roots
+from ..read.step_sizes import SIZE_COLUMNS, StepSizes
 from .assemble.assembler import Assembler, as_items
 from .assemble.rows import GlobalRows
 from .grouping.row_grouper import COLUMNS
@@ -29,7 +30,6 @@ from .plan.overrides import parse_overrides
 from .plan.sampling import choose_steps, load_sample
 from .plan.values import GlobalValues
 from .topology.run_topology import Topology
-from .windows import cut_steps, step_sizes
 
 NO_VALUES = "no_values"
 """Member of a note: why a row has no values although ranks recorded some."""
@@ -109,13 +109,9 @@ class GlobalView:
             max_rows: a range of several steps has at most so many rows of all ranks.
             max_bytes: and at most so many bytes of payload, decoded; without, any number.
         """
-        sizes_of: dict[int, tuple[int, int]] = {}
-        for shard in self._shards():
-            sizes = step_sizes(shard, has_bytes=max_bytes is not None)
-            for step, num_rows, num_bytes in zip(*(column.tolist() for column in sizes), strict=True):
-                known = sizes_of.get(step, (0, 0))
-                sizes_of[step] = known[0] + num_rows, known[1] + num_bytes
-        return cut_steps(sizes_of, max_rows, max_bytes)
+        columns = [name for name in SIZE_COLUMNS if max_bytes is not None or name != "payload_bytes"]
+        sizes = StepSizes.sum(StepSizes.of(shard.columns(columns)) for shard in self._shards())
+        return [step_range[:2] for step_range in sizes.cut(max_rows, max_bytes)]
 
     def rows(
         self,

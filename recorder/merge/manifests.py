@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..format.manifest import COUNTED
-from ..read.writers import load_balances
 from ..run.run import Run
 from ..sites import FORMAT_NAME, FORMAT_VERSION
 
@@ -50,7 +49,7 @@ def of_source(run: Run) -> dict[str, Any]:
         name: next((members[name] for writer in run.writers if name in (members := writer.manifest.members)), None)
         for name in _INFORMATIVE
     }
-    load_balances(run.writers)
+    run.load_balances()
     ledger = {"observed": 0, "written": 0, "dropped": {}, "retired": {"rows": 0, "bytes": 0}}
     return {
         **_FORMAT,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.rundir import rank_dir
-from ..globalview.windows import step_sizes
+from ..read.step_sizes import SIZE_COLUMNS, StepSizes
 from ..read.writers import GLOBAL_DIR, RecordedWriter
 from ..run.run import Run
 
@@ -76,22 +76,20 @@ class Inputs:
         self._constant = [UNIT_FORMAT, options]
         self._writers: list[Any] = []
         self._shards: list[tuple[int, str, int | None]] = []
-        steps, shards, rows, nbytes = ([np.zeros(0, np.int64)] for _ in range(4))
+        sizes = [StepSizes.sum([])]
+        shards = [np.zeros(0, np.int64)]
         for number, writer in enumerate(run.writers):
             self._writers.append(_inputs_of(writer))
             for shard in writer.shards:
-                of_steps = step_sizes(shard, has_bytes=True)
-                steps.append(of_steps[0])
-                shards.append(np.full(len(of_steps[0]), len(self._shards), np.int64))
-                rows.append(of_steps[1])
-                nbytes.append(of_steps[2])
+                sizes.append(StepSizes.of(shard.columns(SIZE_COLUMNS)))
+                shards.append(np.full(len(sizes[-1].steps), len(self._shards), np.int64))
                 size_bytes = shard.size_bytes if shard.is_sealed else None  # an open one grows with later steps
                 self._shards.append((number, shard.path.name, size_bytes))
         self.shards = [shard for writer in run.writers for shard in writer.shards]
-        step = np.concatenate(steps)
+        step, rows, num_bytes = map(np.concatenate, zip(*sizes, strict=True))
         order = np.argsort(step, kind="stable")
         self._step, self._shard = step[order], np.concatenate(shards)[order]
-        self._rows, self._bytes = np.concatenate(rows)[order], np.concatenate(nbytes)[order]
+        self._rows, self._bytes = rows[order], num_bytes[order]
         # Where steps are merely counted, a later life of a rank replaces the earlier ones as a whole.
         is_counted = any(writer.is_counted for writer in run.writers)
         self._constant.append(self._writers if is_counted else None)
@@ -99,16 +97,15 @@ class Inputs:
     def windows(self, kept: Sequence[Window] = ()) -> Iterator[Window]:
         """Yield windows that cover every step: those `kept`, and between them as few as the bounds allow."""
         kept = sorted(kept)
-        steps, starts = np.unique(self._step, return_index=True)
-        rows = np.add.reduceat(self._rows, starts) if len(steps) else self._rows
-        nbytes = np.add.reduceat(self._bytes, starts) if len(steps) else self._bytes
+        sizes = StepSizes.sum([StepSizes(self._step, self._rows, self._bytes)])
         max_rows = max(UNIT_ROWS, ROWS_PER_WRITER * len(self._writers))
-        edges = [0, *np.searchsorted(steps, [edge for window in kept for edge in window[:2]]).tolist(), len(steps)]
+        known = [edge for window in kept for edge in window[:2]]
+        edges = [0, *np.searchsorted(sizes.steps, known).tolist(), len(sizes.steps)]
         for number, (begin, end) in enumerate(pairwise(edges)):
             if number % 2:
                 yield kept[number // 2]
             else:
-                yield from _cut(steps[begin:end], rows[begin:end], nbytes[begin:end], max_rows)
+                yield from _cut(StepSizes(*(column[begin:end] for column in sizes)), max_rows)
 
     def units(self, window: Window) -> list[Unit]:
         """Return the units of a window as this run fills it."""
@@ -151,23 +148,10 @@ class Inputs:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _cut(steps: Counts, rows: Counts, nbytes: Counts, max_rows: int) -> Iterator[Window]:
+def _cut(sizes: StepSizes, max_rows: int) -> Iterator[Window]:
     """Yield windows of consecutive steps within the bounds; a step that exceeds them alone becomes several units."""
-    begin = 0
-    total_rows = total_bytes = 0
-    for i in range(len(steps)):
-        step_rows, step_bytes = int(rows[i]), int(nbytes[i])
-        if i > begin and (total_rows + step_rows > max_rows or total_bytes + step_bytes > UNIT_BYTES):
-            yield _window(steps[begin], steps[i - 1], total_rows / max_rows, total_bytes)
-            begin, total_rows, total_bytes = i, 0, 0
-        total_rows += step_rows
-        total_bytes += step_bytes
-    if begin < len(steps):
-        yield _window(steps[begin], steps[-1], total_rows / max_rows, total_bytes)
-
-
-def _window(first: np.int64, last: np.int64, share_of_rows: float, num_bytes: int) -> Window:
-    return Window(int(first), int(last) + 1, max(1, math.ceil(share_of_rows), -(-num_bytes // UNIT_BYTES)))
+    for first, end, num_rows, num_bytes in sizes.cut(max_rows, UNIT_BYTES):
+        yield Window(first, end, max(1, math.ceil(num_rows / max_rows), -(-num_bytes // UNIT_BYTES)))
 
 
 def _inputs_of(writer: RecordedWriter) -> list[Any]:

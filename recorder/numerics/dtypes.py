@@ -1,12 +1,18 @@
-"""The element types that rows may carry, by torch's names; never imports torch, nor ml_dtypes before it is needed."""
+"""The element types that rows may carry, by torch's names, and bytes as arrays of these types.
+
+Never imports torch, nor ml_dtypes before it is needed.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ..errors import UnsupportedError
+from ..errors import CorruptError, UnsupportedError
 
 ITEM_BYTES: dict[str, int] = {
     "bool": 1,
@@ -74,3 +80,22 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
             ) from None
     spelled: np.dtype[Any] = np.dtype(_NUMPY_SPELLING.get(dtype, dtype))
     return spelled.newbyteorder("<")
+
+
+def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
+    """Little-endian C-order bytes as an array of torch's `dtype`."""
+    check_bytes(data, dtype, shape)
+    try:
+        return data.view(numpy_dtype(dtype)).reshape(shape)
+    except ValueError as error:  # an empty tensor with sizes beyond numpy's
+        raise UnsupportedError(f"numpy has no array of shape {list(shape)}: {error}") from error
+
+
+def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> None:
+    """Refuse bytes that are not exactly one tensor.
+
+    Raises:
+        CorruptError: they are too few or too many.
+    """
+    if data.nbytes != math.prod(shape) * item_bytes(dtype):
+        raise CorruptError(f"{data.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")

@@ -22,6 +22,8 @@ SERIES_KEY = tuple(name for name in KEY if name != "step")
 """What names the same value over the steps."""
 
 
+_NONE = -1
+"""The stage of a row of no pipeline."""
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
 """Stands for null among the bits of statistics; as a float64 it is a denormal that no statistic is."""
@@ -155,3 +157,41 @@ def digest(columns: Sequence[Integers]) -> Integers:
     for column in columns:
         total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
     return total.view(np.int64)
+
+
+class Times(NamedTuple):
+    """The columns that tell when some rows were seen; each has one number for each row."""
+
+    step: Integers
+    mode: Integers
+    is_forward: npt.NDArray[np.bool_]
+    is_backward: npt.NDArray[np.bool_]
+    """Recomputed forwards are part of the backward."""
+    seq: Integers
+    """In the order of execution on its rank."""
+    stage: Integers
+    """-1 for a row of no pipeline."""
+    micro_step: Integers
+    """The micro-batch of each value of a pipeline that belongs to one micro-batch; else 0."""
+    rank: Integers
+
+    def order(self) -> Integers:
+        """The order of execution.
+
+        Each rank numbers its rows by itself, so that ranks' numbers say nothing of the order of stages: forwards go
+        through them upwards, backwards downwards. Micro-batches follow one another here; that they overlap in time is
+        nothing that one of them could see.
+        """
+        if (self.stage == _NONE).all():
+            return np.lexsort([self.rank, self.seq, self.step])
+        kind = np.where(self.is_forward, 0, np.where(self.is_backward, 1, 2))
+        stage_order = np.where(self.stage == _NONE, 0, np.where(self.is_backward, -self.stage, self.stage))
+        micro_step = np.where(self.stage == _NONE, 0, self.micro_step)
+        begins = self.seq.copy()  # when the first stage that took part began with it
+        staged = np.flatnonzero(self.stage != _NONE)
+        keys = np.stack([self.step, self.mode, kind])[:, staged]
+        groups = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+        by_stage = np.lexsort([self.seq[staged], self.stage[staged], groups])
+        is_first = np.r_[True, np.diff(groups[by_stage]) > 0]
+        begins[staged] = self.seq[staged][by_stage][is_first][groups]
+        return np.lexsort([self.rank, self.seq, stage_order, micro_step, kind, self.mode, begins, self.step])

@@ -18,25 +18,30 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..columns import METADATA_COLUMNS, SCHEMA, TIME_ORDER, parse_shape
-from ..errors import CorruptError, LookupFailedError, RunError, not_installed
+from ..columns import COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS, TIME_ORDER, parse_shape
+from ..errors import CorruptError, LookupFailedError, not_installed
 from ..format.manifest import RunManifest
 from ..format.roots import Jitter, Module
-from ..format.rundir import PROOF, PROOF_BYTES, RUN_MANIFEST, UNKNOWN, Proof
+from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
+from ..read.manifests import SentCommands, read_commands
 from ..storage.locations import Location, OpenLocation, store_of
-from .commands import SentCommands, read_commands
-from .dumps import RunDump, dumps_of
-from .long_form import LONG_KEY, choose_statistics, to_long
+from ..system.text import listed
+from .manifests import RunDump, dumps_of, list_paths, read_modules
 from .metadata import NONE, POSITION_COLUMNS, MetadataRows, Positions
-from .modules import list_paths, read_modules
 from .payload import Payloads
-from .writers import RecordedWriter, as_problem, find_writers
+from .writers import RecordedWriter, as_problem, find_writers, load_balances
 
 if TYPE_CHECKING:
     import pandas
 
 _logger = logging.getLogger(__name__)
+_MAX_HOOKED = 5
+LONG_KEY = (
+    "step", "rank", "root", "module_path", "site", "name", "micro_step", "call", "repeat", "mode", "phase",
+)  # fmt: skip
+"""Columns that, with `statistic`, tell the values of a long frame apart."""
+_MEASURES = (*STATISTICS, *COUNTS)
 
 
 class RecordedRun:
@@ -127,15 +132,6 @@ class RecordedRun:
         """The largest share of its value by which `jitter` moved an element; 0 where no manifest says it."""
         return max((fact.eps for fact in self._jitter_facts), default=0.0)
 
-    @cached_property
-    def proof(self) -> Proof | None:
-        """What `recorder prove` found of its program; None where it was not asked."""
-        store, path = store_of(self.path), self.path / PROOF
-        try:
-            return Proof.read(store.read_json(path, PROOF_BYTES)) if store.is_file(path) else None
-        except RunError as error:
-            return Proof(verdict=UNKNOWN, text=f"{UNKNOWN}: {error}")
-
     @property
     def dumps(self) -> list[RunDump]:
         """What triggers had it write of its ring, by time."""
@@ -175,6 +171,14 @@ class RecordedRun:
     def modules(self) -> dict[tuple[str, str], Module]:
         """What the writers say of each module, by root and path, recorded or not."""
         return read_modules(self.writers)
+
+    @property
+    def foreign_hooks(self) -> str:
+        """The modules that carry hooks of the program, and which, for people; empty where none does."""
+        hooked = (
+            f"{one.path!r} ({', '.join(one.foreign_hooks)})" for one in self.modules.values() if one.foreign_hooks
+        )
+        return listed(hooked, _MAX_HOOKED)
 
     @cached_property
     def known_paths(self) -> dict[str, None]:
@@ -250,6 +254,14 @@ class RecordedRun:
         chosen = choose_statistics(statistics)
         return to_long(self.table([*LONG_KEY, *chosen], filter), chosen)
 
+    def load_balances(self) -> None:
+        """Read what the accounts of the writers are made of, at once where each waits for a store."""
+        load_balances(self.writers)
+
+    def metadata(self, writers: Sequence[RecordedWriter], steps: tuple[int, int] | None = None) -> MetadataRows:
+        """The rows of some writers, and of some steps alone where `steps` has a first and a last one (not included)."""
+        return MetadataRows(writers, steps)
+
     def unknown_columns(self) -> Counter[str]:
         """Columns of a later version of the format, which are passed over, and how many rows have them."""
         return sum((writer.unknown_columns() for writer in self.writers), Counter[str]())
@@ -312,3 +324,36 @@ def _payload_column(payloads: Payloads, positions: Positions) -> Any:
     """The payloads of some rows: every batch is read once, however its rows are spread."""
     *pieces, order = payloads.column(positions)
     return pa.chunked_array([*pieces, pa.array([], pa.large_binary())]).take(pa.array(order))
+
+
+def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The columns of a long frame, each once; all statistics and counts by default.
+
+    Raises:
+        LookupFailedError: there is no such statistic.
+        ImportError: pandas is not installed.
+    """
+    chosen = tuple(dict.fromkeys(_MEASURES if names is None else names))
+    for name in chosen:
+        if name not in _MEASURES:
+            near = difflib.get_close_matches(str(name), _MEASURES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; choose of {', '.join(_MEASURES)}"
+            raise LookupFailedError(f"no statistic {name!r}{hint}")
+    if importlib.util.find_spec("pandas") is None:
+        raise ImportError(not_installed("to_long", "pandas", "analysis"))
+    return chosen
+
+
+def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
+    """A frame of `LONG_KEY`, `statistic` and `value`, out of a table with these columns and a column a statistic."""
+    tables = []
+    for name in statistics:
+        some = wide.filter(wide.column(name).is_valid())
+        value = some.column(name).cast(pa.float64())
+        statistic = pa.array([name], pa.string()).take(pa.array([0] * some.num_rows, pa.int32()))
+        tables.append(some.select(LONG_KEY).append_column("statistic", statistic).append_column("value", value))
+    if not tables:
+        tables = [wide.select(LONG_KEY).slice(0, 0).append_column("statistic", pa.array([], pa.string()))]
+        tables[0] = tables[0].append_column("value", pa.array([], pa.float64()))
+    frame: pandas.DataFrame = pa.concat_tables(tables).to_pandas()
+    return frame

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..columns import HANDED_ON, note_members
 from ..format.roots import MAX_STAGES, Stage
+from ..numerics.keys import Times
 from ..sites import NUMBERS
 from ..system.text import listed
 from .metadata import NONE, MetadataRows, Positions
@@ -79,44 +79,6 @@ class MicroBatches:
         at = (self.stage != NONE) & (self.key != NONE)
         self.micro_step[at] = self.key[at]
         self.key[at] = 0
-
-
-class Times(NamedTuple):
-    """The columns that tell when some rows were seen; each has one number for each row."""
-
-    step: Ints
-    mode: Ints
-    is_forward: Flags
-    is_backward: Flags
-    """Recomputed forwards are part of the backward."""
-    seq: Ints
-    """In the order of execution on its rank."""
-    stage: Ints
-    """`NONE` for a row of no pipeline."""
-    micro_step: Ints
-    """The micro-batch of each value of a pipeline that belongs to one micro-batch; else 0."""
-    rank: Ints
-
-    def order(self) -> Ints:
-        """The order of execution.
-
-        Each rank numbers its rows by itself, so that ranks' numbers say nothing of the order of stages: forwards go
-        through them upwards, backwards downwards. Micro-batches follow one another here; that they overlap in time is
-        nothing that one of them could see.
-        """
-        if (self.stage == NONE).all():
-            return np.lexsort([self.rank, self.seq, self.step])
-        kind = np.where(self.is_forward, 0, np.where(self.is_backward, 1, 2))
-        stage_order = np.where(self.stage == NONE, 0, np.where(self.is_backward, -self.stage, self.stage))
-        micro_step = np.where(self.stage == NONE, 0, self.micro_step)
-        begins = self.seq.copy()  # when the first stage that took part began with it
-        staged = np.flatnonzero(self.stage != NONE)
-        keys = np.stack([self.step, self.mode, kind])[:, staged]
-        groups = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
-        by_stage = np.lexsort([self.seq[staged], self.stage[staged], groups])
-        is_first = np.r_[True, np.diff(groups[by_stage]) > 0]
-        begins[staged] = self.seq[staged][by_stage][is_first][groups]
-        return np.lexsort([self.rank, self.seq, stage_order, micro_step, kind, self.mode, begins, self.step])
 
 
 def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:

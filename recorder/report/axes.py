@@ -10,7 +10,7 @@ import numpy as np
 
 from ..numerics.keys import Integers
 from ..numerics.moments import integers
-from ..read.modules import list_paths
+from ..read.manifests import list_paths
 from ..run.run import Run
 from ..sites import SITE_OF, Kind
 from .blocks import Block

@@ -22,14 +22,34 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..config import LATEST, load_settings
 from ..errors import LookupFailedError, NotARunError, RecorderError, RunError
-from ..format.manifest import RunManifest
+from ..format.manifest import RunManifest, WriterManifest
 from ..format.members import Members
-from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, check_version
+from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, WRITER_MANIFEST, check_version, read_json
 from ..read.writers import find_writers
-from ..storage.locations import LOCAL, Location, location_of, store_of
+from ..storage.locations import LOCAL, Location, location_of, scheme_of, store_of
 from ..storage.objects import ObjectPath
 from ..system.text import counted, moment
 
+__all__ = [
+    "FLEET",
+    "ListedRun",
+    "Location",
+    "RunManifest",
+    "command_of_merge",
+    "default_folder",
+    "find_folder",
+    "find_run",
+    "find_run_around",
+    "first_modules",
+    "fleet_runs",
+    "has_manifest",
+    "is_fleet",
+    "is_same_folder",
+    "is_shipped",
+    "runs_in",
+    "scheme_of",
+    "typed_for",
+]
 _LATEST = re.compile(rf"{LATEST}|@-([1-9][0-9]{{0,8}})")
 _MAX_LISTED = 8
 _logger = logging.getLogger("recorder")
@@ -121,6 +141,20 @@ def runs_in(folder: Location, *, without: Collection[str] = ()) -> list[ListedRu
 def has_manifest(path: Location) -> bool:
     """Whether a directory says that it is a run, sound or not."""
     return store_of(path).is_file(path / RUN_MANIFEST)
+
+
+def first_modules(run: Path) -> list[str]:
+    """The paths of the modules in the first manifest that has any; it has about all, and opening a run reads many."""
+    for path in sorted(run.glob(f"*/*/{WRITER_MANIFEST}")):
+        roots = WriterManifest.read(read_json(path)).roots
+        if paths := [module.path for root in roots for module in root.modules]:
+            return paths
+    return []
+
+
+def is_shipped(run: Location) -> bool:
+    """Whether a run lies where daemons ship runs to, and not where it was recorded."""
+    return not isinstance(run, Path) or any(store_of(one).is_directory(one / FLEET) for one in run.parents[:2])
 
 
 def find_run_around(folder: Path) -> Path | None:

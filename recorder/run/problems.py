@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..columns import OF_FIRST_PART, note_members
+from ..format.payload.encodings import ENCODING_OF
 from ..globalview.grouping.findings import Finding
 from ..globalview.plan.sampling import load_sample
 from ..globalview.plan.values import GlobalValues
 from ..numerics.keys import encode
 from ..numerics.moments import integers
 from ..read.run import RecordedRun
-from ..read.writers import load_balances
 from ..run.finding import typed_for
+from ..sites import SITE_OF
 from ..system.text import counted, named
 from .run import Run
 from .selection import Selection
@@ -97,6 +98,8 @@ def _span(first: int, last: int) -> str:
     return f" {first}" if first == last else f"s {first}..{last}"
 
 
+KNOWN_WORDS: Mapping[str, Collection[str]] = {"site": SITE_OF, "encoding": ENCODING_OF}
+"""The words of columns that this version knows; a later version may have more."""
 _CONTRADICTIONS = ("inconsistent", "layout_changes")
 _MAX_NAMED = 8
 _MAX_LOADED_ROWS = 1_000_000
@@ -105,7 +108,7 @@ _MAX_LOADED_ROWS = 1_000_000
 
 def left_out(run: Run) -> str:
     """Which rows of a run no answer is about, because they are not there, as a sentence; empty where there are none."""
-    load_balances(run.writers)
+    run.load_balances()
     balances = [writer.balance for writer in run.writers]
     counts = (
         (sum(one.num_dropped for one in balances), "dropped while recording"),

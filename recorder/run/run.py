@@ -16,29 +16,54 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from ..errors import LookupFailedError, UnsupportedError
-from ..format.roots import Stage
+from ..errors import LookupFailedError, RunError, UnsupportedError
+from ..format.manifest import Balance, WriterManifest
+from ..format.roots import Module, Root, Stage
+from ..globalview.assemble.rows import GlobalRows
 from ..globalview.explain import TensorLayout, explain
 from ..globalview.plan.overrides import check_overrides
 from ..globalview.tensor import global_tensor, histogram_of, is_partial, units_of
 from ..globalview.topology.run_topology import Topology
 from ..globalview.view import GlobalView, LoadedRows
+from ..numerics.dtypes import as_array, check_bytes
 from ..numerics.histogram import Histogram
 from ..numerics.units import Units
-from ..read.lookup import LOOKUP_COLUMNS, TensorRows, find_tensor
+from ..read.lookup import LOOKUP_COLUMNS, TensorRows, ended_before, find_tensor
+from ..read.manifests import RunDump
 from ..read.metadata import MetadataRows
 from ..read.run import RecordedRun
-from ..read.shards.decode import as_array, check_bytes
+from ..read.writers import RecordedWriter
 from ..rules import hint
-from ..storage.locations import Location
+from ..storage.locations import Location, store_of
 from ..storage.objects import ObjectPath
 from ..system.text import counted, listed
 from .finding import find_run
 from .notebook import MAX_LISTED, InlinePage, as_html, in_order_of_sites, plain, run_html, span
+from .status import PROOF, PROOF_BYTES, UNKNOWN, Proof
 
 if TYPE_CHECKING:
     import pandas
     import torch
+
+__all__ = [
+    "Balance",
+    "GlobalRows",
+    "GlobalView",
+    "Module",
+    "ModuleView",
+    "Qualifiers",
+    "RecordedWriter",
+    "Root",
+    "Run",
+    "RunDump",
+    "TensorLayout",
+    "Which",
+    "WriterManifest",
+    "narrow",
+    "open_location",
+    "open_run",
+]
+"""What is here, and the types of what a run hands out."""
 
 
 class Qualifiers(TypedDict, total=False):
@@ -76,6 +101,15 @@ class Run(RecordedRun):
     draw_page: Callable[..., InlinePage] | None = None
     """Draws the page of a run for `report` and `ModuleView.plot`. The room that draws stands above this one, so whoever
     opens a run for a notebook hands the function over."""
+
+    @cached_property
+    def proof(self) -> Proof | None:
+        """What `recorder prove` found of the program of the run; None where nobody asked."""
+        store, path = store_of(self.path), self.path / PROOF
+        try:
+            return Proof.read(store.read_json(path, PROOF_BYTES)) if store.is_file(path) else None
+        except RunError as error:
+            return Proof(verdict=UNKNOWN, text=f"{UNKNOWN}: {error}")
 
     @cached_property
     def topology(self) -> Topology:
@@ -206,7 +240,7 @@ class Run(RecordedRun):
             raise LookupFailedError(f"a merged run has whole tensors; ask the run {source.path} that it is of")
         question = _question(site, step, name, None, more)
         question.pop("partial", None)
-        check_overrides(layouts, self)
+        self.check_layouts(layouts)
         view = self.view(layouts=layouts) if layouts else self._view
         self._rows.load(LOOKUP_COLUMNS)
         values = view.kept(self._rows).values
@@ -221,6 +255,18 @@ class Run(RecordedRun):
             needs_values=False,
         )
         return explain(values, tensor_rows)
+
+    def check_layouts(self, layouts: Sequence[str]) -> None:
+        """Refuse an override of a layout that would change nothing.
+
+        Raises:
+            LookupFailedError: one is of another form, or no value fits its pattern; the message says which.
+        """
+        check_overrides(layouts, self)
+
+    def ended_before(self, step: int) -> str:
+        """Which ranks' records end, by a kill, before a step; empty where none does."""
+        return ended_before(self.writers, step)
 
     def __getitem__(self, module_path: str) -> ModuleView:
         """The run narrowed to one module and what is below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.

@@ -9,16 +9,22 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import RunError
 from ..format.commands import Answer
 from ..format.manifest import Balance, Lifetime
 from ..format.members import Members
-from ..format.rundir import STATUS, STATUS_BYTES, WRITER_MANIFEST, parse_shard_name
+from ..format.rundir import RUN_MANIFEST, STATUS, STATUS_BYTES, WRITER_MANIFEST, encode_manifest, parse_shard_name
 from ..read.writers import list_writers, writer_folders
 from ..storage.locations import Location, store_of
 
+PROOF = "_prove.json"
+PROOF_BYTES = 1 << 20
+"""A larger file was not written by us."""
+UNCHANGED, CHANGED, UNKNOWN = "unchanged", "changed", "cannot tell"
+VERDICTS = (UNCHANGED, CHANGED, UNKNOWN)
 _MAX_REASONS = 64
 _MAX_ANSWERS = 64
 _MAX_TEXT = 300
@@ -268,3 +274,50 @@ def _shard_bytes(directory: Location) -> int:
 
 def _drops(balance: Balance) -> dict[str, int]:
     return {reason[:_MAX_TEXT]: count for reason, count in list(balance.dropped.items())[:_MAX_REASONS]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Whether a program trained under the recorder as it does without."""
+
+    verdict: str
+    """One of `VERDICTS`; what a later version may add counts as ``cannot tell`` for exit codes."""
+    text: str
+    """The verdict as a sentence."""
+    steps: int = 0
+    """How many optimizer steps were compared."""
+    ranks: int = 0
+    """How many ranks were compared."""
+    first_step: int | None = None
+    """The first step that differs, counted from 0 at the start of the program; None: none does."""
+    notes: tuple[str, ...] = ()
+    """What was not compared, and why."""
+    time_ns: int = 0
+    """When the verdict was found, since the epoch."""
+
+    def encode(self) -> bytes:
+        """Return the text of the file."""
+        return encode_manifest({**asdict(self), "notes": list(self.notes)})
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> Proof:
+        """Read the object of a file, which is untrusted input."""
+        members = Members(raw)
+        notes = raw.get("notes")
+        return cls(
+            verdict=members.text("verdict") or UNKNOWN,
+            text=members.text("text"),
+            steps=members.count("steps"),
+            ranks=members.count("ranks"),
+            first_step=members.optional_count("first_step"),
+            notes=tuple(note for note in notes if isinstance(note, str)) if isinstance(notes, list) else (),
+            time_ns=members.count("time_ns"),
+        )
+
+
+def keep_proof(proof: Proof, run: Path) -> None:
+    """Write the verdict beside the run's manifest, with the same permissions."""
+    temporary = run / f"{PROOF}.tmp"
+    temporary.write_bytes(proof.encode())
+    temporary.chmod((run / RUN_MANIFEST).stat().st_mode & 0o777)
+    temporary.replace(run / PROOF)

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..globalview.view import GlobalView
-from ..globalview.windows import cut_steps
 from ..numerics.moments import integers
-from .run import Run
+from ..read.step_sizes import SIZE_COLUMNS, StepSizes
+from .run import RecordedWriter, Run
 
 MAX_ROWS = 200_000
 """Rows in a range, of all ranks: this bounds the memory for their columns."""
@@ -61,6 +61,13 @@ def global_step_ranges(view: GlobalView) -> list[Steps]:
     return view.windows(MAX_ROWS, MAX_BYTES)
 
 
+def writer_step_ranges(writers: Iterable[RecordedWriter], max_rows: int) -> list[Steps]:
+    """Ranges of steps that cover the rows of some writers, ascending."""
+    shards = (shard for writer in writers for shard in writer.shards)
+    sizes = StepSizes.sum(StepSizes.of(shard.columns(("step", "units"))) for shard in shards)
+    return [step_range[:2] for step_range in sizes.cut(max_rows)]
+
+
 class AttemptSteps(NamedTuple):
     """A range of steps of one attempt: from `first` up to, but not including, `last`."""
 
@@ -71,25 +78,18 @@ class AttemptSteps(NamedTuple):
 
 def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
     """Ranges of steps that cover the rows as the ranks recorded them, by attempt, then ascending."""
-    sizes_of: dict[int, dict[int, tuple[int, int]]] = {}
+    sizes_of: dict[int, list[StepSizes]] = {}
     for writer in run.writers:
         for shard in writer.shards:
-            for batch in shard.columns(["attempt", "step", "payload_bytes"]):
-                attempts, steps = (batch.column(name).to_numpy() for name in ("attempt", "step"))
-                nbytes = batch.column("payload_bytes").fill_null(0).to_numpy()
+            for batch in shard.columns(["attempt", *SIZE_COLUMNS]):
+                attempts = batch.column("attempt").to_numpy()
                 for attempt in np.unique(attempts).tolist():
-                    of_attempt = attempts == attempt
-                    known = sizes_of.setdefault(attempt, {})
-                    distinct, indices, counts = np.unique(steps[of_attempt], return_inverse=True, return_counts=True)
-                    totals = np.zeros(len(distinct), np.int64)
-                    np.add.at(totals, indices.reshape(-1), nbytes[of_attempt])
-                    for step, rows, total in zip(distinct.tolist(), counts.tolist(), totals.tolist(), strict=True):
-                        before = known.get(step, (0, 0))
-                        known[step] = before[0] + rows, before[1] + total
+                    of_attempt = batch.filter(pa.array(attempts == attempt))
+                    sizes_of.setdefault(attempt, []).append(StepSizes.of([of_attempt]))
     return [
-        AttemptSteps(attempt, first, last)
-        for attempt, of_steps in sorted(sizes_of.items())
-        for first, last in cut_steps(of_steps, MAX_ROWS, MAX_BYTES)
+        AttemptSteps(attempt, *step_range[:2])
+        for attempt, sizes in sorted(sizes_of.items())
+        for step_range in StepSizes.sum(sizes).cut(MAX_ROWS, MAX_BYTES)
     ]
 
 

@@ -21,7 +21,7 @@ from recorder.cli.commands.ls import list_path
 from recorder.cli.commands.top import show_top
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, command_name
-from recorder.read.modules import read_modules
+from recorder.read.manifests import read_modules
 from recorder.run.finding import find_run
 from recorder.run.status import RankNow, RunWatch
 from tests.rigs import jobs

@@ -17,8 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from recorder.capture.staging.measure import measure
-from recorder.columns import SCHEMA, VERSION_KEY
-from recorder.format.payload.encodings import PLAIN
+from recorder.columns import PLAIN, SCHEMA, VERSION_KEY
 from recorder.format.payload.fingerprint import to_text
 from recorder.format.rundir import encode_manifest, index_name, open_name, read_json
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, Chunk

@@ -22,7 +22,7 @@ from recorder.capture.parallel.topology import Topology
 from recorder.format.commands import COMMAND_BYTES, DUMP, SET, UNDO, Command
 from recorder.format.rundir import RUN_MANIFEST
 from recorder.lifecycle.carrying import Carrier, _digest
-from recorder.read.commands import read_commands
+from recorder.read.manifests import read_commands
 from recorder.storage.commands import send
 from recorder.system.events import Events
 from tests.rigs.forking import fork

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pytest
 
 from recorder.errors import LookupFailedError
-from recorder.read.long_form import LONG_KEY
+from recorder.read.run import LONG_KEY
 from recorder.run.run import Run, open_run
 from tests.cli.test_hostile_text import NAMES
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run

@@ -19,11 +19,9 @@ import pyarrow.compute as pc
 
 from ...checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
 from ...columns import COUNTS, SCHEMA
-from ...globalview.view import GlobalView
 from ...numerics.keys import encode, group
 from ...numerics.moments import integers, numbers
-from ...read.writers import RecordedWriter
-from ...run.run import Run
+from ...run.run import GlobalView, RecordedWriter, Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import MAX_COUNT, OF_MODULES
 from .details import SOURCES, columns_of

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...read.writers import RecordedWriter
+from ...run.run import RecordedWriter
 
 Integers = npt.NDArray[np.int64]
 

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...format.manifest import MergedWriter
-from ...read.writers import RecordedWriter
 from ...records import KEEP_RING
 from ...rules import EVERY, Rule
-from ...run.run import Run
+from ...run.run import RecordedWriter, Run
 from .accounts import ACCOUNTED, DroppedTail, accounted, dropped_tail
 from .gaps import Gap, Gaps, absent, explain
 from .observed import MODES, SlotRows, read_slots
@@ -360,7 +358,7 @@ def _view(
     for rows in one.rows:
         view.add(rows)
     view.is_lossy = is_merged and any(
-        _lost_any(source) for writer in one.writers for source in writer.manifest.merged_writers
+        source.has_lost for writer in one.writers for source in writer.manifest.merged_writers
     )
     view.bits[:], view.room[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], axis)
     if windows and not is_merged:
@@ -377,11 +375,7 @@ def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
 
 def _has_lost(run: Run) -> bool:
     """Whether a merged run says that its source has lost rows, but not at which steps."""
-    return any(_lost_any(source) for writer in run.writers for source in writer.manifest.merged_writers)
-
-
-def _lost_any(source: MergedWriter) -> bool:
-    return bool(source.balance.dropped or source.balance.retired_rows or source.state != "closed")
+    return any(source.has_lost for writer in run.writers for source in writer.manifest.merged_writers)
 
 
 def _any_selected(ranks: Sequence[_Rank], slots: Slots) -> Flags:

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...format.payload.encodings import ENCODING_OF
 from ...numerics.dtypes import item_bytes
-from ...read.writers import RecordedWriter
-from ...sites import OF_CALLS, SITE_OF
+from ...run.problems import KNOWN_WORDS
+from ...run.run import RecordedWriter
+from ...sites import OF_CALLS
 from .sequence_gaps import ANYTIME, WHEN_OF_SITES, NumberedRows
 from .slots import SLOT_SITES, Flags, Slots
 
@@ -143,7 +143,7 @@ def _modules(slots: Slots, roots: _Codes, paths: _Codes) -> Integers:
 def _unknown(writer: RecordedWriter, codes: Mapping[str, _Codes]) -> Counter[tuple[str, str]]:
     """Return the words in a writer's rows that this version does not know, by kind."""
     unknown = Counter({("column", name): count for name, count in writer.unknown_columns().items()})
-    for kind, known in (("site", SITE_OF), ("encoding", ENCODING_OF)):
+    for kind, known in KNOWN_WORDS.items():
         numbers, texts = codes[kind]
         counts = np.bincount(numbers[numbers >= 0], minlength=len(texts)).tolist()
         unknown += Counter(

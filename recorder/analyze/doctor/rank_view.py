@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ...read.writers import RecordedWriter
+from ...run.run import RecordedWriter
 from ...sites import OF_CALLS
 from .observed import SlotRows
 from .sequence_gaps import TOTAL

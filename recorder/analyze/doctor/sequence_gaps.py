@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...format.rundir import parse_shard_name
-from ...read.writers import RecordedWriter
+from ...run.run import RecordedWriter
 from ...sites import SITE_OF
 from .slots import SLOT_SITES
 
@@ -173,8 +172,7 @@ def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int,
     for kind in ("tensors", "stats"):
         shards = []
         for index, shard in enumerate(writer.shards):
-            name = parse_shard_name(shard.path.name)
-            if name is not None and name.kind == kind:
+            if (name := shard.name) is not None and name.kind == kind:
                 shards.append((name.number, *limits[index], bool(shard.damage)))
         number, high = -1, -1
         for position, (following, first, last, is_damaged) in enumerate(shards):

@@ -15,11 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import ConfigError
-from ...format.commands import rules_in_force
-from ...format.manifest import WriterManifest
-from ...format.roots import Module as Described
-from ...format.roots import Root
 from ...rules import ANY, Rule, parse_rules
+from ...run.run import Module as Described
+from ...run.run import Root, WriterManifest
 from ...sites import GRADIENT_OF, OF_BUFFERS, OF_CALLS, OF_PARAMETERS, SITE_OF
 
 Flags = npt.NDArray[np.bool_]
@@ -255,7 +253,7 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
             sites = ", ".join(map(repr, unknown))
             problems.append(f"rule {text!r} names sites that are unknown to this version, and not judged: {sites}")
     try:
-        return rules_in_force(rules, manifest.commands), problems
+        return manifest.in_force(rules), problems
     except (ConfigError, RecursionError) as error:
         problems.append(f"rules that were sent while it ran cannot be read, so nothing is expected by them: {error}")
         return rules, problems

@@ -19,9 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...columns import METADATA_COLUMNS, SCHEMA, TIME_ORDER
-from ...read.metadata import MetadataRows
-from ...read.writers import RecordedWriter
-from ...run.run import Run
+from ...run.run import RecordedWriter, Run
+from ...run.step_ranges import writer_step_ranges
 from .publishing import published_file
 
 _ROWS_A_BLOCK = 1 << 19
@@ -114,26 +113,15 @@ def _ranges(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[tuple[
     if sum(writer.num_rows for writer in writers) <= max_rows:
         yield _FIRST_STEP, _LAST_STEP
         return
-    counted = [_count(shard.columns(["step"])) for writer in writers for shard in writer.shards]
-    every = np.concatenate([steps for steps, _ in counted])
-    steps, indices = np.unique(every, return_inverse=True)
-    rows = np.bincount(indices, np.concatenate([counts for _, counts in counted]), len(steps))
-    before = np.cumsum(rows) - rows  # a range begins where its number of rows does
-    starts = np.flatnonzero(np.diff(before // max_rows, prepend=-1) > 0)
-    edges = [_FIRST_STEP, *steps[starts[1:]].tolist(), _LAST_STEP]
-    yield from pairwise(edges)
-
-
-def _count(batches: Sequence[Any]) -> tuple[Integers, Integers]:
-    columns = [batch.column("step").to_numpy() for batch in batches]
-    return np.unique(np.concatenate([np.zeros(0, np.int64), *columns]), return_counts=True)
+    starts = [first for first, _ in writer_step_ranges(writers, max_rows)]
+    yield from pairwise([_FIRST_STEP, *starts[1:], _LAST_STEP])
 
 
 def _rows(
     run: Run, writers: Sequence[RecordedWriter], counting: _Counting, numbers: Sequence[int], first: int, last: int
 ) -> Any:
     """The rows of some writers and steps that count, in order."""
-    metadata = MetadataRows(writers, None if first == _FIRST_STEP and last == _LAST_STEP else (first, last))
+    metadata = run.metadata(writers, None if first == _FIRST_STEP and last == _LAST_STEP else (first, last))
     metadata.load(METADATA_COLUMNS)
     positions = metadata.in_order()
     steps = metadata.numbers("step")[positions]
@@ -166,7 +154,7 @@ class _Counting:
             if not self._is_stranger[number]:
                 # All writers of a launch win or lose together, so that one can speak for them.
                 one = first_of.setdefault(int(self._launches[number]), number)
-                own = [_count(shard.columns(["step"]))[0] for shard in writer.shards]
+                own = [batch.column("step").to_numpy() for shard in writer.shards for batch in shard.columns(["step"])]
                 steps_of[one] = np.unique(np.concatenate([steps_of.get(one, np.zeros(0, np.int64)), *own]))
         winners = run.topology.winners({number: steps.tolist() for number, steps in steps_of.items()})
         self._steps = np.array(sorted(winners), np.int64)

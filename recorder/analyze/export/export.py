@@ -12,9 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...columns import METADATA_COLUMNS, OF_FIRST_PART, SCHEMA
+from ...columns import METADATA_COLUMNS, OF_FIRST_PART, PLAIN, SCHEMA
 from ...errors import LookupFailedError, RunError
-from ...format.payload.encodings import PLAIN
 from ...run.problems import Partial, missing_ranks, without_numbers
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection

@@ -16,10 +16,8 @@ import pyarrow.compute as pc
 
 from ...columns import note_members, parse_shape
 from ...errors import LookupFailedError
-from ...globalview.assemble.rows import GlobalRows
-from ...globalview.plan.overrides import check_overrides
 from ...numerics.dtypes import item_bytes
-from ...run.run import Run
+from ...run.run import GlobalRows, Run
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.text import counted, listed
 from .state_dict import StateDict, full_name, roots_of, stages_of, state_dict_of
@@ -60,7 +58,7 @@ class Model:
         """
         if what not in SITES:
             raise LookupFailedError(f"what {what!r}: choose of {', '.join(SITES)}")
-        check_overrides(layouts, run)
+        run.check_layouts(layouts)
         self.what = what
         self.root = _choose_root(run, what, root)
         self._run, self._layouts = run, layouts

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...errors import UnsupportedError
-from ...format.roots import Root
-from ...run.run import Run
+from ...run.run import Root, Run
 
 _MAX_NAMES = 1_000_000
 """Most names of a model. An untrusted manifest may say that modules are shared in ways that make no end of names."""

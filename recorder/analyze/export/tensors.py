@@ -17,11 +17,9 @@ import pyarrow as pa
 
 from ...columns import parse_shape
 from ...errors import CorruptError, LookupFailedError, RunError
-from ...globalview.view import GlobalView
 from ...numerics.dtypes import item_bytes
-from ...read.shards.decode import decode_payload
 from ...run.problems import Partial, Problems, missing_ranks, without_numbers
-from ...run.run import Run
+from ...run.run import GlobalView, Run
 from ...run.selection import PER_RANK, GlobalOptions, Selection
 from ...run.step_ranges import Mapper, global_step_ranges, map_serially
 from .names import NAMING, tensor_name
@@ -329,5 +327,4 @@ def _read(column: str, text: str | None) -> Any:
 def row_spans(rows: Any, row: int, dtype: str) -> Iterator[Span]:
     """The bytes of one row of `GlobalRows`, decoded."""
     for part in rows.parts(row):
-        data = part.data[0] if len(part.data) == 1 else b"".join(part.data)
-        yield Span(decode_payload(part.encoding, data, part.payload_bytes, dtype), part.flat_offset)
+        yield Span(part.decoded(dtype), part.flat_offset)

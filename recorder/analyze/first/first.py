@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...read.modules import listed_hooks
 from ...run.problems import layout_problems, left_out
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
@@ -143,5 +142,5 @@ def _hooks_behind(run: Run, bad: NonFinite | None) -> list[str]:
             f"between the last healthy value and this one ran hooks of the program on {module.path!r} ({hooks}): "
             "what they make of a value is not recorded there, and first seen here"
         ]
-    listed = listed_hooks(run.modules.values())
+    listed = run.foreign_hooks
     return [f"hooks of the program run after what is recorded of their modules: {listed}"] if listed else []

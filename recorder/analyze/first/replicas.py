@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from ...columns import note_members
 from ...numerics.keys import group, holds
-from ...read.writers import RecordedWriter
-from ...run.run import Run
+from ...run.run import RecordedWriter, Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import STATES
 from ..diff.culprits.events import differing_ranks

@@ -13,11 +13,21 @@ import pyarrow.compute as pc
 
 from ...columns import COUNTS, SCHEMA, STATISTICS, TIME_ORDER, stage_of
 from ...errors import RunError
-from ...numerics.keys import SERIES_KEY, VALUE_KEY, Groups, Integers, codes, common_ids, encode, group, holds, join
+from ...numerics.keys import (
+    SERIES_KEY,
+    VALUE_KEY,
+    Groups,
+    Integers,
+    Times,
+    codes,
+    common_ids,
+    encode,
+    group,
+    holds,
+    join,
+)
 from ...numerics.moments import integers
-from ...read.stages import Times
-from ...read.writers import RecordedWriter
-from ...run.run import Run
+from ...run.run import RecordedWriter, Run
 from ...run.selection import PER_RANK
 from ...run.step_ranges import Attempts
 from ...sites import NUMBERS

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ...config import FLAG, PREFIX, load_settings
 from ...errors import RecorderError
-from ...format.rundir import CHANGED, PROOF, RUN_MANIFEST, UNCHANGED, UNKNOWN, Proof
 from ...run.finding import runs_in
 from ...run.run import Run, open_run
+from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof, keep_proof
 from .observed import Observed, read_observed
 from .verdict import judge
 
@@ -77,7 +77,7 @@ def prove(
         text = f"{UNKNOWN}: the program left no row in a run in {folder}, and nothing shows what recording would do"
         proof = replace(proof, verdict=UNKNOWN, text=text)
     for run in runs:
-        _keep(proof, run.path)
+        keep_proof(proof, run.path)
     return Proven(proof, tuple(runs), said)
 
 
@@ -165,11 +165,3 @@ def _runs_of(folder: Path, before: set[str], recorded: Observed) -> list[Run]:
         if any(writer.manifest.pid in pids for writer in run.writers):
             runs.append(run)
     return runs
-
-
-def _keep(proof: Proof, run: Path) -> None:
-    """Write the verdict beside the run's manifest, with the same permissions."""
-    temporary = run / f"{PROOF}.tmp"
-    temporary.write_bytes(proof.encode())
-    temporary.chmod((run / RUN_MANIFEST).stat().st_mode & 0o777)
-    temporary.replace(run / PROOF)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...format.rundir import CHANGED, UNCHANGED, UNKNOWN, Proof
+from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed, named
 from .observed import Observed, RankSeen
 

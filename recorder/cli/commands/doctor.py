@@ -22,13 +22,9 @@ from ...analyze.doctor.expected import Expectation, compare
 from ...analyze.doctor.gaps import REASONS, Gap
 from ...config import FLAG, is_enabled, load_settings
 from ...errors import ConfigError, install_line
-from ...format.manifest import Balance
-from ...format.roots import Module
-from ...read.modules import listed_hooks
-from ...read.writers import load_balances
 from ...run.finding import typed_for
 from ...run.problems import layout_problems, unsealed_note
-from ...run.run import Run, open_run
+from ...run.run import Balance, Module, Run, open_run
 from ...system.text import counted, listed, size
 from ...upkeep.verify import strays
 from ..drawing.module_names import grouped
@@ -105,7 +101,7 @@ class Check(NamedTuple):
 def examine(run: Run | None, *, as_json: bool, is_strict: bool = False) -> int:
     """Print the answers and return the exit code: 1 if something is missing, or is not as strictness wants it."""
     if run is not None:
-        load_balances(run.writers)
+        run.load_balances()
     checks = list(_environment() if run is None else checks_of(run))
     if as_json:
         members = [{"state": check.state, "text": check.text, **check.members} for check in checks]
@@ -185,7 +181,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _dumps(run)
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)
-    if listed := listed_hooks(run.modules.values()):
+    if listed := run.foreign_hooks:
         yield Check("note", f"hooks of the program run after what is recorded of their modules: {listed}")
     yield from _totals(expected)
     yield from _unknown(expected)

@@ -9,11 +9,9 @@ import numpy as np
 import typer
 
 from ...errors import RunError
-from ...read.writers import RecordedWriter, load_balances
-from ...run.finding import FLEET, find_folder, fleet_runs, runs_in
+from ...run.finding import FLEET, Location, find_folder, fleet_runs, runs_in
 from ...run.problems import unsealed, unsealed_note
-from ...run.run import Run, open_location, open_run
-from ...storage.locations import Location
+from ...run.run import RecordedWriter, Run, open_location, open_run
 from ...system.text import counted, moment, size
 from ..notes import dump_members, dump_note, jitter_note
 from ..options import Json, complete_run
@@ -101,7 +99,7 @@ def _fleet_row(path: str, summary: dict[str, Any]) -> list[str]:
 
 
 def _summary(run: Run) -> dict[str, Any]:
-    load_balances(run.writers)
+    run.load_balances()
     states = [writer.state for writer in run.writers]
     dropped: Counter[str] = Counter()
     for writer in run.writers:

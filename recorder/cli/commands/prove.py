@@ -11,9 +11,9 @@ import typer
 
 from ...analyze.prove.launching import prove
 from ...errors import ConfigError, LookupFailedError
-from ...format.rundir import CHANGED, UNCHANGED, UNKNOWN
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.finding import typed_for
+from ...run.status import CHANGED, UNCHANGED, UNKNOWN
 from ..notes import proof_state
 from ..options import Json
 from ..output import print_json, printable, say, say_state

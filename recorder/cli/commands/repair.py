@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ...errors import LookupFailedError
+from ...run.finding import scheme_of
 from ...run.run import Run, open_run
-from ...storage.locations import scheme_of
 from ...system.text import counted, size
 from ...upkeep.repair import Outcome, repair_run
 from ..options import Json, RunPath

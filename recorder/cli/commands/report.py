@@ -12,7 +12,6 @@ from ...analyze.check.check import check
 from ...checks.rule import Finding as Judgement
 from ...checks.rule import Severity
 from ...errors import LookupFailedError
-from ...read.writers import load_balances
 from ...report.collect import num_looks
 from ...report.report import write_report
 from ...report.top import Finding, Told
@@ -87,7 +86,7 @@ def command(
 
 def told_by_doctor(run: Run) -> list[Told]:
     """What `recorder doctor` says of a run."""
-    load_balances(run.writers)
+    run.load_balances()
     return [Told(check.state, check.text, check.members) for check in checks_of(run)]
 
 

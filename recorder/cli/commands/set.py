@@ -9,7 +9,6 @@ import typer
 
 from ...errors import CommandError, LookupFailedError
 from ...format.commands import PAUSE, RESUME, SET, UNDO, Command, problem_of, rules_of
-from ...read.modules import read_modules
 from ...rules import Rule, nearest
 from ...run.run import Run, open_location, open_run
 from ...run.status import RunWatch
@@ -107,7 +106,7 @@ def _check(target: Target, made: Command) -> None:
 
 def _unmatched(run: Run, rule: Rule) -> str | None:
     """Return that a rule matches no module that a rank has described, with the nearest; None where it does."""
-    modules = read_modules(run.writers).values()
+    modules = run.modules.values()
     if all(site in OF_PROGRAM for site in rule.site):
         return None
     if not modules:

@@ -15,10 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ...format.manifest import RunManifest
-from ...run.finding import find_run
+from ...run.finding import Location, RunManifest, find_run
 from ...run.status import ENDED, RankNow, RunWatch, Status
-from ...storage.locations import Location
 from ...system.text import counted, size
 from ..options import Json, RunPath
 from ..output import Column, Table, print_json, printable

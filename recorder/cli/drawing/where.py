@@ -9,9 +9,8 @@ from typing import Any
 import pyarrow.compute as pc
 
 from ...errors import LookupFailedError
-from ...globalview.explain import TensorLayout
 from ...merge.findings import is_problem
-from ...run.run import Run
+from ...run.run import Run, TensorLayout
 from ...run.selection import Selection
 from ..output import print_json, say
 from ..selected import explain_nothing, modules_meant, rows_of, site_order

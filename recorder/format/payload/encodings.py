@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...columns import PLAIN
 from ...errors import CorruptError, UnsupportedError
 from ...native import Kernels
 from .frames import (
@@ -27,7 +28,7 @@ from .frames import (
     split_planes,
 )
 
-PLAIN, RAW, PLANES, PLANES_PLAIN, REF = "plain", "raw", "planes", "planes_plain", "ref"
+RAW, PLANES, PLANES_PLAIN, REF = "raw", "planes", "planes_plain", "ref"
 
 Pieces = Sequence[tuple[memoryview, int]]
 """Payloads of one encoding, none of them empty, each with its `payload_bytes`."""

@@ -25,6 +25,7 @@ from ...layout.regions import Ints
 from ...numerics.dtypes import item_bytes, numpy_dtype
 from ...read.metadata import NONE, MetadataRows, Positions
 from ...read.payload import Payloads
+from ...read.shards.decode import decode_payload
 from ...records import PART_BYTES
 
 _CACHE_BYTES = 512 << 20
@@ -43,6 +44,11 @@ class PayloadPart(NamedTuple):
     payload_bytes: int
     flat_offset: int
     """First element in the flattened tensor."""
+
+    def decoded(self, dtype: str) -> npt.NDArray[np.uint8]:
+        """The bytes of the elements, new and writable."""
+        data = self.data[0] if len(self.data) == 1 else b"".join(self.data)
+        return decode_payload(self.encoding, data, self.payload_bytes, dtype)
 
 
 class Tensor(NamedTuple):

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ...columns import COLUMN_OF, COUNTS, DETAILS, NONFINITE, STATISTICS, Combine, note_members, parse_shape
+from ...columns import COLUMN_OF, COUNTS, DETAILS, NONFINITE, PLAIN, STATISTICS, Combine, note_members, parse_shape
 from ...errors import CorruptError
-from ...format.payload.encodings import PLAIN
 from ...format.payload.fingerprint import combine_fingerprints
 from ...layout.plans import Plan, Term
 from ...numerics.dtypes import ITEM_BYTES, numpy_dtype

@@ -19,10 +19,9 @@ from ...errors import LookupFailedError
 from ...layout.plans import NoPlan, Plan
 from ...layout.regions import Region
 from ...layout.rules import AS_ASKED
-from ...numerics.dtypes import ITEM_BYTES
+from ...numerics.dtypes import ITEM_BYTES, as_array
 from ...read.metadata import NONE, MetadataRows, Positions, text_keys
 from ...read.payload import Payloads
-from ...read.shards.decode import as_array
 from ...read.stages import mark_stage
 from ..grouping.findings import Finding
 from ..plan.planner import GlobalValue

@@ -6,17 +6,17 @@ Must never allocate by a number that the row merely claims, and never import tor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...columns import parse_shape
-from ...errors import CorruptError, LookupFailedError, UnsupportedError
+from ...errors import CorruptError, LookupFailedError
 from ...format.payload import codec
 from ...format.payload.encodings import target_of
-from ...numerics.dtypes import item_bytes, numpy_dtype
+from ...numerics.dtypes import as_array, item_bytes
 from ...records import PART_BYTES
 
 _NEEDED = ("encoding", "data", "payload_bytes", "dtype", "shape")
@@ -77,25 +77,6 @@ def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
         return memoryview(data)
     except TypeError:
         raise CorruptError(f"data is of type {type(data).__name__}, but encoding {encoding!r} wants bytes") from None
-
-
-def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Little-endian C-order bytes as an array of torch's `dtype`."""
-    check_bytes(data, dtype, shape)
-    try:
-        return data.view(numpy_dtype(dtype)).reshape(shape)
-    except ValueError as error:  # an empty tensor with sizes beyond numpy's
-        raise UnsupportedError(f"numpy has no array of shape {list(shape)}: {error}") from error
-
-
-def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> None:
-    """Refuse bytes that are not exactly one tensor.
-
-    Raises:
-        CorruptError: they are too few or too many.
-    """
-    if data.nbytes != math.prod(shape) * item_bytes(dtype):
-        raise CorruptError(f"{data.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
 
 
 def _fields(row: Any) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from ...columns import COLUMN_OF, SCHEMA
 from ...errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ...format.integrity import BatchHeader
-from ...format.rundir import index_name, open_name
+from ...format.rundir import ShardName, index_name, open_name, parse_shard_name
 from ...storage.locations import Location, OpenLocation, store_of
 from ...storage.protocol import Found
 from ...storage.untrusted_files import ByteSource
@@ -62,6 +62,11 @@ class ShardRows:
         """Steps by number of the batch; None for one that cannot be read."""
         self._salvaged: Salvaged | None = None
         self._open_growing: Callable[[], ByteSource] | None = None
+
+    @property
+    def name(self) -> ShardName | None:
+        """What the name of its file says; None where it is no name of a shard."""
+        return parse_shard_name(self.path.name)
 
     @property
     def num_rows(self) -> int:

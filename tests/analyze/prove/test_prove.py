@@ -16,7 +16,7 @@ import recorder
 from recorder.analyze.prove import launching
 from recorder.analyze.prove.observed import Look, Observed, RankSeen
 from recorder.analyze.prove.verdict import judge
-from recorder.format.rundir import PROOF, Proof
+from recorder.run.status import PROOF, Proof
 from tests.rigs import jobs
 from tests.rigs.command_line import Cli, cli, recorded
 from tests.rigs.handmade import HandmadeWriter, make_run

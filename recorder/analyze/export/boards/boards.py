@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import CorruptError, LookupFailedError, RunError
+from ....numerics.dtypes import as_array
 from ....numerics.histogram import Histogram
-from ....read.shards.decode import as_array
 from ....run.problems import Partial
 from ....run.run import Run
 from ....run.selection import GlobalOptions, Selection
