@@ -147,7 +147,7 @@ class Settings:
         "retire", "at the quota: remove the oldest shards but the first, or stop", "retire", "stop"
     )
     close_deadline_s: float = _setting(5.0, "longest time that ending the process waits for the last bytes, seconds")
-    status_interval_s: float = _setting(2.0, "how often a rank shows `recorder top` what it does, seconds; 0: never")
+    status_interval_s: float = _setting(2.0, "how often a rank shows `recorder top` what it does, s; 0: at its ends")
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
 
     def __post_init__(self) -> None:

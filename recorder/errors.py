@@ -97,8 +97,11 @@ def not_installed(what: str, package: str, extra: str) -> str:
     return f"{what} needs {package}, which is not installed: {install_line(extra)} (or {package} alone)"
 
 
-def install_line(extra: str = "") -> str:
-    """Return the line that installs this package, with an extra of it: out of its clone where it came from one."""
+def install_line(extra: str = "", *, is_upgrade: bool = False) -> str:
+    """Return the line that installs this package, with an extra of it: out of its clone where it came from one.
+
+    The line of an upgrade updates the clone first.
+    """
     # Here, because every process that records loads this module.
     import contextlib
     import json
@@ -108,11 +111,12 @@ def install_line(extra: str = "") -> str:
     from urllib.parse import urlsplit
     from urllib.request import url2pathname
 
-    source, options = "torch-recorder", ""
+    source, options, first = "torch-recorder", "--upgrade " if is_upgrade else "", ""
     with contextlib.suppress(Exception):  # the package is not installed, or an installer wrote something else
         origin = json.loads(metadata.distribution(source).read_text("direct_url.json") or "")
         folder = url2pathname(urlsplit(origin["url"]).path)
         if "dir_info" in origin and os.path.isdir(folder):
             source = "." if os.path.samefile(folder, os.curdir) else folder
             options = "-e " if origin["dir_info"].get("editable") else ""
-    return f"pip install {options}{shlex.quote(f'{source}[{extra}]' if extra else source)}"
+            first = f"git -C {shlex.quote(source)} pull && " if is_upgrade else ""
+    return f"{first}pip install {options}{shlex.quote(f'{source}[{extra}]' if extra else source)}"

@@ -308,7 +308,7 @@ class LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
-        text = printable_line(record.getMessage().removeprefix("recorder: "))  # the prefix is for a program's own log
+        text = printable_line(record.getMessage())
         word = getattr(record, "word", record.levelname.lower())
         print(f"recorder: {word}: {text}", file=sys.stderr)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
-from ..errors import CorruptError, NotARunError, UnsupportedError
+from ..errors import CorruptError, NotARunError, UnsupportedError, install_line
 from ..sites import FORMAT_NAME, FORMAT_VERSION
 from .members import parse_object
 
@@ -146,8 +146,8 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
         case [int(major), int(minor)]:
             if major != FORMAT_VERSION[0]:
                 raise UnsupportedError(
-                    f"{where}: format version {major}.{minor}, but this reader knows {FORMAT_VERSION[0]}.x: "
-                    "pip install --upgrade torch-recorder"
+                    f"{where}: format version {major}.{minor}, but this reader knows {FORMAT_VERSION[0]}.x; "
+                    f"a newer recorder reads it: {install_line(is_upgrade=True)}"
                 )
         case version:
             raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")

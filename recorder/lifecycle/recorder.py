@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import math
 import os
 import signal
 import sys
@@ -162,7 +163,11 @@ class Recorder:
             root.enter_at(module)
         if not root.is_entry(module):
             return None  # TorchScript takes no hooks, so that nobody would see the call end; only its taps are recorded
-        root.begins(module)
+        try:
+            root.begins(module)
+        except Exception as error:  # as in the root's own hook: it counts for the root, and discovery goes on
+            root.failed(error)
+            return None
         moved = root.jitter(module, args, kwargs) if root.jitter is not None else None
         if moved is not None:
             args = moved[0]
@@ -420,8 +425,8 @@ class Recorder:
                 self.events.has_changed = False
                 self._manifest_key = (False, *key[1:])
                 manifest = self._manifest()
-            if self.settings.status_interval_s and time.monotonic() >= self._next_status_s:
-                self._next_status_s = time.monotonic() + self.settings.status_interval_s
+            if time.monotonic() >= self._next_status_s:  # the first also where none follows: a full disk takes the last
+                self._next_status_s = time.monotonic() + (self.settings.status_interval_s or math.inf)
                 self._show_status(capture)
         except Exception as error:
             self.events.add("hook_error", f"bookkeeping failed: {type(error).__name__}: {error}", key="poll")
@@ -435,8 +440,7 @@ class Recorder:
             self._ring.end(self.capture, self.commands)
             news = self._description.news(self.events, self.commands) if self._description is not None else {}
             self._writer.set_manifest({**self._last_manifest, **news})
-            if self.settings.status_interval_s:
-                self._show_status(self.capture)
+            self._show_status(self.capture)
         except Exception as error:
             self.events.add("hook_error", f"a last trigger failed: {type(error).__name__}: {error}", key="ending")
 
@@ -579,8 +583,7 @@ class Recorder:
             root.inventory.look_for_foreign_hooks()
         self._last_manifest = self._manifest()
         self._writer.set_manifest(self._last_manifest)
-        if self.settings.status_interval_s:
-            self._show_status(self.capture)
+        self._show_status(self.capture)
         self.capture.close()
         if self.commands is not None:
             self.commands.close()

@@ -195,7 +195,7 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
         newest = max(matches, key=lambda run: (run.created_ns, run.location.name))
         if len(matches) > 1:
             warn(
-                "recorder: %s: took %s, the newest of %d runs called %s",
+                "%s: took %s, the newest of %d runs called %s",
                 location,
                 newest.location,
                 len(matches),
@@ -218,7 +218,7 @@ def _newest_in(folder: Location, warn: Callable[..., None]) -> Location:
     if not runs:
         _raise_no_run(folder)
     if len(runs) > 1:
-        warn("recorder: %s: took %s, the newest of %d runs", folder, runs[-1].name, len(runs))
+        warn("%s: took %s, the newest of %d runs", folder, runs[-1].name, len(runs))
     return runs[-1].location
 
 

@@ -47,7 +47,7 @@ class Status(Lifetime):
     """How often it meant to describe itself."""
     step: int = 0
     has_step: bool = True
-    """False where step and counts mean nothing: the writer has left a manifest and no status."""
+    """False where step and counts mean nothing: the writer has left no status, or only the one of its start."""
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -206,17 +206,19 @@ class RunWatch:
             return "starting" if self._silent_s(seen) < _BEGIN_S else "silent"
         if status.is_running is False:
             return "killed"
-        if seen.is_shown and self._silent_s(seen) > 2 * status.interval_s + _GRACE_S:
+        if seen.is_shown and status.interval_s and self._silent_s(seen) > 2 * status.interval_s + _GRACE_S:
             return "silent"
         return "recording"
 
 
 def _parse(writer: str, raw: dict[str, Any]) -> Status:
-    members = Members(raw)
+    members, identity = Members(raw), _identity(writer, raw)
     recent, balance = members.inner("recent") or Members({}), Balance.read(members)
+    interval_s = members.number("interval_s")
     return Status(
-        **_identity(writer, raw),
-        interval_s=members.number("interval_s"),
+        **identity,
+        interval_s=interval_s,
+        has_step=bool(interval_s) or identity["state"] in ENDED,
         step=members.count("step"),
         observed=balance.observed,
         written=balance.written,

@@ -230,6 +230,9 @@ CASES = {
     "stall_for_ever": Case(before=prepare_stall(*WRITES), begin=stall, settings=STALLED),
     "read_only_for_good": Case(begin=make_read_only, settings=(*SMALL_SHARDS, *SHOWN)),
     "full_for_good": Case(before=mount_tmpfs("size=2m"), begin=fill_up, settings=SHOWN),
+    "full_for_good_and_not_shown": Case(
+        before=mount_tmpfs("size=2m"), begin=fill_up, settings=(("RECORDER_STATUS_INTERVAL_S", "0"),)
+    ),
     "eio_fsync_at_start": Case(before=fail(fsync=errno.EIO)),
     "eio_link_at_start": Case(before=fail(linkat=errno.EIO, link=errno.EIO)),
     "no_links_at_start": Case(before=fail(linkat=errno.EPERM, link=errno.EPERM, renameat2=errno.EINVAL)),

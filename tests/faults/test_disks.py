@@ -52,6 +52,7 @@ IS_WARNED = {
     "stall_for_ever": "the pool",
     "read_only_for_good": "Read-only file system",
     "full_for_good": "No space left on device",
+    "full_for_good_and_not_shown": "No space left on device",
     "eio_fsync_at_start": "Input/output error",
     "hung_fsync": "a sync has not come back within",
     "hung_fsync_at_start": "a sync has not come back within",
@@ -75,9 +76,10 @@ REASONS = {
     "stall_for_ever": {"pool_full", "abandoned_at_close"},
     "read_only_for_good": {"write_error:EROFS"},
     "full_for_good": {"disk_full"},
+    "full_for_good_and_not_shown": {"disk_full"},
 }
 MUST_DROP = {"full", "file_size_tiny", "own_quota", "eio_write", "eio_everything", "stall", "stall_for_ever"}
-MUST_DROP |= {"read_only_for_good", "full_for_good"}
+MUST_DROP |= {"read_only_for_good", "full_for_good", "full_for_good_and_not_shown"}
 NO_ACCOUNT = {"removed", "eio_everything", "eio_write", "stale", "stall_for_ever"}
 """Nothing at all can be written at the end, so that the last account is that of the last batch."""
 WITHOUT_LINKS = ["eio_link", "eio_link_at_start", "no_links_at_start"]

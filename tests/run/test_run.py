@@ -253,7 +253,7 @@ class TestOpening:
     ) -> None:
         newest = make_run(run_path.parent / "second", created_ns=2)
         assert open_run(run_path.parent).path == newest
-        assert caplog.messages == [f"recorder: {run_path.parent}: took second, the newest of 2 runs"]
+        assert caplog.messages == [f"{run_path.parent}: took second, the newest of 2 runs"]
 
     def test_a_part_of_a_run_names_the_run(self, run_path: Path) -> None:
         with pytest.raises(NotARunError, match=f"recorder ls {run_path}$"):

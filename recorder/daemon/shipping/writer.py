@@ -330,7 +330,7 @@ class WriterShipper:
         """Whether a manifest or a status is of this writer."""
         with contextlib.suppress(RunError):
             other = Lifetime.read(parse_json(there, self.below))
-            mine = Lifetime.read(self.status) if self.lifetime.pid == 0 else self.lifetime
+            mine = self.lifetime if self.lifetime.writer else Lifetime.read(self.status)
             return (other.writer, other.pid, other.started_ns) == (mine.writer, mine.pid, mine.started_ns)
         return False
 
