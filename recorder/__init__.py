@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .analyze.stats.stats import stats as stats
     from .lifecycle.attachment import Attachment
     from .read.shards.decode import decode as decode
-    from .report.inline import open_run as open_run
+    from .report.report import open_run as open_run
     from .run.run import Run as Run
     from .taps.instrument import instrument as instrument
     from .taps.instrument import strip as strip
@@ -61,7 +61,7 @@ _armed: Any = None
 """The recorder that the flag has made, until it records; set by `lifecycle.active`."""
 
 _LAZY = {
-    "open_run": "report.inline",
+    "open_run": "report.report",
     "Run": "run.run",
     "check": "analyze.check.check",
     "decode": "read.shards.decode",

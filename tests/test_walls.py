@@ -43,7 +43,7 @@ def test_import_recorder_loads_no_third_party() -> None:
             {"pandas", "pyarrow", "rich", "typer"},
         ),  # what the flag loads
         ("recorder.lifecycle.launch", {"pyarrow", "rich", "torch", "typer"}),
-        ("recorder.report.inline", {"duckdb", "obstore", "pandas", "polars", "rich", "torch", "typer"}),
+        ("recorder.report.report", {"duckdb", "obstore", "pandas", "polars", "rich", "torch", "typer"}),
         ("recorder.run.run", {"duckdb", "obstore", "pandas", "polars", "rich", "torch", "typer"}),
         ("recorder.write.writer", {"pandas", "rich", "torch", "typer"}),
     ],

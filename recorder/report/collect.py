@@ -6,21 +6,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+
 from .. import __version__
 from ..analyze.diff.diff import diff
 from ..analyze.diff.result import Diff
 from ..analyze.first.first import first
+from ..errors import LookupFailedError
+from ..globalview.explain import TensorLayout
 from ..run.notebook import span
 from ..run.run import Run
-from ..system.text import size
-from .axes import Axes, modules_block
+from ..system.text import counted, size
+from .axes import Axes, is_number, modules_block
 from .blocks import Block
+from .cube import Cube
 from .images import ImageFinder
 from .panes import panes_block, read_panes
-from .ranks import ranks_block
-from .rows import SeriesKey, StepRows, step_rows
-from .series.apart import apart_blocks, pairs_of
-from .series.statistics import StatisticsBlocks, check_statistics
+from .statistics import StatisticsBlocks, check_statistics
+from .step_rows import SeriesKey, StepRows, step_rows
 from .top import Finding, Told, facts_of, gaps_block, of_first, top_block
 
 _MAX_DIFFERING = 200
@@ -141,3 +144,136 @@ def _culprit(one: Mapping[str, Any]) -> dict[str, Any]:
     names = ("step", "phase", "module_path", "site", "name", "seen_at", "ranks", "why", "hint", "max_abs", "of_max",
              "statistic", "statistic_a", "statistic_b")  # fmt: skip
     return {name: one[name] for name in names}
+
+
+def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
+    """For each series of the first run its number in the second, whatever its root is called; -1 where it has none."""
+    numbers = {key: number for number, key in enumerate(b.series)}
+    of_any_root: dict[tuple[str, ...], list[int]] = {}
+    for number, key in enumerate(b.series):
+        of_any_root.setdefault(key[1:], []).append(number)
+    pairs = []
+    for key in a.series:
+        others = of_any_root.get(key[1:], [])
+        pairs.append(numbers.get(key, others[0] if len(others) == 1 else -1))
+    return pairs
+
+
+def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> Iterator[Block]:
+    """By statistic, by which share of the larger one the two are apart: of all ranks together, or of the one rank."""
+    names = [name for name in a.names if name in b.names]
+    cube = Cube(
+        steps=a.cube.steps.tolist(), num_columns=a.cube.shape[2], num_series=len(a.series), num_lanes=1,
+        statistics=names,
+    )  # fmt: skip
+    own = np.flatnonzero(np.array(pairs, np.int64) >= 0)
+    others = np.array(pairs, np.int64)[own]
+    for name in names:
+        left = a.cube.values[name][own, 0].astype(np.float64)
+        right = b.cube.values[name][others, 0].astype(np.float64)
+        largest = np.maximum(np.abs(left), np.abs(right))
+        share = np.abs(left - right) / np.where(largest > 0, largest, 1.0)
+        cube.values[name][own, 0] = share.astype(np.float32)
+    cube.has_row[own, 0] = a.cube.has_row[own, 0] & b.cube.has_row[others, 0]
+    yield from cube.blocks("apart", 0)
+
+
+_MAX_LAYOUTS = 24
+_MAX_CHUNKS = 128
+_MAX_ROWS = 1_000_000
+"""Who had which chunk takes long to say for a run with more rows; `recorder show --where` says it."""
+_SHOWN_SITES = ("param", "grad", "output", "grad_output")
+
+
+def ranks_block(
+    run: Run, axes: Axes, collected: StatisticsBlocks, layouts: Sequence[Mapping[str, Any]] | None = None
+) -> Block:
+    """The block of the ranks; `layouts` say who had which chunk, where that is known already."""
+    odd = collected.odd
+    rows = []
+    for writer in run.writers:
+        rank, manifest, balance = writer.rank, writer.manifest, writer.balance
+        is_judged = rank is not None and rank < len(odd.far)
+        rows.append(
+            [
+                rank,
+                manifest.host,
+                manifest.local_rank,
+                manifest.node_rank,
+                writer.attempt,
+                writer.state,
+                balance.written,
+                balance.num_dropped,
+                int(odd.far[rank]) if is_judged and rank is not None else None,
+                int(odd.alone[rank]) if is_judged and rank is not None else None,
+                int(odd.compared[rank]) if is_judged and rank is not None else None,
+            ]
+        )
+    why = ""
+    if layouts is not None:
+        why = "" if layouts or len(run.ranks) < 2 else "Nothing was recorded yet whose chunks are known."
+    elif run.is_merged:
+        why = "A merged run has whole tensors. The run that it was merged from knows who had which chunk."
+    elif axes.num_rows > _MAX_ROWS:
+        why = (
+            f"{counted(axes.num_rows, 'row')} are too many to look at here: `recorder show --where` says who had what."
+        )
+    elif len(run.ranks) < 2:
+        why = "There is one rank, and it has everything."
+    else:
+        layouts = layouts_of(run, axes, list(axes.index), set())
+    titles = ["rank", "host", "local rank", "node", "attempt", "state", "rows", "dropped", "far", "alone", "compared"]
+    return Block(
+        name="ranks",
+        data={"titles": titles, "rows": rows, "odd": odd.found(), "layouts": list(layouts or ()), "why_none": why},
+    )
+
+
+def layouts_of(run: Run, axes: Axes, keys: Sequence[SeriesKey], seen: set[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Who had which chunk of the first value of each kind, of some series. Kinds that were `seen` are left out."""
+    return [_described(key, layout) for key, layout in _layouts(run, axes, keys, seen)]
+
+
+def _layouts(
+    run: Run, axes: Axes, some: Sequence[SeriesKey], seen: set[tuple[str, ...]]
+) -> Iterator[tuple[SeriesKey, TensorLayout]]:
+    """The layout of the first value of each kind: the same class, site, name and shape are one kind."""
+    classes = {path: info.class_name for (_, path), info in run.modules.items()}
+    keys = sorted((key for key in some if key.site in _SHOWN_SITES and not is_number(key.site)), key=_order)
+    for key in keys:
+        kind = classes.get(key.module_path, ""), key.site, key.name, axes.shapes[axes.index[key]], key.mode
+        if kind in seen or len(seen) >= _MAX_LAYOUTS:
+            continue
+        seen.add(kind)
+        step = axes.first_steps[axes.index[key]]
+        question = {"name": key.name, "mode": key.mode}
+        for more in ({}, {"call": 0}, {"call": 0, "micro_step": 0}):
+            try:
+                yield key, run.layout(key.module_path, key.site, step, **question, **more)  # type: ignore[arg-type]
+            except LookupFailedError:
+                continue  # several are meant, or none counts
+            break
+
+
+def _order(key: SeriesKey) -> int:
+    return _SHOWN_SITES.index(key.site)
+
+
+def _described(key: SeriesKey, layout: TensorLayout) -> dict[str, Any]:
+    chunks = [
+        [chunk.rank, list(chunk.shape), None if chunk.offsets is None else list(chunk.offsets), int(chunk.is_copy),
+         chunk.placements, chunk.reduce_op, chunk.micro_step]
+        for chunk in layout.pieces[:_MAX_CHUNKS]
+    ]  # fmt: skip
+    return {
+        "module": key.module_path,
+        "site": key.site,
+        "name": key.name,
+        "shape": None if layout.global_shape is None else list(layout.global_shape),
+        "source": layout.source,
+        "why": layout.why,
+        "scale": layout.scale,
+        "missing": list(layout.missing),
+        "num_chunks": len(layout.pieces),
+        "chunks": chunks,
+    }

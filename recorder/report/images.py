@@ -17,7 +17,7 @@ from ..numerics.keys import encode
 from ..numerics.moments import integers
 from ..run.run import Run
 from .blocks import Block
-from .rows import keys_of
+from .step_rows import keys_of
 
 _MAX_SERIES = 12
 _MAX_FILTERS, _MAX_MAPS, _MAX_HEADS = 64, 10, 8

@@ -1,16 +1,21 @@
 """The panes that somebody put together of a run's pictures: what each shows, its name, and in which order they stand.
 
-They lie in `_view.json` beside the run. Text in it is untrusted: what is no pane is left out.
+They lie in `_view.json` beside the run, the one file that a page may change. Text in that file is untrusted: what is no
+pane is left out.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ..errors import RunError
+from ..format.rundir import encode_manifest
 from ..storage.locations import Location, store_of
 from .blocks import Block
 
@@ -64,3 +69,32 @@ def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -
         why_not_saved: why changes are not kept with the run; None where they are, or there is no server to save them.
     """
     return Block(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})
+
+
+def why_not_saved(run: Location) -> str | None:
+    """Why panes cannot be saved with a run; None where they can."""
+    if not isinstance(run, Path):
+        return "the run lies in an object store, which recorder view never writes to"
+    if not os.access(run, os.W_OK):
+        return "the directory of the run may not be written to"
+    return None
+
+
+def save_panes(run: Location, panes: list[dict[str, Any]]) -> str | None:
+    """Save the panes of a run, whole or not at all; why they could not be saved, else None."""
+    why = why_not_saved(run)
+    if why is not None:
+        return why
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f"{VIEW}.", suffix=".tmp", dir=str(run))
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(encode_manifest({"panes": panes}))
+            Path(temporary).replace(Path(str(run)) / VIEW)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        return f"they could not be written ({error.strerror})"
+    return None

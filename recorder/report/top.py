@@ -18,8 +18,8 @@ from ..run.notebook import span
 from ..run.run import Run
 from ..system.text import counted, listed
 from .blocks import Block
-from .rows import SeriesKey
-from .series.statistics import StatisticsBlocks
+from .statistics import StatisticsBlocks
+from .step_rows import SeriesKey
 
 _MAX_LISTED = 8
 _MAX_CHECKS = 200

@@ -27,10 +27,10 @@ from ..format.rundir import RUN_MANIFEST
 from ..globalview.infer.leaves import Leaves
 from ..report.axes import Axes, modules_block
 from ..report.blocks import Block
+from ..report.collect import layouts_of, ranks_block
 from ..report.images import ImageFinder
-from ..report.ranks import layouts_of, ranks_block
-from ..report.rows import step_rows
-from ..report.series.statistics import StatisticsBlocks
+from ..report.statistics import StatisticsBlocks
+from ..report.step_rows import step_rows
 from ..report.top import Finding, Told, facts_of, gaps_block, top_block
 from ..run.growing import NEVER, GrowingRun
 from ..run.run import Run

@@ -15,12 +15,11 @@ from typing import Any
 from ..errors import RecorderError, RunError
 from ..format.manifest import RunManifest
 from ..report.blocks import Block
-from ..report.panes import checked_panes, panes_block, read_panes
+from ..report.panes import checked_panes, panes_block, read_panes, save_panes, why_not_saved
 from ..run.finding import ListedRun, find_run, runs_in
 from ..run.status import RunWatch
 from ..storage.locations import Location, store_of
 from .drawing import Doctor, Drawing, Judge
-from .panes import save_panes, why_not_saved
 
 _LOOK_S = 0.5
 """How often a run in a directory is looked at: with a flush a second, a step is seen within two seconds of its end."""

@@ -21,8 +21,8 @@ from recorder.numerics.units import packed
 from recorder.report.axes import Axes
 from recorder.report.page import page, policy, script
 from recorder.report.report import write_report
-from recorder.report.rows import SeriesKey
-from recorder.report.series.statistics import StatisticsBlocks
+from recorder.report.statistics import StatisticsBlocks
+from recorder.report.step_rows import SeriesKey
 from recorder.report.top import Finding, Told, faults
 from recorder.run.run import Run
 from tests.rigs.command_line import Cli, cli

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from recorder.report.series.quantised import FIRST, NO_NUMBER, NO_ROW
+from recorder.report.blocks import FIRST, NO_NUMBER, NO_ROW
 from tests.rigs.command_line import module
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 

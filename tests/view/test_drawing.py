@@ -18,8 +18,8 @@ from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.numerics.histogram import Histogram
 from recorder.read.shards.rows import ShardRows
 from recorder.report.collect import collect
-from recorder.report.series.cube import GrowingCube
-from recorder.report.series.histograms import HistogramCollector
+from recorder.report.cube import GrowingCube
+from recorder.report.distributions import HistogramCollector
 from recorder.run.finding import find_run
 from recorder.view import drawing
 from recorder.view.drawing import Drawing

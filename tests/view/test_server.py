@@ -126,7 +126,7 @@ def test_a_part_of_an_address_is_no_path(server: ViewServer, name: str) -> None:
 
 
 def test_panes_of_a_run_that_nobody_may_write_to_are_said_not_to_be_saved(tmp_path: Path) -> None:
-    from recorder.view import panes
+    from recorder.report import panes
 
     run = make_run(tmp_path / "run")
     (run / f"{VIEW}").mkdir()  # what a rename cannot replace; root may write anywhere

@@ -9,19 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...analyze.stats.reasons import WHY, with_why
-from ...columns import COUNTS, MEASURED
-from ...errors import LookupFailedError
-from ...globalview.view import GlobalView
-from ...numerics.keys import Integers
-from ...run.run import Run
-from ..axes import Axes, is_number
-from ..blocks import Block
-from ..rows import SeriesKey, StepRows, Values, values_of
+from ..analyze.stats.reasons import WHY, with_why
+from ..columns import COUNTS, MEASURED
+from ..errors import LookupFailedError
+from ..globalview.view import GlobalView
+from ..numerics.keys import Integers
+from ..run.run import Run
+from .axes import Axes, Lanes, OddRanks, is_number, spread_of
+from .blocks import Block
 from .cube import Cube, GrowingCube
-from .histograms import HistogramCollector
-from .lanes import Lanes, OddRanks, spread_of
-from .units import UnitsCollector
+from .distributions import HistogramCollector, UnitsCollector
+from .step_rows import SeriesKey, StepRows, Values, values_of
 
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page holds, the most telling first; counts it always holds."""

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...numerics.keys import Integers
-from ..blocks import Block
-from .quantised import COARSE, FINE, planes, quantise
+from ..numerics.keys import Integers
+from .blocks import COARSE, FINE, Block, planes, quantise
 
 _LARGEST = float(np.finfo(np.float32).max)
 

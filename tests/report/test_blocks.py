@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from recorder.report.series import quantised
-from recorder.report.series.cube import Cube
-from recorder.report.series.quantised import COARSE, FINE, quantise
+import recorder.report
+from recorder.report.blocks import COARSE, FINE, quantise
+from recorder.report.cube import Cube
 from tests.rigs.programs import needs
 from tests.rigs.report_pages import Read, values_of
 
-ASSETS = Path(quantised.__file__).parents[1] / "assets"
+ASSETS = Path(recorder.report.__file__).parent / "assets"
 
 
 def block_of(values: np.ndarray[tuple[int, int, int], np.dtype[np.float32]], levels: int) -> Read:

@@ -1,0 +1,237 @@
+"""The histograms and the units of each series over steps, of no more steps and ranks than the page draws.
+
+The histograms of the ranks' rows are added, so that a replica weighs as much on each rank; the shares of the bins do
+not change by that. A unit is judged by its root mean square. The units of each rank are sorted on their own, from the
+largest to the smallest, and a position in that order shows the mean over ranks and calls: so it makes no difference
+whether ranks hold different units, or values of the same units.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..columns import parse_shape
+from ..errors import CorruptError, RunError
+from ..numerics.histogram import Histogram
+from ..numerics.keys import Integers
+from ..numerics.moments import integers
+from ..numerics.units import Units
+from .blocks import Block
+
+_MAX_RANKS = 8
+_MAX_STEPS = 60
+T = TypeVar("T")
+
+
+class ThinnedSteps:
+    """Steps that are drawn of a run to which more are added: all of the first, then every second one, and so on."""
+
+    def __init__(self) -> None:
+        self._num_seen, self._stride, self._last = 0, 1, -1
+        self.steps: list[int] = []
+
+    def see(self, steps: Sequence[int]) -> None:
+        """Look at some more, ascending; those that are not behind all before were seen already."""
+        for step in steps:
+            if step <= self._last:
+                continue
+            self._last = step
+            if self._num_seen % self._stride == 0:
+                self.steps.append(step)
+            self._num_seen += 1
+            if len(self.steps) > _MAX_STEPS:
+                self.halve()
+
+    def halve(self) -> None:
+        """Leave out every second one from now on."""
+        self.steps, self._stride = self.steps[::2], 2 * self._stride
+
+
+class StepsCollector(ABC, Generic[T]):
+    """Collects what one column says, range by range of steps, of no more steps and ranks than are drawn."""
+
+    column: str
+    """Of rows that have it."""
+    max_collected: int
+    """For how many values, each of a series at a step, there is room; there is for two steps in any case."""
+
+    def __init__(self, steps: Sequence[int] | None, ranks: Sequence[int], num_series: int) -> None:
+        """Choose the steps and ranks.
+
+        Args:
+            steps: all that there are, ascending; None where more and more come.
+            ranks: all that there are.
+            num_series: whose numbers are from 0, where the steps are known.
+        """
+        self._thinned = ThinnedSteps() if steps is None else None
+        room = min(len(steps or ()), _MAX_STEPS, self.max_collected // max(num_series, 1))
+        count = max(room, min(len(steps or ()), 2))
+        indices = np.unique(np.linspace(0, len(steps or ()) - 1, count).astype(int)).tolist() if count else []
+        self.steps = [] if steps is None else [steps[index] for index in indices]
+        self.ranks = list(ranks[:: -(-len(ranks) // _MAX_RANKS)]) if ranks else []
+        self._collected: dict[tuple[int, int], T] = {}
+        """By series and step."""
+
+    def add(self, table: Any, number_of: Callable[[Any], Integers]) -> None:
+        """Rows of a range of steps behind all before; `number_of` gives the series of each, -1 for none."""
+        some = table.filter(pc.is_valid(table.column(self.column)))
+        if self._thinned is not None:
+            self._thinned.see(sorted(pc.unique(some.column("step")).to_pylist()))
+            self._keep(self._thinned.steps)
+        wanted = pc.is_in(some.column("step"), pa.array(self.steps, pa.int64()))
+        if self.ranks:
+            ranks = some.column("rank")
+            wanted = pc.and_(wanted, pc.or_(pc.is_null(ranks), pc.is_in(ranks, pa.array(self.ranks, ranks.type))))
+        some = some.filter(wanted)
+        if not some.num_rows:
+            return
+        numbers = number_of(some)
+        self._take(some.filter(pa.array(numbers >= 0)), numbers[numbers >= 0].tolist())
+        while self._thinned is not None and len(self._collected) > self.max_collected and len(self.steps) > 2:
+            self._thinned.halve()
+            self._keep(self._thinned.steps)
+
+    def _keep(self, steps: list[int]) -> None:
+        if steps != self.steps:
+            self.steps = list(steps)
+            self._collected = {key: one for key, one in self._collected.items() if key[1] in steps}
+
+    @abstractmethod
+    def _take(self, table: Any, series: list[int]) -> None:
+        """Collect rows of these series."""
+
+
+_LOWEST, _HIGHEST = -60, 40
+"""Exponents that have a bin of their own; what is outside counts with the outermost."""
+_NUM_BINS = _HIGHEST - _LOWEST + 1
+_NUM_LINE = 2 * _NUM_BINS + 2
+_MAX_BIN_CELLS = 1_500_000
+_LEAST_SHARE = 1e-6
+_SHARE_LEVELS = 31
+
+
+class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
+    """Collects the bins of each: negative values from the largest magnitude on, zeros, positive, not finite."""
+
+    column = "histogram"
+    max_collected = _MAX_BIN_CELLS // _NUM_LINE
+
+    def _take(self, table: Any, series: list[int]) -> None:
+        steps, zeros = integers(table.column("step")), integers(table.column("zero_count"), 0)
+        nonfinite = integers(table.column("nan_count"), 0) + integers(table.column("inf_count"), 0)
+        packed = table.column("histogram").to_pylist()
+        counts = zip(steps.tolist(), zeros.tolist(), nonfinite.tolist(), packed, strict=True)
+        for number, (step, num_zeros, num_nonfinite, data) in zip(series, counts, strict=True):
+            try:
+                one = Histogram.from_bytes(data)
+            except CorruptError:
+                continue  # `recorder verify` tells of it
+            line = self._collected.setdefault((number, step), np.zeros(_NUM_LINE))
+            at = np.clip(one.exponents, _LOWEST, _HIGHEST) - _LOWEST
+            np.add.at(line, _NUM_BINS - 1 - at, one.counts[0])
+            line[_NUM_BINS] += num_zeros
+            np.add.at(line, _NUM_BINS + 1 + at, one.counts[1])
+            line[-1] += num_nonfinite
+
+    def block(self, name: str) -> Block | None:
+        """Shares of all series that have histograms; None where none has."""
+        if not self._collected:
+            return None
+        numbers = sorted({number for number, _ in self._collected})
+        row_of: Mapping[int, int] = {number: index for index, number in enumerate(numbers)}
+        column_of: Mapping[int, int] = {step: index for index, step in enumerate(self.steps)}
+        shares = np.zeros((len(numbers), len(self.steps), _NUM_LINE), np.float32)
+        for (number, step), line in self._collected.items():
+            shares[row_of[number], column_of[step]] = line / max(line.sum(), 1.0)
+        codes = _share_codes(shares)
+        nonfinite, codes = np.ascontiguousarray(codes[:, :, -1]), codes[:, :, :-1]
+        used = np.flatnonzero(codes.any(axis=(0, 1)))
+        first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (_NUM_BINS, _NUM_BINS + 1)
+        codes = np.ascontiguousarray(codes[:, :, first:last])
+        data = {
+            "series": numbers, "steps": self.steps, "ranks": self.ranks, "levels": _SHARE_LEVELS, "least": _LEAST_SHARE,
+            "shape": list(codes.shape), "first": first, "zero": _NUM_BINS, "lowest": _LOWEST,
+        }  # fmt: skip
+        return Block(name=name, data=data, arrays={"codes": codes, "nonfinite": nonfinite})
+
+
+def _share_codes(shares: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """How large shares are, by their logarithm; 0 for none."""
+    with np.errstate(divide="ignore"):
+        level = 1 + np.rint((1 - np.log(shares) / np.log(_LEAST_SHARE)) * (_SHARE_LEVELS - 1))
+    return np.where(shares > 0, np.clip(level, 1, _SHARE_LEVELS), 0).astype(np.uint8)
+
+
+_NUM_QUANTILES = 33
+"""Positions among the sorted units, both ends included."""
+_MAX_UNIT_CELLS = 1_000_000
+_UNIT_LEVELS = 254
+
+
+class _UnitsOfStep(NamedTuple):
+    """What is drawn of the units of a series at a step."""
+
+    squares: list[npt.NDArray[np.float64]]
+    """For each rank and call, the mean squares of the units at the positions that are drawn."""
+    about: tuple[int, int, int, int]
+    """How many units there are, how many of them are dead, which is the largest, and how many have no finite value but
+    zeros, by the first rank and call."""
+
+
+class UnitsCollector(StepsCollector[_UnitsOfStep]):
+    """Collects them range by range of steps, of no more steps and ranks than are drawn."""
+
+    column = "units"
+    max_collected = _MAX_UNIT_CELLS // _NUM_QUANTILES
+
+    def _take(self, table: Any, series: list[int]) -> None:
+        columns = [table.column(name).to_pylist() for name in ("step", "units", "shape")]
+        num_nonfinite = integers(table.column("nan_count"), 0) + integers(table.column("inf_count"), 0)
+        for number, step, data, shape, is_nonfinite in zip(series, *columns, num_nonfinite > 0, strict=True):
+            try:
+                one = Units.from_bytes(data, parse_shape(shape))
+            except RunError:
+                continue  # `recorder verify` tells of it
+            if not len(one):
+                continue
+            squares = one.sum_sq / max(1, one.num_values)
+            indices = np.rint(np.linspace(len(one) - 1, 0, _NUM_QUANTILES)).astype(int)
+            num_dead = int((one.zero_count == one.num_values).sum()) if one.num_values else 0
+            largest = int(np.argmax(squares))
+            lacks = is_nonfinite & (one.sum_sq == 0) & (one.zero_count < one.num_values)  # sums are of finite values
+            squares = np.where(lacks, np.nan, squares)  # which sorts as the largest
+            about = len(one), num_dead, largest, int(lacks.sum())
+            collected = self._collected.setdefault((number, step), _UnitsOfStep([], about))
+            collected.squares.append(np.sort(squares)[indices])
+
+    def block(self, name: str) -> Block | None:
+        """The sorted sizes of all series that have units; None where none has."""
+        if not self._collected:
+            return None
+        numbers = sorted({number for number, _ in self._collected})
+        column_of = {step: index for index, step in enumerate(self.steps)}
+        row_of = {number: index for index, number in enumerate(numbers)}
+        sizes = np.full((len(numbers), len(self.steps), _NUM_QUANTILES), np.nan)
+        about = np.zeros((len(numbers), len(self.steps), 4), np.int32)
+        for (number, step), one in self._collected.items():
+            at = row_of[number], column_of[step]
+            sizes[at] = np.sqrt(np.mean(one.squares, axis=0))
+            about[at] = one.about
+        with np.errstate(divide="ignore", invalid="ignore"):
+            exponents = np.log2(np.where(np.isfinite(sizes), sizes, np.nan))
+        known = exponents[np.isfinite(exponents)]
+        low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+        level = 2 + np.rint((exponents - low) / max(high - low, 1e-9) * (_UNIT_LEVELS - 1))
+        codes = np.where(sizes == 0, 1, np.where(np.isfinite(level), level, 0)).astype(np.uint8)
+        data = {
+            "series": numbers, "steps": self.steps, "ranks": self.ranks, "shape": list(codes.shape),
+            "low": low, "high": high, "levels": _UNIT_LEVELS,
+        }  # fmt: skip
+        return Block(name=name, data=data, arrays={"codes": codes, "about": about})
