@@ -7,7 +7,7 @@ The types are named tuples: immutable like frozen dataclasses, and a third of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -46,7 +46,15 @@ class Block(Protocol):
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """The raw little-endian C-order bytes of the tensor, shape (nbytes,)."""
+        """The raw little-endian C-order bytes of the tensor, shape (num_bytes,)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of these bytes."""
+
+    @property
+    def address(self) -> int:
+        """Where they begin in memory."""
 
     def release(self) -> None:
         """Give the bytes back to the pool. Called once, from any thread; `data` must not be touched afterwards."""
@@ -170,3 +178,9 @@ class Measure(Protocol):
         keep: int,
         unit_dim: int = -1,
     ) -> Measured: ...
+
+
+class MeasureSmall(Protocol):
+    """Computes statistics and fingerprints of many records of few bytes at once, as `Measure` does of one."""
+
+    def __call__(self, records: Sequence[Staged]) -> list[Measured]: ...

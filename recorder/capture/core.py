@@ -7,6 +7,7 @@ hold a lock while bytes are copied, or raise into training.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import time
@@ -54,6 +55,8 @@ from .tensors.inner import Inner, inner_tensors
 from .tensors.local_values import DTYPES, UnsupportedKind, local_bytes, plain
 from .tensors.notes import merged_notes
 
+_as_tuple = functools.lru_cache(4096)(tuple[int, ...])
+"""Returns a shape as a tuple, the same one each time: each object that waits brings the garbage collector nearer."""
 _MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
 """The most rows that one dropped tensor counts for: each row takes a number, and an expanded tensor has no bound."""
@@ -292,7 +295,7 @@ class Capture:
             repeat,
             scope,
             DTYPES[local.dtype],
-            tuple(local.shape),
+            _as_tuple(local.shape),
             chunk,
             keep,
             block,

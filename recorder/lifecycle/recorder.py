@@ -245,7 +245,7 @@ class Recorder:
             return root
 
     def _start(self) -> None:
-        from ..capture.staging.measure import measure
+        from ..capture.staging.measure import measure, measure_small
         from ..write.writer import Writer
 
         own_topology = topology.read()
@@ -263,9 +263,11 @@ class Recorder:
             )
         self.commands = commands = Commands(own_topology, self.events)
         capacity = self.settings.pool_bytes or default_capacity_bytes(own_topology.local_world_size)
+        kernels = native.load(self.settings.native)
         writer = Writer(
             settings=_write_settings(self.settings),
-            measure=functools.partial(measure, kernels=native.load(self.settings.native)),
+            measure=functools.partial(measure, kernels=kernels),
+            measure_small=functools.partial(measure_small, kernels=kernels),
             resolve_dir=self._resolve_target,
             poll=self._poll,
             saw=self._saw,

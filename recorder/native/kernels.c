@@ -15,7 +15,7 @@
 #error "gcc or clang, 64 bits, little-endian"
 #endif
 
-#define ABI 9
+#define ABI 10
 #define CHUNK_ITEMS 32768
 #define LEAF_ITEMS 128
 #define EXPORT __attribute__((visibility("default")))
@@ -34,11 +34,19 @@ typedef uint64_t u64 __attribute__((aligned(1), may_alias));
 
 enum kind { F32, F64, BF16, I8, U8, I16, U16, I32, U32, I64, U64, TABLE8, TABLE16 };
 
-/* Statistics in the making; `recorder.native.Moments` has the same fields. */
+/* Statistics in the making. */
 struct moments {
   double mean, deviations, sum, sum_sq, sum_abs, sum_fourth, min, max;
   int64_t count, nan_count, inf_count, zero_count;
   uint64_t fingerprint;
+};
+
+/* The statistics of a tensor; `recorder.records.Measured` begins with the same fields, but for `count`. */
+struct statistics {
+  double mean, std, min, max, absmax, l2, sum, sum_sq, sum_abs, sum_fourth;
+  int64_t nan_count, inf_count, zero_count;
+  uint64_t fingerprint;
+  int64_t count; /* how many values are finite: where there are none, only the counts above mean something */
 };
 
 /* How the words of a tensor are weighed: runs of blocks; `recorder.native.Weights` has the same fields. */
@@ -194,13 +202,36 @@ EXPORT int64_t recorder_native_sample(const uint8_t *data, int64_t items, int64_
   return selected->sample(data, items, item_bytes, slices, slice_items, out, scratch);
 }
 
-/* Statistics and fingerprint, chunk by chunk. `scratch`: recorder_native_scratch() bytes, aligned to 8. */
-EXPORT void recorder_native_measure(const struct measuring *measuring, void *scratch, struct moments *out) {
-  int64_t num_chunks = (measuring->items + CHUNK_ITEMS - 1) / CHUNK_ITEMS;
-  for (int64_t number = 0; number < num_chunks; number++) {
-    struct moments chunk;
-    selected->measure(measuring, number, scratch, &chunk);
-    selected->merge(&chunk, out);
+static double no_nan(double value) { return value == value ? value : INFINITY; }
+
+/* As `measured` in recorder/numerics/moments.py, which says why. */
+static void finish(const struct moments *of, struct statistics *out) {
+  double low = of->min + 0.0, high = of->max + 0.0, count = (double)of->count;
+  *out = (struct statistics){.min = low, .max = high, .sum = no_nan(of->sum), .sum_sq = no_nan(of->sum_sq)};
+  out->mean = low == high ? low : no_nan(of->sum / count);
+  out->std = low == high ? 0.0 : no_nan(sqrt(of->deviations / count));
+  out->absmax = 0.0 - low >= high ? 0.0 - low : high;
+  out->l2 = no_nan(sqrt(of->sum_sq));
+  out->sum_abs = of->sum_abs;
+  out->sum_fourth = of->sum_fourth;
+  out->nan_count = of->nan_count;
+  out->inf_count = of->inf_count;
+  out->zero_count = of->zero_count;
+  out->fingerprint = of->fingerprint;
+  out->count = of->count;
+}
+
+/* Statistics and fingerprint of `num` tensors, chunk by chunk. `scratch`: recorder_native_scratch() bytes, aligned to 8. */
+EXPORT void recorder_native_measure(const struct measuring *measuring, int64_t num, void *scratch, struct statistics *out) {
+  for (; num; num--, measuring++, out++) {
+    struct moments moments = {.min = INFINITY, .max = -INFINITY};
+    int64_t num_chunks = (measuring->items + CHUNK_ITEMS - 1) / CHUNK_ITEMS;
+    for (int64_t number = 0; number < num_chunks; number++) {
+      struct moments chunk;
+      selected->measure(measuring, number, scratch, &chunk);
+      selected->merge(&chunk, &moments);
+    }
+    finish(&moments, out);
   }
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,25 +30,6 @@ _OF_NONE = {Combine.SUM: 0.0, Combine.MIN: math.inf, Combine.MAX: -math.inf}
 """What rows without values contribute, by how their column is combined."""
 _NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
 """The other columns that a statistic is made of. Where a row lacks one, the group has no such statistic."""
-
-
-class InTheMaking(Protocol):
-    """Statistics of one tensor in the making, in Python or as the compiled loops have them."""
-
-    count: int
-    """How many values are finite. All that follows is over finite values, except the counts."""
-    mean: float
-    deviations: float
-    """The sum of the squared differences from the mean."""
-    sum: float
-    sum_sq: float
-    sum_abs: float
-    sum_fourth: float
-    min: float
-    max: float
-    nan_count: int
-    inf_count: int
-    zero_count: int
 
 
 class Moments:
@@ -93,16 +74,12 @@ class Moments:
         self.sum_fourth += sum_fourth
 
 
-def measured(moments: InTheMaking, fingerprint: int | None = None) -> Measured:
+def measured(moments: Moments) -> Measured:
     """The statistics of a tensor, once all its pieces are in."""
     count = moments.count
+    counts = moments.nan_count, moments.inf_count, moments.zero_count
     if not count:
-        return Measured(
-            nan_count=moments.nan_count,
-            inf_count=moments.inf_count,
-            zero_count=moments.zero_count,
-            fingerprint=fingerprint,
-        )
+        return Measured(nan_count=counts[0], inf_count=counts[1], zero_count=counts[2])
     # Which of two zeros is the lesser depends on the processor; of the statistics none is -0.0.
     low, high, total, sum_sq = moments.min + 0.0, moments.max + 0.0, moments.sum, moments.sum_sq
     if low == high:  # a constant tensor has exactly its value as mean, and no spread; rounding would say 1e-18
@@ -122,10 +99,7 @@ def measured(moments: InTheMaking, fingerprint: int | None = None) -> Measured:
         sum_sq if sum_sq == sum_sq else math.inf,
         moments.sum_abs,
         moments.sum_fourth,
-        nan_count=moments.nan_count,
-        inf_count=moments.inf_count,
-        zero_count=moments.zero_count,
-        fingerprint=fingerprint,
+        *counts,
     )
 
 

@@ -19,6 +19,8 @@ NOTHING = 0
 """The rule set that never selects anything."""
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
 """The end of a rule's text that keeps statistics only, as most rules do."""
+_FIRST_CALLS = 16
+"""The calls of a slice whose masks are remembered: most modules are called once."""
 _MAX_COMPARED = 2000
 """The number of paths that an unmatched pattern is compared with, to name some near it; each takes 40 us."""
 
@@ -43,6 +45,8 @@ class Selection:
         """Rule sets whose mask also depends on the call; `mask_at_call` tells."""
         self._by_name: set[int] = set()
         """Rule sets that select some names and not others."""
+        self._first_calls: dict[tuple[int, int], int] = {}
+        """Masks at the first calls of a slice at the current step, by rule set and call."""
         self.has_ring = False
         """Whether there is memory for values that wait for a trigger; else rules keep none of them in a ring."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
@@ -130,7 +134,12 @@ class Selection:
 
     def mask_at_call(self, rule_set: int, call: int) -> int:
         """Return what is kept of the ``call``-th call in a slice at the current step."""
-        return self._mask(tuple(i for i in self._members[rule_set] if call in self._rules[i].call))
+        mask = self._first_calls.get((rule_set, call))
+        if mask is None:
+            mask = self._mask(tuple(i for i in self._members[rule_set] if call in self._rules[i].call))
+            if call < _FIRST_CALLS:
+                self._first_calls[rule_set, call] = mask
+        return mask
 
     def _mask(self, members: tuple[int, ...]) -> int:
         mask = 0
@@ -141,6 +150,7 @@ class Selection:
     def at_step(self, step: int) -> None:
         """Work out what is kept at this step."""
         self._active = [rule.keep if step in rule.steps else 0 for rule in self._rules]
+        self._first_calls.clear()
         self.masks[:] = [self._mask(members) for members in self._members]
 
     def keeps(self, site: str) -> bool:

@@ -10,13 +10,25 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from ..errors import WriteError
-from ..records import KEEP_FINGERPRINT, KEEP_RING, KEEP_STATS, LostError, Measure, Measured, Ready, Staged, kind_of
+from ..records import (
+    KEEP_FINGERPRINT,
+    KEEP_RING,
+    KEEP_STATS,
+    LostError,
+    Measure,
+    Measured,
+    MeasureSmall,
+    Ready,
+    Staged,
+    kind_of,
+)
 from ..rules import RingWindow
 from ..system.log import can_say, say
 from .files.file import FILE_MODES, Disk
@@ -42,6 +54,11 @@ _SEAL_SHARE = 0.25
 """The share of `close`'s deadline that is kept for the last batch and the seals."""
 _LAST_SHARE = 0.125
 """The share that is kept for the last ledger, once syncs that hang are given up."""
+_MOST_TOGETHER = 128
+"""The most records that are measured with one call; it is the work of a millisecond."""
+_SMALL_BYTES = 1 << 12
+"""Records of at most this are measured together: it costs less than to begin to measure them."""
+_SMALL_KEEPS = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
 
@@ -80,6 +97,27 @@ class _Drain:
         self.is_done = False
 
 
+class _Ahead(NamedTuple):
+    """A record that was measured together with those before and behind it; or not, where that failed."""
+
+    staged: Staged
+    measured: Measured | None
+
+
+_Item = Staged | Due | _Ahead | _Drain
+
+
+def _is_small(item: _Item | None) -> TypeGuard[Staged]:
+    """Whether an item is a record that may be measured together with others: it is there, and costs next to nothing."""
+    return (
+        type(item) is Staged
+        and item.keep in _SMALL_KEEPS
+        and item.ready is None
+        and item.measured is None
+        and item.block.num_bytes <= _SMALL_BYTES
+    )
+
+
 class Writer:
     """Owns the writer thread, the files of one writer directory and the ledger.
 
@@ -91,6 +129,7 @@ class Writer:
         *,
         settings: WriteSettings,
         measure: Measure,
+        measure_small: MeasureSmall | None = None,
         observed: Callable[[], int],
         resolve_dir: Callable[[], RunTarget],
         poll: Callable[[], Mapping[str, Any] | None],
@@ -104,6 +143,7 @@ class Writer:
         Args:
             settings: how and how much to write.
             measure: computes statistics and fingerprints, on the writer thread.
+            measure_small: computes those of many small records; without it each record is measured alone.
             observed: returns the number of rows so far, on any thread.
             resolve_dir: returns where to write; called first on the writer thread, and may take its time.
             poll: called on the writer thread every 0.2 s, between two records. It may call `close` or `drain`. A
@@ -119,6 +159,7 @@ class Writer:
         self.refused: Mapping[str, str] = {}
         """The reasons, by `records.kind_of`, why records are dropped for now, as on a full disk; read anywhere."""
         self._measure = measure
+        self._measure_small = measure_small
         self._resolve_dir = resolve_dir
         self._poll = poll
         self._saw = saw
@@ -131,6 +172,8 @@ class Writer:
         self._disk.syncs = self._syncs = SyncThread()
         self._writer_directory = WriterDirectory(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
+        self._ahead: deque[_Item] = deque()
+        """Records that were measured together, and perhaps the item behind them: they come before the queue."""
         self._settings = settings
         self._ring: Ring | None = None
         self._ending = ending
@@ -343,22 +386,41 @@ class Writer:
         try:
             self._tick()
             if not self._is_stopped:
-                self._handle(self._next_item())
+                item = self._next_item()
+                self._handle(self._with_those_behind(item) if _is_small(item) else item)
+                while self._ahead and not self._is_stopped:  # each takes microseconds: what the clock asks for can wait
+                    self._handle(self._next_item())
         except Exception as error:
             self._notices.failed("a record was lost to an error in the recorder", error)
             self._num_failures += 1
             if self._num_failures >= _MAX_FAILURES:
                 raise
 
-    def _next_item(self) -> Staged | Due | _Drain | None:
+    def _next_item(self) -> _Item | None:
         if self._ring is not None and self._ring.due:
             return self._ring.due.popleft()
         try:
-            return self._queue.get_nowait()
-        except queue.Empty:
+            return self._ahead.popleft() if self._ahead else self._queue.get_nowait()
+        except (queue.Empty, IndexError):
             return None
 
-    def _handle(self, item: Staged | Due | _Drain | None) -> None:
+    def _with_those_behind(self, first: Staged) -> _Item:
+        """Measure a small record together with the small ones that follow it; return it, and keep these for later."""
+        if self._measure_small is None:
+            return first
+        records, item = [first], self._next_item()
+        while _is_small(item) and len(records) < _MOST_TOGETHER:
+            records.append(item)
+            item = self._next_item()
+        measured: Sequence[Measured | None] = [None] * len(records)
+        with contextlib.suppress(Exception):  # each is measured alone then, which says what is wrong
+            measured = self._measure_small(records)
+        self._ahead.extend(map(_Ahead, records, measured))
+        if item is not None:
+            self._ahead.append(item)
+        return self._ahead.popleft()
+
+    def _handle(self, item: _Item | None) -> None:
         if item is None:
             if self._refusal is not None:
                 if not self._ring_ends():
@@ -376,7 +438,10 @@ class Writer:
                 item.is_done = True
         elif self._clock() > self._abandon_after_s:
             self._refusal = ABANDONED
-            self._drop(item.staged if isinstance(item, Due) else item)
+            self._drop(item.staged if isinstance(item, (Due, _Ahead)) else item)
+        elif isinstance(item, _Ahead):
+            self._record(item.staged, measured=item.measured)
+            self._num_failures = 0
         elif isinstance(item, Due):
             assert self._ring is not None, "records are due from a ring"
             num_bytes = item.staged.block.data.nbytes
@@ -430,12 +495,13 @@ class Writer:
             self._next_told_s = self._clock() + _TELL_S
             self._writer_directory.mark_stale()
 
-    def _record(self, staged: Staged, due: Due | None = None) -> bool:
+    def _record(self, staged: Staged, due: Due | None = None, measured: Measured | None = None) -> bool:
         """Take one record into the batch of its kind of shard, and write the batch where it is full.
 
         Args:
             staged: the record.
             due: where it comes from the ring, which has looked at it already.
+            measured: what was measured of it, if anything was so far.
 
         Returns:
             Whether all its rows were taken.
@@ -453,11 +519,9 @@ class Writer:
                 drop_reason = refusal
                 return False
             shards = self._writer_directory.shards_by_kind[kind]
+            measured = measured or (due and due.measured) or self._measured(staged)
             if due is None:
-                measured = self._measured(staged)
                 self._saw(staged, measured)
-            else:
-                measured = due.measured or self._measured(staged)
             for part in range(staged.num_parts):
                 if part:
                     shards.flush_if_full()
@@ -551,7 +615,7 @@ class Writer:
             if isinstance(item, _Drain):
                 item.is_done = True
             else:
-                self._drop(item.staged if isinstance(item, Due) else item)
+                self._drop(item.staged if isinstance(item, (Due, _Ahead)) else item)
         for staged in self._ring.drain() if self._ring is not None else ():
             self._drop(staged)
 

@@ -148,11 +148,11 @@ def fail_on_writer_thread(**calls: int) -> Callable[[Path], None]:
         plain = Writer._record
         is_done: list[bool] = []
 
-        def record(self: Writer, staged: Any, due: Any = None) -> bool:
+        def record(self: Writer, staged: Any, *more: Any, **named: Any) -> bool:
             if not is_done:
                 is_done.append(True)
                 seccomp.fail(calls, every_thread=False)
-            return plain(self, staged, due)
+            return plain(self, staged, *more, **named)
 
         Writer._record = record  # type: ignore[method-assign]
 

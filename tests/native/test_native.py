@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from recorder import native
-from recorder.capture.staging.measure import measure
+from recorder.capture.staging.measure import measure, measure_small
 from recorder.format.payload import fingerprint as fingerprints
 from recorder.format.payload.codec import Encoder, decode, max_encoded_bytes
 from recorder.format.payload.fingerprint import flat_fingerprint
 from recorder.numerics.dtypes import ITEM_BYTES, item_bytes
 from recorder.numerics.units import MAX_UNITS
 from recorder.records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
+from tests.rigs.fakes import fake_staged
 
 ROOT = Path(__file__).parents[2]
 _HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
@@ -297,3 +298,20 @@ def test_the_writer_says_which_loops_it_uses(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         (manifest,) = folder.glob("*/rank=*/*/_writer.json")
         assert expected in manifest.read_text()
+
+
+@pytest.mark.parametrize("keep", [KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT])
+def test_tensors_that_are_measured_together_have_the_bits_of_each_alone(kernels: native.Kernels, keep: int) -> None:
+    chunk = Chunk((200,), (3,), '["Shard(0)"]', "[2]", "dtensor")
+    records = [
+        fake_staged(
+            _content(dtype, size, kind, size).view(f"u{item_bytes(dtype)}"), dtype=dtype, keep=keep, chunk=of_global
+        )
+        for dtype in native.KINDS
+        for size in (0, 1, 7, 100)
+        for kind in ("bits", "zeros", "normal")
+        for of_global in (None, chunk)
+    ]
+    for loops in (kernels, None):
+        alone = [measure(s.block.data, s.dtype, s.shape, s.chunk, keep, kernels=loops) for s in records]
+        assert list(map(_bits, measure_small(records, kernels=loops))) == list(map(_bits, alone))

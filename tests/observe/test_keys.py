@@ -158,6 +158,7 @@ class Program:
 
 
 def recorded(folder: Path, program: Callable[[], None], rules: str = EVERYTHING, **settings: object) -> Recording:
+    gc.collect()  # optimizers of other recordings
     with flagged(folder, rules, **settings) as recording:
         program()
     return recording
@@ -261,7 +262,6 @@ def test_buffers_of_two_calls_in_one_named_step_of_inference_are_told_apart(tmp_
                 model(batch())
                 recorder.step(step)
 
-    gc.collect()  # optimizers of other tests
     recording = recorded(tmp_path, program, roots="any")
     assert shared_keys(recording) == []
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recorder.native import address
 from recorder.records import KEEP_STATS, KEEP_TENSOR, KEEP_VALUES, PART_BYTES, Chunk, Measured, Moment, Origin, Staged
 from recorder.write.files.file import Disk
 
@@ -24,6 +25,7 @@ class FakeBlock:
 
     def __init__(self, data: Bytes) -> None:
         self.data = data
+        self.num_bytes, self.address = len(data), address(data)
         self.num_releases = 0
 
     def release(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from recorder.format.integrity import BatchHeader, check_batch
-from recorder.records import Measured, Staged
+from recorder.records import Measured, MeasureSmall, Staged
 from recorder.rules import RingWindow
 from recorder.write.files.file import Disk
 from recorder.write.ring import Room
@@ -28,6 +28,7 @@ class Rig:
         *,
         disk: Disk | None = None,
         measure: Callable[..., Measured] = fake_measure,
+        measure_small: MeasureSmall | None = None,
         poll: Callable[[], dict[str, Any] | None] = lambda: None,
         rank: int = 0,
         attempt: int = 0,
@@ -43,6 +44,7 @@ class Rig:
         self.writer = Writer(
             settings=WriteSettings(**{"min_free_bytes": 0, **settings}),
             measure=measure,
+            measure_small=measure_small,
             observed=lambda: self.num_observed,
             resolve_dir=resolve_dir or (lambda: target),
             poll=poll,

@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,13 @@ from recorder.records import (
     Chunk,
     LostError,
     Measured,
+    Staged,
 )
 from recorder.sites import FORMAT_VERSION
 from recorder.write.files import shard as shard_module
 from recorder.write.files.file import PageMemory
 from recorder.write.writer import RunTarget
-from tests.rigs.fakes import FaultyDisk, fake_staged
+from tests.rigs.fakes import FaultyDisk, fake_measure, fake_staged
 from tests.rigs.waiting import PATIENCE_S, wait_until
 from tests.rigs.writer import Rig, read_open, read_sealed
 
@@ -768,3 +769,39 @@ def test_a_shard_of_statistics_is_sealed_in_time_where_that_is_wanted(tmp_path: 
     assert not rig.files("tensors-*.arrow")
     rig.close()
     assert [row["seq"] for row in rig.rows()] == [0, 1, 2]
+
+
+def _measured_together(records: Sequence[Staged]) -> list[Measured]:
+    return [fake_measure(one.block.data, one.dtype, one.shape, one.chunk, one.keep) for one in records]
+
+
+def _write_small_and_large(rig: Rig) -> list[dict[str, Any]]:
+    for step in range(300):  # before the writer begins, so that all of them are in its queue
+        rig.put(np.full(8, step, np.float32), step=step, keep=KEEP_STATS | KEEP_FINGERPRINT)
+        if step % 50 == 7:
+            rig.put(np.full(5000, step, np.float32), step=step, keep=KEEP_STATS)
+            rig.put(step=step)
+    rig.start()
+    assert rig.close().is_complete
+    rig.assert_blocks_are_released()
+    return list(rig.rows())
+
+
+def test_small_records_that_are_measured_together_make_the_rows_of_records_measured_alone(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    def together(records: Sequence[Staged]) -> list[Measured]:
+        sizes.append(len(records))
+        return _measured_together(records)
+
+    rows = _write_small_and_large(Rig(tmp_path / "together", measure_small=together))
+    assert len(rows) == 312 and sum(sizes) > 290 and max(sizes) > 20
+    assert rows == _write_small_and_large(Rig(tmp_path / "alone"))
+
+
+def test_where_measuring_together_fails_each_record_is_measured_alone(tmp_path: Path) -> None:
+    def fails(records: Sequence[Staged]) -> list[Measured]:
+        raise ValueError(len(records))
+
+    rows = _write_small_and_large(Rig(tmp_path / "fails", measure_small=fails))
+    assert rows == _write_small_and_large(Rig(tmp_path / "alone"))

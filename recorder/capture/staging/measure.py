@@ -8,7 +8,7 @@ modes, and cannot touch the threads or generators that training uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...format.payload.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
-from ...native import KINDS, TABLE_KINDS, Kernels
+from ...native import KINDS, TABLE_KINDS, Kernels, SmallTensor
 from ...native import Units as NativeUnits
 from ...numerics.dtypes import item_bytes, numpy_dtype
 from ...numerics.histogram import NUM_BINS, of_bins
 from ...numerics.moments import Moments, measured
 from ...numerics.units import Sides, packed, sides_of
-from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
+from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured, Staged
 from .counting import count
 from .summing import UnitSums
 
@@ -30,6 +30,8 @@ _CHUNK_ITEMS = 1 << 15
 """Elements looked at together: with their float64 copy they stay in the second-level cache."""
 
 _NOTHING = Measured()
+_TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
+"""Element types that `Kernels.measure_small` takes."""
 _Values = npt.NDArray[Any]
 
 
@@ -69,18 +71,14 @@ def measure(
         table = _decoded(dtype) if dtype in TABLE_KINDS else None
         bins = np.zeros(NUM_BINS[dtype], np.uint64) if wants_histogram else None
         sums = None if units is None else NativeUnits(units.sums, units.zeros, units.sides.inner)
-        moments = kernels.measure(data, len(data) // num_bytes, dtype, table, weights, bins, sums)
-        value: int | None = None
-        if weights is not None:
-            value = moments.fingerprint
-            if chunk is not None and chunk.offsets is not None:
-                value = moved(value, num_bytes, chunk.offsets)
-        statistics = measured(moments, value)
+        statistics = kernels.measure(data, len(data) // num_bytes, dtype, table, weights, bins, sums)
+        if statistics.fingerprint is not None and chunk is not None and chunk.offsets is not None:
+            statistics = statistics._replace(fingerprint=moved(statistics.fingerprint, num_bytes, chunk.offsets))
         if bins is not None:
             statistics = statistics._replace(histogram=of_bins(dtype, bins))
         if sides is not None:
             statistics = _with_units(statistics, sides, units)
-        if value is not None:
+        if weights is not None:
             return statistics
     elif keep & KEEP_STATS:
         statistics = _statistics(data, dtype)
@@ -97,6 +95,38 @@ def measure(
         return statistics
     value = _fingerprint(data, num_bytes, shape, chunk, kernels)
     return Measured(fingerprint=value) if statistics is _NOTHING else statistics._replace(fingerprint=value)
+
+
+def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) -> list[Measured]:
+    """Measure records of few bytes as `measure` does, most of them with one call of the compiled loops.
+
+    Args:
+        records: records of which statistics are kept, and perhaps the fingerprint.
+        kernels: the compiled loops, where they are to be used.
+    """
+    tensors: list[SmallTensor | None] = [None if kernels is None else _small_tensor(staged) for staged in records]
+    together = [tensor for tensor in tensors if tensor is not None]
+    of_kernels = iter(kernels.measure_small(together) if kernels is not None and together else ())
+    return [
+        measure(s.block.data, s.dtype, s.shape, s.chunk, s.keep, kernels=kernels)
+        if tensor is None
+        else next(of_kernels)
+        for s, tensor in zip(records, tensors, strict=True)
+    ]
+
+
+def _small_tensor(staged: Staged) -> SmallTensor | None:
+    """Return what the compiled loops ask about a record; None where they must be asked about it alone."""
+    block, dtype = staged.block, staged.dtype
+    if not block.num_bytes or staged.chunk is not None or dtype not in _TOGETHER_KINDS:
+        return None
+    num_bytes = item_bytes(dtype)
+    weights = None
+    if staged.keep & KEEP_FINGERPRINT:
+        weights = compiled_weights(num_bytes, staged.shape)
+        if weights.num_words * weights.word_bytes != block.num_bytes:
+            return None
+    return block.address, block.num_bytes // num_bytes, dtype, weights
 
 
 def _units(

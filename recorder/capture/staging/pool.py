@@ -55,6 +55,10 @@ class PoolBlock:
         """Return the block's bytes; the array is made here, which is on the writer thread."""
         return self._pool._bytes[self.offset : self.offset + self.num_bytes]  # type: ignore[no-any-return]
 
+    @property
+    def address(self) -> int:
+        return self._pool.address + self.offset
+
     def release(self) -> None:
         """Give the bytes back, once nothing writes into them any more; any thread, once."""
         if self.holder is None:
@@ -64,7 +68,7 @@ class PoolBlock:
 
     def give_back(self) -> None:
         """Give the bytes back, even if something may still write into them."""
-        self._pool._returned.append((self.offset, self.size))
+        self._pool._returned.append(self)
 
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """Return the block as a tensor of the pool's memory; shape and dtype must fit its bytes."""
@@ -121,7 +125,7 @@ class Pool:
         self._lock = threading.RLock()
         self._is_taking = False
         self._free = [(0, self.capacity_bytes)]
-        self._returned: deque[tuple[int, int]] = deque()
+        self._returned: deque[PoolBlock] = deque()
         self._used_bytes = 0
         self.peak_bytes = 0
         self._progress_s = progress_s
@@ -135,7 +139,7 @@ class Pool:
     @property
     def used_bytes(self) -> int:
         """Return the bytes that records hold now."""
-        return self._used_bytes - sum(size for _, size in list(self._returned))
+        return self._used_bytes - sum(block.size for block in list(self._returned))
 
     def take(self, nbytes: int) -> PoolBlock | None:
         """Take a block of exactly ``nbytes``; None where there is no room now. Never waits for the writer.
@@ -171,9 +175,12 @@ class Pool:
 
     def _collect(self) -> None:
         """Put returned blocks into the free list, joined with free memory beside them."""
-        free = self._free
-        while self._returned:
-            start, size = self._returned.popleft()
+        free, returned = self._free, self._returned
+        while returned:
+            block = returned.popleft()
+            start, size = block.offset, block.size
+            while returned and returned[0].offset == start + size:  # the writer gives back in the order of taking
+                size += returned.popleft().size
             self._used_bytes -= size
             first = last = bisect_left(free, (start, 0))
             whole_start, whole_size = start, size

@@ -50,6 +50,7 @@ def fingerprint(
         if words != weights.num_words:
             raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} with {item_bytes} bytes an element")
         at_origin = kernels.measure(data, words, None, None, weights).fingerprint
+        assert at_origin is not None, "weights give a fingerprint"
     else:
         word_bytes = min(item_bytes, _WORD_BYTES)
         at_origin = _fingerprint_at_origin(data.view(np.dtype(f"<i{word_bytes}")), _word_shape(item_bytes, shape))
