@@ -21,7 +21,7 @@ from torch import nn
 from ..config import Settings
 from ..observe import tree
 from ..observe.clock import Clock
-from ..observe.compiled import has_compiled_anything
+from ..observe.module_hooks import has_compiled_anything
 from ..observe.selection import Selection
 from ..records import (
     KEEP_NUMBERS,
@@ -40,20 +40,17 @@ from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, OF_PROGRAM
 from ..system.events import Events
 from ..system.processes import comes_from_signal_handler
 from ..taps.rows import TapRows
+from .dtensors import merged_notes, without_masked
 from .hooks.recording import Nesting
 from .hooks.root import Root
+from .local_values import DTYPES, Inner, UnsupportedKind, inner_tensors, local_bytes, plain
 from .nonfinite import FirstNonFinite
 from .parallel.aliases import Aliases
+from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
-from .scalars import Scalars
 from .staging import copies
 from .staging.pool import Pool, PoolBlock
 from .staging.ring_memory import RingMemory
-from .taps_by_hand import TapsByHand
-from .tensors.dtensors import without_masked
-from .tensors.inner import Inner, inner_tensors
-from .tensors.local_values import DTYPES, UnsupportedKind, local_bytes, plain
-from .tensors.notes import merged_notes
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
 """Returns a shape as a tuple, the same one each time: each object that waits brings the garbage collector nearer."""

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .core import Capture
-from .scalars import LOSS
+from .program_values import LOSS
 
 _NAME = "_engine_run_backward"
 _is_compiling = torch.compiler.is_compiling

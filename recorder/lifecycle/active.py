@@ -18,7 +18,7 @@ from torch import nn
 
 from .. import config
 from ..capture.hooks.root import Root
-from ..capture.parallel.pipelines import is_whole_pipe
+from ..capture.parallel.groups import is_whole_pipe
 from ..errors import AttachError, ConfigError
 from ..system import log
 from ..taps import ops

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..capture.optimizer.hooks import find_live, wrap_closure
+from ..capture.optimizer import find_live, wrap_closure
 from ..system.events import Events
 
 _MAX_LIVE_SCANS = 5

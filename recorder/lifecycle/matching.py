@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.optimizer.hooks import find_live
+from ..capture.optimizer import find_live
 from ..capture.parallel import topology
 from ..capture.parallel.groups import find_data_parallel, wrappers_around
 from ..observe import tree

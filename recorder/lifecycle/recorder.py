@@ -29,13 +29,13 @@ from ..capture.hooks import callbacks
 from ..capture.hooks.discovery import Discovery
 from ..capture.hooks.root import Root
 from ..capture.loss import LossWatch
-from ..capture.optimizer.hooks import OptimizerWatch, last_step
+from ..capture.optimizer import OptimizerWatch, last_step
 from ..capture.parallel import topology
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO
 from ..observe import tree
-from ..observe.compiled import has_compiled_anything
+from ..observe.module_hooks import has_compiled_anything
 from ..records import Measured, Staged
 from ..system import log
 from ..system.events import Events

@@ -2,6 +2,8 @@
 
 A model with hooks is copied, pickled and compiled by its user. A copy or a pickle of a `Hook` is inert
 (`contextlib.nullcontext().__exit__`, which takes anything and returns None, needs no `recorder` where it is loaded).
+Code that dynamo compiled before a hook was put on runs without the hook; the functions at the end tell what dynamo has
+compiled in this process. They never import dynamo: a program that never imported dynamo has compiled nothing.
 Nothing here may raise into training.
 """
 
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 _FIRST_NUMBER = (1 << 32) + (int.from_bytes(os.urandom(4), "little") << 32)
 _DYNAMO_KNOWS_THE_ORDER = torch.__version__ >= "2.13"
@@ -75,3 +78,33 @@ def keep_first(registered: dict[int, Any]) -> None:
                 del registered[number]
         finally:
             registered.update(others)
+
+
+def has_compiled(module: nn.Module, wrapper: nn.Module) -> bool:
+    """Whether dynamo holds code for a compiled module already, made without hooks that are put on it now.
+
+    For torch's own classes dynamo compiles a function around the forward, which all of them share.
+    """
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    functions: list[Any] = [type(module).forward]
+    if wrapper is not module:
+        functions.append(frames.innermost_fn(wrapper.forward))
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    return any(bool(frames._debug_get_cache_entry_list(code)) for code in codes)
+
+
+def has_compiled_anything() -> bool:
+    """Whether dynamo has made a graph in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters.get("stats"))
+
+
+def is_compiled_already(model: nn.Module) -> bool:
+    """Whether dynamo has made code of a forward in this model, which no hook can enter any more."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    codes = {getattr(type(module).forward, "__code__", None) for module in model.modules()}
+    return any(code is not None and bool(frames._debug_get_cache_entry_list(code)) for code in codes)

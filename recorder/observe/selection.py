@@ -2,6 +2,10 @@
 
 The schedule is a function of the step alone, so that ranks agree without talking. At a step change the masks are
 worked out once; a hook then costs one list look-up to learn that nothing is wanted.
+
+For a rule that keeps sums of units, `unit_dim_of` names the dim of a value along which the units lie: neurons, channels
+or features. Units are those of the module's output. For a parameter they lie along the dim of the outputs, so that unit
+7 of a weight, of its gradient and of the output are one unit. Nothing here may look at values.
 """
 
 from __future__ import annotations
@@ -9,6 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ..records import KEEP_RING, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
 from ..rules import ANY, EVERY, KEEPS, Rule, Schedule, nearest
@@ -223,3 +231,44 @@ def _written(rule: Rule) -> str:
 def scalar_keep(mask: int) -> int:
     """Return what is kept of a scalar: its value is its 0-dim payload, with an equal mean."""
     return KEEP_TENSOR | KEEP_STATS if mask else 0
+
+
+LAST = -1
+_FIRST = 0
+_SECOND = 1
+
+
+def unit_dim_of(selection: Selection, rule_set: int, module: nn.Module | None, site: str, name: str) -> int:
+    """Return the dim along which a value has units; a negative one counts from the last.
+
+    Args:
+        selection: of the recording.
+        rule_set: the rules that select the value; what one of them says of the dim is what counts.
+        module: that the value belongs to, where it is known.
+        site: of the value.
+        name: of the value.
+    """
+    if not selection.keeps_units(rule_set):
+        return LAST
+    chosen = selection.unit_dim(rule_set)
+    if chosen is not None:
+        return chosen
+    return _of_state(module, name) if site in STATES else _of_values(module)
+
+
+def _of_state(module: nn.Module | None, name: str) -> int:
+    """Return the dim of the units of a parameter, its gradient, a buffer or the optimizer's state of it."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm)):
+        return LAST
+    if isinstance(module, _ConvTransposeNd) and name.partition(".")[0] == "weight":
+        return _SECOND
+    return _FIRST
+
+
+def _of_values(module: nn.Module | None) -> int:
+    """Return the dim of the units of an input, an output or a gradient of one of these."""
+    if isinstance(module, _ConvNd):
+        return -1 - len(module.kernel_size)  # counted from the last: a batch of one may come without its dim
+    if isinstance(module, (_NormBase, nn.GroupNorm)):
+        return _SECOND
+    return LAST

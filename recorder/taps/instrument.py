@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import TapError
 from ..observe import tree
-from ..observe.compiled import is_compiled_already
+from ..observe.module_hooks import is_compiled_already
 from ..observe.selection import Selection
 from ..rules import ANY, EVERY, Rule, parse_rules
 from ..sites import SITES, VALUES_OF_CALLS

@@ -13,7 +13,7 @@ import torch
 
 from ..observe.clock import Slice
 from ..observe.observer import Observer
-from ..observe.unit_dims import unit_dim_of
+from ..observe.selection import unit_dim_of
 from ..records import Moment, Origin
 from ..sites import GRADIENT_OF
 from .module_taps import Where

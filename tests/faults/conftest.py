@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from recorder.capture.optimizer.hooks import find_live
+from recorder.capture.optimizer import find_live
 from recorder.lifecycle import active
 
 from .ends import Trainer

@@ -19,7 +19,7 @@ import recorder
 from recorder.capture.hooks import callbacks
 from recorder.capture.hooks.module import Watch
 from recorder.capture.hooks.root import Root
-from recorder.capture.optimizer.hooks import OptimizerWatch
+from recorder.capture.optimizer import OptimizerWatch
 from recorder.observe.clock import Clock, RootClock
 from tests.rigs import jobs
 from tests.rigs.capturing import Recording, Tiny, batch, flagged

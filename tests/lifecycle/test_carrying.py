@@ -16,9 +16,8 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from recorder.capture.parallel import job_store
-from recorder.capture.parallel.job_store import open_job_store
-from recorder.capture.parallel.topology import Topology
+from recorder.capture.parallel import topology
+from recorder.capture.parallel.topology import Topology, open_job_store
 from recorder.format.commands import COMMAND_BYTES, DUMP, SET, UNDO, Command
 from recorder.format.rundir import RUN_MANIFEST
 from recorder.lifecycle.carrying import Carrier, _digest
@@ -182,7 +181,7 @@ def test_what_is_no_command_is_a_note_and_the_next_one_is_carried(nodes: tuple[N
 def test_a_store_that_is_stopped_or_gone_costs_a_note_and_no_time(
     server: int, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_store, "_DEADLINE_S", 1.0)
+    monkeypatch.setattr(topology, "_STORE_DEADLINE_S", 1.0)
     one, two = Node(tmp_path / "one", 0), Node(tmp_path / "two", 1)
     until(lambda: one.kinds == two.kinds == ["nodes_apart"])
     os.kill(server, number)

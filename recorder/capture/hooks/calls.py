@@ -21,7 +21,7 @@ from torch import nn
 
 from ...observe import tree
 from ...records import KEEP_TENSOR, Moment, Origin
-from ..tensors.dtensors import is_dtensor
+from ..dtensors import is_dtensor
 from .recording import Recording
 
 _MAX_DEPTH = 16

@@ -1,24 +1,35 @@
-"""The inventory of a root's modules for the manifest, and one warning of modules that nobody sees.
+"""The inventory of a root's modules for the manifest, and one warning of modules whose calls nobody sees.
 
-Nothing here keeps the model alive, or reads a tensor's values.
+The inventory says what the names of rows do not show: parameters with two names, buffers that a state dict leaves out,
+and hooks of the program that run after a value was recorded. The recorder sees an output as the module's forward
+returned it, before other hooks. Styles of tensor parallelism make a plain tensor of a DTensor in such hooks, and with
+it goes the position in the global tensor. What the program's own hooks do to a value is seen only at the next module,
+so that whoever asks where a value comes from must know of these hooks.
+
+Nothing here keeps the model alive, reads a tensor's values, or calls a hook of the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+from torch import nn
+
 from ...observe import tree
+from ...observe.observer import ModuleRows
 from ...sites import SITES
 from ...system.text import listed
 from ...taps.finding import has_scripted_tap
 from ...taps.module_taps import Where
-from ..parallel.flat_parameters import FlatParameter
-from ..tensors.dtensors import is_dtensor
-from .foreign import foreign_hooks
+from ..dtensors import is_dtensor
+from ..parallel.parameter_rows import FlatParameter
+from . import callbacks
 from .module import Watch
 from .recording import Recording
-from .state_dict import Ties, about_state, find_ties
 
 _OTHERS = "parameters, gradients and optimizer state are"
 _HIDDEN = {
@@ -262,3 +273,70 @@ def ids_of(flats: Iterable[FlatParameter]) -> set[int]:
     """Return the ids of flat parameters and of their originals."""
     references = [reference for flat in flats for reference in (flat.reference, *(o.reference for o in flat.originals))]
     return {id(parameter) for reference in references if (parameter := reference()) is not None}
+
+
+Ties = dict[str, dict[str, str]]
+"""The full name under which a tied parameter is recorded, by module path and by its name there."""
+
+
+def find_ties(watches: Iterable[ModuleRows], flats: Iterable[FlatParameter]) -> Ties:
+    """Return the second and further names of parameters; rows have the first name in the order of modules."""
+    ties: Ties = {}
+    first_names: dict[int, str] = {}
+    for watch in watches:
+        for name, parameter in watch.own("_parameters"):
+            full = full_name(watch.node_path, name)
+            first = first_names.setdefault(id(parameter), full)
+            if first != full:
+                ties.setdefault(watch.node_path, {})[name] = first
+    for flat in flats:
+        for watch, name, first_watch, first_name in flat.ties:
+            ties.setdefault(watch.node_path, {})[name] = full_name(first_watch.node_path, first_name)
+    return ties
+
+
+def about_state(module: nn.Module, tied: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the members that the manifest has of a module's state dict; empty without ties and omissions."""
+    unsaved = getattr(module, "_non_persistent_buffers_set", ())  # modules of scripts and packages may lack it
+    left_out = sorted(name for name in unsaved if name in module._buffers)
+    return {**({"tied": dict(tied)} if tied else {}), **({"non_persistent": left_out} if left_out else {})}
+
+
+def full_name(path: str, name: str) -> str:
+    """Return the name of a parameter as `named_parameters()` has it."""
+    return f"{path}.{name}" if path else name
+
+
+_KNOWN = ("torch", "torchao", "torch_xla", "contextlib", __name__.partition(".")[0])
+"""Packages whose hooks are not the program's; an inert copy of one of ours is `contextlib`'s."""
+
+
+def foreign_hooks(module: nn.Module) -> list[str]:
+    """Return, for each hook of the program on a module, when it runs, its name, and file and line of its code."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return []  # TorchScript has its own hooks, and none of Python's
+    after = list(module._forward_hooks.values())
+    ours = [i for i, hook in enumerate(after) if isinstance(hook, callbacks.AfterForward)]
+    after = after[ours[0] + 1 :] if ours else after
+    backward = [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+    return [*_descriptions("forward", after), *_descriptions("backward", backward)]
+
+
+def _descriptions(when: str, registered: list[Any]) -> Iterator[str]:
+    for hook in registered:
+        function = _function(hook)
+        home = str(getattr(function, "__module__", None) or type(function).__module__)
+        if home.partition(".")[0] in _KNOWN:
+            continue
+        code = getattr(function, "__code__", None)
+        source = f" {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+        yield f"{when} {getattr(function, '__qualname__', type(function).__qualname__)}{source}"
+
+
+def _function(hook: Any) -> Any:
+    """Return the function that a hook calls: behind a partial or a method, or the ``__call__`` of an object."""
+    while isinstance(hook, (functools.partial, types.MethodType)):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
+    if isinstance(hook, (types.FunctionType, types.BuiltinFunctionType)):
+        return hook
+    return type(hook).__call__

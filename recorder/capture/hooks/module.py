@@ -17,15 +17,14 @@ from torch import nn
 
 from ...observe import module_hooks, tree
 from ...observe.clock import Slice
-from ...observe.selection import NOTHING
-from ...observe.unit_dims import unit_dim_of
+from ...observe.selection import NOTHING, unit_dim_of
 from ...records import KEEP_REPLAY, Chunk, Moment, Origin
 from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
+from ..dtensors import is_dtensor
+from ..local_values import requires_gradient
 from ..parallel.aliases import Waiting, chunk_of_gradient, has_owner
 from ..parallel.groups import ModelParallel
-from ..tensors.dtensors import is_dtensor
-from ..tensors.local_values import requires_gradient
 from . import callbacks
 from .calls import record_call
 from .gradients import watch_argument_gradient, watch_gradient

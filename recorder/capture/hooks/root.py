@@ -15,7 +15,7 @@ from torch import nn
 
 from ...observe import module_hooks, tree
 from ...observe.clock import RootClock, Slice
-from ...observe.compiled import has_compiled, has_compiled_anything
+from ...observe.module_hooks import has_compiled, has_compiled_anything
 from ...records import Moment, Origin
 from ...rules import Rule
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
@@ -23,19 +23,26 @@ from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
 from ...taps.finding import has_tap, where_of
 from ...taps.module_taps import Where
-from ..parallel.flat_parameters import FlatParameter, find_flat_parameters, meshes_of_flat
-from ..parallel.groups import DataParallel, ModelParallel, find_data_parallel, find_model_parallel, wrappers_around
-from ..parallel.pipelines import Pipeline, micro_batch_of_backward, stage_call
-from ..parallel.rank_local import find_rank_local
-from ..tensors.dtensors import mesh_of
-from ..tensors.local_values import requires_gradient
+from ..dtensors import mesh_of
+from ..local_values import requires_gradient
+from ..parallel.groups import (
+    DataParallel,
+    ModelParallel,
+    Pipeline,
+    find_data_parallel,
+    find_model_parallel,
+    find_rank_local,
+    micro_batch_of_backward,
+    stage_call,
+    wrappers_around,
+)
+from ..parallel.parameter_rows import FlatParameter, find_flat_parameters, meshes_of_flat
 from . import callbacks
 from .gradients import GradientSeen
-from .inventory import Inventory, ids_of
+from .inventory import Inventory, full_name, ids_of
 from .jitter import JitterInputs, add_jitter
 from .module import Watch
 from .recording import Recording
-from .state_dict import full_name
 
 _MAX_LATE_LOOKS = 5
 """The calls of a root at which a data-parallel wrapper is looked for: it may be made during the first, or after it."""

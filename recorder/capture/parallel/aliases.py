@@ -17,8 +17,8 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from ...records import Chunk, Staged
-from ..tensors.dtensors import chunk_of
-from ..tensors.local_values import PLAIN
+from ..dtensors import chunk_of
+from ..local_values import PLAIN
 
 _MAX_KNOWN = 64
 _MAX_WAITING = 16

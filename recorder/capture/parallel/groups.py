@@ -1,21 +1,29 @@
-"""Finds the ranks that split a root's batch, and those that work on the same part of it, for the manifest.
+"""Finds the ranks that share the work of a root, for the manifest.
 
-It reads the metadata of DDP, FSDP1 and FSDP2 wrappers, and of the meshes of DTensor parameters. Nothing here may issue
-a collective, or keep a wrapper, a mesh or a process group.
+There are ranks that split the root's batch (DDP, FSDP), ranks that work on the same part of the batch (tensor, sequence
+and context parallel), and the stages of a pipeline. Some parameters, such as those of experts, differ between ranks
+with other batches although the rest of the model is shared.
+
+It reads the metadata of wrappers, and of the meshes of DTensor parameters. `torch.distributed.pipelining` has no hooks,
+so the stack tells the stage; the stack is looked at once for each call of a root, and only where the program has
+imported pipelining. Nothing here may issue a collective, or keep a wrapper, a parameter, a mesh or a process group.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterable
-from typing import Any
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...system.processes import loaded
+from ..dtensors import spec_of
 from .topology import is_distributed
 
 DataParallel = dict[str, Any]
@@ -148,3 +156,128 @@ def fsdp1_ranks(wrapper: Any) -> list[int]:
     from torch.distributed import get_rank
 
     return [replica + shard - get_rank() for replica in _ranks(across) for shard in shards]
+
+
+_MODULE = "torch.distributed.pipelining.stage"
+
+Pipeline = dict[str, int]
+"""``stage``, from 0, and ``num_stages``."""
+
+
+class StageCall(NamedTuple):
+    """A call of a stage's module."""
+
+    pipeline: Pipeline
+    micro_batch: int | None
+    """None where the call is no part of training: a stage may run once more, to learn the shapes that it will send."""
+
+
+def is_whole_pipe(module: object) -> bool:
+    """Whether a module is the pipe of all stages, which nobody calls: each rank runs its own stages."""
+    kind = loaded("torch.distributed.pipelining", "Pipe")
+    return kind is not None and isinstance(module, kind)
+
+
+def stage_call() -> StageCall | None:
+    """Return the call of a stage that is under way on this thread; None where there is none."""
+    for frame, stage in _stage_frames():
+        pipeline = {"stage": int(stage.stage_index), "num_stages": int(stage.num_stages)}
+        if frame.f_code.co_name == "forward_one_chunk":
+            return StageCall(pipeline, int(frame.f_locals["fwd_chunk_id"]))
+        if "infer" in frame.f_code.co_name:
+            return StageCall(pipeline, None)
+    return None
+
+
+def micro_batch_of_backward() -> int | None:
+    """Return the micro-batch whose backward runs on this thread; None where no stage's backward runs on it."""
+    for frame, _ in _stage_frames():
+        if "bwd_chunk_id" in frame.f_code.co_varnames:
+            return int(frame.f_locals["bwd_chunk_id"])
+    return None
+
+
+def _stage_frames() -> Iterator[tuple[FrameType, Any]]:
+    kind = loaded(_MODULE, "_PipelineStageBase")
+    frame = sys._getframe(2) if kind is not None else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _MODULE and isinstance(stage := frame.f_locals.get("self"), kind):
+            yield frame, stage
+        frame = frame.f_back
+
+
+IGNORED = "ignored"
+"""The parameter is trained, and the data-parallel wrapper was told to ignore it."""
+MARKED = "allreduce_false"
+"""The parameter has ``allreduce = False``, which Megatron and DeepSpeed set on experts."""
+CUT = "cut_over_batches"
+"""The parameter is a DTensor, and ranks with other batches compute with other chunks of it."""
+
+
+def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel | None) -> dict[int, str]:
+    """Return the reasons why parameters, by id, differ between ranks with other batches.
+
+    Args:
+        modules: the modules of the root, and the wrappers around it.
+        data_parallel: the root's data-parallel group.
+    """
+    elsewhere = set(data_parallel["ranks"]) if data_parallel is not None else set()
+    managed = {id(parameter): spec for module in modules for parameter, spec in _managed_by_fsdp2(module)}
+    reasons: dict[int, str] = {}
+    for module in modules:
+        # A frozen parameter that the wrapper ignores is most often the same on all ranks.
+        reasons |= {id(parameter): IGNORED for parameter in _ignored(module, managed) if parameter.requires_grad}
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            if getattr(parameter, "allreduce", None) is False:
+                reasons[id(parameter)] = MARKED
+            spec = managed[id(parameter)] if id(parameter) in managed else spec_of(parameter)
+            if spec is not None and _is_cut(spec, elsewhere):
+                reasons[id(parameter)] = CUT
+    return reasons
+
+
+def _is_cut(spec: Any, elsewhere: set[int]) -> bool:
+    """Whether a DTensor is cut along an axis that leads only to ranks with other batches."""
+    coordinate, grid = spec.mesh.get_coordinate(), np.array(spec.mesh.mesh.tolist())
+    for axis, placement in enumerate(spec.placements if coordinate is not None else ()):
+        line = grid[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])].tolist()
+        if len(line) > 1 and "Shard" in type(placement).__name__ and elsewhere.issuperset(line):
+            return True
+    return False
+
+
+def _ignored(module: nn.Module, managed: Collection[int]) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a module ignores, if it is a wrapper."""
+    fsdp1, fsdp2 = loaded(*FSDP1), loaded("torch.distributed.fsdp", "FSDPModule")
+    if isinstance(module, DistributedDataParallel):
+        later = {id(parameter) for parameter in module._delay_all_reduce_params}
+        for name, parameter in module.module.named_parameters():
+            if name in module.parameters_to_ignore and id(parameter) not in later:
+                yield parameter
+    elif fsdp1 is not None and isinstance(module, fsdp1):
+        yield from module._ignored_params
+    elif fsdp2 is not None and isinstance(module, fsdp2):
+        for parameter in module.parameters():
+            if id(parameter) not in managed and spec_of(parameter) is None:
+                yield parameter
+
+
+def _managed_by_fsdp2(module: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
+    """Yield the parameters that FSDP2 shards at this module, with their DTensor spec while the module computes."""
+    kind = loaded("torch.distributed.fsdp", "FSDPModule")
+    if kind is None or not isinstance(module, kind):
+        return
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        for managed in group.fsdp_params if group is not None else ():
+            info = managed._module_info
+            # The second name is that of torch 2.9.
+            spec = getattr(managed, "_unsharded_dtensor_spec", getattr(managed, "_tp_spec", None))
+            for owner, name in zip(
+                (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True
+            ):
+                if (parameter := owner._parameters.get(name)) is not None:
+                    yield parameter, spec

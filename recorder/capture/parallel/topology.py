@@ -1,15 +1,20 @@
-"""Which process of the job this is: rank, attempt and the run's name, from the environment and the process group.
+"""Tells which process of the job this is: rank, attempt and the run's name, from the environment and the process group.
 
-Besides `config`, only this module reads the environment. Store look-ups run on the writer thread, with a
-deadline, on a connection of their own; no collective is issued.
+Besides `config`, only this module reads the environment. The store of the process group is asked on the writer thread,
+with a deadline, over connections of our own, because training may hold its connection in a barrier. A call of torch's
+client waits for ever for a store that is stopped, and a thread that comes back from such a call while the interpreter
+is being torn down aborts the process. So in a `JobStore` the kernel bounds what the connection's socket waits for, and
+whoever ends the recording can cut the connection. Nothing here issues a collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _STORE_KEY = "recorder/run_id"
+_STORE_DEADLINE_S = 5.0
+_HANDLE = re.compile(r"client=TCPClient\(SocketImpl\(fd=([0-9]{1,9}),")
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", re.IGNORECASE)
 
 
@@ -169,3 +176,89 @@ def _agree(fresh: str, deadline_s: float) -> str | None:
         return text if re.fullmatch(r"[0-9A-Za-z-]{1,80}", text) else None
     except Exception:  # a store that is gone, or of a kind without compare-and-set: the caller has a name without it
         return None
+
+
+class JobStore:
+    """A store with names of our own. One thread calls, and may wait; another may `cut` it.
+
+    Calls raise what torch raises.
+    """
+
+    def __init__(self, client: Any, connection: socket.socket, prefix: str) -> None:
+        """Take a connection; `open_job_store` makes one."""
+        self._client = client
+        self._connection = connection
+        self._prefix = prefix
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, which is 0 at first, and return the sum."""
+        return int(self._client.add(self._prefix + key, amount))
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a value."""
+        self._client.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """Return a value; None where there is none."""
+        return bytes(self._client.get(self._prefix + key)) if self._client.check([self._prefix + key]) else None
+
+    def first(self, key: str, value: str) -> str:
+        """Return the value that was set first, which is this one where there was none."""
+        answer = self._client.compare_set(self._prefix + key, "", value)
+        return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
+
+    def cut(self) -> None:
+        """Have a call that is under way come back with an error, and those after it. Any thread."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let the connection go."""
+        self._client = None
+        self._connection.close()
+
+
+def open_job_store(prefix: str) -> JobStore | None:
+    """Connect to the store; None where the process group has none on a server, or one whose waiting cannot be bounded.
+
+    May wait, and raises what torch raises.
+
+    Args:
+        prefix: what the names of all keys begin with.
+    """
+    if not is_distributed():
+        return None
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    if not isinstance(store, TCPStore) or not hasattr(store, "clone"):
+        return None
+    client = store.clone()
+    connection = _connection_of(client)
+    return None if connection is None else JobStore(client, connection, prefix)
+
+
+def _connection_of(client: Any) -> socket.socket | None:
+    """Return another handle of the client's socket, which waits a bounded time; None where it is not known."""
+    match = _HANDLE.search(repr(client))
+    if match is None:
+        return None
+    descriptor = os.dup(int(match[1]))
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        return None
+    try:
+        if connection.getpeername()[1] == client.port:
+            deadline = struct.pack("@ll", int(_STORE_DEADLINE_S), 0)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                connection.setsockopt(socket.SOL_SOCKET, option, deadline)
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None

@@ -23,7 +23,7 @@ import torch
 
 from ...config import Settings
 from ...records import Chunk, LostError, Measured, Ready
-from ..tensors.local_values import UnsupportedKind
+from ..local_values import UnsupportedKind
 from .devices import CudaDevice
 from .pool import Pool, PoolBlock
 from .streams import COPY_FAILED, CUDA_GRAPH, NO_DEVICE_ROOM, StreamStager

@@ -12,7 +12,7 @@ from torch import nn
 
 import recorder
 from recorder.analyze.first.first import first
-from recorder.capture.hooks.foreign import foreign_hooks
+from recorder.capture.hooks.inventory import foreign_hooks
 from recorder.cli.commands.doctor import examine
 
 

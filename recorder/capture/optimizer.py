@@ -18,16 +18,12 @@ from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...records import Moment
-from ..core import Capture
-from ..parallel.flat_parameters import OriginalParameter
-from .parameters import ParameterRows, parameter_rows
+from ..records import Moment
+from .core import Capture
+from .hooks.root import Root
+from .parallel.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -486,3 +482,14 @@ class OptimizerWatch:
             GradScaler.step = self._scaler_step  # type: ignore[method-assign]
         if Optimizer.__init__ is self._init:
             Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]
+
+
+def parameter_rows(root: Root) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
+    """Yield every parameter of a root that an optimizer may hold, once, with its rows."""
+    for watch, name, parameter in root.parameters():
+        yield parameter, ModuleParameter(parameter, watch, name)
+    for flat in root.flats:
+        rows: ParameterRows
+        for rows in flat.originals if flat.uses_original else (flat,):
+            if (tensor := rows.reference()) is not None:
+                yield tensor, rows

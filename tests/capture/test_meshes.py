@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from recorder.capture.tensors.dtensors import written_ranks
-from recorder.capture.tensors.notes import compact
+from recorder.capture.dtensors import compact, written_ranks
 from recorder.layout.placement import parse_mesh
 
 

@@ -1,6 +1,8 @@
-"""Flat parameters of FSDP1: finds the original parameters' elements that a rank holds, and splits values accordingly.
+"""The rows of a parameter: as its module holds it, or as FSDP1 has flattened it together with others.
 
-It reads the wrapper's metadata only: never issues a collective, never keeps a wrapper, a module or a parameter.
+For a flat parameter of FSDP1 this finds the elements of the original parameters that a rank holds, and splits values
+accordingly. It reads the wrapper's metadata only: never issues a collective, never reads a tensor's values, never keeps
+a wrapper, a module or a parameter.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -17,12 +19,79 @@ from torch import nn
 from ...observe.observer import ModuleRows
 from ...records import Chunk, Moment
 from ...system.processes import loaded
-from ..tensors.dtensors import chunk_of, written_ranks
-from ..tensors.notes import compact, merged_notes
+from ..dtensors import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
 from .groups import FSDP1, fsdp1_ranks
 
 _NAME = "_flat_param"
 """FSDP1's name for a flat parameter."""
+
+
+class ParameterRows(Protocol):
+    """The rows of a parameter for an optimizer's hooks: a module's, an FSDP1 flat parameter, or its original."""
+
+    reference: Callable[[], torch.Tensor | None]
+
+    @property
+    def root_name(self) -> str | None: ...
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient that the update will use."""
+
+    def record(
+        self,
+        site: str,
+        suffix: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        note: str | None = None,
+    ) -> None:
+        """Record the parameter, its gradient or its state; ``suffix`` follows the parameter's name."""
+
+
+class ModuleParameter:
+    """A parameter as its module has registered it: plain, or a DTensor."""
+
+    __slots__ = ("_name", "_watch", "reference")
+
+    def __init__(self, parameter: torch.Tensor, watch: ModuleRows, name: str) -> None:
+        self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
+        self._watch = watch
+        self._name = name
+
+    @property
+    def root_name(self) -> str:
+        return self._watch.root_name
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad
+
+    def record(
+        self,
+        site: str,
+        suffix: str,
+        tensor: torch.Tensor,
+        moment: Moment,
+        phase: str,
+        repeat: int,
+        *,
+        scope: str | None = None,
+        note: str | None = None,
+    ) -> None:
+        if not self._watch.keeps(site):  # most steps, and most sites
+            return
+        chunk, name = self._chunk_of(tensor), self._name + suffix
+        self._watch.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
+
+    def _chunk_of(self, tensor: torch.Tensor) -> Chunk | None:
+        """Return the chunk of a parameter, gradient or state tensor."""
+        if getattr(tensor, "placements", None) is not None:
+            return dtensor_chunk(tensor)
+        parameter = self.reference()
+        return None if parameter is None else localized_chunk(parameter, tensor)
 
 
 class OriginalSlice(NamedTuple):

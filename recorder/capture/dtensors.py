@@ -1,10 +1,11 @@
-"""Finds where the local values of a DTensor lie in the global tensor.
+"""Finds where the local values of a DTensor lie in the global tensor, and writes it as the JSON text that columns hold.
 
 It reads metadata only: never issues a collective, never keeps a mesh, which knows process groups, alive.
 """
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...records import Chunk
-from ...system.processes import loaded
-from .notes import compact
+from ..records import Chunk
+from ..system.processes import loaded
 
 _MAX_LISTED = 16
 """The most ranks of a mesh that each row lists; a thousand ranks would outweigh the rest of the row."""
@@ -134,3 +134,15 @@ def without_masked(tensor: Any, local: torch.Tensor) -> torch.Tensor | None:
         for mask in masks:
             mask.apply_mask(copied)
     return copied
+
+
+def compact(value: object) -> str:
+    """Return a value as JSON, as the columns hold it."""
+    return json.dumps(value, separators=(",", ":"), default=str)
+
+
+def merged_notes(note: str | None, more: str | None) -> str | None:
+    """Merge the texts of two JSON objects."""
+    if note is None or more is None:
+        return note or more
+    return f"{note[:-1]},{more[1:]}"

@@ -1,6 +1,8 @@
-"""Scalars of a step: those that the program gives, those that optimizers have, and the loss that a backward begins at.
+"""Values that the program names: the scalars of a step with the loss, and tensors handed to `recorder.tap`.
 
-A scalar is never synced: a tensor of one element is copied as any other value is.
+A scalar is given by the program or by an optimizer, or it is the loss that a backward begins at. A scalar is never
+synced: a tensor of one element is copied as any other value is. `recorder.tap` is recorded here in code that runs as it
+is; `recorder/taps/rows.py` records what the ops of a graph show.
 """
 
 from __future__ import annotations
@@ -10,12 +12,17 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..observe.clock import Clock
 from ..observe.observer import Observer
-from ..observe.selection import NOTHING, scalar_keep
+from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..records import Moment, Origin
-from .tensors.local_values import UnsupportedKind, plain
+from .hooks.gradients import watch_gradient
+from .hooks.recording import Recording
+from .hooks.root import Root
+from .local_values import UnsupportedKind, plain, requires_gradient
+from .parallel.aliases import chunk_of_gradient, has_owner
 
 LOSS = "loss"
 """The name of the scalar for the loss, which is found where the program gives none of that name."""
@@ -136,3 +143,49 @@ class Scalars:
             root_name = next((root.name for root in self._capture.roots), "")
         origin, moment = Origin(root_name, "", "scalar", name), Moment(step, None, "train")
         self._capture.observe(origin, moment, "forward", 0, repeat, keep, value, note=note)
+
+
+class TapRecording(Recording, Protocol):
+    """The part of a recording that taps by hand need."""
+
+    @property
+    def roots(self) -> Sequence[Root]: ...
+
+    def is_disarmed(self, site: str, name: str) -> bool:
+        """Whether a tap has failed too often, and is disarmed."""
+
+
+class TapsByHand:
+    """The taps by hand of a recording. Training threads call it."""
+
+    def __init__(self, capture: TapRecording) -> None:
+        self._capture = capture
+
+    def record(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
+        """Record a tensor by name, and the gradient that arrives at it (under the same key with phase ``backward``)."""
+        capture = self._capture
+        root, path = self._locate(module)
+        rule_set = capture.selection.rule_set_of_name("tap", name)
+        if not capture.masks[rule_set] or root is None or capture.is_disarmed("tap", name):
+            return
+        slice_, phase = root.slice_now()
+        key = (root.name, path, "tap", name)
+        call = slice_.enter(phase, key)
+        graph = slice_.new_graph(phase, key, call, with_grad=torch.is_grad_enabled())
+        keep = capture.keep_of(rule_set, call)
+        if not keep:
+            return
+        origin = Origin(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
+        is_in_region = root.model_parallel is not None and has_owner(tensor)
+        chunk = capture.aliases.chunk_of_alias(tensor) if is_in_region else None
+        capture.observe(origin, slice_.moment, phase, call, 0, keep, tensor, chunk=chunk)
+        if graph is not None and requires_gradient(tensor):
+            hook = watch_gradient(capture, tensor, origin, slice_.moment, graph[0], keep, repeat=graph[1])
+            hook.chunk = None if chunk is None else chunk_of_gradient(chunk)
+
+    def _locate(self, module: nn.Module | None) -> tuple[Root | None, str]:
+        """Return the root and path of a module; for an unknown module the first root and its top."""
+        for root in self._capture.roots:
+            if module is not None and (path := root.path_of(module)) is not None:
+                return root, path
+        return (self._capture.roots[0], "") if self._capture.roots else (None, "")

@@ -1,1 +1,0 @@
-"""Hooks on optimizers, which record parameters, final gradients, state and learning rates of a step."""
