@@ -15,22 +15,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from ..errors import ConfigError, StoreError
 from ..run.finding import FLEET
 from ..storage.kinds import DESTINATIONS
-from . import errands, webhook
-from .counters import Counters, Health
+from . import subcommands
 from .destination import Directory, Throttle, parse_destination
-from .fleet import NODE, FleetDocument, node_name
-from .metrics import DaemonCollector, make_registry
-from .serving import MetricsServer
+from .metrics import DaemonCollector, MetricsServer, make_registry
+from .node import NODE, FleetDocument, held_lock, holds_folder, node_name, state_folder, write_state
 from .settings import DaemonSettings, reloaded
 from .shipping.run import RunShipper
-from .shipping.shared import Shipping
-from .state import held_lock, state_folder, write_state
+from .shipping.shipped import Shipping
 from .steering import Carrier, read_key
+from .telemetry import Counters, Health
 from .watching import Entries, Folder, find_runs
 
 logger = logging.getLogger("recorder.daemon")
@@ -69,7 +68,7 @@ class Daemon:
         destination = parse_destination(settings.to, self._throttle)
         if isinstance(destination, Directory):
             for folder in self._watched:
-                if _contains(folder, str(destination.path)) or _contains(str(destination.path), folder):
+                if holds_folder(folder, str(destination.path)) or holds_folder(str(destination.path), folder):
                     raise ConfigError(
                         f"to = {settings.to!r}: lies in the watched folder {folder}, or holds it; name another"
                     )
@@ -359,7 +358,7 @@ class Daemon:
             return
         settings = self.shared.settings
         if run.needs_repair:
-            self._errand(run, lambda: errands.repair(run))
+            self._errand(run, lambda: subcommands.repair(run))
             return
         if run.may_go and now_s >= run.settled_since_s + settings.keep_local_s and self._is_cataloged(run):
             self._errand(run, lambda: self._remove(run))
@@ -371,7 +370,7 @@ class Daemon:
             if run.cataloged_bytes >= 0 or run.is_settled:
                 assert self._state_path is not None, "the lock is held"
                 folder = self._state_path.parent
-                self._errand(run, lambda: errands.catalog(run, folder))
+                self._errand(run, lambda: subcommands.catalog(run, folder))
                 return
             run.cataloged_bytes = 0  # the first one comes after a while, or at the end
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
@@ -413,11 +412,11 @@ class Daemon:
         self._submit("errand", do, run)
 
     def _check(self, run: RunShipper) -> None:
-        news = errands.check(run)
+        news = subcommands.check(run)
         for finding in news:
             logger.warning("%s: %s at step %s", run.key, finding["rule"], finding["step"], extra={"finding": finding})
         if news and self.shared.settings.webhook:
-            webhook.send(self.shared.settings.webhook, news, lambda result: self.counters.add("webhooks", result))
+            subcommands.tell_webhook(self.shared.settings.webhook, news, partial(self.counters.add, "webhooks"))
 
     def _remove(self, run: RunShipper) -> None:
         """Remove a run here that has ended and is there, after the store was asked once more."""
@@ -517,14 +516,10 @@ def _watched_folders(settings: DaemonSettings) -> list[str]:
         if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
             raise ConfigError(f"watch = {name!r}: may not be read by this user")
         for other in folders:
-            if _contains(other, folder) or _contains(folder, other):
+            if holds_folder(other, folder) or holds_folder(folder, other):
                 raise ConfigError(f"watch = {name!r}: is, holds or lies in {other}, which is watched, too")
         folders.append(folder)
     return folders
-
-
-def _contains(outer: str, inner: str) -> bool:
-    return inner == outer or inner.startswith(outer.rstrip("/") + "/")
 
 
 def _spare_memory() -> None:

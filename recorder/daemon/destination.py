@@ -25,7 +25,7 @@ from ..storage.clients import Client, bare_e_tag
 from ..storage.kinds import KINDS, SCHEMES
 from ..storage.locations import folder_of_url, scheme_of
 from ..storage.objects import ObjectPath
-from .counters import Requests
+from .telemetry import Requests
 from .watching import LocalFile
 
 PART_BYTES = 5 << 20

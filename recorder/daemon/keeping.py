@@ -17,7 +17,7 @@ from ..run.finding import FLEET, runs_in
 from ..storage.locations import location_of, store_of
 from ..system.text import listed, moment, size
 from .destination import Destination, Held, TakenError
-from .fleet import PRUNED, remove_from_fleet
+from .node import PRUNED, remove_from_fleet
 
 KEEP = "_keep"
 _QUIET_S = 3600.0

@@ -18,7 +18,7 @@ import pytest
 import recorder
 from recorder.daemon.daemon import Daemon
 from recorder.daemon.destination import Throttle, parse_destination
-from recorder.daemon.shipping.ledger import ledger_name
+from recorder.daemon.shipping.shipped import ledger_name
 from recorder.daemon.steering import send_to_store
 from recorder.errors import WriteError
 from recorder.format.commands import COMMANDS, SET, Command, command_name

@@ -12,8 +12,8 @@ import pytest
 
 from recorder.daemon import keeping
 from recorder.daemon.destination import Throttle, parse_destination
-from recorder.daemon.fleet import NODE, node_name
 from recorder.daemon.keeping import plan_prune, prune, set_keep
+from recorder.daemon.node import NODE, node_name
 from recorder.format.rundir import encode_manifest
 from tests.daemon.support import at_work, files, objects, ship
 from tests.daemon.test_shipping import prefix_of, small_run

@@ -12,7 +12,7 @@ import pytest
 from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.settings import DaemonSettings
 from recorder.daemon.shipping.run import RunShipper
-from recorder.daemon.shipping.shared import Shipping
+from recorder.daemon.shipping.shipped import Shipping
 from recorder.daemon.steering import Carrier, send_to_store, signature
 from recorder.errors import CommandError
 from recorder.format.commands import PAUSE, SET, UNDO, Command

@@ -20,8 +20,8 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from recorder.daemon.counters import Counters, Health, Requests
 from recorder.daemon.metrics import DaemonCollector
+from recorder.daemon.telemetry import Counters, Health, Requests
 from recorder.daemon.watching import Stamp
 from tests.rigs.programs import needs
 

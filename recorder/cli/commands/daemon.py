@@ -110,7 +110,7 @@ def command(
 
 def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, once: bool) -> int:
     from ...daemon.daemon import Daemon
-    from ...daemon.lines import log_to_stderr
+    from ...daemon.telemetry import log_to_stderr
 
     log_to_stderr(settings.log)
     daemon = Daemon(settings, reload)
@@ -135,7 +135,7 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
 
 
 def _status(settings: DaemonSettings, *, as_json: bool) -> int:
-    from ...daemon.state import running, state_folder
+    from ...daemon.node import running, state_folder
 
     daemons = running(state_folder(settings.state))
     if as_json:

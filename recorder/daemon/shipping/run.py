@@ -14,10 +14,9 @@ from typing import Any
 
 from ...errors import RunError
 from ...format.rundir import RUN_MANIFEST, STATUS, WRITER_MANIFEST
-from ..fleet import catalog_name
+from ..node import catalog_name
 from ..watching import Entries, Folder, RefusedError, Stamp, list_run
-from .shared import Shipping
-from .shipped import ShippedRun
+from .shipped import ShippedRun, Shipping
 from .writer import QUIET_LOOK_S, WriterShipper
 
 _SETTLED_LOOK_S = 5.0

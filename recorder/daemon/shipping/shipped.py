@@ -6,24 +6,193 @@ Must never put anything over something else: what is there and is not ours is le
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from crc32c import crc32c
 
-from ...errors import RunError
+from ...errors import RunError, StoreError
 from ...format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
-from ..destination import Held, TakenError
-from ..fleet import PRUNED
-from ..watching import Folder, LocalFile, Stamp
-from .ledger import ShippedLedger
-from .shared import Shipping
+from ..destination import DamagedError, Destination, Held, TakenError
+from ..node import PRUNED
+from ..settings import DaemonSettings
+from ..telemetry import Counters, Health
+from ..watching import Folder, LocalFile, RefusedError, Stamp
 
 logger = logging.getLogger("recorder.daemon")
+
+_LEDGER_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+_MAX_LEDGER_BYTES = 1 << 30
+
+
+class Confirmed(NamedTuple):
+    """A file that the store has."""
+
+    size_bytes: int
+    how: str
+    """``etag``, ``read``, ``synced`` or ``there``, as `Destination.put_new` says; ``crc:`` and the checksum of a
+    document; ``rows:`` and the rows of a catalog."""
+
+
+def ledger_name(url: str) -> str:
+    """Return the name of the ledger for a destination: a run may be shipped to several, one after the other."""
+    return f"_shipped-{hashlib.sha256(url.encode()).hexdigest()[:8]}.jsonl"
+
+
+class ShippedLedger:
+    """The confirmed files of one run by their names below it. Any thread."""
+
+    def __init__(self, folder: Folder, url: str) -> None:
+        """Read what was confirmed before; where the ledger cannot be kept, `problem` says why.
+
+        Args:
+            folder: the run; it is used now and not kept.
+            url: the destination.
+        """
+        self.name = ledger_name(url)
+        self.problem = ""
+        self._lock = threading.Lock()
+        self._files: dict[str, Confirmed] = {}
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(self.name, _LEDGER_FLAGS, 0o600, dir_fd=folder.descriptor)
+            self._load()
+        except OSError as error:
+            self.problem = f"{folder.path}/{self.name}: cannot be kept ({error.strerror}); the store's listing is used"
+
+    def _load(self) -> None:
+        size_bytes = min(os.fstat(self._descriptor).st_size, _MAX_LEDGER_BYTES)
+        with open(os.dup(self._descriptor), "rb") as file:
+            file.seek(0)
+            text = file.read(size_bytes)
+        for line in text.split(b"\n"):
+            try:
+                entry = json.loads(line)
+                name, size, how = entry["name"], entry["bytes"], entry["how"]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # a kill has cut the last line, or somebody has written into it
+            if isinstance(name, str) and isinstance(size, int) and isinstance(how, str):
+                self._files[name] = Confirmed(size, how)
+        if text and not text.endswith(b"\n"):
+            os.write(self._descriptor, b"\n")
+
+    def get(self, name: str) -> Confirmed | None:
+        """Return what was confirmed of a file."""
+        return self._files.get(name)
+
+    def has(self, name: str, stamp: Stamp) -> bool:
+        """Whether the store has confirmed a file of this size under this name."""
+        confirmed = self.get(name)
+        return confirmed is not None and confirmed.size_bytes == stamp.size_bytes
+
+    def names(self) -> dict[str, Confirmed]:
+        """Return all that was confirmed."""
+        with self._lock:
+            return dict(self._files)
+
+    def add(self, name: str, size_bytes: int, how: str) -> None:
+        """Note that the store has a file."""
+        line = json.dumps({"name": name, "bytes": size_bytes, "how": how}, separators=(",", ":")) + "\n"
+        with self._lock:
+            self._files[name] = Confirmed(size_bytes, how)
+            if self._descriptor >= 0:
+                try:
+                    os.write(self._descriptor, line.encode())
+                except OSError as error:  # a full disk: what is not noted is found in the store
+                    self.problem = (
+                        f"{self.name}: cannot be written ({error.strerror}); what it lacks is found in the store"
+                    )
+
+    def forget(self, names: list[str]) -> None:
+        """Take files for not shipped: the store has lost them."""
+        with self._lock:
+            for name in names:
+                self._files.pop(name, None)
+            if self._descriptor < 0:
+                return
+            lines = [
+                json.dumps({"name": name, "bytes": one.size_bytes, "how": one.how}, separators=(",", ":"))
+                for name, one in self._files.items()
+            ]
+            try:
+                os.ftruncate(self._descriptor, 0)
+                os.write(self._descriptor, "".join(f"{line}\n" for line in lines).encode())
+            except OSError as error:
+                self.problem = f"{self.name}: cannot be written ({error.strerror}); what it lacks is found in the store"
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+LOOK_S = 2.0
+"""How often a writer at work is looked at, where `fresh_s` allows that."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Shipping:
+    """What all runs share."""
+
+    destination: Destination
+    settings: DaemonSettings
+    counters: Counters = field(default_factory=Counters)
+    health: Health = field(default_factory=Health)
+    node: str = ""
+    """The name of this node at the destination; the daemon sets it before it ships a run."""
+    is_stopping: Callable[[], bool] = lambda: False
+    is_over: Callable[[], bool] = lambda: False
+    """Whether a stop has waited for as long as it may: the processes of errands end at once."""
+    is_once: bool = False
+    """Whether open shards go as they are, because there may be no other time."""
+    at_once: Any = field(default_factory=threading.Lock)
+    """Held while a snapshot of many bytes is in memory."""
+    said: dict[str, str] = field(default_factory=dict)
+    """The last error of each run, so that a job that fails again and again is said once."""
+
+    @property
+    def look_s(self) -> float:
+        """How often a writer at work is looked at, seconds."""
+        return min(LOOK_S, self.settings.fresh_s / 5)
+
+    def uploaded(self, kind: str, num_bytes: int) -> None:
+        """Count an object that was put."""
+        self.counters.add("uploads", kind)
+        self.counters.add("uploaded_bytes", kind, num_bytes)
+
+    def refused(self, error: RefusedError) -> None:
+        """Count a file that is not what its name says, and log it."""
+        self.counters.add("refused_files", "content")
+        logger.error("%s; it is not shipped", error)
+
+    def failed(self, error: Exception, where: str) -> None:
+        """Count an error of a job and log it once; the job is tried again."""
+        kind = error.kind if isinstance(error, StoreError) else "internal"
+        kind = "local" if isinstance(error, (OSError, RunError, RefusedError)) else kind
+        kind = "damaged" if isinstance(error, DamagedError) else kind
+        self.counters.add("errors", kind)
+        if isinstance(error, StoreError):
+            is_first = not self.health.problem
+            self.health.failed(str(error))
+            if kind in ("refused", "anonymous"):
+                self.destination.renew()
+            if is_first:
+                logger.warning("the store fails, and is tried again: %s", error, extra={"kind": kind, "where": where})
+        elif not isinstance(error, FileNotFoundError):
+            text, is_ours = f"{type(error).__name__}: {error}", kind == "internal"
+            if self.said.get(where) != text:
+                self.said[where] = text
+                logger.warning("%s: %s", where, text, exc_info=error if is_ours else None)
+            if kind == "damaged":
+                self.health.failed(text)
+
 
 _MAX_ASIDE_BYTES = 16 << 20
 _RECONCILE_PAUSE_S = 5.0

@@ -28,8 +28,7 @@ from ...format.rundir import (
 from ..destination import DamagedError
 from ..watching import Folder, RefusedError, Stamp, WriterFiles, list_writer
 from .opened import OpenShards
-from .shared import LOOK_S
-from .shipped import ShippedRun
+from .shipped import LOOK_S, ShippedRun
 
 logger = logging.getLogger("recorder.daemon")
 

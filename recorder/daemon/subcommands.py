@@ -1,22 +1,28 @@
 """Other commands of the package that the daemon runs, each in a process of its own at the lowest priority.
 
-A command that crashes on a damaged run, or takes much memory, takes nothing of the daemon with it.
+A command that crashes on a damaged run, or takes much memory, takes nothing of the daemon with it. A URL, the webhook,
+is told of new findings for a bounded time. The receiver may be slow, gone or malicious: it can waste a thread's few
+seconds, and nothing else. Its answer is not read beyond its status, and a redirection is never followed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import logging
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..errors import StoreError
 from .destination import TakenError
@@ -24,10 +30,10 @@ from .shipping.run import RunShipper
 
 logger = logging.getLogger("recorder.daemon")
 
-_LONGEST_S = 1800.0
+_LONGEST_COMMAND_S = 1800.0
 _MAX_CATALOG_BYTES = 256 << 20
 _CATALOG_PAUSE_S = 60.0
-_TOLD = ("rule", "severity", "step", "ranks", "module_path")
+_TOLD_MEMBERS = ("rule", "severity", "step", "ranks", "module_path")
 """What the webhook is told of a finding."""
 
 
@@ -40,7 +46,7 @@ def _run(words: list[str], must_end: Callable[[], bool]) -> tuple[int, str, str]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=package, env=environment
         )
-        for _ in range(int(_LONGEST_S * 5)):
+        for _ in range(int(_LONGEST_COMMAND_S * 5)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
                 break
@@ -60,7 +66,7 @@ def _why(code: int, said: str) -> str:
     """Return why a command has failed: what it says, or how it ended where it could say nothing."""
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-        how = f"ended by {name}; after {_LONGEST_S:g} s, or where memory is short, it is killed"
+        how = f"ended by {name}; after {_LONGEST_COMMAND_S:g} s, or where memory is short, it is killed"
     else:
         how = f"exit code {code}"
     return f"{said.strip()[-300:]} ({how})".strip()
@@ -141,6 +147,58 @@ def check(run: RunShipper) -> list[dict[str, Any]]:
         what = str(finding.get("rule")), str(finding.get("severity"))
         counts[what] = counts.get(what, 0) + 1
         if what[1] == "error" and counts[what] > before.get(what, 0):
-            news.append({"run": run.key, **{name: finding.get(name) for name in _TOLD}})
+            news.append({"run": run.key, **{name: finding.get(name) for name in _TOLD_MEMBERS}})
     run.findings = counts
     return news
+
+
+_WEBHOOK_TIMEOUT_S = 5.0
+_MAX_TOLD_FINDINGS = 50
+
+
+def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[str], None]) -> threading.Thread:
+    """Post findings on a thread of its own, and return it; `counted` is told ``sent`` or ``failed`` in ten seconds."""
+
+    def post() -> None:
+        try:
+            status = _post(url, findings)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            counted("failed")
+            logger.warning("the webhook at %s cannot be told (%s)", urlsplit(url).hostname, type(error).__name__)
+            return
+        counted("sent" if 200 <= status < 300 else "failed")
+        if not 200 <= status < 300:
+            logger.warning("the webhook at %s answers %d, and is not followed", urlsplit(url).hostname, status)
+
+    thread = threading.Thread(target=post, name="recorder-webhook", daemon=True)
+    thread.start()
+    return thread
+
+
+def _post(url: str, findings: list[dict[str, Any]]) -> int:
+    parts = urlsplit(url)
+    assert parts.hostname is not None, "the settings were checked"
+    where = parts.hostname, parts.port
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        connection = http.client.HTTPSConnection(*where, timeout=_WEBHOOK_TIMEOUT_S, context=context)
+    else:
+        connection = http.client.HTTPConnection(*where, timeout=_WEBHOOK_TIMEOUT_S)
+    body = json.dumps({"source": "recorder-daemon", "findings": findings[:_MAX_TOLD_FINDINGS], "number": len(findings)})
+    killer: threading.Timer | None = None
+    try:
+        connection.connect()
+        sock = connection.sock
+        # A receiver that sends its answer byte by byte keeps the timeout of the socket from ever passing.
+        killer = threading.Timer(_WEBHOOK_TIMEOUT_S, lambda: sock.shutdown(2))
+        killer.daemon = True
+        killer.start()
+        path = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
+        connection.request("POST", path, body.encode(), {"Content-Type": "application/json"})
+        with connection.getresponse() as answer:
+            return answer.status
+    finally:
+        if killer is not None:
+            killer.cancel()
+        connection.close()

@@ -1,21 +1,27 @@
-"""Who this node is at a destination, and its document in the index of the fleet, which `run.finding` reads.
+"""Who this node is at a destination, its document in the index of the fleet, and the lock of the daemon that runs here.
 
 Host names are no identity: containers, and machines that were made of one image, share them. So a node's name is drawn
-once, and kept beside the runs that it speaks of: a restart, a new pod and a renamed host go on under it.
+once, and kept beside the runs that it speaks of: a restart, a new pod and a renamed host go on under it. `run.finding`
+reads the index. The folder of the lock and the state belongs to the user alone, because names in a folder for temporary
+files are anybody's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
+import json
 import os
 import re
+import stat
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import RunError
+from ..errors import ConfigError, RunError, WriteError
 from ..format.rundir import encode_manifest, parse_json
 from ..run.finding import FLEET
 from .destination import Destination, TakenError
@@ -146,3 +152,93 @@ def remove_from_fleet(destination: Destination, run: str) -> None:
             with contextlib.suppress(TakenError):
                 destination.put_if(key, encode_manifest(members), held[1])
                 break
+
+
+def state_folder(setting: str) -> Path:
+    """Return the folder of the state, and make it.
+
+    Raises:
+        ConfigError: it cannot be made, or belongs to somebody else.
+    """
+    runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or os.environ.get("XDG_RUNTIME_DIR", "")
+    if setting:
+        path = Path(setting).absolute()  # errands have another working directory
+    elif runtime:
+        path = Path(runtime) / "recorder-daemon"
+    elif os.getuid() == 0:
+        path = Path("/run/recorder-daemon")
+    else:
+        path = Path(tempfile.gettempdir()) / f"recorder-daemon-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"state = {str(path)!r}: cannot be made ({error.strerror}); name a folder of your own"
+        ) from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(f"state = {str(path)!r}: is no folder of this user; name another")
+    return path
+
+
+def _name(destination: str) -> str:
+    return hashlib.sha256(destination.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Path]:
+    """Hold the lock of a destination and of the watched folders; yield the file for the daemon's state.
+
+    Raises:
+        WriteError: another daemon has it; the message says which one.
+    """
+    others = folder / ".starting"
+    with open(others, "a") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # two that start at once look one after the other
+        for other in running(folder):
+            who = f"process {other.get('pid')} (to {other.get('to')}, watching {', '.join(other.get('watch', ()))})"
+            if other.get("to") == destination:
+                raise WriteError(f"{destination}: another daemon of this node ships there: {who}; stop it first")
+            for mine in watched:
+                for its in other.get("watch", ()):
+                    if holds_folder(its, mine) or holds_folder(mine, its):
+                        raise WriteError(f"{mine}: is, holds or lies in what another daemon watches: {who}")
+        lock = open(folder / f"{_name(destination)}.lock", "a+")  # noqa: SIM115 # held until the end
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise WriteError(f"{destination}: another daemon of this node begins to ship there; try again") from None
+        state = folder / f"{_name(destination)}.json"
+        write_state(state, {"pid": os.getpid(), "to": destination, "watch": watched})
+    try:
+        yield state
+    finally:
+        with contextlib.suppress(OSError):
+            state.unlink()
+        lock.close()
+
+
+def running(folder: Path) -> list[dict[str, Any]]:
+    """Return what the daemons that hold a lock in the folder say of themselves."""
+    daemons = []
+    for path in sorted(folder.glob("*.lock")):
+        with contextlib.suppress(OSError, ValueError), open(path) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                daemons.append(json.loads(path.with_suffix(".json").read_text()))
+    return daemons
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Replace the state; an error leaves it old."""
+    with contextlib.suppress(OSError):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(state))
+        temporary.replace(path)
+
+
+def holds_folder(outer: str, inner: str) -> bool:
+    """Whether a folder is another one, or holds it at any depth."""
+    return inner == outer or inner.startswith(outer.rstrip("/") + "/")
