@@ -20,8 +20,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..errors import RecorderError
+from ..system.text import printable_line
 from .commands import BETWEEN_EXAMPLES, COMMANDS
-from .output import LineHandler, print_json, printable_line
+from .output import LineHandler, print_json
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
 _READER_GONE = 141

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ..run.run import Run, RunDump
 from ..run.status import CHANGED, UNCHANGED, Proof
-from ..system.text import counted, size
-from .output import printable, span
+from ..system.text import counted, printable, size, span
 
 
 def jitter_note(run: Run) -> str:

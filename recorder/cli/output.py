@@ -1,4 +1,4 @@
-"""Writes to a terminal or a pipe: tables, JSON, progress bars, one-line errors.
+"""Writes to a terminal or a pipe: replies, tables, JSON, progress bars, one-line errors.
 
 Every text from a file passes `printable`: untrusted input must never bring a control sequence or markup to a
 terminal.
@@ -14,10 +14,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-MAX_CELL = 200
+from ..run.reply import Reply, StateLine, Table, TableColumn
+from ..system.text import printable, printable_line
+
 _MAX_DEPTH = 50
 """Levels of a JSON document; what untrusted input nests deeper is left out."""
 _DASH = "-"
@@ -32,119 +33,101 @@ _PIPE_LINES = 100
 _MAX_WIDTH = 10_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """One column of a table."""
+def print_table(table: Table) -> None:
+    """Print a table: fitted to a terminal or to ``COLUMNS``, and complete in a pipe."""
+    width = _pipe_width()
+    if sys.stdout.isatty():
+        from rich.console import Console
 
-    title: str
-    is_number: bool = False
-    """Numbers are aligned on the right, and are never folded."""
-    is_whole: bool = False
-    """True for texts that mean nothing when cut, which are never folded."""
-    is_prose: bool = False
-    """True for texts that are folded between words before any column is left out."""
-    drop: int = 0
-    """A terminal that is too narrow leaves columns out by this number, the largest first; those with 0 stay."""
-    dull: str | None = None
-    """A terminal leaves a column out that holds nothing but this."""
+        console = Console(highlight=False, soft_wrap=False)
+        for renderable in fitted(table, console.width):
+            console.print(renderable)
+    elif width:
+        from rich.console import Console
 
-
-@dataclass(slots=True)
-class Table:
-    """Rows of texts. They are fitted to a terminal or to ``COLUMNS``; in a pipe they are complete, as aligned text."""
-
-    columns: Sequence[Column]
-    rows: list[list[str]]
-    title: str = ""
-    subtitle: str = ""
-
-    def print(self) -> None:
-        """Print to stdout."""
-        shown = [[printable(cell) or _DASH for cell in row] for row in self.rows]
-        width = _pipe_width()
-        if sys.stdout.isatty():
-            from rich.console import Console
-
-            console = Console(highlight=False, soft_wrap=False)
-            for renderable in self._fitted(shown, console.width):
+        console = Console(highlight=False, soft_wrap=False, width=width, height=_PIPE_LINES)
+        with console.capture() as captured:
+            for renderable in fitted(table, width):
                 console.print(renderable)
-        elif width:
-            from rich.console import Console
+        for line in captured.get().splitlines():
+            print(line.rstrip())
+    else:
+        _print_plain(table)
 
-            console = Console(highlight=False, soft_wrap=False, width=width, height=_PIPE_LINES)
-            with console.capture() as captured:
-                for renderable in self._fitted(shown, width):
-                    console.print(renderable)
-            for line in captured.get().splitlines():
-                print(line.rstrip())
-        else:
-            self._print_plain(shown)
 
-    def fitted(self, width: int) -> list[Any]:
-        """Return what rich prints, one after the other, on a terminal of this width."""
-        return self._fitted([[printable(cell) or _DASH for cell in row] for row in self.rows], width)
+def fitted(table: Table, width: int) -> list[Any]:
+    """Return what rich prints on a terminal of this width.
 
-    def _fitted(self, rows: list[list[str]], width: int) -> list[Any]:
-        """Fit the table: with lines, else without, else folded and without the least important columns, then named."""
-        from rich.text import Text
+    The table is fitted with lines if possible, else without lines, else with folded cells and without its least
+    important columns, whose titles are named below it.
+    """
+    from rich.text import Text
 
-        cells_of = list(zip(*rows, strict=True)) or [()] * len(self.columns)
-        dull = [
-            number
-            for number, column in enumerate(self.columns)
-            if cells_of[number] and column.dull is not None and set(cells_of[number]) == {column.dull}
+    rows = _printable_cells(table)
+    cells_of = list(zip(*rows, strict=True)) or [()] * len(table.columns)
+    dull = [
+        number
+        for number, column in enumerate(table.columns)
+        if cells_of[number] and column.dull is not None and set(cells_of[number]) == {column.dull}
+    ]
+    measured = {
+        number: _ColumnWidths.of(column, cells_of[number])
+        for number, column in enumerate(table.columns)
+        if number not in dull
+    }
+    widths = _fit(measured, width)
+    kept = list(widths)
+    titles = ((table.title, "bold"), (table.subtitle, ""))
+    renderables: list[Any] = [Text(printable_line(title), style=style) for title, style in titles if title]
+    fits = sum(measured[number].natural for number in kept) + 3 * len(kept) - 1 <= width
+    has_lines = fits and len(kept) + len(dull) == len(table.columns)
+    renderables.append(_rich_table(table.columns, rows, widths, has_lines=has_lines))
+    dropped = [column.title for number, column in enumerate(table.columns) if number not in (*kept, *dull)]
+    left_out = [f"{table.columns[number].title} (all {table.columns[number].dull})" for number in dull] + dropped
+    if left_out:
+        renderables.append(Text(f"left out: {', '.join(left_out)}; --json has all", style="dim"))
+    return renderables
+
+
+def _printable_cells(table: Table) -> list[list[str]]:
+    return [[printable(cell) or _DASH for cell in row] for row in table.rows]
+
+
+def _rich_table(
+    columns: Sequence[TableColumn], rows: list[list[str]], widths: dict[int, int], *, has_lines: bool
+) -> Any:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    padding = (0, 1) if has_lines else (0, 2, 0, 0)
+    table = RichTable(box=box.SIMPLE_HEAD if has_lines else None, pad_edge=False, padding=padding)
+    for number, width in widths.items():
+        justify: Literal["left", "right"] = "right" if columns[number].is_number else "left"
+        table.add_column(Text(columns[number].title), justify=justify, overflow="fold", width=width)
+    for row in rows:
+        table.add_row(*(Text(_folded(row[number], columns[number], width)) for number, width in widths.items()))
+    return table
+
+
+def _print_plain(table: Table) -> None:
+    for title in (table.title, table.subtitle):
+        if title:
+            print(printable_line(title))
+    lines = [[column.title for column in table.columns], *_printable_cells(table)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if column.is_number else cell.ljust(width)
+            for cell, width, column in zip(line, widths, table.columns, strict=True)
         ]
-        measured = {
-            number: _Measured.of(column, cells_of[number])
-            for number, column in enumerate(self.columns)
-            if number not in dull
-        }
-        widths = _fit(measured, width)
-        kept = list(widths)
-        titles = ((self.title, "bold"), (self.subtitle, ""))
-        renderables: list[Any] = [Text(printable_line(title), style=style) for title, style in titles if title]
-        fits = sum(measured[number].natural for number in kept) + 3 * len(kept) - 1 <= width
-        has_lines = fits and len(kept) + len(dull) == len(self.columns)
-        renderables.append(self._rich_table(rows, kept, widths, has_lines=has_lines))
-        dropped = [column.title for number, column in enumerate(self.columns) if number not in (*kept, *dull)]
-        left_out = [f"{self.columns[number].title} (all {self.columns[number].dull})" for number in dull] + dropped
-        if left_out:
-            renderables.append(Text(f"left out: {', '.join(left_out)}; --json has all", style="dim"))
-        return renderables
-
-    def _rich_table(self, rows: list[list[str]], kept: list[int], widths: dict[int, int], *, has_lines: bool) -> Any:
-        from rich import box
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        padding = (0, 1) if has_lines else (0, 2, 0, 0)
-        table = RichTable(box=box.SIMPLE_HEAD if has_lines else None, pad_edge=False, padding=padding)
-        for number in kept:
-            column = self.columns[number]
-            justify: Literal["left", "right"] = "right" if column.is_number else "left"
-            table.add_column(Text(column.title), justify=justify, overflow="fold", width=widths[number])
-        for row in rows:
-            table.add_row(*(Text(_folded(row[number], self.columns[number], widths[number])) for number in kept))
-        return table
-
-    def _print_plain(self, rows: list[list[str]]) -> None:
-        for title in (self.title, self.subtitle):
-            if title:
-                print(printable_line(title))
-        lines = [[column.title for column in self.columns], *rows]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            cells = [
-                cell.rjust(width) if column.is_number else cell.ljust(width)
-                for cell, width, column in zip(line, widths, self.columns, strict=True)
-            ]
-            print("  ".join(cells).rstrip())
+        print("  ".join(cells).rstrip())
 
 
-class _Measured(NamedTuple):
+class _ColumnWidths(NamedTuple):
     """The widths that a column may have, in characters."""
 
-    column: Column
+    column: TableColumn
     natural: int
     of_words: int
     """The width with the title folded between words."""
@@ -152,7 +135,7 @@ class _Measured(NamedTuple):
     """The width with the cells folded, too, where they may be."""
 
     @classmethod
-    def of(cls, column: Column, cells: Sequence[str]) -> _Measured:
+    def of(cls, column: TableColumn, cells: Sequence[str]) -> _ColumnWidths:
         from rich.cells import cell_len
 
         def widest(texts: Iterable[str]) -> int:
@@ -169,7 +152,7 @@ class _Measured(NamedTuple):
         return cls(column, max(cell_len(column.title), whole), of_words, min(least, of_words))
 
 
-def _fit(measured: dict[int, _Measured], width: int) -> dict[int, int]:
+def _fit(measured: dict[int, _ColumnWidths], width: int) -> dict[int, int]:
     """Return widths by column, for lines with gaps of two, that break no word and no number.
 
     First titles are folded, then prose; then columns with a `drop` are left out; then texts are folded. Where that is
@@ -201,7 +184,7 @@ def _line_width(widths: dict[int, int]) -> int:
     return sum(widths.values()) + 2 * (len(widths) - 1)
 
 
-def _folded(cell: str, column: Column, width: int) -> str:
+def _folded(cell: str, column: TableColumn, width: int) -> str:
     """Fold a text into lines of at most this width, cut between the parts of a path or a name."""
     from rich.cells import cell_len
 
@@ -221,10 +204,19 @@ def _pipe_width() -> int | None:
     return int(columns) if columns.isdecimal() and 0 < int(columns) < _MAX_WIDTH else None
 
 
-def printable(text: object) -> str:
-    """Return untrusted input on one line, of bounded length, without anything that a terminal would obey."""
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
-    return shown if len(shown) <= MAX_CELL else shown[: MAX_CELL - 3] + "..."
+def print_reply(reply: Reply, *, as_json: bool) -> int:
+    """Print what a command replies, as one JSON document or for people, and return the exit code."""
+    if as_json:
+        print_json(reply.members())
+        return reply.exit_code
+    for part in reply.parts():
+        if isinstance(part, Table):
+            print_table(part)
+        elif isinstance(part, StateLine):
+            say_state(part.state, part.text)
+        else:
+            say(part)
+    return reply.exit_code
 
 
 def say(text: str) -> None:
@@ -242,20 +234,6 @@ def say_state(state: str, text: str) -> None:
     from rich.text import Text
 
     Console(highlight=False, soft_wrap=True).print(Text(f"{state:8}", style=color) + Text(printable_line(text)))
-
-
-def printable_line(text: object) -> str:
-    """Return untrusted input on one line, as `printable` does, but of any length."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
-
-
-def plain(value: Any) -> Any:
-    """Return a value with its named tuples, also nested ones, as the dicts and lists that JSON has."""
-    if hasattr(value, "_asdict"):
-        return {name: plain(item) for name, item in value._asdict().items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
 
 
 def print_json(value: object) -> None:
@@ -311,23 +289,3 @@ class LineHandler(logging.Handler):
         text = printable_line(record.getMessage())
         word = getattr(record, "word", record.levelname.lower())
         print(f"recorder: {word}: {text}", file=sys.stderr)
-
-
-def number(value: float | int | None) -> str:
-    """Return a statistic in few characters."""
-    if value is None:
-        return ""
-    if isinstance(value, int):
-        return f"{value}"
-    return f"{value + 0.0:.4g}"  # turns -0.0 into 0.0
-
-
-def span(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as a range: ``0..100 (57)`` where some between are missing."""
-    if not numbers:
-        return ""
-    first, last = numbers[0], numbers[-1]
-    if first == last:
-        return str(first)
-    gaps = "" if last - first + 1 == len(numbers) else f" ({len(numbers)})"
-    return f"{first}..{last}{gaps}"

@@ -16,8 +16,7 @@ from ..run.finding import typed_for
 from ..run.run import Run
 from ..run.selection import Selection
 from ..sites import SITES
-from ..system.text import listed
-from .output import span
+from ..system.text import listed, span
 
 _MAX_LISTED = 20
 _SITES = ("output", *(site for site in SITES if site != "output"))

@@ -17,7 +17,8 @@ from ..format.commands import IN_FORCE, MISSED, REFUSED, WAITING, Command
 from ..run.finding import Location, RunManifest, find_run, is_shipped
 from ..run.status import ENDED, RankNow, RunWatch
 from ..storage.commands import send
-from .output import print_json, say_state, span
+from ..system.text import span
+from .output import print_json, say_state
 from .told import command_members, state_word, steps_phrase
 
 if TYPE_CHECKING:

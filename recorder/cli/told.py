@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from ..format.commands import DUMP, ENDED, MISSED, PAUSE, REFUSED, SET, WAITING, Answer, Command
 from ..run.run import Run
 from ..run.status import RankNow
-from ..system.text import counted
-from .output import span
+from ..system.text import counted, span
 
 
 def state_word(kind: str, state: str) -> str:

@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+MAX_CELL = 200
+"""The most characters of a text that `printable` returns."""
+
 
 def counted(number: int, noun: str) -> str:
     """``1 row``, ``2,000 rows``."""
@@ -41,8 +44,7 @@ def one_line(value: object) -> str:
         text = str(value)
     except Exception:  # of a class of the program
         text = f"a {type(value).__name__} that cannot be shown"
-    shown = " ".join(text.split())
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
+    return printable_line(" ".join(text.split()))
 
 
 def named(noun: str, numbers: Sequence[object], most: int = 8) -> str:
@@ -66,3 +68,34 @@ def moment(time_ns: int) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns / 1e9)) if time_ns > 0 else ""
     except (OverflowError, OSError, ValueError):
         return ""
+
+
+def printable_line(text: object) -> str:
+    """Return untrusted input on one line, as `printable` does, but of any length."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
+
+
+def printable(text: object) -> str:
+    """Return untrusted input on one line, of bounded length, without anything that a terminal would obey."""
+    shown = printable_line(text)
+    return shown if len(shown) <= MAX_CELL else shown[: MAX_CELL - 3] + "..."
+
+
+def number(value: float | int | None) -> str:
+    """Return a statistic in few characters."""
+    if value is None:
+        return ""
+    if isinstance(value, int):
+        return f"{value}"
+    return f"{value + 0.0:.4g}"  # turns -0.0 into 0.0
+
+
+def span(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as a range: ``0..100 (57)`` where some between are missing."""
+    if not numbers:
+        return ""
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return str(first)
+    gaps = "" if last - first + 1 == len(numbers) else f" ({len(numbers)})"
+    return f"{first}..{last}{gaps}"

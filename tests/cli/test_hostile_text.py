@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recorder.cli.output import MAX_CELL, printable
+from recorder.system.text import MAX_CELL, printable
 from tests.rigs.command_line import Cli, on_a_terminal
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from recorder.cli.drawing.spark import spark_line
-from recorder.cli.output import number
 from recorder.run.run import open_run
+from recorder.system.text import number
 from tests.rigs.command_line import Cli, module, on_a_terminal
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 

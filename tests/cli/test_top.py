@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from recorder.cli.commands import top
+from recorder.cli.output import fitted
 from recorder.run.status import RunWatch
 from tests.rigs.command_line import Cli, on_a_terminal
 from tests.rigs.handmade import make_run
@@ -146,7 +147,7 @@ def test_thousands_of_ranks_are_looked_at_in_less_than_two_seconds(tmp_path: Pat
     watch.look()
     began_s = os.times()
     ranks = watch.look()
-    top._table(run.name, ranks, 4096, 40).fitted(120)
+    fitted(top._table(run.name, ranks, 4096, 40), 120)
     ended_s = os.times()
     assert len(ranks) == 4096
     assert ended_s.user + ended_s.system - began_s.user - began_s.system < 2.0
@@ -185,7 +186,7 @@ def test_statuses_that_change_while_they_are_read_are_never_torn_for_people(tmp_
 
 def test_a_narrow_terminal_keeps_rank_state_and_step(run: Path) -> None:
     console = Console(width=40, record=True, file=io.StringIO())
-    for piece in top._table(run.name, RunWatch(run).look(), 4, 10).fitted(40):
+    for piece in fitted(top._table(run.name, RunWatch(run).look(), 4, 10), 40):
         console.print(piece)
     text = console.export_text()
     assert "recording" in text and "118" in text and "left out" in text

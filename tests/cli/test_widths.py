@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.cli.output import Column, Table
+from recorder.cli.output import fitted
 from recorder.columns import STATISTICS
+from recorder.run.reply import Table, TableColumn
 from tests.rigs.command_line import Cli, module, on_a_terminal
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 
@@ -90,13 +91,17 @@ def test_a_terminal_and_a_pipe_of_its_width_show_the_same(
 
 @pytest.mark.parametrize("width", [1, 5, 20, 33])
 def test_a_table_fits_any_terminal(width: int) -> None:
-    columns = [Column(title="rank", is_number=True), Column(title="a name"), Column(title="l2", is_number=True)]
+    columns = [
+        TableColumn(title="rank", is_number=True),
+        TableColumn(title="a name"),
+        TableColumn(title="l2", is_number=True),
+    ]
     from rich.console import Console
 
     console = Console(width=width, height=50)
     table = Table(columns, [["123456", "encoder.layers.self_attention", "0.123456"]])
     with console.capture() as captured:
-        for piece in table.fitted(width):
+        for piece in fitted(table, width):
             console.print(piece)
     assert max(map(len, captured.get().splitlines())) <= width
     if width > 20:

@@ -10,9 +10,9 @@ import typer
 
 from ...analyze.export.catalog import write_catalog
 from ...run.run import open_run
-from ...system.text import counted, size
+from ...system.text import counted, printable_line, size
 from ..options import Json, RunPath
-from ..output import print_json, printable_line, progress, say
+from ..output import print_json, progress, say
 from ..paths import local_path
 
 EPILOG = "Examples: recorder catalog recordings -o rows.parquet    recorder catalog @-2 -o before.parquet --json"

@@ -18,11 +18,12 @@ from ...checks.rule import Finding, Rule, Severity
 from ...checks.settings_file import read_settings_file
 from ...errors import LookupFailedError
 from ...rules import hint
+from ...run.reply import Table, TableColumn
 from ...run.run import Run, open_run
-from ...system.text import counted, listed, shortened, steps_in_words
+from ...system.text import counted, listed, number, shortened, steps_in_words
 from ..drawing.module_names import grouped
 from ..options import Json, RunPath
-from ..output import Column, Table, number, print_json, say, say_state
+from ..output import print_json, print_table, say, say_state
 from ..paths import local_path, other_runs
 
 EPILOG = "Examples: recorder check recordings --set spike.sigmas=8    recorder check --list"
@@ -256,10 +257,10 @@ def _list(rules: Sequence[type[Rule]], thresholds: Thresholds, *, as_json: bool)
             }
         )
         return 0
-    columns = [Column(title="rule"), Column(title="severity"), Column(title="finds", is_prose=True)]
-    Table(columns, [[rule.name, rule.severity.word, rule.sentence] for rule in rules]).print()
+    columns = [TableColumn(title="rule"), TableColumn(title="severity"), TableColumn(title="finds", is_prose=True)]
+    print_table(Table(columns, [[rule.name, rule.severity.word, rule.sentence] for rule in rules]))
     say("")
-    titles = [Column(title="rule"), Column(title="setting"), Column(title="threshold", is_number=True)]
-    titles += [Column(title="unit", is_prose=True), Column(title="source", is_prose=True)]
-    Table(titles, rows).print()
+    titles = [TableColumn(title="rule"), TableColumn(title="setting"), TableColumn(title="threshold", is_number=True)]
+    titles += [TableColumn(title="unit", is_prose=True), TableColumn(title="source", is_prose=True)]
+    print_table(Table(titles, rows))
     return 0

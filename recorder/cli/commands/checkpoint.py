@@ -11,9 +11,9 @@ import typer
 from ...analyze.export.model import Model
 from ...analyze.export.model_files import check_format, write_model
 from ...run.run import open_run
-from ...system.text import counted, size
+from ...system.text import counted, printable_line, size
 from ..options import Json, LayoutOption, RunPath
-from ..output import print_json, printable_line, progress, say
+from ..output import print_json, progress, say
 from ..paths import local_path
 
 EPILOG = (

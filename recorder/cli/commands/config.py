@@ -8,9 +8,10 @@ import typer
 
 from ...config import load_settings
 from ...native import in_force
+from ...run.reply import Table, TableColumn
 from ..drawing.units import bytes_of_setting
 from ..options import Json
-from ..output import Column, Table, print_json
+from ..output import print_json, print_table
 
 EPILOG = "Examples: recorder config --show    RECORDER_MAX_BYTES=4GB recorder config --json"
 
@@ -31,10 +32,10 @@ def command(
         rows += [["", other, "", ""] for other in others]
     titles = ("setting", "value", "source", "what it does")
     columns = [
-        Column(title=title, is_prose=title in ("value", "what it does"), drop=int(title == titles[-1]))
+        TableColumn(title=title, is_prose=title in ("value", "what it does"), drop=int(title == titles[-1]))
         for title in titles
     ]
-    Table(columns, rows).print()
+    print_table(Table(columns, rows))
     return 0
 
 

@@ -14,9 +14,10 @@ import typer
 from ...daemon.settings import DaemonSettings, duration_s, load_daemon_settings, num_bytes
 from ...errors import ConfigError, LookupFailedError, StoreError, not_installed
 from ...run.finding import default_folder
-from ...system.text import counted, listed, moment, size
+from ...run.reply import Table, TableColumn
+from ...system.text import counted, listed, moment, printable_line, size
 from ..options import Json
-from ..output import Column, Table, print_json, printable_line, say
+from ..output import print_json, print_table, say
 
 EPILOG = (
     "Examples: recorder daemon --once --watch recordings --to archive    "
@@ -211,7 +212,7 @@ def _keep_house(
         print_json({"runs": [dict(zip(names_of_columns, value, strict=True)) for value in values]})
         return problems
     titles = ("run", "size", "objects", "what", "why")
-    Table([Column(title=title, is_number=title in ("size", "objects")) for title in titles], rows).print()
+    print_table(Table([TableColumn(title=title, is_number=title in ("size", "objects")) for title in titles], rows))
     if not is_wanted and any(plan.goes for plan in plans):
         say("nothing was removed: --yes does it")
     return problems

@@ -13,6 +13,7 @@ from ...analyze.diff.pairing.compare import Tolerance
 from ...analyze.diff.pairing.renames import NO_RENAMES, Renames, read_renames
 from ...analyze.diff.result import Diff
 from ...numerics.apart import UnitsApart, bins_of, histogram_of_row, share_apart, subnormal_count
+from ...run.reply import plain
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...system.text import counted, moment
@@ -29,7 +30,7 @@ from ..options import (
     StepOption,
     complete_run,
 )
-from ..output import plain, print_json, progress, say
+from ..output import print_json, progress, say
 from ..paths import local_path, other_runs, two_runs
 from ..scheduler import mapper_for
 

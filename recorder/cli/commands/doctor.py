@@ -25,12 +25,12 @@ from ...errors import ConfigError, install_line
 from ...run.finding import typed_for
 from ...run.problems import layout_problems, unsealed_note
 from ...run.run import Balance, Module, Run, open_run
-from ...system.text import counted, listed, size
+from ...system.text import counted, listed, printable, size, span
 from ...upkeep.verify import strays
 from ..drawing.module_names import grouped
 from ..notes import dump_members, dump_note, proof_state
 from ..options import Json, complete_run
-from ..output import print_json, printable, say_state, span
+from ..output import print_json, say_state
 from ..told import describe, told
 
 EPILOG = "Examples: recorder doctor    recorder doctor recordings --strict"

@@ -12,7 +12,7 @@ from ...analyze.export.boards.boards import BOARDS, BoardExport
 from ...analyze.export.export import Export, format_of
 from ...run.run import open_run
 from ...run.selection import GlobalOptions, Selection
-from ...system.text import counted, size
+from ...system.text import counted, printable_line, size
 from ..imports import show_pandas
 from ..options import (
     Json,
@@ -27,7 +27,7 @@ from ..options import (
     SiteOption,
     StepOption,
 )
-from ..output import print_json, printable_line, progress, say
+from ..output import print_json, progress, say
 from ..paths import local_path
 from ..scheduler import mapper_for
 

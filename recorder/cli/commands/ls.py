@@ -11,11 +11,12 @@ import typer
 from ...errors import RunError
 from ...run.finding import FLEET, Location, find_folder, fleet_runs, runs_in
 from ...run.problems import unsealed, unsealed_note
+from ...run.reply import Table, TableColumn
 from ...run.run import RecordedWriter, Run, open_location, open_run
-from ...system.text import counted, moment, size
+from ...system.text import counted, moment, printable, size, span
 from ..notes import dump_members, dump_note, jitter_note
 from ..options import Json, complete_run
-from ..output import Column, Table, print_json, printable, say, span
+from ..output import print_json, print_table, say
 from ..told import answer_members, command_members, describe, told
 
 EPILOG = "Examples: recorder ls recordings    recorder ls @-1 --json"
@@ -74,7 +75,7 @@ def _list_runs(folder: Location, *, as_json: bool) -> int:
         titles, rows = titles[:-1], [row[:-1] for row in rows]
     drops = {"directory": 4, "size": 3, "rows": 2, "started": 1}
     columns = [
-        Column(
+        TableColumn(
             title=title,
             is_number=title in ("rows", "size"),
             is_whole=title in ("started", "ranks", "steps", "directory"),
@@ -83,7 +84,7 @@ def _list_runs(folder: Location, *, as_json: bool) -> int:
         )
         for title in titles
     ]
-    Table(columns, rows).print()
+    print_table(Table(columns, rows))
     return exit_code
 
 
@@ -161,7 +162,7 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
     numbers = ("rank", "attempt", "rows", "size")
     drops = {"attempt": 5, "started": 4, "size": 3, "sites": 2, "rows": 1}
     columns = [
-        Column(
+        TableColumn(
             title=title,
             is_number=title in numbers,
             is_whole=title in ("started", "steps", "state"),
@@ -170,7 +171,7 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
         )
         for title in titles
     ]
-    Table(columns, rows, title=f"{printable(run.name)}: {', '.join(totals)}").print()
+    print_table(Table(columns, rows, title=f"{printable(run.name)}: {', '.join(totals)}"))
     if run.jitter:
         say(jitter_note(run))
     if run.proof is not None:

@@ -14,9 +14,10 @@ from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.finding import typed_for
 from ...run.status import CHANGED, UNCHANGED, UNKNOWN
+from ...system.text import printable
 from ..notes import proof_state
 from ..options import Json
-from ..output import print_json, printable, say, say_state
+from ..output import print_json, say, say_state
 
 EPILOG = (
     "Examples: recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py    "

@@ -9,20 +9,21 @@ import typer
 
 from ...errors import LookupFailedError
 from ...run.finding import scheme_of
+from ...run.reply import Table, TableColumn
 from ...run.run import Run, open_run
 from ...system.text import counted, size
 from ...upkeep.repair import Outcome, repair_run
 from ..options import Json, RunPath
-from ..output import Column, Table, print_json, progress, say
+from ..output import print_json, print_table, progress, say
 
 EPILOG = "Examples: recorder repair recordings --dry-run    recorder repair @-1"
 
 _COLUMNS = (
-    Column(title="what"),
-    Column(title="file"),
-    Column(title="rows", is_number=True, drop=2),
-    Column(title="size", is_number=True, drop=1),
-    Column(title="of it", is_prose=True),
+    TableColumn(title="what"),
+    TableColumn(title="file"),
+    TableColumn(title="rows", is_number=True, drop=2),
+    TableColumn(title="size", is_number=True, drop=1),
+    TableColumn(title="of it", is_prose=True),
 )
 
 
@@ -60,7 +61,7 @@ def command(
         print_json({"run": str(run.path), "dry_run": dry_run, "outcomes": listed})
     else:
         if outcomes:
-            Table(_COLUMNS, [_cells(run, outcome) for outcome in outcomes]).print()
+            print_table(Table(_COLUMNS, [_cells(run, outcome) for outcome in outcomes]))
         say(f"{run.name}: {_verdict(outcomes, counts)}{' (dry run: nothing was changed)' if dry_run else ''}")
     return 2 if counts["failed"] else int(counts["lost"] > 0)
 

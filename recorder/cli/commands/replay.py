@@ -14,10 +14,10 @@ from ...analyze.replay.audit import CANNOT_TELL, NOT_REPRODUCED, audit
 from ...analyze.replay.bundle import SCRIPT, class_without_settings, recorded_calls, write_bundle
 from ...errors import LookupFailedError
 from ...run.run import open_run
-from ...system.text import counted
+from ...system.text import counted, printable
 from ..imports import show_pandas
 from ..options import Json, RunOrModule
-from ..output import print_json, printable, say, say_state
+from ..output import print_json, say, say_state
 from ..paths import local_path
 
 EPILOG = (

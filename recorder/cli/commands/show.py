@@ -17,9 +17,10 @@ from ...errors import LookupFailedError, RunError
 from ...numerics.apart import bins_of, histogram_of_row
 from ...numerics.units import Units
 from ...rules import hint
+from ...run.reply import Table, TableColumn
 from ...run.run import Run
 from ...run.selection import Selection
-from ...system.text import counted
+from ...system.text import counted, number, span
 from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..drawing.spark import NOT_FINITE, spark_line
 from ..drawing.where import show_where
@@ -35,7 +36,7 @@ from ..options import (
     StepOption,
     refuse,
 )
-from ..output import Column, Table, number, print_json, say, span
+from ..output import print_json, print_table, say
 from ..paths import run_and_module
 from ..selected import explain_nothing, modules_meant, rows_of, site_order
 
@@ -323,7 +324,7 @@ def _print(
         titles, lines = titles[:-1], [line[:-1] for line in lines]
     counts = [name.removesuffix("_count") for name in COUNTS]
     columns = [
-        Column(
+        TableColumn(
             title=name,
             is_number=name not in texts,
             is_whole=name in ("course", "histogram", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
@@ -333,7 +334,7 @@ def _print(
         )
         for name in titles
     ]
-    Table(columns, lines, title=title, subtitle=subtitle).print()
+    print_table(Table(columns, lines, title=title, subtitle=subtitle))
 
 
 def _as_observed(rows: Sequence[Row]) -> list[Row]:

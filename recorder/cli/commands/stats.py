@@ -15,7 +15,9 @@ from ...errors import LookupFailedError
 from ...numerics.apart import bins_of, histogram_of_row, subnormal_count
 from ...numerics.histogram import Histogram
 from ...rules import hint
+from ...run.reply import Table, TableColumn
 from ...run.selection import GlobalOptions, Selection
+from ...system.text import number
 from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..options import (
     Json,
@@ -31,7 +33,7 @@ from ..options import (
     StepOption,
     refuse,
 )
-from ..output import Column, Table, number, print_json, say
+from ..output import print_json, print_table, say
 from ..paths import run_and_module
 from ..scheduler import mapper_for
 
@@ -166,7 +168,7 @@ def _print(table: Any, keys: Sequence[str], sorted_by: str, *, by_value: bool, t
     shown = list(dict.fromkeys([*keys, *([sorted_by] if sorted_by else []), *counts, *numbers]))
     rows = table.select([name for name in shown if name not in drawn]).to_pylist()
     columns = [
-        Column(
+        TableColumn(
             title=_TITLES.get(name, name.removesuffix("_count")),
             is_number=name not in _TEXTS,
             is_whole=name in ("site", "shape", "dtype", HISTOGRAM),
@@ -180,7 +182,7 @@ def _print(table: Any, keys: Sequence[str], sorted_by: str, *, by_value: bool, t
         [drawn[name][index] if name in drawn else _text(name, row[name]) for name in shown]
         for index, row in enumerate(rows)
     ]
-    Table(columns, lines, title=title, subtitle=of_histograms).print()
+    print_table(Table(columns, lines, title=title, subtitle=of_histograms))
 
 
 def _histograms(table: Any) -> tuple[dict[str, list[str]], str]:

@@ -16,10 +16,11 @@ from typing import Annotated, Any
 import typer
 
 from ...run.finding import Location, RunManifest, find_run
+from ...run.reply import Table, TableColumn
 from ...run.status import ENDED, RankNow, RunWatch, Status
-from ...system.text import counted, size
+from ...system.text import counted, printable, size
 from ..options import Json, RunPath
-from ..output import Column, Table, print_json, printable
+from ..output import fitted, print_json, print_table
 from ..told import state_word
 
 EPILOG = "Examples: recorder top recordings    recorder top @-1 --once"
@@ -32,16 +33,16 @@ _BADNESS = {"killed": 0, "failed": 1, "silent": 2, "starting": 4, "recording": 4
 _DROPPING = 3
 _FINDINGS = ("killed", "failed", "silent")
 _COLUMNS = (
-    Column(title="rank", is_number=True),
-    Column(title="state", is_whole=True),
-    Column(title="step", is_number=True),
-    Column(title="steps/s", is_number=True, drop=2),
-    Column(title="MB/s", is_number=True, drop=3),
-    Column(title="pool", is_whole=True, drop=4),
-    Column(title="waited", is_number=True, drop=1, dull="0.0 s"),
-    Column(title="dropped", is_prose=True, dull="0"),
-    Column(title="size", is_number=True, drop=5),
-    Column(title="disk left", is_number=True, drop=6),
+    TableColumn(title="rank", is_number=True),
+    TableColumn(title="state", is_whole=True),
+    TableColumn(title="step", is_number=True),
+    TableColumn(title="steps/s", is_number=True, drop=2),
+    TableColumn(title="MB/s", is_number=True, drop=3),
+    TableColumn(title="pool", is_whole=True, drop=4),
+    TableColumn(title="waited", is_number=True, drop=1, dull="0.0 s"),
+    TableColumn(title="dropped", is_prose=True, dull="0"),
+    TableColumn(title="size", is_number=True, drop=5),
+    TableColumn(title="disk left", is_number=True, drop=6),
 )
 
 
@@ -77,7 +78,7 @@ def show_top(
         print_json(_document(run, ranks, world_size) | {"name": name})
     elif once or not sys.stdout.isatty():
         ranks = watch.look()
-        _table(name, ranks, world_size, len(ranks)).print()
+        print_table(_table(name, ranks, world_size, len(ranks)))
     else:
         ranks = _follow(watch, name, world_size, sleep)
     return int(any(rank.state in _FINDINGS or rank.status.num_dropped for rank in ranks))
@@ -94,7 +95,7 @@ def _follow(watch: RunWatch, name: str, world_size: int, sleep: Callable[[float]
         try:
             while True:
                 table = _table(name, ranks, world_size, max(console.height - 7, 1))
-                live.update(Group(*table.fitted(console.width)), refresh=True)
+                live.update(Group(*fitted(table, console.width)), refresh=True)
                 if until_s is not None and time.monotonic() >= until_s:
                     break
                 sleep(_REFRESH_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..output import number
+from ...system.text import number
 
 _MAX_ULP = 9999
 """The most representable numbers between two floats that are shown; a larger count tells nobody anything."""

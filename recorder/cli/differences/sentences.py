@@ -13,8 +13,7 @@ from ...analyze.diff.pairing.compare import Tolerance
 from ...analyze.diff.pairing.noise import Drifted
 from ...analyze.diff.pairing.rename_hints import RenameHint
 from ...analyze.diff.result import Diff, Difference
-from ...system.text import counted, named
-from ..output import number
+from ...system.text import counted, named, number
 from .cells import cut_text, rank_cell, statistic_cell
 
 _HOW = {

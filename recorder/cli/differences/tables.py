@@ -9,8 +9,10 @@ import pyarrow.compute as pc
 
 from ...analyze.diff.result import Diff
 from ...numerics.apart import bins_of, histogram_of_row, share_apart, subnormal_count
+from ...run.reply import Table, TableColumn
+from ...system.text import number, span
 from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
-from ..output import Column, Table, number, say, span
+from ..output import print_table, say
 from .cells import beside, cosine_cell, cut_text, pair_cell, percent_cell, rank_cell, statistic_cell, whole_cell
 
 _MODULE_DROPS = ("nonfinite", "cosine", "first value", "compared", "stats apart")
@@ -154,8 +156,8 @@ def print_only(run: str, only: Any, steps: list[int], limit: int) -> None:
             for row in only.slice(0, limit or None).to_pylist()
         ]
         title = f"only in {run}, at steps that both have{cut_text(only.num_rows, limit)}"
-        columns = [Column(title="module"), Column(title="value"), Column(title="rows", is_number=True)]
-        Table([*columns, Column(title="steps")], lines, title=title).print()
+        columns = [TableColumn(title="module"), TableColumn(title="value"), TableColumn(title="rows", is_number=True)]
+        print_table(Table([*columns, TableColumn(title="steps")], lines, title=title))
     if steps:
         say(f"steps only in {run}: {span(steps)} (not compared; no difference by itself)")
 
@@ -168,7 +170,7 @@ def _print(
     kept = [i for i, name in enumerate(titles) if name not in absent]
     titles, lines = [titles[i] for i in kept], [[line[i] for i in kept] for line in lines]
     columns = [
-        Column(
+        TableColumn(
             title=name,
             is_number=name not in texts,
             is_whole=name in ("kind", "shape"),
@@ -178,4 +180,4 @@ def _print(
         )
         for name in titles
     ]
-    Table(columns, lines, title=title, subtitle=legend).print()
+    print_table(Table(columns, lines, title=title, subtitle=legend))

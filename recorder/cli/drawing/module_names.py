@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..output import span
+from ...system.text import span
 
 
 def grouped(paths: Sequence[str]) -> list[str]:
