@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from ..errors import CommandError
 from ..format.commands import IN_FORCE, MISSED, REFUSED, WAITING, Command
 from ..run.finding import Location, RunManifest, find_run, is_shipped
+from ..run.notes import command_members, state_word, steps_phrase
 from ..run.status import ENDED, RankNow, RunWatch
 from ..storage.commands import send
 from ..system.text import span
 from .output import print_json, say_state
-from .told import command_members, state_word, steps_phrase
 
 if TYPE_CHECKING:
     from ..daemon.destination import Destination

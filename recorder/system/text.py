@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -99,3 +100,44 @@ def span(numbers: Sequence[int]) -> str:
         return str(first)
     gaps = "" if last - first + 1 == len(numbers) else f" ({len(numbers)})"
     return f"{first}..{last}{gaps}"
+
+
+def grouped(paths: Sequence[str]) -> list[str]:
+    """Return quoted paths; those that differ in nothing but numbers are one, where every combination is there."""
+    groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
+    for path in paths:
+        parts = path.split(".")
+        shape = tuple("#" if _is_number(part) else "=" + part for part in parts)
+        groups.setdefault(shape, {})[tuple(int(part) for part in parts if _is_number(part))] = path
+    texts = []
+    for shape, members in groups.items():
+        values = [sorted(set(column)) for column in zip(*members, strict=True)]
+        if len(members) < 3 or math.prod(map(len, values)) != len(members):
+            texts += [repr(path) for path in members.values()]
+            continue
+        numbers = iter(values)
+        texts.append(repr(".".join(_numbers(next(numbers)) if part == "#" else part[1:] for part in shape)))
+    return texts
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdigit() and len(part) < 10 and str(int(part)) == part
+
+
+def _numbers(values: list[int]) -> str:
+    if len(values) == 1:
+        return str(values[0])
+    if values[-1] - values[0] + 1 == len(values):
+        return f"{{{span(values)}}}"
+    return f"{{{','.join(map(str, values))}}}"
+
+
+def bytes_of_setting(value: int) -> str:
+    """Return bytes in the unit that makes the shortest number: ``16 GiB (17179869184)``, ``4 GB (4000000000)``."""
+    units = [(1000**power, name) for power, name in enumerate(("B", "kB", "MB", "GB", "TB"))]
+    units += [(1024**power, name) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))]
+    count, name = min((value / scale, name) for scale, name in units if scale <= max(value, 1))
+    exact = [(value // scale, name) for scale, name in units if scale <= value and value % scale == 0]
+    if exact:
+        count, name = min(exact)
+    return str(value) if name == "B" else f"{count:.4g} {name} ({value})"

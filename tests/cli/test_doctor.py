@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from recorder.cli.drawing.module_names import grouped
 from recorder.format.rundir import RUN_MANIFEST, encode_manifest, read_json
+from recorder.system.text import grouped
 from tests.analyze.doctor import test_expected
 from tests.analyze.doctor.test_expected import RULE, record, renumbered, root, step_rows, training
 from tests.rigs import jobs

@@ -20,8 +20,7 @@ from ...errors import LookupFailedError
 from ...rules import hint
 from ...run.reply import Table, TableColumn
 from ...run.run import Run, open_run
-from ...system.text import counted, listed, number, shortened, steps_in_words
-from ..drawing.module_names import grouped
+from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
 from ..options import Json, RunPath
 from ..output import print_json, print_table, say, say_state
 from ..paths import local_path, other_runs

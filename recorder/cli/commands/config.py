@@ -9,7 +9,7 @@ import typer
 from ...config import load_settings
 from ...native import in_force
 from ...run.reply import Table, TableColumn
-from ..drawing.units import bytes_of_setting
+from ...system.text import bytes_of_setting
 from ..options import Json
 from ..output import print_json, print_table
 

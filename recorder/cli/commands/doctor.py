@@ -23,15 +23,13 @@ from ...analyze.doctor.gaps import REASONS, Gap
 from ...config import FLAG, is_enabled, load_settings
 from ...errors import ConfigError, install_line
 from ...run.finding import typed_for
+from ...run.notes import describe, dump_members, dump_note, proof_state, told
 from ...run.problems import layout_problems, unsealed_note
 from ...run.run import Balance, Module, Run, open_run
-from ...system.text import counted, listed, printable, size, span
+from ...system.text import counted, grouped, listed, printable, size, span
 from ...upkeep.verify import strays
-from ..drawing.module_names import grouped
-from ..notes import dump_members, dump_note, proof_state
 from ..options import Json, complete_run
 from ..output import print_json, say_state
-from ..told import describe, told
 
 EPILOG = "Examples: recorder doctor    recorder doctor recordings --strict"
 

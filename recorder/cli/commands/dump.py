@@ -10,11 +10,11 @@ import typer
 from ...errors import CommandError, ConfigError
 from ...format.commands import DUMP, Command
 from ...rules import RingWindow, Rule, parse_rules, ring_window
+from ...run.notes import describe
 from ...run.run import Run, open_location
 from ...system.text import counted
 from ..options import Json, KeyFile, RunPath
 from ..sending import Target, find_target, send_and_wait
-from ..told import describe
 
 EPILOG = "Examples: recorder dump latest --reason 'the reward fell'    recorder dump latest --step 41250"
 

@@ -12,7 +12,7 @@ import typer
 
 from ...config import CONFIG_FILE, DEFAULT_RULES, PRESETS, Settings
 from ...errors import ConfigError
-from ..drawing.units import bytes_of_setting
+from ...system.text import bytes_of_setting
 
 EPILOG = "Examples: recorder init    recorder init slow-disk.toml"
 

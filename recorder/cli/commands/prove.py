@@ -13,9 +13,9 @@ from ...analyze.prove.launching import prove
 from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.finding import typed_for
+from ...run.notes import proof_state
 from ...run.status import CHANGED, UNCHANGED, UNKNOWN
 from ...system.text import printable
-from ..notes import proof_state
 from ..options import Json
 from ..output import print_json, say, say_state
 

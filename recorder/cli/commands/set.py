@@ -10,13 +10,13 @@ import typer
 from ...errors import CommandError, LookupFailedError
 from ...format.commands import PAUSE, RESUME, SET, UNDO, Command, problem_of, rules_of
 from ...rules import Rule, nearest
+from ...run.notes import answer_members, command_members, describe, told
 from ...run.run import Run, open_location, open_run
 from ...run.status import RunWatch
 from ...sites import OF_PROGRAM
 from ..options import Json, KeyFile, RunPath
 from ..output import print_json, say
 from ..sending import Target, find_target, send_and_wait
-from ..told import answer_members, command_members, describe, told
 
 EPILOG = (
     "Examples: recorder set latest 'module=blocks.3.* site=* keep=tensor' --at +20 --steps 5    "

@@ -15,16 +15,14 @@ from ...analyze.stats.stats import inner_leaves
 from ...columns import COUNTS, STATISTICS, parse_shape
 from ...errors import LookupFailedError, RunError
 from ...numerics.apart import bins_of, histogram_of_row
+from ...numerics.spark import HISTOGRAM_LEGEND, HISTOGRAM_WIDTH, NOT_FINITE, extent, histogram_line, spark_line
 from ...numerics.units import Units
 from ...rules import hint
+from ...run.notes import dump_members, dump_note, jitter_note, told_note
 from ...run.reply import Table, TableColumn
 from ...run.run import Run
 from ...run.selection import Selection
 from ...system.text import counted, number, span
-from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
-from ..drawing.spark import NOT_FINITE, spark_line
-from ..drawing.where import show_where
-from ..notes import dump_members, dump_note, jitter_note, told_note
 from ..options import (
     Json,
     LayoutOption,
@@ -39,6 +37,7 @@ from ..options import (
 from ..output import print_json, print_table, say
 from ..paths import run_and_module
 from ..selected import explain_nothing, modules_meant, rows_of, site_order
+from ..where import show_where
 
 EPILOG = "Examples: recorder show blocks.0.mlp.up    recorder show @-2 'blocks.*' --statistic l2"
 
@@ -257,10 +256,10 @@ def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
     known = [one for one in newest if one is not None]
     if not known:
         return [], ""
-    bins = bins_of(known, WIDTH)
+    bins = bins_of(known, HISTOGRAM_WIDTH)
     lines = iter(map(histogram_line, bins.shares))
     drawn = ["" if one is None else next(lines) for one in newest]
-    return drawn, f"histogram: the last of each, {extent(bins)}; {SCALE}"
+    return drawn, f"histogram: the last of each, {extent(bins)}; {HISTOGRAM_LEGEND}"
 
 
 def _course(row: Row, statistic: str | None) -> str:

@@ -14,11 +14,11 @@ from ...columns import COUNTS, STATISTICS
 from ...errors import LookupFailedError
 from ...numerics.apart import bins_of, histogram_of_row, subnormal_count
 from ...numerics.histogram import Histogram
+from ...numerics.spark import HISTOGRAM_LEGEND, HISTOGRAM_WIDTH, extent, histogram_line
 from ...rules import hint
 from ...run.reply import Table, TableColumn
 from ...run.selection import GlobalOptions, Selection
 from ...system.text import number
-from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..options import (
     Json,
     LayoutOption,
@@ -195,10 +195,10 @@ def _histograms(table: Any) -> tuple[dict[str, list[str]], str]:
     known = [one for one in histograms if one is not None]
     if not known:
         return {}, ""
-    bins = bins_of(known, WIDTH)
+    bins = bins_of(known, HISTOGRAM_WIDTH)
     lines = iter(map(histogram_line, bins.shares))
     drawn = ["" if one is None else next(lines) for one in histograms]
-    return {HISTOGRAM: drawn}, f"histogram: of the values that are not zero, {extent(bins)}; {SCALE}"
+    return {HISTOGRAM: drawn}, f"histogram: of the values that are not zero, {extent(bins)}; {HISTOGRAM_LEGEND}"
 
 
 def _subnormals(table: Any) -> dict[str, list[str]]:

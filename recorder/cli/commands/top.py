@@ -16,12 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from ...run.finding import Location, RunManifest, find_run
+from ...run.notes import state_word
 from ...run.reply import Table, TableColumn
 from ...run.status import ENDED, RankNow, RunWatch, Status
 from ...system.text import counted, printable, size
 from ..options import Json, RunPath
 from ..output import fitted, print_json, print_table
-from ..told import state_word
 
 EPILOG = "Examples: recorder top recordings    recorder top @-1 --once"
 

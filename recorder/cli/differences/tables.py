@@ -9,9 +9,9 @@ import pyarrow.compute as pc
 
 from ...analyze.diff.result import Diff
 from ...numerics.apart import bins_of, histogram_of_row, share_apart, subnormal_count
+from ...numerics.spark import HISTOGRAM_LEGEND, HISTOGRAM_WIDTH, extent, histogram_line
 from ...run.reply import Table, TableColumn
 from ...system.text import number, span
-from ..drawing.histograms import SCALE, WIDTH, extent, histogram_line
 from ..output import print_table, say
 from .cells import beside, cosine_cell, cut_text, pair_cell, percent_cell, rank_cell, statistic_cell, whole_cell
 
@@ -90,7 +90,7 @@ def print_histograms(result: Diff, limit: int) -> None:
     pairs = [(row, a, b) for row, a, b in rows_with_histograms if a is not None and b is not None]
     if not pairs:
         return
-    bins = bins_of([one for _, a, b in pairs for one in (a, b)], WIDTH)
+    bins = bins_of([one for _, a, b in pairs for one in (a, b)], HISTOGRAM_WIDTH)
     drawn = [histogram_line(shares) for shares in bins.shares]
     titles = ["step", "module", "value", "rank", "A", "B", "apart", "zero", "subnormal", "infinite"]
     lines = []
@@ -112,7 +112,7 @@ def print_histograms(result: Diff, limit: int) -> None:
     title = f"histograms of values that differ ({table.num_rows}): {extent(bins)}{cut_text(table.num_rows, limit)}"
     texts = ("module", "value", "rank", "A", "B")
     absent = () if any(line[3] for line in lines) else ("rank",)
-    _print(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=f"{_APART}; {SCALE}")
+    _print(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=f"{_APART}; {HISTOGRAM_LEGEND}")
 
 
 def print_units(result: Diff, limit: int) -> None:

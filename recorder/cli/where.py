@@ -8,13 +8,13 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from ...errors import LookupFailedError
-from ...merge.findings import is_problem
-from ...run.run import Run, TensorLayout
-from ...run.selection import Selection
-from ..output import print_json, say
-from ..selected import explain_nothing, modules_meant, rows_of, site_order
-from .module_names import grouped
+from ..errors import LookupFailedError
+from ..merge.findings import is_problem
+from ..run.run import Run, TensorLayout
+from ..run.selection import Selection
+from ..system.text import grouped
+from .output import print_json, say
+from .selected import explain_nothing, modules_meant, rows_of, site_order
 
 _VALUE = ("root", "name", "scope", "phase", "mode")
 _MOMENT = ("micro_step", "call", "repeat")

@@ -1,9 +1,11 @@
-"""The spark line: a series in one line of block characters."""
+"""Draws a series, or the histogram of a tensor, as one line of block characters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+
+from .apart import Bins
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
@@ -48,3 +50,29 @@ def _scale(value: float | None, largest: float, is_log: bool) -> float | None:
 def _buckets(length: int, width: int) -> list[tuple[int, int]]:
     count = min(length, width)
     return [(length * i // count, length * (i + 1) // count) for i in range(count)]
+
+
+HISTOGRAM_WIDTH = 24
+"""Characters at most."""
+_LEAST = 1e-6
+HISTOGRAM_LEGEND = "the lowest block is one in a million, each higher one 5.6 times more, the full one all"
+
+
+def histogram_line(shares: Sequence[float]) -> str:
+    """Draw shares on a logarithmic scale, so that a single outlier shows; a bin without values is a gap."""
+    return "".join(_block(share) for share in shares)
+
+
+def extent(bins: Bins) -> str:
+    """Return which magnitudes the line is of: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
+    if not any(bins.shares):
+        return "of no finite value but zero"
+    wide = f", {bins.exponents_per_bin} powers of two a character" if bins.exponents_per_bin > 1 else ""
+    return f"|x| from 2^{bins.first} to 2^{bins.last + 1}{wide}"
+
+
+def _block(share: float) -> str:
+    if share <= 0:
+        return " "
+    height = 1 - math.log(min(share, 1.0)) / math.log(_LEAST)
+    return BLOCKS[max(0, min(math.floor(height * len(BLOCKS)), len(BLOCKS) - 1))]

@@ -1,1 +1,0 @@
-"""Drawings and shortenings on the terminal: spark lines, where chunks lie, lists of modules, bytes."""
