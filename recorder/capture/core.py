@@ -37,9 +37,9 @@ from ..records import (
     kind_of,
 )
 from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, OF_PROGRAM
-from ..system.events import Events
+from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
-from ..taps.rows import TapRows
+from ..taps.graph_rows import TapRows
 from .dtensors import merged_notes, without_masked
 from .hooks.recording import Nesting
 from .hooks.root import Root

@@ -2,7 +2,7 @@
 
 A scalar is given by the program or by an optimizer, or it is the loss that a backward begins at. A scalar is never
 synced: a tensor of one element is copied as any other value is. `recorder.tap` is recorded here in code that runs as it
-is; `recorder/taps/rows.py` records what the ops of a graph show.
+is; `recorder/taps/graph_rows.py` records what the ops of a graph show.
 """
 
 from __future__ import annotations

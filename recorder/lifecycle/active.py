@@ -23,7 +23,7 @@ from ..errors import AttachError, ConfigError
 from ..system import log
 from ..taps import ops
 from .attachment import Attachment, Inactive
-from .matching import collector_paused, unmatched_rules
+from .model_search import collector_paused, unmatched_rules
 from .recorder import Recorder
 from .signals import TerminationWatch
 

@@ -23,7 +23,7 @@ from ..errors import CommandError, RunError
 from ..format.commands import COMMAND_BYTES, MAX_COMMANDS, UNDO, Command, read_command
 from ..format.rundir import RUN_MANIFEST, parse_json
 from ..storage.commands import CommandFolder, Refusal, send
-from ..system.events import Events
+from ..system.log import Events
 
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2

@@ -37,7 +37,7 @@ from ..capture.parallel.topology import Topology
 from ..errors import CommandError
 from ..format.commands import DUMP, ENDED, REFUSED, WAITING, Answer, Command
 from ..storage.commands import CommandFolder, Refusal, send
-from ..system.events import Events
+from ..system.log import Events
 
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250

@@ -22,7 +22,7 @@ from ..capture.optimizer import OptimizerWatch
 from ..capture.parallel.topology import Topology
 from ..config import Loaded
 from ..native import in_force
-from ..system.events import Events
+from ..system.log import Events
 from .commands import Commands
 
 

@@ -38,20 +38,17 @@ from ..observe import tree
 from ..observe.module_hooks import has_compiled_anything
 from ..records import Measured, Staged
 from ..system import log
-from ..system.events import Events
+from ..system.log import Events
 from ..system.processes import comes_from_signal_handler, is_program, own_process
 from ..system.text import one_line
 from .carrying import Carrier
 from .commands import Commands
 from .description import Description
-from .early_optimizers import EarlyOptimizers
-from .estimate import Estimate
-from .graph_taps import GraphTaps, is_data_worker
-from .matching import collector_paused, is_only_model, model_around, unmatched_rules
-from .program import ProgramCalls
+from .model_search import EarlyOptimizers, collector_paused, is_only_model, model_around, unmatched_rules
+from .program import GraphTaps, ProgramCalls, is_data_worker
 from .ring import RingWatch
 from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts, unhandled_exception
-from .summary import FinalSummary, Summary
+from .summary import Estimate, FinalSummary, Summary
 
 _logger = logging.getLogger("recorder")
 _MAX_RENEWALS = 20

@@ -1,13 +1,19 @@
 """The ring of a rank, from the rules that keep one to the triggers that have it written.
 
-`RingWatch` puts together what these need: memory for the ring out of the pool, `Triggers`, and the rules of
-`recorder check` that may be triggers. Nothing here may raise into training.
+`RingWatch` puts together memory for the ring out of the pool, `Triggers`, and the rules of `recorder check` that may be
+triggers. Whoever sees a reason to write the ring asks `Triggers`, on any thread, and nothing else happens there. The
+writer thread names the window of steps, has its own ring write it, and sends the other ranks a command; no rank waits.
+A rank that learns of the command too late says which steps it has given up. Nothing here may touch a tensor, wait, or
+raise into training.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from ..capture.core import Capture
 from ..capture.staging.pool import Pool
@@ -15,13 +21,16 @@ from ..capture.staging.ring_memory import RingMemory
 from ..checks.live import LIVE_RULES, LiveChecks
 from ..checks.rule import Finding
 from ..checks.settings_file import check_settings
-from ..config import Loaded
-from ..format.commands import DUMP
+from ..config import Loaded, Settings
+from ..errors import CommandError
+from ..format.commands import DUMP, ENDED, IN_FORCE, MISSED, Command
 from ..records import Measured, Staged
 from ..rules import RingWindow, ring_window
-from ..system.events import Events
+from ..system import log
+from ..system.log import Events
+from ..system.text import counted, one_line, size
+from ..write.ring import MAX_DUMPS, Dump
 from .commands import Commands
-from .triggers import OWN_RULE, Triggers
 
 
 class RingWatch:
@@ -137,3 +146,251 @@ class RingWatch:
         if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
             self._has_ring = False
             self._triggers.turn_off()
+
+
+_logger = logging.getLogger("recorder")
+_MAX_TEXT = 200
+_MAX_ASKED = 64
+"""The most triggers that wait for the writer thread, which looks five times a second; more are only counted."""
+_DUE = ("exception", "signal", "user")
+"""Triggers that count however soon they come: the process ends, or a person asks."""
+_TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
+"""Ranks that see the same at once take turns to tell the others, as spread out as multiples of the golden ratio are, so
+that most hear of it before they would send. Two ranks take no time; 4,096 have 4 s, and about 20 of them send."""
+MISSED_EVENT = "trigger_missed"
+PASSED_EVENT = "trigger_passed"
+OWN_RULE = "own rule"
+"""What asks because a rule of the user's has found something, whatever the user calls it."""
+_ALWAYS = ("program", "user", OWN_RULE)
+
+
+class Sender(Protocol):
+    """What sends a command to all ranks, and takes answers."""
+
+    def look(self) -> None:
+        """Hear at once of what others have sent."""
+
+    def send(self, command: Command) -> Command: ...
+
+    def answer(
+        self, command: Command, state: str, *, since: int | None = None, until: int | None = None, why: str = ""
+    ) -> None: ...
+
+
+class Channel(Protocol):
+    """The writer, as far as triggers need it."""
+
+    def dump(self, dump: Dump) -> None: ...
+
+
+class _Asked(NamedTuple):
+    kind: str
+    reason: str
+    step: int | None
+    """None for the step that is under way when the writer thread looks."""
+
+
+class _Unsent(NamedTuple):
+    """A trigger of which the other ranks are to be told."""
+
+    due_s: float
+    command: Command
+    dump: Dump
+
+
+class _Answered(NamedTuple):
+    """A command of which this rank has more to say once its window is over."""
+
+    command: Command
+    dump: Dump
+
+
+class Triggers:
+    """The triggers of one rank. Any thread may `ask`; the writer thread does the rest."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        rank: int,
+        world_size: int,
+        window: RingWindow,
+        channel: Channel | None,
+        sender: Sender,
+        events: Events,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin without a reason to write anything.
+
+        Args:
+            settings: which triggers count, and how often.
+            rank: this rank.
+            world_size: how many ranks may see the same reason at the same time.
+            window: the steps around a trigger.
+            channel: the writer, with the ring; None where the rules keep a ring on other ranks alone.
+            sender: tells the other ranks.
+            events: takes a line for each trigger that leaves less than it should.
+            clock: a monotonic clock in seconds.
+        """
+        self._settings = settings
+        self._words = settings.trigger_words
+        self._by = f"rank {rank}"
+        self._turn_s = min(world_size / _TURNS_PER_S, _LONGEST_TURNS_S) * (rank * _GOLDEN % 1)
+        self._window = window
+        self._channel = channel
+        self._why_nothing = "no rule keeps a ring on this rank"
+        """Why this rank writes nothing, where it has no channel."""
+        self._sender = sender
+        self._events = events
+        self._clock = clock
+        self._asked: deque[_Asked] = deque()
+        self._unsent: list[_Unsent] = []
+        self._dumps: list[Dump] = []
+        self._answered: list[_Answered] = []
+        self._quiet_until_s = float("-inf")
+        self._step: int | None = None
+        self._stepped_s: float | None = None
+        """When the step changed last; None before it has, because a first step compiles and may take its time."""
+
+    def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
+        """Ask for the steps around one to be written. Any thread; never waits.
+
+        Args:
+            kind: a word of `config.TRIGGERS`, `OWN_RULE`, or ``program`` or ``user`` where somebody asks on purpose.
+            reason: why, for people; anything that can be shown, or not.
+            step: the step in question; None for the one under way.
+        """
+        if kind not in _ALWAYS and kind not in self._words:
+            return
+        if len(self._asked) >= _MAX_ASKED and kind not in _DUE:
+            self._count()
+            return
+        self._asked.append(_Asked(kind, one_line(reason)[:_MAX_TEXT] or kind, step))
+
+    def turn_off(self) -> None:
+        """Write nothing from now on, because the ring cannot hold its steps; other ranks are told as before."""
+        self._channel = None
+        self._why_nothing = "the ring is off, because it cannot hold its steps"
+
+    def look(self, step: int) -> None:
+        """Name the windows of what was asked for, and tell the other ranks. Writer thread.
+
+        Args:
+            step: the step under way.
+        """
+        self._look_for_hang(step)
+        while self._asked:
+            asked = self._asked.popleft()
+            self._begin(asked, step if asked.step is None else asked.step)
+        self._send_due(self._clock())
+        self._look_at_dumps()
+
+    def take(self, command: Command) -> None:
+        """Do what another rank or a person has sent. Writer thread.
+
+        Raises:
+            CommandError: the window is larger than the ring's, or there were too many; the text is the answer.
+        """
+        assert command.to_step is not None, "a dump has a last step"
+        num_steps, most = command.to_step - command.from_step + 1, sum(self._window) + 1
+        if num_steps > most:
+            raise CommandError(
+                f"it asks for {num_steps} steps, and the ring has {most} (before={self._window.before}, "
+                f"after={self._window.after}, and the step itself)"
+            )
+        dump = self._known(command.from_step, command.to_step)
+        if dump is None:
+            if len(self._dumps) >= MAX_DUMPS:
+                raise CommandError(f"this launch has had {MAX_DUMPS} dumps, and makes no more")
+            dump = Dump(first_step=command.from_step, last_step=command.to_step, reason=command.reason, by=command.by)
+            self._write(dump)
+        if dump.command is None:
+            dump.command = command.number
+        if self._channel is None:
+            self._sender.answer(command, ENDED, why=self._why_nothing)
+            return
+        self._answered.append(_Answered(command, dump))
+        self._sender.answer(command, IN_FORCE, since=dump.first_step, until=dump.last_step)
+
+    def end(self, step: int) -> None:
+        """Look for the last time: no record follows. Writer thread, before the ring lets its steps go, and after."""
+        self.look(step)
+        self._send_due(float("inf"))
+        self._look_at_dumps(is_last=True)
+
+    def _begin(self, asked: _Asked, step: int) -> None:
+        now = self._clock()
+        if now < self._quiet_until_s and asked.kind not in _DUE:
+            self._count()
+            return
+        if len(self._dumps) >= MAX_DUMPS:
+            text = f"{counted(MAX_DUMPS, 'dump')} were made; further triggers write nothing"
+            self._events.add("trigger_refused", text)
+            return
+        before, after = self._window
+        first, last = max(step - before, 0), step + after
+        if self._known(first, last) is not None:
+            return
+        dump = Dump(first_step=first, last_step=last, reason=asked.reason, by=self._by)
+        self._write(dump)
+        command = Command(kind=DUMP, from_step=first, to_step=last, reason=asked.reason, by=self._by)
+        self._unsent.append(_Unsent(now + self._turn_s, command, dump))
+
+    def _count(self) -> None:
+        """Count a trigger that writes nothing. Any thread."""
+        self._events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
+
+    def _send_due(self, now: float) -> None:
+        """Tell the other ranks, unless one of them was first to see the same."""
+        due = [unsent for unsent in self._unsent if unsent.due_s <= now]
+        self._unsent = [unsent for unsent in self._unsent if unsent.due_s > now]
+        for _, command, dump in due:
+            self._sender.look()
+            if dump.command is None:
+                try:
+                    self._sender.send(command)  # which comes back through `take`, as to all ranks
+                except CommandError as error:
+                    text = f"the other ranks were not told of a trigger: {error}"
+                    self._events.add("trigger_unsent", text, key=str(dump.time_ns))
+
+    def _known(self, first: int, last: int) -> Dump | None:
+        """Return the dump that has these steps anyway."""
+        return next((dump for dump in self._dumps if dump.first_step <= first and last <= dump.last_step), None)
+
+    def _write(self, dump: Dump) -> None:
+        if self._step is None or dump.first_step <= self._step:  # what lies ahead stands for nothing that happens now
+            self._quiet_until_s = self._clock() + self._settings.trigger_cooldown_s
+        self._dumps.append(dump)
+        if self._channel is not None:
+            self._channel.dump(dump)
+        steps = f"steps {dump.first_step} to {dump.last_step} are written"
+        if log.can_say(_logger):
+            said = steps if self._channel is not None else f"nothing is written, for {self._why_nothing}"
+            log.say(_logger, logging.WARNING, "%s: %s: %s (%s)", self._by, said, dump.reason, dump.by)
+
+    def _look_at_dumps(self, *, is_last: bool = False) -> None:
+        """Say what became of dumps, once their windows are over."""
+        for answered in list(self._answered):
+            command, dump = answered
+            if not dump.has_begun or dump.num_due or not (dump.is_over or is_last):
+                continue
+            self._answered.remove(answered)
+            is_missed = bool(dump.missed) and not dump.num_rows
+            missed = f"; {dump.missed_text} had been given up already" if dump.missed else ""
+            why = f"{counted(dump.num_rows, 'row')}, {size(dump.num_bytes)}{missed}"
+            state = MISSED if is_missed else ENDED
+            self._sender.answer(command, state, since=dump.first_step, until=dump.last_step, why=why)
+        for dump in self._dumps:
+            if dump.missed and not dump.is_said:
+                dump.is_said = True
+                text = f"{dump.missed_text} had been given up when this rank learned of: {dump.reason} ({dump.by})"
+                self._events.add(MISSED_EVENT, text, key=f"{dump.first_step} {dump.time_ns}")
+
+    def _look_for_hang(self, step: int) -> None:
+        now = self._clock()
+        if step != self._step:
+            self._stepped_s = None if self._step is None else now
+            self._step = step
+        elif self._stepped_s is not None and 0 < self._settings.hang_s <= now - self._stepped_s:
+            self._stepped_s = None  # once for each step
+            self.ask("hang", f"hang: step {step} has not ended in {self._settings.hang_s:g} s", step=step)

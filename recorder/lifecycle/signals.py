@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from ..system.resources import Descriptor
+from ..system.processes import Descriptor
 
 _ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2})
 """Signals by which launchers and schedulers announce the end, or ask for a checkpoint before it."""

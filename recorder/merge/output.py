@@ -22,7 +22,7 @@ from ..read.writers import GLOBAL_DIR
 from ..run.finding import find_run_around
 from ..run.run import Run
 from ..sites import FORMAT_NAME
-from ..system.resources import locked_folder
+from ..system.processes import locked_folder
 from ..system.text import listed
 from ..write.files.file import Disk
 from ..write.files.manifest import create_manifest, replace_manifest

@@ -15,10 +15,11 @@ from ..errors import TapError
 from ..observe import tree
 from ..observe.module_hooks import is_compiled_already
 from ..observe.selection import Selection
+from ..observe.tree import Node, source_line
 from ..rules import ANY, EVERY, Rule, parse_rules
 from ..sites import SITES, VALUES_OF_CALLS
 from . import graphs, module_taps
-from .finding import where_of
+from .module_taps import Where
 
 _M = TypeVar("_M")
 _OPS = (
@@ -148,3 +149,22 @@ def _strip_program(program: torch.export.ExportedProgram) -> None:
         for module in program.graph_module.modules():
             if isinstance(module, torch.fx.GraphModule) and _strip_graph(module.graph):
                 module.recompile()
+
+
+def where_of(node: Node, root: str, site: str) -> Where:
+    """Return where a tap on a module says that it stands."""
+    return Where(root, node.path, site, node.class_name, node.is_leaf, source_line(node.owner) or "")
+
+
+def has_tap(module: nn.Module, name: str) -> bool:
+    """Whether a method of the module's class holds this very name beside a call of ``tap``."""
+    codes = (getattr(value, "__code__", None) for cls in type(module).__mro__ for value in vars(cls).values())
+    return any(code is not None and "tap" in code.co_names and name in code.co_consts for code in codes)
+
+
+def has_scripted_tap(module: nn.Module) -> bool:
+    """Whether the code that torch.jit made of a module holds a tap."""
+    try:
+        return "recorder::" in str(module.inlined_graph)
+    except Exception:  # it has no forward
+        return False

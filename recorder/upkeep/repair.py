@@ -32,7 +32,7 @@ from ..read.writers import RecordedWriter
 from ..run.run import Run
 from ..storage.locations import LOCAL
 from ..storage.untrusted_files import GrowingFile
-from ..system.resources import locked_folder
+from ..system.processes import locked_folder
 from ..write.files.file import Disk, PageMemory, publish
 from ..write.files.ipc import IpcFormat
 from ..write.files.shard import BatchFile, Index

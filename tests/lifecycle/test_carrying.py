@@ -23,7 +23,7 @@ from recorder.format.rundir import RUN_MANIFEST
 from recorder.lifecycle.carrying import Carrier, _digest
 from recorder.read.manifests import read_commands
 from recorder.storage.commands import send
-from recorder.system.events import Events
+from recorder.system.log import Events
 from tests.rigs.forking import fork
 
 RANK_0 = Topology(rank=0, local_rank=0, node_rank=0, world_size=2, local_world_size=1, attempt=0, host="here")

@@ -9,9 +9,9 @@ import pytest
 from recorder.config import Settings
 from recorder.errors import CommandError
 from recorder.format.commands import DUMP, Command
-from recorder.lifecycle.triggers import Triggers
+from recorder.lifecycle.ring import Triggers
 from recorder.rules import RingWindow
-from recorder.system.events import Events
+from recorder.system.log import Events
 from recorder.write.ring import MAX_DUMPS, Dump
 
 

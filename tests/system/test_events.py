@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recorder.capture.staging import copies
-from recorder.system.events import Events
+from recorder.system.log import Events
 from tests.rigs.capturing import flagged
 
 

@@ -23,7 +23,7 @@ from ...observe import tree
 from ...observe.observer import ModuleRows
 from ...sites import SITES
 from ...system.text import listed
-from ...taps.finding import has_scripted_tap
+from ...taps.instrument import has_scripted_tap
 from ...taps.module_taps import Where
 from ..dtensors import is_dtensor
 from ..parallel.parameter_rows import FlatParameter

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ...config import Settings
 from ...observe.clock import Clock
 from ...observe.observer import Observer
-from ...system.events import Events
+from ...system.log import Events
 from ..parallel.aliases import Aliases
 
 

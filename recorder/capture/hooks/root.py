@@ -21,7 +21,7 @@ from ...rules import Rule
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
-from ...taps.finding import has_tap, where_of
+from ...taps.instrument import has_tap, where_of
 from ...taps.module_taps import Where
 from ..dtensors import mesh_of
 from ..local_values import requires_gradient

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...system.resources import private_memory
+from ...system.processes import private_memory
 
 GRAIN_BYTES = 1024
 """Every record takes a multiple of this: about what its Python objects weigh, so that the pool bounds those too."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...native import address
-from ...system.resources import Descriptor, private_memory, require_ours
+from ...system.processes import Descriptor, private_memory, require_ours
 from .syncing import StuckError, SyncThread
 
 GRAIN_BYTES = 4096
