@@ -16,9 +16,12 @@ import recorder
 from recorder.cli.commands import report
 from recorder.cli.commands.report import told_by_doctor
 from recorder.columns import COUNTS, STATISTICS
+from recorder.globalview.view import GlobalView
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
+from recorder.report import statistics
 from recorder.report.axes import Axes
+from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
 from recorder.report.report import write_report
 from recorder.report.statistics import StatisticsBlocks
@@ -27,7 +30,7 @@ from recorder.report.top import Finding, Told, faults
 from recorder.run.run import Run
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
-from tests.rigs.report_pages import HOSTILE, hostile_run, read_page, run_of, values_of
+from tests.rigs.report_pages import HOSTILE, hostile_run, read_page, run_of, unpacked, values_of
 from tests.rigs.synthetic import Shape, write_run
 
 __all__ = ["cli"]
@@ -378,6 +381,25 @@ def page_of_many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
     write_run(folder / "run", Shape(ranks=64, steps=200, modules=3, nan=(40, 5), differs=(70, 1)))
     return write_report(recorder.open_run(folder / "run"), folder / "r.html").path
+
+
+def test_values_of_all_ranks_at_some_steps_read_each_batch_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "run", Shape(ranks=2, steps=400, modules=2))
+    windows: list[tuple[int | None, int | None]] = []
+    rows_of = GlobalView.rows
+
+    def noted(view: GlobalView, first: int | None = None, last: int | None = None, only: Any = None) -> Any:
+        windows.append((first, last))
+        return rows_of(view, first, last, only)
+
+    monkeypatch.setattr(statistics, "_MAX_GLOBAL_ROWS", 12 * 9)
+    monkeypatch.setattr(GlobalView, "rows", noted)
+    blocks = {block.name: unpacked(block.encoded()) for block in collect(recorder.open_run(tmp_path / "run"))}
+    assert windows == [(0, 391)] and blocks["axes"].data["global_steps"] == 9  # one window, and not one a step
+    numbers = values_of(blocks["values/l2"])[0][:, 0]
+    assert np.flatnonzero(~np.isnan(numbers).any(axis=0)).tolist() == [0, 4, 9, 14, 19, 24, 29, 34, 39]
 
 
 def test_many_ranks_are_summed_up(page_of_many: Path) -> None:
