@@ -40,17 +40,16 @@ from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, OF_PROGRAM
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
 from ..taps.graph_rows import TapRows
+from .aliases import Aliases
 from .dtensors import merged_notes, without_masked
-from .hooks.recording import Nesting
+from .hooks.callbacks import Nesting
 from .hooks.root import Root
 from .local_values import DTYPES, Inner, UnsupportedKind, inner_tensors, local_bytes, plain
 from .nonfinite import FirstNonFinite
-from .parallel.aliases import Aliases
 from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
-from .staging.pool import Pool, PoolBlock
-from .staging.ring_memory import RingMemory
+from .staging.pool import Pool, PoolBlock, RingMemory
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
 """Returns a shape as a tuple, the same one each time: each object that waits brings the garbage collector nearer."""

@@ -22,8 +22,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..records import Moment
 from .core import Capture
+from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
-from .parallel.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 
 _is_compiling = torch.compiler.is_compiling
 

@@ -18,11 +18,10 @@ from ..observe.clock import Clock
 from ..observe.observer import Observer
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..records import Moment, Origin
-from .hooks.gradients import watch_gradient
-from .hooks.recording import Recording
+from .aliases import chunk_of_gradient, has_owner
+from .hooks.callbacks import Recording, watch_gradient
 from .hooks.root import Root
 from .local_values import UnsupportedKind, plain, requires_gradient
-from .parallel.aliases import chunk_of_gradient, has_owner
 
 LOSS = "loss"
 """The name of the scalar for the loss, which is found where the program gives none of that name."""

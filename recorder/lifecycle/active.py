@@ -17,8 +17,8 @@ from functools import partial
 from torch import nn
 
 from .. import config
+from ..capture.groups import is_whole_pipe
 from ..capture.hooks.root import Root
-from ..capture.parallel.groups import is_whole_pipe
 from ..errors import AttachError, ConfigError
 from ..system import log
 from ..taps import ops

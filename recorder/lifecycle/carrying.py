@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..capture.parallel.topology import JobStore, Topology, is_distributed, open_job_store
+from ..capture.topology import JobStore, Topology, is_distributed, open_job_store
 from ..errors import CommandError, RunError
 from ..format.commands import COMMAND_BYTES, MAX_COMMANDS, UNDO, Command, read_command
 from ..format.rundir import RUN_MANIFEST, parse_json

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ..capture.parallel.topology import Topology
+from ..capture.topology import Topology
 from ..errors import CommandError
 from ..format.commands import DUMP, ENDED, REFUSED, WAITING, Answer, Command
 from ..storage.commands import CommandFolder, Refusal, send

@@ -19,7 +19,7 @@ import torch
 from ..capture.core import Capture
 from ..capture.hooks.root import Root
 from ..capture.optimizer import OptimizerWatch
-from ..capture.parallel.topology import Topology
+from ..capture.topology import Topology
 from ..config import Loaded
 from ..native import in_force
 from ..system.log import Events

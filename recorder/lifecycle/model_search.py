@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..capture import topology
+from ..capture.groups import find_data_parallel, wrappers_around
 from ..capture.optimizer import find_live, wrap_closure
-from ..capture.parallel import topology
-from ..capture.parallel.groups import find_data_parallel, wrappers_around
 from ..observe import tree
 from ..observe.selection import Selection
 from ..rules import Rule

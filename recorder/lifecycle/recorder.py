@@ -24,13 +24,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import config, native
+from ..capture import topology
 from ..capture.core import Capture
 from ..capture.hooks import callbacks
 from ..capture.hooks.discovery import Discovery
 from ..capture.hooks.root import Root
 from ..capture.loss import LossWatch
 from ..capture.optimizer import OptimizerWatch, last_step
-from ..capture.parallel import topology
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO

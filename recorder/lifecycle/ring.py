@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from ..capture.core import Capture
-from ..capture.staging.pool import Pool
-from ..capture.staging.ring_memory import RingMemory
+from ..capture.staging.pool import Pool, RingMemory
 from ..checks.live import LIVE_RULES, LiveChecks
 from ..checks.rule import Finding
 from ..checks.settings_file import check_settings

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recorder.capture.parallel.topology import Topology
+from recorder.capture.topology import Topology
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, DUMP, PAUSE, Command, command_name
 from recorder.lifecycle.commands import Commands

@@ -22,7 +22,7 @@ from torch import nn
 from ...observe import tree
 from ...records import KEEP_TENSOR, Moment, Origin
 from ..dtensors import is_dtensor
-from .recording import Recording
+from .callbacks import Recording
 
 _MAX_DEPTH = 16
 _FREED = "freed"

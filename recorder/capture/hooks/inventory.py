@@ -26,10 +26,10 @@ from ...system.text import listed
 from ...taps.instrument import has_scripted_tap
 from ...taps.module_taps import Where
 from ..dtensors import is_dtensor
-from ..parallel.parameter_rows import FlatParameter
 from . import callbacks
+from .callbacks import Recording
 from .module import Watch
-from .recording import Recording
+from .parameter_rows import FlatParameter
 
 _OTHERS = "parameters, gradients and optimizer state are"
 _HIDDEN = {

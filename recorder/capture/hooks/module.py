@@ -21,14 +21,13 @@ from ...observe.selection import NOTHING, unit_dim_of
 from ...records import KEEP_REPLAY, Chunk, Moment, Origin
 from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
+from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..dtensors import is_dtensor
+from ..groups import ModelParallel
 from ..local_values import requires_gradient
-from ..parallel.aliases import Waiting, chunk_of_gradient, has_owner
-from ..parallel.groups import ModelParallel
 from . import callbacks
+from .callbacks import Recording, watch_argument_gradient, watch_gradient
 from .calls import record_call
-from .gradients import watch_argument_gradient, watch_gradient
-from .recording import Recording
 
 
 class RootOfModule(Protocol):

@@ -24,8 +24,7 @@ from ...taps import module_taps
 from ...taps.instrument import has_tap, where_of
 from ...taps.module_taps import Where
 from ..dtensors import mesh_of
-from ..local_values import requires_gradient
-from ..parallel.groups import (
+from ..groups import (
     DataParallel,
     ModelParallel,
     Pipeline,
@@ -36,13 +35,13 @@ from ..parallel.groups import (
     stage_call,
     wrappers_around,
 )
-from ..parallel.parameter_rows import FlatParameter, find_flat_parameters, meshes_of_flat
+from ..local_values import requires_gradient
 from . import callbacks
-from .gradients import GradientSeen
+from .callbacks import GradientSeen, Recording
 from .inventory import Inventory, full_name, ids_of
 from .jitter import JitterInputs, add_jitter
 from .module import Watch
-from .recording import Recording
+from .parameter_rows import FlatParameter, find_flat_parameters, meshes_of_flat
 
 _MAX_LATE_LOOKS = 5
 """The calls of a root at which a data-parallel wrapper is looked for: it may be made during the first, or after it."""

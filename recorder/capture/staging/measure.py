@@ -3,12 +3,15 @@
 The compiled loops of `recorder.native` do all of it in one pass, 4 to 9 times as fast; what is here does the same
 without them, to the same bits. numpy's reductions run on the calling thread alone whatever the size, know no global
 modes, and cannot touch the threads or generators that training uses.
+
+`recorder/numerics/histogram.py` says what each count of a histogram means, and `recorder/numerics/units.py` what the
+sums of units mean.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,12 +22,10 @@ from ...format.payload.fingerprint import compiled_weights, fingerprint, flat_fi
 from ...native import KINDS, TABLE_KINDS, Kernels, SmallTensor
 from ...native import Units as NativeUnits
 from ...numerics.dtypes import item_bytes, numpy_dtype
-from ...numerics.histogram import NUM_BINS, of_bins
+from ...numerics.histogram import BY_PATTERN, NUM_BINS, of_bins
 from ...numerics.moments import Moments, measured
 from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured, Staged
-from .counting import count
-from .summing import UnitSums
 
 _CHUNK_ITEMS = 1 << 15
 """Elements looked at together: with their float64 copy they stay in the second-level cache."""
@@ -260,3 +261,105 @@ def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
         inf_count += int(np.count_nonzero((is_inf != 0) & (is_nan == 0)))
         zero_count += int(np.count_nonzero(is_zero == 0x0101))
     return Measured(nan_count=nan_count, inf_count=inf_count, zero_count=zero_count, note=f"no_statistics:{dtype}")
+
+
+Bins = npt.NDArray[np.uint64]
+_FLOATS = {"bfloat16": (2, 7), "float32": (4, 23), "float64": (8, 52)}
+"""Bytes of an element, and below which bit its exponent ends."""
+_ITEMS = 1 << 15
+
+
+def count(data: npt.NDArray[np.uint8], dtype: str, decoded: Iterable[npt.NDArray[Any]]) -> Bins:
+    """Count the values of a tensor.
+
+    Args:
+        data: its bytes.
+        dtype: its element type, one of `NUM_BINS`.
+        decoded: its values chunk by chunk, of float16 as float32; looked at for float16 and integers.
+    """
+    bins = np.zeros(NUM_BINS[dtype], np.uint64)
+    if dtype in BY_PATTERN:
+        bins += np.bincount(data, minlength=256).astype(np.uint64)
+    elif dtype in _FLOATS:
+        num_bytes, shift = _FLOATS[dtype]
+        bits = data.view(f"<u{num_bytes}")
+        for start in range(0, len(bits), _ITEMS):
+            _count_floats(bits[start : start + _ITEMS], shift, bins)
+    else:
+        for values in decoded:
+            if dtype == "float16":
+                _count_floats(values.view(np.uint32), 23, bins)
+            else:
+                _count_integers(values, item_bytes(dtype), bins)
+    return bins
+
+
+def _count_floats(bits: npt.NDArray[Any], shift: int, bins: Bins) -> None:
+    half = len(bins) // 2
+    counts = np.bincount((bits >> bits.dtype.type(shift)).astype(np.int64), minlength=len(bins)).astype(np.uint64)
+    for sign in (0, half):
+        zero, infinite = (bits.dtype.type((sign + exponent) << shift) for exponent in (0, half - 1))
+        counts[sign] -= np.uint64(np.count_nonzero(bits == zero))
+        counts[sign + half - 1] = np.count_nonzero(bits == infinite)
+    bins += counts
+
+
+def _count_integers(values: npt.NDArray[Any], num_bytes: int, bins: Bins) -> None:
+    is_negative = values < 0
+    unsigned = values.astype(f"u{num_bytes}")
+    magnitudes = np.where(is_negative, -unsigned, unsigned).astype(np.uint64)
+    upper, lower = (magnitudes >> np.uint64(32)).astype(np.float64), (magnitudes & np.uint64(0xFFFFFFFF)).astype(float)
+    lengths = np.where(upper > 0, np.frexp(upper)[1] + 32, np.frexp(lower)[1])
+    bins += np.bincount(lengths + 128 * is_negative, minlength=len(bins)).astype(np.uint64)
+
+
+_LANES = 8
+
+
+class UnitSums:
+    """Sums over the finite values of each unit, and how many values are zero."""
+
+    def __init__(self, sides: Sides) -> None:
+        self.sides = sides
+        self.sums = np.zeros((3, sides.num))
+        """Of x and x^2, and the largest magnitude."""
+        self.zeros = np.zeros(sides.num, np.int64)
+
+    def add_all(self, chunks: Iterable[npt.NDArray[Any]]) -> None:
+        """Take in a whole tensor, chunk by chunk."""
+        first = 0
+        for values in chunks:
+            self.add(values, first)
+            first += len(values)
+
+    def add(self, values: npt.NDArray[Any], first: int) -> None:
+        """Take in a chunk of the flattened tensor, of which `first` elements come before it.
+
+        `bincount` adds in the order of the elements: the values of a unit that lie side by side in eight partial sums,
+        which are joined by halves, and what that makes to the unit's sum.
+        """
+        num, inner = self.sides.num, self.sides.inner
+        is_zero = np.equal(values, 0)
+        wide = values.astype(np.float64)
+        wide[~np.isfinite(wide)] = 0.0
+        at = first + np.arange(len(values))
+        units = at // inner % num
+        terms = wide, wide * wide
+        of_terms = units
+        if inner > 1:
+            runs = at // inner - first // inner
+            lanes = np.where(runs == 0, at - first, at % inner) % _LANES
+            num_runs = int(runs[-1]) + 1
+            terms = tuple(_joined(runs * _LANES + lanes, term, num_runs) for term in terms)  # type: ignore[assignment]
+            of_terms = (first // inner + np.arange(num_runs)) % num
+        order = np.concatenate((np.arange(num), of_terms))
+        for total, term in zip(self.sums, terms, strict=False):
+            total[:] = np.bincount(order, np.concatenate((total, term)), num)
+        np.maximum.at(self.sums[2], units, np.abs(wide))
+        self.zeros += np.bincount(units[is_zero], minlength=num)
+
+
+def _joined(lanes: npt.NDArray[np.int64], term: npt.NDArray[np.float64], num_runs: int) -> npt.NDArray[np.float64]:
+    r = np.bincount(lanes, term, num_runs * _LANES).reshape(num_runs, _LANES).T
+    sums: npt.NDArray[np.float64] = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]))
+    return sums

@@ -22,8 +22,8 @@ import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...system.processes import loaded
-from ..dtensors import spec_of
+from ..system.processes import loaded
+from .dtensors import spec_of
 from .topology import is_distributed
 
 DataParallel = dict[str, Any]

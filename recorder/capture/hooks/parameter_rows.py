@@ -20,7 +20,7 @@ from ...observe.observer import ModuleRows
 from ...records import Chunk, Moment
 from ...system.processes import loaded
 from ..dtensors import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
-from .groups import FSDP1, fsdp1_ranks
+from ..groups import FSDP1, fsdp1_ranks
 
 _NAME = "_flat_param"
 """FSDP1's name for a flat parameter."""

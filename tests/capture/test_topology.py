@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recorder.capture.parallel.topology import read, run_id
+from recorder.capture.topology import read, run_id
 
 BATCH = {
     **{"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},

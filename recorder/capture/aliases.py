@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ...records import Chunk, Staged
-from ..dtensors import chunk_of
-from ..local_values import PLAIN
+from ..records import Chunk, Staged
+from .dtensors import chunk_of
+from .local_values import PLAIN
 
 _MAX_KNOWN = 64
 _MAX_WAITING = 16
