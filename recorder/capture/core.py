@@ -22,7 +22,7 @@ from ..config import Settings
 from ..observe import tree
 from ..observe.clock import Clock
 from ..observe.module_hooks import has_compiled_anything
-from ..observe.selection import Selection
+from ..observe.selection import RuleSelection
 from ..records import (
     KEEP_NUMBERS,
     KEEP_RING,
@@ -42,7 +42,7 @@ from ..system.processes import comes_from_signal_handler
 from ..taps.graph_rows import TapRows
 from .aliases import Aliases
 from .dtensors import merged_notes, without_masked
-from .hooks.callbacks import Nesting
+from .hooks.callbacks import RootCalls
 from .hooks.root import Root
 from .local_values import DTYPES, Inner, UnsupportedKind, inner_tensors, local_bytes, plain
 from .nonfinite import FirstNonFinite
@@ -60,7 +60,7 @@ _MAX_ERRORS = 20
 """The number of our own errors at one site of one module after which the site is disarmed."""
 
 
-class Channel(Protocol):
+class StagedChannel(Protocol):
     """The way of staged records to the writer. Neither call blocks."""
 
     @property
@@ -91,12 +91,12 @@ class Capture:
         settings: Settings,
         rank: int,
         pool: Pool,
-        channel: Channel,
+        channel: StagedChannel,
         events: Events,
         ring: RingMemory | None = None,
     ) -> None:
         self.settings = settings
-        self.selection = Selection(settings.rules, rank)
+        self.selection = RuleSelection(settings.rules, rank)
         self.ring = ring
         """The memory of values that wait for a trigger; None where no rule keeps any."""
         self.selection.has_ring = ring is not None
@@ -108,7 +108,7 @@ class Capture:
         self.nonfinite = FirstNonFinite(rank=rank, clock=self.clock)
         self.roots: list[Root] = []
         self.past_roots: list[Root] = []
-        self.nesting = Nesting()
+        self.root_calls = RootCalls()
         self.tap_rows = TapRows(self)
         self.aliases = Aliases(channel.put)
         self.is_open = True
@@ -184,7 +184,7 @@ class Capture:
 
         Such a root is called by ``.forward()``, or its modules run in a graph.
         """
-        if self.every_call_is_a_step or self.nesting.depth or not torch.is_grad_enabled():
+        if self.every_call_is_a_step or self.root_calls.depth or not torch.is_grad_enabled():
             return
         if torch._C._current_graph_task_id() == -1 and self.clock.advance_if_stepped():
             self.step_changed()

@@ -25,7 +25,7 @@ _NAME = "_engine_run_backward"
 _is_compiling = torch.compiler.is_compiling
 
 
-class LossWatch:
+class LossFinder:
     """Wrappers around the start of autograd's engine and `GradScaler.scale`, until `close`."""
 
     def __init__(self, capture: Capture) -> None:
@@ -54,10 +54,10 @@ class LossWatch:
         self._wrapped.append((owner, name, plain, wrapper))
 
     def _run(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        watch = self
+        hooked = self
 
         def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch._capture.is_open:
+            if hooked._capture.is_open:
                 look(outputs, accumulates=kwargs.get("accumulate_grad", False))
             try:
                 return plain(outputs, *args, **kwargs)
@@ -67,16 +67,16 @@ class LossWatch:
 
         def look(outputs: Any, *, accumulates: bool) -> None:
             try:
-                watch._begins(outputs, accumulates=accumulates)
+                hooked._begins(outputs, accumulates=accumulates)
             except Exception as error:
-                watch._capture.hook_failed("the loss", error)
+                hooked._capture.hook_failed("the loss", error)
 
         _leave_uncompiled(run, with_callees=False)
         _leave_uncompiled(look, with_callees=True)
         return run
 
     def _scale(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        watch = self
+        hooked = self
 
         def scale(scaler: Any, outputs: Any) -> Any:
             try:
@@ -84,11 +84,11 @@ class LossWatch:
             except BaseException as error:
                 _leave_own_frame_out(error)
                 raise
-            if not _is_compiling() and watch._capture.is_open:
+            if not _is_compiling() and hooked._capture.is_open:
                 try:
-                    watch._note(result, outputs)
+                    hooked._note(result, outputs)
                 except Exception as error:
-                    watch._capture.hook_failed("the loss", error)
+                    hooked._capture.hook_failed("the loss", error)
             return result
 
         return scale

@@ -126,7 +126,7 @@ def _num_steps_under_way(optimizer: Optimizer) -> int:
     return count
 
 
-class OptimizerWatch:
+class OptimizerHooks:
     """Hooks on all optimizers and on GradScaler, from the first root call to the end of the recording."""
 
     def __init__(
@@ -312,7 +312,7 @@ class OptimizerWatch:
             capture.scalars.record("skipped", 0.0)
         wrapped = wrap_closure(args, kwargs, lambda: self.closure_returned(optimizer))
         if wrapped is None:
-            capture.nesting.depth = 0  # a step ends any forward that was interrupted
+            capture.root_calls.depth = 0  # a step ends any forward that was interrupted
             self.record_before(optimizer)
         return wrapped
 
@@ -419,39 +419,39 @@ class OptimizerWatch:
 
     def _wrap_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `GradScaler.step`, which has no hook: a step that it skips fires no hook of the optimizer."""
-        watch = self
+        hooked = self
 
         @functools.wraps(step)
         def wrapped(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if _is_compiling() or not watch._capture.is_open or not scaler.is_enabled():
+            if _is_compiling() or not hooked._capture.is_open or not scaler.is_enabled():
                 return step(scaler, optimizer, *args, **kwargs)
             call = {"stepped": False}
-            watch._scaler_calls.append(call)
+            hooked._scaler_calls.append(call)
             try:
-                watch._scaler_begins(scaler)
+                hooked._scaler_begins(scaler)
                 result = step(scaler, optimizer, *args, **kwargs)
             finally:
-                watch._scaler_calls.remove(call)
+                hooked._scaler_calls.remove(call)
             if not call["stepped"]:
-                watch._skipped(optimizer)
+                hooked._skipped(optimizer)
             return result
 
         return wrapped
 
     def _wrap_init(self, init: Callable[..., None]) -> Callable[..., None]:
         """Wrap `Optimizer.__init__`: no hook tells of a new optimizer before the first forward of its model."""
-        watch = self
+        hooked = self
 
         @functools.wraps(init)
         def wrapped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            if not watch._capture.is_open:
+            if not hooked._capture.is_open:
                 return
             try:
-                watch.name_of(optimizer)
-                watch._on_new(optimizer)
+                hooked.name_of(optimizer)
+                hooked._on_new(optimizer)
             except Exception as error:
-                watch._capture.hook_failed(type(optimizer).__name__, error)
+                hooked._capture.hook_failed(type(optimizer).__name__, error)
 
         return wrapped
 
@@ -486,8 +486,8 @@ class OptimizerWatch:
 
 def parameter_rows(root: Root) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
     """Yield every parameter of a root that an optimizer may hold, once, with its rows."""
-    for watch, name, parameter in root.parameters():
-        yield parameter, ModuleParameter(parameter, watch, name)
+    for hooked, name, parameter in root.parameters():
+        yield parameter, ModuleParameter(parameter, hooked, name)
     for flat in root.flats:
         rows: ParameterRows
         for rows in flat.originals if flat.uses_original else (flat,):

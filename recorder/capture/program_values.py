@@ -19,7 +19,7 @@ from ..observe.observer import Observer
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..records import Moment, Origin
 from .aliases import chunk_of_gradient, has_owner
-from .hooks.callbacks import Recording, watch_gradient
+from .hooks.callbacks import CaptureForHooks, watch_gradient
 from .hooks.root import Root
 from .local_values import UnsupportedKind, plain, requires_gradient
 
@@ -144,7 +144,7 @@ class Scalars:
         self._capture.observe(origin, moment, "forward", 0, repeat, keep, value, note=note)
 
 
-class TapRecording(Recording, Protocol):
+class TapRecording(CaptureForHooks, Protocol):
     """The part of a recording that taps by hand need."""
 
     @property

@@ -30,7 +30,7 @@ from ..format.commands import (
 )
 from ..observe.clock import Clock
 from ..observe.module_hooks import has_compiled_anything
-from ..observe.selection import Selection
+from ..observe.selection import RuleSelection
 from ..rules import Rule, Schedule, ring_window
 from ..sites import OF_CALLS
 from ..system.text import listed
@@ -45,7 +45,7 @@ class ChangedRecording(Protocol):
     def settings(self) -> Settings: ...
 
     @property
-    def selection(self) -> Selection: ...
+    def selection(self) -> RuleSelection: ...
 
     @property
     def clock(self) -> Clock: ...
@@ -107,7 +107,7 @@ class RuleCommands:
         if command.number not in self._added:
             self._added.add(command.number)
             recording.selection.extend(rules)
-        meant = [(root, one) for root in recording.roots for one in root.watches if one.is_meant_by(rules)]
+        meant = [(root, one) for root in recording.roots for one in root.modules if one.is_meant_by(rules)]
         if has_compiled_anything() and (lacking := [one.node_path for _, one in meant if one.lacks_hooks()]):
             return (
                 f"something was compiled in this process, and hooks on {_shown(lacking)} would make it compile again; "
@@ -142,7 +142,7 @@ class RuleCommands:
             return ""
         rules = rules_of(command)
         is_of_modules = all(site in OF_CALLS for rule in rules for site in rule.site)
-        meant = any(one.is_meant_by(rules) for root in self._recording.roots for one in root.watches)
+        meant = any(one.is_meant_by(rules) for root in self._recording.roots for one in root.modules)
         return "it selects no module of this rank" if is_of_modules and not meant else ""
 
 
@@ -167,7 +167,7 @@ class _Taken(NamedTuple):
     """What there is to say of it otherwise."""
 
 
-class _Held(NamedTuple):
+class _StepsInForce(NamedTuple):
     """The steps at which a command is done: none where `until` lies before `since`."""
 
     since: int
@@ -225,14 +225,14 @@ class RuleChanges:
         held = self._held()
         return [_answer(taken, held.get(taken.command.number), step) for taken in self._taken]
 
-    def _held(self) -> dict[int, _Held]:
+    def _held(self) -> dict[int, _StepsInForce]:
         """Return the steps of each command that is done, by its number."""
         taken = sorted(self._taken, key=lambda one: one.command.number)
-        held: dict[int, _Held] = {}
+        held: dict[int, _StepsInForce] = {}
         for one in taken:
             if not one.refused:
                 command = one.command
-                held[command.number] = _Held(max(command.from_step, one.next_step), command.to_step)
+                held[command.number] = _StepsInForce(max(command.from_step, one.next_step), command.to_step)
         for one in taken:
             command = one.command
             if one.refused or command.kind not in (UNDO, RESUME):
@@ -248,11 +248,11 @@ class RuleChanges:
         return held
 
 
-def _is_empty(held: _Held | None) -> bool:
+def _is_empty(held: _StepsInForce | None) -> bool:
     return held is None or (held.until is not None and held.until < held.since)
 
 
-def _answer(taken: _Taken, held: _Held | None, step: int) -> Answer:
+def _answer(taken: _Taken, held: _StepsInForce | None, step: int) -> Answer:
     command = taken.command
     given = {
         "number": command.number,

@@ -28,7 +28,7 @@ _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
+class JobRank:
     """Which one of all processes of the job this is."""
 
     rank: int
@@ -87,7 +87,7 @@ _SLURM = {
 _NONE: dict[str, tuple[str, ...]] = dict.fromkeys(_TORCHRUN, ())
 
 
-def read(environ: Mapping[str, str] | None = None) -> Topology:
+def read(environ: Mapping[str, str] | None = None) -> JobRank:
     """Read the process group, else the environment of torchrun, MPI or Slurm; without either assume one rank."""
     environ = os.environ if environ is None else environ
     scheduler = _MPI if _is_mpi(environ) else _SLURM if _is_slurm_task(environ) else _NONE
@@ -102,7 +102,7 @@ def read(environ: Mapping[str, str] | None = None) -> Topology:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     node_rank = number("node_rank", 0)
     tasks = _slurm_tasks_here(environ) if scheduler is _SLURM else None
-    return Topology(
+    return JobRank(
         rank=rank,
         local_rank=number("local_rank", rank),
         node_rank=node_rank,
@@ -134,7 +134,7 @@ def is_distributed() -> bool:
     return dist is not None and bool(dist.is_available()) and bool(dist.is_initialized())
 
 
-def run_id(topology: Topology, *, deadline_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
+def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
     """Return the run's name, and whether all ranks are known to share it. Runs on the writer thread.
 
     The name is torchrun's run id where that is a UUID; Slurm's job and step where it started the ranks; else a fresh

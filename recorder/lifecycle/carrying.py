@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..capture.topology import JobStore, Topology, is_distributed, open_job_store
+from ..capture.topology import JobRank, JobStore, is_distributed, open_job_store
 from ..errors import CommandError, RunError
 from ..format.commands import COMMAND_BYTES, MAX_COMMANDS, UNDO, Command, read_command
 from ..format.rundir import RUN_MANIFEST, parse_json
@@ -38,7 +38,7 @@ _LAST_S = 1.0
 class Carrier:
     """Carries between the directory of this rank and the store, if no other rank of the directory does."""
 
-    def __init__(self, topology: Topology, events: Events, *, dir_setting: str) -> None:
+    def __init__(self, topology: JobRank, events: Events, *, dir_setting: str) -> None:
         """Carry nothing yet.
 
         Args:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ..capture.topology import Topology
+from ..capture.topology import JobRank
 from ..errors import CommandError
 from ..format.commands import DUMP, ENDED, REFUSED, WAITING, Answer, Command
 from ..storage.commands import CommandFolder, Refusal, send
@@ -55,7 +55,7 @@ class Commands:
 
     def __init__(
         self,
-        topology: Topology,
+        topology: JobRank,
         events: Events,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -214,7 +214,7 @@ class Commands:
 class _NodeMark:
     """The mark by which one rank tells the others of its node what it has seen. An error means that nobody looks."""
 
-    def __init__(self, folder: Path, run_dir: Path, topology: Topology) -> None:
+    def __init__(self, folder: Path, run_dir: Path, topology: JobRank) -> None:
         digest = hashlib.blake2b(os.fsencode(run_dir), digest_size=8).hexdigest()
         self._path = folder / f"recorder-{os.geteuid()}-{digest}-{topology.attempt}"
         self._length = -1

@@ -18,8 +18,8 @@ import torch
 
 from ..capture.core import Capture
 from ..capture.hooks.root import Root
-from ..capture.optimizer import OptimizerWatch
-from ..capture.topology import Topology
+from ..capture.optimizer import OptimizerHooks
+from ..capture.topology import JobRank
 from ..config import Loaded
 from ..native import in_force
 from ..system.log import Events
@@ -32,7 +32,7 @@ class Description:
 
     version: str
     """The version of the package."""
-    topology: Topology
+    topology: JobRank
     loaded: Loaded
     process: Mapping[str, Any]
     """The members that `processes.own_process` returns."""
@@ -51,7 +51,7 @@ class Description:
         }
 
     def writer(
-        self, capture: Capture, optimizers: OptimizerWatch | None, events: Events, commands: Commands
+        self, capture: Capture, optimizers: OptimizerHooks | None, events: Events, commands: Commands
     ) -> dict[str, Any]:
         """Return the content of `_writer.json`, to which the writer adds its own members."""
         topology = self.topology

@@ -21,7 +21,7 @@ from ..capture import topology
 from ..capture.groups import find_data_parallel, wrappers_around
 from ..capture.optimizer import find_live, wrap_closure
 from ..observe import tree
-from ..observe.selection import Selection
+from ..observe.selection import RuleSelection
 from ..rules import Rule
 from ..system.log import Events
 
@@ -81,7 +81,7 @@ def _is_trained_whole(model: nn.Module, trained: Container[int]) -> bool:
 
 def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:
     """Return a sentence for each rule that matches no module of a model, whatever its ranks."""
-    selection = Selection(rules, 0)
+    selection = RuleSelection(rules, 0)
     nodes = tree.walk(model)
     for node in nodes:
         selection.rule_sets(node.path, node.class_name, node.is_leaf)

@@ -29,8 +29,8 @@ from ..capture.core import Capture
 from ..capture.hooks import callbacks
 from ..capture.hooks.discovery import Discovery
 from ..capture.hooks.root import Root
-from ..capture.loss import LossWatch
-from ..capture.optimizer import OptimizerWatch, last_step
+from ..capture.loss import LossFinder
+from ..capture.optimizer import OptimizerHooks, last_step
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO
@@ -96,8 +96,8 @@ class Recorder:
         self._pid = os.getpid()
         self._on_change = on_change
         self._lock = threading.RLock()
-        self._optimizers: OptimizerWatch | None = None
-        self._loss: LossWatch | None = None
+        self._optimizers: OptimizerHooks | None = None
+        self._loss: LossFinder | None = None
         self._writer: Any = None
         self._description: Description | None = None
         self._estimate: Estimate | None = None
@@ -126,7 +126,7 @@ class Recorder:
 
     def is_inside_root(self) -> bool:
         """Whether this thread is inside a root's call."""
-        return self.capture is not None and self.capture.nesting.depth > 0
+        return self.capture is not None and self.capture.root_calls.depth > 0
 
     def wants(self, module: nn.Module) -> bool:
         """Whether an outermost module begins calls of a root: an optimizer trains it, or it is about to be trained."""
@@ -169,7 +169,7 @@ class Recorder:
         if moved is not None:
             args = moved[0]
             kwargs.update(moved[1])  # the very dict with which the call goes on
-        watch = None if has_hooks else next((w for w in root.watches if w.module() is module), None)
+        watch = None if has_hooks else next((w for w in root.modules if w.module() is module), None)
         if watch is not None and watch.pre_hook is not None:
             watch.pre_hook(module, args, kwargs)
         return args if moved is not None else None
@@ -289,8 +289,8 @@ class Recorder:
                 current_step=lambda: None if self.capture is None else self.capture.clock.step,
             ),
         )
-        self._optimizers = OptimizerWatch(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
-        self._loss = LossWatch(self.capture)
+        self._optimizers = OptimizerHooks(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
+        self._loss = LossFinder(self.capture)
         rule_commands = self.capture.rule_commands
         rule_commands.changed = self._loss.look_at_rules
         for kind in (SET, UNDO, PAUSE, RESUME):
@@ -669,7 +669,7 @@ class Recorder:
     def abandon(self) -> None:
         """Forget the parent's recording in a forked child, without taking a lock or writing a byte."""
         self._is_closed = True
-        callbacks.WATCHES.clear()
+        callbacks.MODULES.clear()
         callbacks.ROOTS.clear()
         if self.capture is not None:
             self.capture.is_open = False

@@ -8,17 +8,17 @@ from typing import Any, Protocol
 import torch
 
 from ..records import Chunk, Moment, Origin, Staged
-from .selection import Selection
+from .selection import RuleSelection
 
 
 class Observer(Protocol):
     """The part of a recording that a hook needs. Any thread may call."""
 
     @property
-    def selection(self) -> Selection: ...
+    def selection(self) -> RuleSelection: ...
 
     @property
-    def masks(self) -> Masks:
+    def masks(self) -> MaskByRuleSet:
         """Bits of KEEP_* by rule set at the current step; all of them are 0 while nothing is kept."""
 
     @property
@@ -59,7 +59,7 @@ class Observer(Protocol):
         """Take a hook on a leaf tensor, which outlives the graph; the recording removes the hook at the next step."""
 
 
-class Masks(Protocol):
+class MaskByRuleSet(Protocol):
     """Bits of KEEP_* by rule set."""
 
     def __getitem__(self, rule_set: int, /) -> int: ...

@@ -33,7 +33,7 @@ _MAX_COMPARED = 2000
 """The number of paths that an unmatched pattern is compared with, to name some near it; each takes 40 us."""
 
 
-class Selection:
+class RuleSelection:
     """All sets of rules that modules use, and what each keeps at the current step."""
 
     def __init__(self, rules: Sequence[Rule], rank: int) -> None:
@@ -238,7 +238,7 @@ _FIRST = 0
 _SECOND = 1
 
 
-def unit_dim_of(selection: Selection, rule_set: int, module: nn.Module | None, site: str, name: str) -> int:
+def unit_dim_of(selection: RuleSelection, rule_set: int, module: nn.Module | None, site: str, name: str) -> int:
     """Return the dim along which a value has units; a negative one counts from the last.
 
     Args:

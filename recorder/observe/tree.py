@@ -22,7 +22,7 @@ _WRAPPERS = {
 }  # fmt: skip
 _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
-"""Levels of nesting that are searched for tensors; deeper is a cycle or a mistake."""
+"""Levels of root_calls that are searched for tensors; deeper is a cycle or a mistake."""
 _MAX_OBJECTS_DEEP = 3
 """Plain objects inside one another, as in a cache of two caches of layers; a deeper nest is a program, not data."""
 _MAX_ENTERED = 4096

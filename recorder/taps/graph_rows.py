@@ -73,7 +73,7 @@ class TappedRoot(Protocol):
     def path_of_tap(self, name: str) -> str:
         """Return the path of the module that has a tap by hand in a graph."""
 
-    def watch_at(self, path: str) -> TappedModule | None:
+    def module_at(self, path: str) -> TappedModule | None:
         """Return the module under hooks at a path; None without one."""
 
     def add_tapped(self, where: Where, path: str) -> None:
@@ -94,7 +94,7 @@ class TapObserver(Observer, Protocol):
     """The part of the recording that taps need."""
 
     @property
-    def nesting(self) -> Nesting: ...
+    def root_calls(self) -> Nesting: ...
 
     @property
     def roots(self) -> Sequence[TappedRoot]: ...
@@ -225,9 +225,9 @@ class TapRows:
     def root_of(self, where: str) -> TappedRoot | None:
         """Return the root whose call runs, else the root whose model has this tap."""
         capture = self._capture
-        nesting = capture.nesting
-        if nesting.depth and nesting.outermost is not None:
-            return nesting.outermost
+        root_calls = capture.root_calls
+        if root_calls.depth and root_calls.outermost is not None:
+            return root_calls.outermost
         for root in capture.roots:
             if root.has_tap(where):
                 return root
@@ -263,7 +263,7 @@ class TapRows:
         watch = root.modules_by_tap.get(where)
         parsed = Where.from_text(where)
         path = parsed.path if watch is None else watch.node_path
-        watch = watch or root.watch_at(path)
+        watch = watch or root.module_at(path)
         root.add_tapped(parsed, path)
         rule_sets = watch.rule_sets if watch is not None else {}
         if not rule_sets.get(parsed.site):  # a container here, but a module in the model that was instrumented

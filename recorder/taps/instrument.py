@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import TapError
 from ..observe import tree
 from ..observe.module_hooks import is_compiled_already
-from ..observe.selection import Selection
+from ..observe.selection import RuleSelection
 from ..observe.tree import Node, source_line
 from ..rules import ANY, EVERY, Rule, parse_rules
 from ..sites import SITES, VALUES_OF_CALLS
@@ -78,7 +78,7 @@ def instrument(model: _M, *, select: object = "site=output", name: str | None = 
             "instrument: this model, or another of its class, was compiled and called already, and compiled code is "
             "kept; instrument first, or call torch.compiler.reset()"
         )
-    selection = Selection(rules, 0)
+    selection = RuleSelection(rules, 0)
     wanted = [
         (node, site)
         for node in nodes

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..errors import AttachError, ConfigError, TraceError
 from ..observe import module_hooks, tree
-from ..observe.selection import Selection
+from ..observe.selection import RuleSelection
 from ..records import KEEP_STATS
 from ..rules import EVERY, Rule, parse_rules
 from ..sites import GRADIENTS, OF_CALLS, OF_MODULES, SITES, values_of
@@ -118,7 +118,7 @@ class Trace:
     def __init__(self, model: nn.Module, rules: tuple[Rule, ...], depth: int | None, keep_graph: bool) -> None:
         nodes = tree.walk(model)
         shown = [node for node in nodes if depth is None or _depth(node.path) <= depth]
-        self.selection = Selection(rules, 0)
+        self.selection = RuleSelection(rules, 0)
         self.selection.at_step(0)
         why = _why_no_hooks(nodes)
         probes = [_Probe(self, node, why.get(node.path, "")) for node in shown]

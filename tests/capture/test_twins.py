@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo.utils as dynamo
 
-from recorder.capture.hooks.module import Watch
+from recorder.capture.hooks.module import HookedModule
 from tests.campaigns.twins.twin import REFUSALS, Combination, Rig, differences, graphs_so_far, product, train
 
 # Said by torch of its own code, and of what a combination does on purpose.
@@ -65,24 +65,24 @@ def test_an_entry_of_dynamos_metrics_without_a_name_is_no_frame(monkeypatch: pyt
     assert (graphs.frames, graphs.recompiles) == (2, 1)
 
 
-def _gradient_changes(self: Watch, output: Any) -> None:
+def _gradient_changes(self: HookedModule, output: Any) -> None:
     if isinstance(output, torch.Tensor) and output.requires_grad:
         output.register_hook(lambda gradient: gradient * (1 + 1e-6))
 
 
-def _value_changes(self: Watch, output: Any) -> None:
+def _value_changes(self: HookedModule, output: Any) -> None:
     output.detach().mul_(1 + 1e-6)
 
 
-def _random_number(self: Watch, output: Any) -> None:
+def _random_number(self: HookedModule, output: Any) -> None:
     torch.rand(())
 
 
-def _random_number_of_python(self: Watch, output: Any) -> None:
+def _random_number_of_python(self: HookedModule, output: Any) -> None:
     __import__("random").random()
 
 
-def _exception(self: Watch, output: Any) -> None:
+def _exception(self: HookedModule, output: Any) -> None:
     raise SystemError("of a hook")
 
 
@@ -92,7 +92,7 @@ def _exception(self: Watch, output: Any) -> None:
 def test_a_hook_that_disturbs_training_is_noticed(
     rig: Rig, fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Watch, "after_forward", fault)
+    monkeypatch.setattr(HookedModule, "after_forward", fault)
     assert rig.compare(Combination("shared", "sgd", "none")).problems
 
 

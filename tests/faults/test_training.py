@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import recorder
 from recorder.capture.hooks import callbacks
-from recorder.capture.hooks.module import Watch
+from recorder.capture.hooks.module import HookedModule
 from recorder.capture.hooks.root import Root
-from recorder.capture.optimizer import OptimizerWatch
+from recorder.capture.optimizer import OptimizerHooks
 from recorder.observe.clock import Clock, RootClock
 from tests.rigs import jobs
 from tests.rigs.capturing import Recording, Tiny, batch, flagged
@@ -52,7 +52,8 @@ def assert_balanced(recording: Recording) -> dict[str, int]:
 
 FUNCTIONS = [
     (Root, "begins"), (Root, "ends"), (Root, "record_state"), (Root, "slice_now"), (RootClock, "begin"),
-    (Watch, "before_forward"), (Watch, "after_forward"), (Watch, "record"), (Watch, "_leaf"),
+    (HookedModule, "before_forward"), (HookedModule, "after_forward"), (HookedModule, "record"),
+    (HookedModule, "_leaf"),
     (Clock, "advance_if_stepped"), (Clock, "optimizer_stepped"),
 ]  # fmt: skip
 
@@ -90,7 +91,7 @@ def test_an_error_in_the_optimizers_hooks_changes_no_bit_of_training(
         return fail
 
     for name in ("_begin", "record_before", "_record_state", "_record_rates", "_count"):
-        monkeypatch.setattr(OptimizerWatch, name, failing(name))
+        monkeypatch.setattr(OptimizerHooks, name, failing(name))
     with flagged(tmp_path, STATS):
         actual = train(tiny())
     assert raised
@@ -384,7 +385,7 @@ def test_a_model_that_is_gone_is_not_kept_by_what_was_hooked(tmp_path: Path) -> 
         del model
         assert gone() is None
         train(tiny(), 1)
-    assert not callbacks.WATCHES
+    assert not callbacks.MODULES
 
 
 EXOTIC = (

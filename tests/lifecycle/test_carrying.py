@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from recorder.capture import topology
-from recorder.capture.topology import Topology, open_job_store
+from recorder.capture.topology import JobRank, open_job_store
 from recorder.format.commands import COMMAND_BYTES, DUMP, SET, UNDO, Command
 from recorder.format.rundir import RUN_MANIFEST
 from recorder.lifecycle.carrying import Carrier, _digest
@@ -26,7 +26,7 @@ from recorder.storage.commands import send
 from recorder.system.log import Events
 from tests.rigs.forking import fork
 
-RANK_0 = Topology(rank=0, local_rank=0, node_rank=0, world_size=2, local_world_size=1, attempt=0, host="here")
+RANK_0 = JobRank(rank=0, local_rank=0, node_rank=0, world_size=2, local_world_size=1, attempt=0, host="here")
 SOON_S = 30.0
 
 

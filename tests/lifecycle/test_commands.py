@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from recorder.capture.topology import Topology
+from recorder.capture.topology import JobRank
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, DUMP, PAUSE, Command, command_name
 from recorder.lifecycle.commands import Commands
 from recorder.storage.commands import send
 from recorder.system.log import Events
 
-ALONE = Topology(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, attempt=0, host="here")
+ALONE = JobRank(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, attempt=0, host="here")
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Clock:
 class Heard:
     """A rank under test, and the numbers of the dumps that it was told of."""
 
-    def __init__(self, tmp_path: Path, topology: Topology = ALONE) -> None:
+    def __init__(self, tmp_path: Path, topology: JobRank = ALONE) -> None:
         self.run = tmp_path / "run"
         self.run.mkdir(exist_ok=True)
         marks = tmp_path / "marks"

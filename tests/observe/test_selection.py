@@ -12,7 +12,7 @@ from torch.distributed.pipelining import Pipe
 
 import recorder
 from recorder.errors import AttachError, ConfigError
-from recorder.observe.selection import Selection
+from recorder.observe.selection import RuleSelection
 from recorder.records import KEEP_TENSOR
 from tests.rigs.capturing import Tiny, batch, flagged
 
@@ -180,7 +180,7 @@ def test_the_default_keeps_statistics_often_at_first_and_the_tensors_of_one_step
 def test_the_default_looks_at_few_steps(num_steps: int, num_looked_at: int, num_in_full: int) -> None:
     from recorder.config import DEFAULT_RULES
 
-    selection = Selection(DEFAULT_RULES, rank=0)
+    selection = RuleSelection(DEFAULT_RULES, rank=0)
     of_outputs = selection.rule_sets("blocks.0", "Block", False)["output"]
     kept = []
     for step in range(num_steps):

@@ -34,7 +34,7 @@ class Loses(Protocol):
     def lost(self) -> Callable[[], object]: ...
 
 
-class HookedModule(Protocol):
+class CalledModule(Protocol):
     """The methods that the hooks of a module call."""
 
     @property
@@ -51,7 +51,7 @@ class HookedModule(Protocol):
     def failed(self, site: str, error: Exception) -> None: ...
 
 
-class HookedRoot(Protocol):
+class CalledRoot(Protocol):
     """The methods that the hooks of a root call."""
 
     @property
@@ -73,8 +73,8 @@ class HookedRoot(Protocol):
     def jitter_failed(self, error: Exception) -> None: ...
 
 
-WATCHES: dict[int, HookedModule] = {}
-ROOTS: dict[int, HookedRoot] = {}
+MODULES: dict[int, CalledModule] = {}
+ROOTS: dict[int, CalledRoot] = {}
 
 _NO_ROOM = (MemoryError, RecursionError)
 """Errors that even the handling of an error may meet, at the end of memory or of the stack."""
@@ -100,17 +100,17 @@ class BeforeForward(NumberedHook):
         try:
             if _is_compiling():
                 return
-            watch = WATCHES.get(self.number)
-            if watch is None or watch.module() is not module or is_traced():
+            hooked = MODULES.get(self.number)
+            if hooked is None or hooked.module() is not module or is_traced():
                 return
-            watch.before_forward(args, kwargs or {})
+            hooked.before_forward(args, kwargs or {})
         except Exception as error:
-            if (watch := WATCHES.get(self.number)) is None:
+            if (hooked := MODULES.get(self.number)) is None:
                 return
             try:
-                watch.failed("input", error)
+                hooked.failed("input", error)
             except _NO_ROOM:
-                watch.capture.lost()
+                hooked.capture.lost()
 
 
 class AfterForward(NumberedHook):
@@ -122,19 +122,19 @@ class AfterForward(NumberedHook):
         try:
             if _is_compiling():
                 return
-            watch = WATCHES.get(self.number)
-            if watch is None or watch.module() is not module or is_traced():
+            hooked = MODULES.get(self.number)
+            if hooked is None or hooked.module() is not module or is_traced():
                 return
             if is_tapped(module) and in_functorch():
                 return  # the op sees the plain tensor behind this one
-            watch.after_forward(output)
+            hooked.after_forward(output)
         except Exception as error:
-            if (watch := WATCHES.get(self.number)) is None:
+            if (hooked := MODULES.get(self.number)) is None:
                 return
             try:
-                watch.failed("output", error)
+                hooked.failed("output", error)
             except _NO_ROOM:
-                watch.capture.lost()
+                hooked.capture.lost()
 
 
 class RootBegins(NumberedHook):
@@ -308,7 +308,7 @@ def watch_argument_gradient(
     node.register_prehook(lambda gradients: hook(gradients[number]))
 
 
-class Nesting(threading.local):
+class RootCalls(threading.local):
     """The depth of this thread inside calls of roots."""
 
     depth = 0
@@ -316,7 +316,7 @@ class Nesting(threading.local):
     """The `Root` of the outermost call, or of the last one."""
 
 
-class Recording(Observer, Protocol):
+class CaptureForHooks(Observer, Protocol):
     """The part of a recording that its roots need; training thread."""
 
     is_in_stage: bool
@@ -334,7 +334,7 @@ class Recording(Observer, Protocol):
     def events(self) -> Events: ...
 
     @property
-    def nesting(self) -> Nesting: ...
+    def root_calls(self) -> RootCalls: ...
 
     @property
     def aliases(self) -> Aliases: ...

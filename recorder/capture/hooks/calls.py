@@ -22,7 +22,7 @@ from torch import nn
 from ...observe import tree
 from ...records import KEEP_TENSOR, Moment, Origin
 from ..dtensors import is_dtensor
-from .callbacks import Recording
+from .callbacks import CaptureForHooks
 
 _MAX_DEPTH = 16
 _FREED = "freed"
@@ -33,7 +33,7 @@ _OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
 
 
 def record_call(
-    capture: Recording,
+    capture: CaptureForHooks,
     origin: Origin,
     moment: Moment,
     call: int,

@@ -24,7 +24,7 @@ _is_compiling = torch.compiler.is_compiling
 _OTHER_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global_forward_hooks")
 
 
-class Owner(Protocol):
+class RecorderForDiscovery(Protocol):
     """The recorder as discovery asks it; it may not have started yet."""
 
     def is_inside_root(self) -> bool:
@@ -43,8 +43,8 @@ class Owner(Protocol):
 class Discovery:
     """The global forward pre-hook, which stays on while it is needed."""
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    def __init__(self, maker: RecorderForDiscovery) -> None:
+        self._maker = maker
         self._rejected: dict[bool, weakref.WeakSet[nn.Module]] = {}
         """Rejected modules, by whether gradients were enabled: one that an evaluation calls may yet be trained."""
         self._handle: Any = None
@@ -72,22 +72,22 @@ class Discovery:
         if _is_compiling():
             return None
         try:
-            owner = self._owner
-            if owner.is_inside_root() or torch._C._current_graph_task_id() != -1:
+            maker = self._maker
+            if maker.is_inside_root() or torch._C._current_graph_task_id() != -1:
                 return None
             rejected = self._rejected[torch.is_grad_enabled()]
             if module in rejected:
                 return None
             if is_traced():
                 return None
-            if not owner.wants(module):
+            if not maker.wants(module):
                 rejected.add(module)
                 return None
             # A global pre-hook is given no kwargs; they are a local of the frame that calls it.
             kwargs = sys._getframe(1).f_locals.get("kwargs")
-            return owner.make_root(module, args, kwargs if isinstance(kwargs, dict) else {})
+            return maker.make_root(module, args, kwargs if isinstance(kwargs, dict) else {})
         except Exception as error:
-            self._owner.discovery_failed(error)
+            self._maker.discovery_failed(error)
             return None
 
     def reconsider(self) -> None:

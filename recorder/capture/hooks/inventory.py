@@ -27,8 +27,8 @@ from ...taps.instrument import has_scripted_tap
 from ...taps.module_taps import Where
 from ..dtensors import is_dtensor
 from . import callbacks
-from .callbacks import Recording
-from .module import Watch
+from .callbacks import CaptureForHooks
+from .module import HookedModule
 from .parameter_rows import FlatParameter
 
 _OTHERS = "parameters, gradients and optimizer state are"
@@ -49,16 +49,16 @@ class DescribedRoot(Protocol):
     """The part of a root that its inventory needs."""
 
     @property
-    def capture(self) -> Recording: ...
+    def capture(self) -> CaptureForHooks: ...
 
     @property
     def name(self) -> str: ...
 
     @property
-    def watches(self) -> list[Watch]: ...
+    def modules(self) -> list[HookedModule]: ...
 
     @property
-    def modules_by_tap(self) -> Mapping[str, Watch]: ...
+    def modules_by_tap(self) -> Mapping[str, HookedModule]: ...
 
     @property
     def num_calls(self) -> int: ...
@@ -66,7 +66,7 @@ class DescribedRoot(Protocol):
     @property
     def artefact(self) -> str | None: ...
 
-    def watch_at(self, path: str) -> Watch | None: ...
+    def module_at(self, path: str) -> HookedModule | None: ...
 
 
 class Inventory:
@@ -95,10 +95,12 @@ class Inventory:
         return [described["path"] for described in self._modules]
 
     def describe(self, nodes: Sequence[tree.Node], flats: Sequence[FlatParameter]) -> None:
-        """Describe the modules of a model as they are now; each has its watch."""
-        watches = self._root.watches
-        ties = find_ties(watches, flats)
-        self._modules = [self._of_module(node, watch, ties, flats) for node, watch in zip(nodes, watches, strict=True)]
+        """Describe the modules of a model as they are now; each is under hooks."""
+        modules = self._root.modules
+        ties = find_ties(modules, flats)
+        self._modules = [
+            self._of_module(node, hooked, ties, flats) for node, hooked in zip(nodes, modules, strict=True)
+        ]
 
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
         """Warn of modules whose calls nobody will see.
@@ -125,10 +127,10 @@ class Inventory:
         tapped = dict(self._seen_at_taps)
         if not tapped:
             return self._modules
-        for where, watch in list(self._root.modules_by_tap.items()):
-            if not watch.has_entered:
+        for where, hooked in list(self._root.modules_by_tap.items()):
+            if not hooked.has_entered:
                 site = Where.from_text(where).site
-                tapped[watch.node_path] = tuple(dict.fromkeys((*tapped.get(watch.node_path, ()), site)))
+                tapped[hooked.node_path] = tuple(dict.fromkeys((*tapped.get(hooked.node_path, ()), site)))
         for described in self._modules:
             path = described["path"]
             if described.get("hidden") == "scripted" and any(_is_below(path, up) for up in self._scripted_with_taps):
@@ -140,8 +142,8 @@ class Inventory:
 
     def add_seen_at_tap(self, where: Where, path: str) -> None:
         """Note that a graph shows a module, which may be missing in the model's tree, or a container there."""
-        watch = self._root.watch_at(path)
-        if watch is None or not watch.has_entered:
+        hooked = self._root.module_at(path)
+        if hooked is None or not hooked.has_entered:
             known_sites = self._seen_at_taps.get(path, ())
             self._seen_at_taps[path] = tuple(dict.fromkeys((*known_sites, where.site)))
         for i, described in enumerate(self._modules):
@@ -168,7 +170,8 @@ class Inventory:
 
     def _is_tapped_below(self, path: str) -> bool:
         return any(
-            watch.node_path == path or _is_below(watch.node_path, path) for watch in self._root.modules_by_tap.values()
+            hooked.node_path == path or _is_below(hooked.node_path, path)
+            for hooked in self._root.modules_by_tap.values()
         )
 
     def step_is_over(self, *, has_compiled: bool) -> None:
@@ -179,7 +182,7 @@ class Inventory:
         did is not the module that was called.
         """
         self.look_for_foreign_hooks()
-        seen = [watch.node_path for watch in self._root.watches if watch.was_called]
+        seen = [hooked.node_path for hooked in self._root.modules if hooked.was_called]
         self._say("late", [path for path in self._late if not any(_is_below(called, path) for called in seen)])
         silent = self._silent()
         if has_compiled and silent and not any(described["compiled"] for described in self._modules):
@@ -200,9 +203,9 @@ class Inventory:
 
     def look_for_foreign_hooks(self) -> None:
         """Add hooks that the program has put on modules since the last look; removed ones stay listed."""
-        for i, (described, watch) in enumerate(zip(self._modules, self._root.watches, strict=False)):
+        for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
             known = described.get("foreign_hooks", [])
-            module = watch.module()
+            module = hooked.module()
             more = [hook for hook in foreign_hooks(module) if hook not in known] if module is not None else []
             if more:
                 self._modules[i] = {**described, "foreign_hooks": [*known, *more]}
@@ -211,20 +214,22 @@ class Inventory:
     def _silent(self) -> set[str]:
         """Return the paths of modules that must have run and were not seen to, for no reason in themselves."""
         explained = {described["path"] for described in self._modules if "hidden" in described}
-        explained |= {watch.node_path for watch in self._root.modules_by_tap.values()} if self._seen_at_taps else set()
-        silent = [watch for watch in self._root.watches if watch.is_silent and watch.node_path not in explained]
-        if any(watch.was_called for watch in self._root.watches):
+        explained |= (
+            {hooked.node_path for hooked in self._root.modules_by_tap.values()} if self._seen_at_taps else set()
+        )
+        silent = [hooked for hooked in self._root.modules if hooked.is_silent and hooked.node_path not in explained]
+        if any(hooked.was_called for hooked in self._root.modules):
             grads = {w.node_path: [p.grad is not None for _, p in w.own("_parameters")] for w in silent}
-            silent = [watch for watch in silent if any(grads[watch.node_path]) or not grads[watch.node_path]]
+            silent = [hooked for hooked in silent if any(grads[hooked.node_path]) or not grads[hooked.node_path]]
             is_in_graph = self._root.num_calls == 0 and bool(self._seen_at_taps)
             if not is_in_graph and not any(map(any, grads.values())):
                 return set()
-        return {watch.node_path for watch in silent}
+        return {hooked.node_path for hooked in silent}
 
     def reselect(self) -> None:
         """Note the sites of modules by the rules that there are now; a site that was selected once stays listed."""
-        for i, (described, watch) in enumerate(zip(self._modules, self._root.watches, strict=False)):
-            sites = [site for site, rule_set in watch.rule_sets.items() if rule_set or site in described["sites"]]
+        for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
+            sites = [site for site, rule_set in hooked.rule_sets.items() if rule_set or site in described["sites"]]
             if sites != described["sites"]:  # another dict: the writer thread may be reading this one
                 self._modules[i] = {**described, "sites": sites}
 
@@ -246,19 +251,21 @@ class Inventory:
         self._modules = self.described
         self._seen_at_taps.clear()
 
-    def _of_module(self, node: tree.Node, watch: Watch, ties: Ties, flats: Sequence[FlatParameter]) -> dict[str, Any]:
+    def _of_module(
+        self, node: tree.Node, hooked: HookedModule, ties: Ties, flats: Sequence[FlatParameter]
+    ) -> dict[str, Any]:
         flat_ids = ids_of(flats)
-        flat_names = [name for flat in flats for owner, name in flat.names if owner is watch]
+        flat_names = [name for flat in flats for owner, name in flat.names if owner is hooked]
         return {
             "path": node.path,
             "class": node.class_name,
             "source": tree.source_line(node.owner),
             "aliases": node.aliases,
-            "sites": [site for site, rule_set in watch.rule_sets.items() if rule_set],
-            "params": flat_names + [name for name, value in watch.own("_parameters") if id(value) not in flat_ids],
-            "buffers": [name for name, _ in watch.own("_buffers")],
+            "sites": [site for site, rule_set in hooked.rule_sets.items() if rule_set],
+            "params": flat_names + [name for name, value in hooked.own("_parameters") if id(value) not in flat_ids],
+            "buffers": [name for name, _ in hooked.own("_buffers")],
             **about_state(node.owner, ties.get(node.path)),
-            **({"dtensor": True} if any(is_dtensor(value) for _, value in watch.own("_parameters")) else {}),
+            **({"dtensor": True} if any(is_dtensor(value) for _, value in hooked.own("_parameters")) else {}),
             "compiled": node.is_compiled,
             **({"foreign_hooks": foreign} if (foreign := foreign_hooks(node.module)) else {}),
             **({"hidden": hidden} if (hidden := "late" if node.path in self._late else node.hidden) else {}),
@@ -279,19 +286,19 @@ Ties = dict[str, dict[str, str]]
 """The full name under which a tied parameter is recorded, by module path and by its name there."""
 
 
-def find_ties(watches: Iterable[ModuleRows], flats: Iterable[FlatParameter]) -> Ties:
+def find_ties(modules: Iterable[ModuleRows], flats: Iterable[FlatParameter]) -> Ties:
     """Return the second and further names of parameters; rows have the first name in the order of modules."""
     ties: Ties = {}
     first_names: dict[int, str] = {}
-    for watch in watches:
-        for name, parameter in watch.own("_parameters"):
-            full = full_name(watch.node_path, name)
+    for hooked in modules:
+        for name, parameter in hooked.own("_parameters"):
+            full = full_name(hooked.node_path, name)
             first = first_names.setdefault(id(parameter), full)
             if first != full:
-                ties.setdefault(watch.node_path, {})[name] = first
+                ties.setdefault(hooked.node_path, {})[name] = first
     for flat in flats:
-        for watch, name, first_watch, first_name in flat.ties:
-            ties.setdefault(watch.node_path, {})[name] = full_name(first_watch.node_path, first_name)
+        for hooked, name, first_watch, first_name in flat.ties:
+            ties.setdefault(hooked.node_path, {})[name] = full_name(first_watch.node_path, first_name)
     return ties
 
 

@@ -26,7 +26,7 @@ from ..dtensors import is_dtensor
 from ..groups import ModelParallel
 from ..local_values import requires_gradient
 from . import callbacks
-from .callbacks import Recording, watch_argument_gradient, watch_gradient
+from .callbacks import CaptureForHooks, watch_argument_gradient, watch_gradient
 from .calls import record_call
 
 
@@ -34,7 +34,7 @@ class RootOfModule(Protocol):
     """The part of a root that a module under hooks needs."""
 
     @property
-    def capture(self) -> Recording: ...
+    def capture(self) -> CaptureForHooks: ...
 
     @property
     def name(self) -> str: ...
@@ -55,7 +55,7 @@ _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
 
 
-class Watch:
+class HookedModule:
     """One module under hooks: the selection of its values, and the number of its current call."""
 
     __slots__ = (
@@ -119,7 +119,7 @@ class Watch:
         self.pre_hook: callbacks.BeforeForward | None = None
         self._has_after = False
         if wants_hooks:
-            callbacks.WATCHES[self._number] = self
+            callbacks.MODULES[self._number] = self
             self._put_hooks(node.module)
 
     def _find_rule_sets(self) -> Mapping[str, int]:
@@ -369,7 +369,7 @@ class Watch:
                 if hook is not self.pre_hook:
                     registered.move_to_end(handle.id, last=False)
                     module_hooks.keep_first(registered)
-                if self._number not in callbacks.WATCHES:  # closed meanwhile, by a signal's handler or another thread
+                if self._number not in callbacks.MODULES:  # closed meanwhile, by a signal's handler or another thread
                     registered.pop(handle.id, None)
         self._resting.clear()
 
@@ -438,6 +438,6 @@ class Watch:
 
     def remove(self) -> None:
         """Take the hooks off again."""
-        callbacks.WATCHES.pop(self._number, None)  # first, see `wake`
+        callbacks.MODULES.pop(self._number, None)  # first, see `wake`
         for handle in self._handles:
             handle.remove()

@@ -55,16 +55,16 @@ class ParameterRows(Protocol):
 class ModuleParameter:
     """A parameter as its module has registered it: plain, or a DTensor."""
 
-    __slots__ = ("_name", "_watch", "reference")
+    __slots__ = ("_module", "_name", "reference")
 
-    def __init__(self, parameter: torch.Tensor, watch: ModuleRows, name: str) -> None:
+    def __init__(self, parameter: torch.Tensor, hooked: ModuleRows, name: str) -> None:
         self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
-        self._watch = watch
+        self._module = hooked
         self._name = name
 
     @property
     def root_name(self) -> str:
-        return self._watch.root_name
+        return self._module.root_name
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
@@ -81,10 +81,10 @@ class ModuleParameter:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        if not self._watch.keeps(site):  # most steps, and most sites
+        if not self._module.keeps(site):  # most steps, and most sites
             return
         chunk, name = self._chunk_of(tensor), self._name + suffix
-        self._watch.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
+        self._module.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
 
     def _chunk_of(self, tensor: torch.Tensor) -> Chunk | None:
         """Return the chunk of a parameter, gradient or state tensor."""
@@ -97,7 +97,7 @@ class ModuleParameter:
 class OriginalSlice(NamedTuple):
     """An original parameter within a flat one."""
 
-    watch: ModuleRows
+    hooked: ModuleRows
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -147,12 +147,12 @@ class FlatParameter:
     Its tensors (values, gradient, optimizer state) become a row for each original parameter.
     """
 
-    def __init__(self, wrapper: Any, watch_of: Callable[[nn.Module], ModuleRows | None]) -> None:
+    def __init__(self, wrapper: Any, module_of: Callable[[nn.Module], ModuleRows | None]) -> None:
         """Read the metadata of a wrapper that has a handle.
 
         Args:
             wrapper: the FullyShardedDataParallel module.
-            watch_of: returns the watch of a module, or None where the module is not under the root.
+            module_of: returns the hooked module of a module, or None where the module is not under the root.
         """
         handle = wrapper._handle
         flat = handle.flat_param
@@ -162,17 +162,17 @@ class FlatParameter:
         self._num_sharded = math.prod(flat._sharded_size)
         self._shard_start = handle.rank * self._num_sharded if self.is_sharded else 0
         self._unsharded = {math.prod(flat._unpadded_unsharded_size), self._num_sharded * handle.world_size}
-        self._watch = watch_of(handle._fully_sharded_module)
+        self._module = module_of(handle._fully_sharded_module)
         self.names = [
-            (watch, info.param_name)
+            (hooked, info.param_name)
             for info in (*flat._param_infos, *flat._shared_param_infos)
-            if (watch := watch_of(info.module)) is not None
+            if (hooked := module_of(info.module)) is not None
         ]
         """Every name under which a module of the root knows an original parameter, ties included."""
         self.ties = [
-            (watch, info.param_name, first, info.prim_param_name)
+            (hooked, info.param_name, first, info.prim_param_name)
             for info in flat._shared_param_infos
-            if (watch := watch_of(info.module)) is not None and (first := watch_of(info.prim_module)) is not None
+            if (hooked := module_of(info.module)) is not None and (first := module_of(info.prim_module)) is not None
         ]
         """Tied names: the module and its name there, and the module and the name under which it is recorded."""
         originals = flat._params or [None] * len(flat._shapes)
@@ -180,8 +180,8 @@ class FlatParameter:
         self.slices: list[OriginalSlice] = []
         self.originals: list[OriginalParameter] = []
         for index, (start, info) in enumerate(zip(_starts(flat), flat._param_infos, strict=True)):
-            watch = watch_of(info.module)
-            if watch is None:
+            hooked = module_of(info.module)
+            if hooked is None:
                 continue  # its module is outside the root
             shape, numel = tuple(flat._shapes[index]), flat._numels[index]
             begin, end = (
@@ -208,14 +208,14 @@ class FlatParameter:
                     )
             note = None if reason is None else compact({"no_layout": reason})
             strides = tuple(flat._strides[index])
-            slice_ = OriginalSlice(watch, info.param_name, shape, strides, start, begin, end, chunk, note, local)
+            slice_ = OriginalSlice(hooked, info.param_name, shape, strides, start, begin, end, chunk, note, local)
             self.slices.append(slice_)
             if originals[index] is not None:
                 self.originals.append(OriginalParameter(self, slice_, index, originals[index]))
 
     @property
     def root_name(self) -> str | None:
-        return self.slices[0].watch.root_name if self.slices else None
+        return self.slices[0].hooked.root_name if self.slices else None
 
     def holds_slices(self, tensor: torch.Tensor) -> bool:
         """Whether a flat tensor has only this rank's shard."""
@@ -240,9 +240,9 @@ class FlatParameter:
         values = tensor.detach()
         is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
         if values.dim() and not is_slices and not is_whole:
-            watch = self._watch or (self.slices[0].watch if self.slices else None)
-            if watch is not None:  # state of another shape, which only the optimizer can split
-                watch.record(site, _NAME + suffix, values, moment, phase, repeat, scope=scope, note=note)
+            hooked = self._module or (self.slices[0].hooked if self.slices else None)
+            if hooked is not None:  # state of another shape, which only the optimizer can split
+                hooked.record(site, _NAME + suffix, values, moment, phase, repeat, scope=scope, note=note)
             return
         if is_whole and self.is_sharded:
             scope = unsharded_scope(site, scope)
@@ -255,7 +255,7 @@ class FlatParameter:
                 part = values.as_strided(slice_.shape, slice_.stride, values.storage_offset() + slice_.start)
             chunk = slice_.chunk if is_slices else slice_.local if values.dim() else None
             note_ = merged_notes(note, slice_.note if is_slices else None)
-            slice_.watch.record(
+            slice_.hooked.record(
                 site, slice_.name + suffix, part, moment, phase, repeat, scope=scope, chunk=chunk, note=note_
             )
 
@@ -271,7 +271,7 @@ class OriginalParameter:
 
     @property
     def root_name(self) -> str:
-        return self._slice.watch.root_name
+        return self._slice.hooked.root_name
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient; an empty slice where only other ranks hold elements of the parameter."""
@@ -301,7 +301,7 @@ class OriginalParameter:
             is_slice = is_slice and self._flat.holds_slices(flat.grad)
         if not is_slice and self._flat.is_sharded and tensor.dim():
             scope = unsharded_scope(site, scope)
-        slice_.watch.record(
+        slice_.hooked.record(
             site,
             slice_.name + suffix,
             tensor,
@@ -315,13 +315,13 @@ class OriginalParameter:
 
 
 def find_flat_parameters(
-    wrappers: Sequence[nn.Module], watch_of: Callable[[nn.Module], ModuleRows | None]
+    wrappers: Sequence[nn.Module], module_of: Callable[[nn.Module], ModuleRows | None]
 ) -> Iterator[FlatParameter]:
     """Yield the flat parameters of FSDP1 wrappers among some modules."""
     kind = loaded(*FSDP1)
     for module in wrappers:
         if kind is not None and isinstance(module, kind) and getattr(module, "_handle", None) is not None:
-            yield FlatParameter(module, watch_of)
+            yield FlatParameter(module, module_of)
 
 
 def meshes_of_flat(wrappers: Iterable[nn.Module]) -> Iterator[Any]:

@@ -37,10 +37,10 @@ from ..groups import (
 )
 from ..local_values import requires_gradient
 from . import callbacks
-from .callbacks import GradientSeen, Recording
+from .callbacks import CaptureForHooks, GradientSeen
 from .inventory import Inventory, full_name, ids_of
 from .jitter import JitterInputs, add_jitter
-from .module import Watch
+from .module import HookedModule
 from .parameter_rows import FlatParameter, find_flat_parameters, meshes_of_flat
 
 _MAX_LATE_LOOKS = 5
@@ -59,7 +59,7 @@ class Root:
 
     def __init__(
         self,
-        capture: Recording,
+        capture: CaptureForHooks,
         module: nn.Module,
         name: str,
         *,
@@ -102,7 +102,7 @@ class Root:
         self.artefact: str | None = None
         """The name of the model behind a loaded artefact, where the root stands for an artefact."""
         self._is_stand_in = False
-        self._by_path: dict[str, Watch] = {}
+        self._by_path: dict[str, HookedModule] = {}
         self._tap_paths: dict[str, str] = {}
         self.data_parallel: DataParallel | None = None
         """The ranks that split the batch, for the manifest; None where no wrapper names them."""
@@ -166,10 +166,10 @@ class Root:
             self.model_parallel = find_model_parallel(meshes, self.data_parallel) or self.model_parallel
             reasons = find_rank_local(around, self.data_parallel)
             self.rank_local = {
-                full_name(watch.node_path, name): reasons[id(parameter)]
-                for watch in self.watches
+                full_name(hooked.node_path, name): reasons[id(parameter)]
+                for hooked in self.modules
                 if reasons
-                for name, parameter in watch.own("_parameters")
+                for name, parameter in hooked.own("_parameters")
                 if id(parameter) in reasons
             } or None
         except Exception as error:
@@ -185,8 +185,8 @@ class Root:
         self._innermost: Callable[[], nn.Module | None] = weakref.ref(tree.innermost(module))
         self._located = {id(m): (weakref.ref(m), n.path) for n in nodes for m in (*n.wrappers, n.owner)}
         self._located[id(module)] = weakref.ref(module), ""
-        self.watches: list[Watch] = []
-        self.modules_by_tap: dict[str, Watch] = {}
+        self.modules: list[HookedModule] = []
+        self.modules_by_tap: dict[str, HookedModule] = {}
         """Modules that have a tap, by the text of its `Where`."""
         self._own_taps: list[Callable[[], nn.Module | None]] = []
         self._handles: list[Any] = []
@@ -197,14 +197,14 @@ class Root:
 
     def _find_flats(self, module: nn.Module) -> list[FlatParameter]:
         """Return FSDP1's flat parameters, whose values are split as soon as they are seen."""
-        watches = {watch.node_path: watch for watch in self.watches}
+        modules = {hooked.node_path: hooked for hooked in self.modules}
 
-        def watch_of(owner: nn.Module) -> Watch | None:
+        def module_of(owner: nn.Module) -> HookedModule | None:
             path = self.path_of(owner)
-            return None if path is None else watches.get(path)
+            return None if path is None else modules.get(path)
 
         try:
-            return list(find_flat_parameters([*module.modules(), *self._wrappers_around()], watch_of))
+            return list(find_flat_parameters([*module.modules(), *self._wrappers_around()], module_of))
         except Exception as error:
             text = f"{self.name}: flat parameters are recorded whole: {type(error).__name__}: {error}"
             self.capture.events.add("flat_parameters_unknown", text, key=self.name, exception=error)
@@ -243,19 +243,19 @@ class Root:
             wrapper = node.module is not node.owner
             inside = any(node.path == path or path == "" or node.path.startswith(path + ".") for path in compiled)
             wants_hooks = node.is_callable and not inside and (wrapper or not node.is_compiled)
-            self.watches.append(Watch(self, node, wants_hooks=wants_hooks))
+            self.modules.append(HookedModule(self, node, wants_hooks=wants_hooks))
             if node.is_compiled:
                 compiled.append(node.path)
                 if not inside and has_compiled(node.owner, node.module):
                     late.append(node.path)
             if self.capture.settings.compiled == "tap":  # also where `torch.compile` may come later
-                self._tap(node, self.watches[-1])
-            self.modules_by_tap |= {where.text: self.watches[-1] for where in module_taps.where_tapped(node.owner)}
-        self._with_hooks: dict[frozenset[int], list[Watch]] = {}
+                self._tap(node, self.modules[-1])
+            self.modules_by_tap |= {where.text: self.modules[-1] for where in module_taps.where_tapped(node.owner)}
+        self._with_hooks: dict[frozenset[int], list[HookedModule]] = {}
         """Modules below the root that have hooks, by the rule sets that give these something to do."""
         self._resting: set[frozenset[int]] = set()
         """The rule sets of modules whose hooks are off."""
-        self._group_watches()
+        self._group_modules()
         if not isinstance(module, torch.jit.ScriptModule):
             if self.capture.settings.jitter:
                 self.jitter, handles = add_jitter(nodes, self._number, self.capture.settings.jitter)
@@ -279,11 +279,11 @@ class Root:
     def can_enter_at(self, module: nn.Module) -> bool:
         """Whether `enter_at` can take a module of this root that is no entry yet; a graph would see hooks inside it."""
         path = self.path_of(module)
-        watch = self.watch_at(path) if path is not None else None
+        hooked = self.module_at(path) if path is not None else None
         outermost = self.module()
-        if watch is None or outermost is None or watch.is_hidden or self.is_entry(module):
+        if hooked is None or outermost is None or hooked.is_hidden or self.is_entry(module):
             return False
-        is_hooked = watch.module() is module or len(tree.unwrapped(module)) > 1
+        is_hooked = hooked.module() is module or len(tree.unwrapped(module)) > 1
         return is_hooked and any(inner is module for inner in outermost.modules())  # else it was removed from the model
 
     def go_on_from(self, before: Root) -> None:
@@ -300,35 +300,35 @@ class Root:
         """Whether the current or last call of the root has entered at a module."""
         return self._entered() is module
 
-    def _group_watches(self) -> None:
+    def _group_modules(self) -> None:
         self._with_hooks = {}
-        for watch in self.watches:
-            if watch.node_path and (rule_sets := watch.rule_sets_of_hooks):
-                self._with_hooks.setdefault(rule_sets, []).append(watch)
+        for hooked in self.modules:
+            if hooked.node_path and (rule_sets := hooked.rule_sets_of_hooks):
+                self._with_hooks.setdefault(rule_sets, []).append(hooked)
 
-    def is_seen_at_tap(self, watch: Watch) -> bool:
+    def is_seen_at_tap(self, hooked: HookedModule) -> bool:
         """Whether a module without hooks is seen through a tap."""
-        return any(one is watch for one in self.modules_by_tap.values())
+        return any(one is hooked for one in self.modules_by_tap.values())
 
     def reselect(self, rules: Sequence[Rule]) -> None:
         """Have the modules that new rules are for take them, between two steps."""
-        for watches in self._with_hooks.values():
-            for watch in watches:
-                watch.wake()
+        for modules in self._with_hooks.values():
+            for hooked in modules:
+                hooked.wake()
         self._resting.clear()
-        for watch in self.watches:
-            if watch.is_meant_by(rules):
-                watch.reselect()
-        self._group_watches()
+        for hooked in self.modules:
+            if hooked.is_meant_by(rules):
+                hooked.reselect()
+        self._group_modules()
         self.inventory.reselect()
 
-    def _tap(self, node: tree.Node, watch: Watch) -> None:
+    def _tap(self, node: tree.Node, hooked: HookedModule) -> None:
         """Put taps on a module, as the settings ask, so that a graph shows what its hooks cannot see."""
         tapped_sites = {where.site for where in module_taps.where_tapped(node.owner)}
         if not node.is_callable or tapped_sites:
             return
         for site, put_tap in (("output", module_taps.tap_output_of), ("input", module_taps.tap_inputs_of)):
-            if watch.rule_sets[site] or watch.rule_sets[GRADIENT_OF[site]]:
+            if hooked.rule_sets[site] or hooked.rule_sets[GRADIENT_OF[site]]:
                 put_tap(node.owner, where_of(node, self.name, site))
                 self._own_taps.append(weakref.ref(node.owner))
 
@@ -348,14 +348,14 @@ class Root:
             return True
         parsed = Where.from_text(where) if where else None
         is_scripted = isinstance(self.module(), torch.jit.ScriptModule)  # Python sees no hooks on it
-        if self.artefact is None and is_scripted and parsed is not None and self.watch_at(parsed.path) is not None:
+        if self.artefact is None and is_scripted and parsed is not None and self.module_at(parsed.path) is not None:
             self.artefact = parsed.root
         return self.artefact == (parsed.root if parsed is not None else "")
 
-    def watch_at(self, path: str) -> Watch | None:
-        """Return the watch of a path; None without one."""
+    def module_at(self, path: str) -> HookedModule | None:
+        """Return the module under hooks at a path; None without one."""
         if path not in self._by_path:
-            self._by_path = {watch.node_path: watch for watch in self.watches}
+            self._by_path = {hooked.node_path: hooked for hooked in self.modules}
         return self._by_path.get(path)
 
     def path_of_tap(self, name: str) -> str:
@@ -387,13 +387,13 @@ class Root:
         """Begin a call of the root, which enters at a module of it."""
         if torch._C._current_graph_task_id() != -1:
             return
-        nesting = self.capture.nesting
-        if nesting.depth == 1 and nesting.outermost is self and self.is_entered_at(module):
-            nesting.depth = 0  # its last call was interrupted, as by Ctrl-C in a notebook
-        nesting.depth += 1
-        if nesting.depth > 1:
+        root_calls = self.capture.root_calls
+        if root_calls.depth == 1 and root_calls.outermost is self and self.is_entered_at(module):
+            root_calls.depth = 0  # its last call was interrupted, as by Ctrl-C in a notebook
+        root_calls.depth += 1
+        if root_calls.depth > 1:
             return
-        nesting.outermost = self
+        root_calls.outermost = self
         self._entered = weakref.ref(module)
         stage = stage_call()
         self.capture.is_in_stage = stage is not None
@@ -414,8 +414,8 @@ class Root:
         if self.num_calls < _MAX_LATE_LOOKS:
             if self.data_parallel is None and (outermost := self.module()) is not None:
                 self._learn_groups(outermost)
-            for watch in self.watches:
-                watch.stay_last()
+            for hooked in self.modules:
+                hooked.stay_last()
         self.num_calls += 1
         if torch.is_grad_enabled():
             self.capture.has_seen_forward = True
@@ -426,11 +426,11 @@ class Root:
 
     def ends(self, output: Any) -> None:
         """End a call of the root, which has returned, or raised (then ``output`` is None)."""
-        nesting = self.capture.nesting
-        if torch._C._current_graph_task_id() != -1 or nesting.depth == 0:
+        root_calls = self.capture.root_calls
+        if torch._C._current_graph_task_id() != -1 or root_calls.depth == 0:
             return
-        nesting.depth -= 1
-        if nesting.depth:
+        root_calls.depth -= 1
+        if root_calls.depth:
             return
         if self.model_parallel is not None:
             self.capture.aliases.end()
@@ -472,7 +472,7 @@ class Root:
         Args:
             with_grad: whether gradients were enabled around the tap; compiled code always runs without.
         """
-        is_hidden = self.num_calls == 0 and self.capture.nesting.depth == 0
+        is_hidden = self.num_calls == 0 and self.capture.root_calls.depth == 0
         if not is_hidden or self.module() is None or torch._C._current_graph_task_id() != -1:
             return self.slice_now()
         training = self._is_training
@@ -499,30 +499,30 @@ class Root:
 
     def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
         """Record nothing any more at some sites of one module, and note from which step on."""
-        for watch in self.watches:
-            if watch.node_path == path:
-                watch.disarm(sites)
+        for hooked in self.modules:
+            if hooked.node_path == path:
+                hooked.disarm(sites)
         self.inventory.disarm(path, sites, step)
 
     def record_state(self, sites: tuple[str, ...], moment: Moment, phase: str, repeat: int) -> None:
         """Record the parameters or buffers of every module that a rule selects."""
         flat_ids = ids_of(self.flats)
-        for watch in self.watches:
+        for hooked in self.modules:
             for site in sites:
-                if watch.capture.masks[watch.rule_sets[site]]:
-                    watch.record_state(site, moment, phase, repeat, without=flat_ids)
+                if hooked.capture.masks[hooked.rule_sets[site]]:
+                    hooked.record_state(site, moment, phase, repeat, without=flat_ids)
         for flat in self.flats if "param" in sites else ():
             if (parameter := flat.reference()) is not None:
                 flat.record("param", "", parameter, moment, phase, repeat)
 
-    def parameters(self) -> Iterator[tuple[Watch, str, nn.Parameter]]:
-        """Yield every parameter once, except flat ones, with the watch of its module and its name there."""
+    def parameters(self) -> Iterator[tuple[HookedModule, str, nn.Parameter]]:
+        """Yield every parameter once, except flat ones, with its module and its name there."""
         seen = ids_of(self.flats)
-        for watch in self.watches:
-            for name, parameter in watch.own("_parameters"):
+        for hooked in self.modules:
+            for name, parameter in hooked.own("_parameters"):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield watch, name, parameter
+                    yield hooked, name, parameter
 
     def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
         """Whether a slice uses a parameter for the first time, at the module and name that it is recorded under."""
@@ -538,15 +538,15 @@ class Root:
         The root's own hooks stay: they tell of steps, and one of them has called this.
         """
         masks = self.capture.selection.masks
-        for rule_sets, watches in self._with_hooks.items():
+        for rule_sets, modules in self._with_hooks.items():
             is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
             if is_idle == (rule_sets in self._resting):
                 continue
             self._resting.add(
                 rule_sets
             )  # until the last module is awake, so that after an interrupt the rest is done again
-            for watch in watches:
-                (watch.rest if is_idle else watch.wake)()
+            for hooked in modules:
+                (hooked.rest if is_idle else hooked.wake)()
             if not is_idle:
                 self._resting.discard(rule_sets)
 
@@ -555,12 +555,12 @@ class Root:
         self.inventory.close()
         for handle in self._handles:
             handle.remove()
-        for watch in self.watches:
-            watch.remove()
+        for hooked in self.modules:
+            hooked.remove()
         for reference in self._own_taps:
             if (module := reference()) is not None:
                 module_taps.remove(module)
-        self.watches.clear()
+        self.modules.clear()
         self._with_hooks.clear()
         self.modules_by_tap.clear()
         callbacks.ROOTS.pop(self._number, None)

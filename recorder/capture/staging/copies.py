@@ -36,7 +36,7 @@ _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
 
 
-class Plan(Protocol):
+class MeasurePlan(Protocol):
     """The plan to measure a tensor, whose payload is not kept, before the writer has it."""
 
     nbytes: int
@@ -57,7 +57,7 @@ class Stager(Protocol):
         `LostError` where there is a reason not to copy.
         """
 
-    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> Plan | None:
+    def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> MeasurePlan | None:
         """Return how a dense tensor whose payload is not kept is measured where it lies; None to copy it."""
         return None
 

@@ -35,7 +35,7 @@ _NAP_S = 0.002
 """A thread that waits for room looks again after this."""
 
 
-class Holder(Protocol):
+class UnfinishedCopy(Protocol):
     """A device that may still write into a block."""
 
     def released(self) -> None:
@@ -45,7 +45,7 @@ class Holder(Protocol):
 class PoolBlock:
     """A part of the pool that belongs to one record until it is released."""
 
-    __slots__ = ("_pool", "holder", "num_bytes", "offset", "size")
+    __slots__ = ("_pool", "num_bytes", "offset", "size", "unfinished_copy")
 
     def __init__(self, pool: Pool, offset: int, size: int, num_bytes: int) -> None:
         self._pool = pool
@@ -53,7 +53,7 @@ class PoolBlock:
         """The bytes that it takes of the pool."""
         self.offset = offset
         self.num_bytes = num_bytes
-        self.holder: Holder | None = None
+        self.unfinished_copy: UnfinishedCopy | None = None
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
@@ -66,10 +66,10 @@ class PoolBlock:
 
     def release(self) -> None:
         """Give the bytes back, once nothing writes into them any more; any thread, once."""
-        if self.holder is None:
+        if self.unfinished_copy is None:
             self.give_back()
         else:
-            self.holder.released()
+            self.unfinished_copy.released()
 
     def give_back(self) -> None:
         """Give the bytes back, even if something may still write into them."""

@@ -221,7 +221,8 @@ class _DeviceCopies:
                 copied = self._make(side, lambda: measured.launch(clone[0], self._weights))
             return self._bring(side, copied, block, room, event)
         except BaseException:
-            if block.holder is None:  # else a copy may be under way, and the memory is lost rather than used twice
+            # Else a copy may be under way, and the memory is lost rather than used twice.
+            if block.unfinished_copy is None:
                 self._keep_until_done(room, stream, event)
             raise
 
@@ -249,13 +250,13 @@ class _DeviceCopies:
         arrival = _Arrival(self, event, block, room)
         if self._is_pinned:
             self._launching.add(arrival)  # stays there where this fails half-way
-            block.holder = arrival
+            block.unfinished_copy = arrival
             device.run(stream, lambda: _bring_now(block, made))
             device.record(event, stream)
         else:
             arrival.fetch = lambda: device.fetch(self.side, _host(block, made[0]), made[0])
             device.record(event, stream)
-            block.holder = arrival
+            block.unfinished_copy = arrival
         self._launched(arrival)
         return arrival
 

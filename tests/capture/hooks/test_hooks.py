@@ -115,9 +115,9 @@ def test_a_site_that_keeps_failing_is_left_alone(tmp_path: Path, monkeypatch: py
         calls.append(1)
         raise RuntimeError("always")
 
-    from recorder.capture.hooks.module import Watch
+    from recorder.capture.hooks.module import HookedModule
 
-    monkeypatch.setattr(Watch, "_enter", broken)
+    monkeypatch.setattr(HookedModule, "_enter", broken)
     with flagged(tmp_path, rules="module=first site=output keep=stats") as recording:
         train(model := Tiny(), list(model.parameters()), 30)
     assert len(calls) == 20
@@ -138,7 +138,7 @@ def test_every_hook_is_gone_after_close(tmp_path: Path) -> None:
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert GradScaler.step is plain_step
-    assert not callbacks.WATCHES and not callbacks.ROOTS
+    assert not callbacks.MODULES and not callbacks.ROOTS
     assert not nn_module._global_forward_pre_hooks
     assert not optim_module._global_optimizer_pre_hooks and not optim_module._global_optimizer_post_hooks
     train(model, list(model.parameters()), 1)
@@ -382,7 +382,7 @@ def test_a_model_that_grew_while_attached_is_let_go_with_its_attachment(tmp_path
                 model.append(nn.Linear(4, 4))
                 optimizer.add_param_group({"params": model[1].parameters()})
             optimizer.step()
-    assert not callbacks.WATCHES and not callbacks.ROOTS
+    assert not callbacks.MODULES and not callbacks.ROOTS
     assert not any(module._forward_hooks for module in model.modules())
     run = recorder.open_run(tmp_path)
     assert "1" in run.module_paths

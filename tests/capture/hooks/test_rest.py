@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import recorder
 from recorder.capture.core import Capture
 from recorder.capture.hooks import callbacks
-from recorder.capture.hooks.module import Watch
+from recorder.capture.hooks.module import HookedModule
 from recorder.capture.hooks.root import Root
 from recorder.observe import module_hooks
 from tests.rigs.capturing import Tiny, batch, flagged
@@ -144,15 +144,15 @@ def test_each_module_rests_by_the_rules_that_select_it(tmp_path: Path) -> None:
 def test_ctrl_c_half_way_costs_no_row_of_a_step_that_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    plain, calls = getattr(Watch, method), []
+    plain, calls = getattr(HookedModule, method), []
 
-    def interrupted(self: Watch) -> None:
+    def interrupted(self: HookedModule) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
         plain(self)
 
-    monkeypatch.setattr(Watch, method, interrupted)
+    monkeypatch.setattr(HookedModule, method, interrupted)
     model, num_interrupts = Tiny(), 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with flagged(tmp_path, EVERY_THIRD) as recording:
@@ -176,7 +176,7 @@ def test_ctrl_c_half_way_costs_no_row_of_a_step_that_is_done_again(
 def test_ctrl_c_at_any_line_of_the_change_costs_no_hook(tmp_path: Path, step: int) -> None:
     """At each line in turn that the change of the step runs; then the same forward again."""
     line, num_seen, model = 0, 0, Tiny()
-    watched = {f.__code__ for f in (Watch.rest, Watch.wake, Root.rest_or_wake, Capture.step_changed)}
+    watched = {f.__code__ for f in (HookedModule.rest, HookedModule.wake, Root.rest_or_wake, Capture.step_changed)}
 
     def local(frame: Any, event: str, _: Any) -> Any:
         nonlocal num_seen
@@ -222,7 +222,7 @@ def test_closing_while_hooks_are_put_back_leaves_none(tmp_path: Path, monkeypatc
     train(model, 1)
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks
-    assert not callbacks.WATCHES
+    assert not callbacks.MODULES
 
 
 def test_closing_in_the_middle_of_a_call_harms_nothing(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_copies_made_at_rest_have_no_hooks_and_closing_leaves_none(tmp_path: Pat
             assert not part._forward_hooks and not part._forward_pre_hooks
             assert module is not model or not part._forward_pre_hooks_with_kwargs
         assert torch.equal(module(batch(9)), model(batch(9)))
-    assert not callbacks.WATCHES
+    assert not callbacks.MODULES
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -238,7 +238,7 @@ class Collectives:
             while frame is not None:
                 is_ours = frame.f_globals.get("__name__", "").split(".")[0] == "recorder"
                 # Every backward passes this function, which hands on to torch; what it does itself is in others.
-                if is_ours and frame.f_code.co_qualname != "LossWatch._run.<locals>.run":
+                if is_ours and frame.f_code.co_qualname != "LossFinder._run.<locals>.run":
                     self.by_recorder.append(f"{name} from {frame.f_code.co_qualname}")
                 frame = frame.f_back
             return function(*args, **kwargs)
