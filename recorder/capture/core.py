@@ -127,9 +127,11 @@ class Capture:
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
         """Numbers a value that is neither put nor dropped, as the ledger finds at its end. Needs no stack or memory."""
-        self.scalars = Scalars(self)
-        self.taps_by_hand = TapsByHand(self)
-        self.rule_commands = RuleCommands(self)
+        self.scalars = Scalars(self, self.roots)
+        self.taps_by_hand = TapsByHand(self, self.roots)
+        self.rule_commands = RuleCommands(
+            settings.rules, selection=self.selection, clock=self.clock, roots=self.roots, taps=self.tap_rows
+        )
         self.step_changed()
 
     @property

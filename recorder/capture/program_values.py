@@ -7,21 +7,27 @@ is; `recorder/taps/graph_rows.py` records what the ops of a graph show.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
-from ..observe.clock import Clock
-from ..observe.observer import Observer
 from ..observe.selection import NOTHING, scalar_keep, unit_dim_of
 from ..records import Moment, Origin
+from ..system.processes import loaded
+from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
 from .hooks.callbacks import CaptureForHooks, watch_gradient
 from .hooks.root import Root
 from .local_values import UnsupportedKind, plain, requires_gradient
+
+_ENGINE = "_engine_run_backward"
+_is_compiling = torch.compiler.is_compiling
 
 LOSS = "loss"
 """The name of the scalar for the loss, which is found where the program gives none of that name."""
@@ -32,34 +38,12 @@ _MAX_NAME_LENGTH = 1_024
 _FOUND = '{"found":"backward"}'
 
 
-class NamedRoot(Protocol):
-    """The root that scalars are recorded under."""
-
-    @property
-    def name(self) -> str: ...
-
-
-class ScalarObserver(Observer, Protocol):
-    """The part of a recording that scalars need."""
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def roots(self) -> Sequence[NamedRoot]: ...
-
-    def hook_failed(self, where: str, error: Exception) -> None:
-        """Count an exception of the recorder's own."""
-
-    def is_disarmed(self, site: str, name: str) -> bool:
-        """Whether a scalar has failed too often, and is disarmed."""
-
-
 class Scalars:
     """The scalars of a recording. Training threads call it."""
 
-    def __init__(self, capture: ScalarObserver) -> None:
-        self._capture = capture
+    def __init__(self, capture: CaptureForHooks, roots: Sequence[Root]) -> None:
+        self.capture = capture
+        self._roots = roots
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
@@ -91,11 +75,11 @@ class Scalars:
             self._is_loss_given = True
             self._losses.clear()
         if keep := self._keep_of_scalar(name):
-            self._record(name, value, keep, self._capture.clock.step, root_name)
+            self._record(name, value, keep, self.capture.clock.step, root_name)
 
     def wants(self, name: str) -> bool:
         """Whether a rule asks for a scalar on this rank, at some step."""
-        return self._capture.selection.rule_set_of_name("scalar", name) != NOTHING
+        return self.capture.selection.rule_set_of_name("scalar", name) != NOTHING
 
     def add_loss(self, value: torch.Tensor) -> None:
         """Take a tensor of one element at which a backward begins: the loss, unless the program gives its own."""
@@ -111,7 +95,7 @@ class Scalars:
             return
         with torch.no_grad():
             held = local.detach().clone() if self._waits_for_loss else local.detach()
-        self._losses.append((self._capture.clock.step, keep, held))
+        self._losses.append((self.capture.clock.step, keep, held))
         if not self._waits_for_loss or len(self._losses) > _MAX_LOSSES:
             self.record_losses()
 
@@ -122,11 +106,11 @@ class Scalars:
             try:
                 self._record(LOSS, value, keep, step, note=_FOUND)
             except Exception as error:
-                self._capture.hook_failed("the loss", error)
+                self.capture.hook_failed("the loss", error)
 
     def _keep_of_scalar(self, name: str) -> int:
-        keep = scalar_keep(self._capture.masks[self._capture.selection.rule_set_of_name("scalar", name)])
-        return 0 if keep and self._capture.is_disarmed("scalar", name) else keep
+        keep = scalar_keep(self.capture.masks[self.capture.selection.rule_set_of_name("scalar", name)])
+        return 0 if keep and self.capture.is_disarmed("scalar", name) else keep
 
     def _record(
         self, name: str, value: Any, keep: int, step: int, root_name: str | None = None, note: str | None = None
@@ -139,26 +123,17 @@ class Scalars:
         repeat = self._repeats.get(name, 0)
         self._repeats[name] = repeat + 1
         if root_name is None:
-            root_name = next((root.name for root in self._capture.roots), "")
+            root_name = next((root.name for root in self._roots), "")
         origin, moment = Origin(root_name, "", "scalar", name), Moment(step, None, "train")
-        self._capture.observe(origin, moment, "forward", 0, repeat, keep, value, note=note)
-
-
-class TapRecording(CaptureForHooks, Protocol):
-    """The part of a recording that taps by hand need."""
-
-    @property
-    def roots(self) -> Sequence[Root]: ...
-
-    def is_disarmed(self, site: str, name: str) -> bool:
-        """Whether a tap has failed too often, and is disarmed."""
+        self.capture.observe(origin, moment, "forward", 0, repeat, keep, value, note=note)
 
 
 class TapsByHand:
     """The taps by hand of a recording. Training threads call it."""
 
-    def __init__(self, capture: TapRecording) -> None:
+    def __init__(self, capture: CaptureForHooks, roots: Sequence[Root]) -> None:
         self._capture = capture
+        self._roots = roots
 
     def record(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
         """Record a tensor by name, and the gradient that arrives at it (under the same key with phase ``backward``)."""
@@ -184,7 +159,135 @@ class TapsByHand:
 
     def _locate(self, module: nn.Module | None) -> tuple[Root | None, str]:
         """Return the root and path of a module; for an unknown module the first root and its top."""
-        for root in self._capture.roots:
+        for root in self._roots:
             if module is not None and (path := root.path_of(module)) is not None:
                 return root, path
-        return (self._capture.roots[0], "") if self._capture.roots else (None, "")
+        return (self._roots[0], "") if self._roots else (None, "")
+
+
+class LossFinder:
+    """Finds the loss, a tensor of one element whose backward is called, and records it as the scalar ``loss``.
+
+    Every backward passes the function with which `torch.autograd` starts its engine; no hook of torch tells what a
+    backward begins from. So that function and `GradScaler.scale` are wrapped until `close`. The wrapper stands aside
+    where dynamo compiles, where a graph is made, inside another backward, and for `torch.autograd.grad`, except for the
+    stages of a pipeline, whose backward may be such a call. It may not read a value, hold a graph, or raise into
+    training.
+    """
+
+    def __init__(self, scalars: Scalars) -> None:
+        self._scalars = scalars
+        self._capture = scalars.capture
+        self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
+        """The losses that `GradScaler` scaled last: the results, and the losses themselves without their graphs."""
+        self._wrapped: list[tuple[Any, str, Any, Any]] = []
+        """The wrapped attributes: owner, name, the function that was there, and our wrapper."""
+        self.look_at_rules()
+
+    def look_at_rules(self) -> None:
+        """Put the wrappers on, where a rule asks for the scalar and they are not on yet."""
+        if self._wrapped or not self._scalars.wants(LOSS):
+            return
+        if hasattr(torch.autograd, _ENGINE):
+            self._wrap(torch.autograd, _ENGINE, self._run)
+        sharded = loaded("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler")
+        for kind in (GradScaler, sharded):
+            if kind is not None and "scale" in vars(kind):
+                self._wrap(kind, "scale", self._scale)
+
+    def _wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        wrapper = functools.wraps(original)(make(original))
+        setattr(owner, name, wrapper)
+        self._wrapped.append((owner, name, original, wrapper))
+
+    def _run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        finder = self
+
+        def run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if finder._capture.is_open:
+                look(outputs, accumulates=kwargs.get("accumulate_grad", False))
+            try:
+                return original(outputs, *args, **kwargs)
+            except BaseException as error:
+                _leave_own_frame_out(error)
+                raise
+
+        def look(outputs: Any, *, accumulates: bool) -> None:
+            try:
+                finder._begins(outputs, accumulates=accumulates)
+            except Exception as error:
+                finder._capture.hook_failed("the loss", error)
+
+        _leave_uncompiled(run, with_callees=False)
+        _leave_uncompiled(look, with_callees=True)
+        return run
+
+    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        finder = self
+
+        def scale(scaler: Any, outputs: Any) -> Any:
+            try:
+                result = original(scaler, outputs)
+            except BaseException as error:
+                _leave_own_frame_out(error)
+                raise
+            if not _is_compiling() and finder._capture.is_open:
+                try:
+                    finder._note(result, outputs)
+                except Exception as error:
+                    finder._capture.hook_failed("the loss", error)
+            return result
+
+        return scale
+
+    def _note(self, scaled: Any, outputs: Any) -> None:
+        """Note what the scaler has made of a loss, or of several."""
+        if isinstance(outputs, torch.Tensor):
+            scaled, outputs = [scaled], [outputs]
+        if not isinstance(outputs, (list, tuple)):
+            return
+        pairs = zip(scaled, outputs, strict=True)
+        self._scaled = [
+            (weakref.ref(result), loss.detach()) for result, loss in pairs if _may_be_loss(loss) and result is not loss
+        ]
+
+    def _begins(self, outputs: Iterable[Any], *, accumulates: bool) -> None:
+        """Record the losses among the tensors at which a backward begins."""
+        capture = self._capture
+        if not accumulates and not capture.is_in_stage:
+            return
+        if torch._C._current_graph_task_id() != -1 or is_traced() or in_functorch():
+            return
+        for tensor in outputs:
+            if _may_be_loss(tensor):
+                unscaled = (loss for result, loss in self._scaled if result() is tensor)
+                self._scalars.add_loss(next(unscaled, tensor))
+        self._scaled = []
+
+    def close(self) -> None:
+        """Take the wrappers off; a wrapper that somebody put around one of ours keeps working through it."""
+        for owner, name, original, wrapper in self._wrapped:
+            if getattr(owner, name) is wrapper:
+                setattr(owner, name, original)
+        self._wrapped.clear()
+        self._scaled = []
+
+
+def _leave_own_frame_out(error: BaseException) -> None:
+    """Take the frame that caught an error of training out of its traceback; a bare `raise` does not put it back."""
+    trace = error.__traceback__
+    error.__traceback__ = None if trace is None else trace.tb_next
+
+
+def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:
+    """Let dynamo run a function uncompiled, where a backward is called between two of its graphs."""
+    dynamo: Any = torch._C._dynamo.eval_frame
+    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
+
+
+def _may_be_loss(value: Any) -> bool:
+    is_one = isinstance(value, torch.Tensor) and value.dim() <= 1 and value.numel() == 1
+    return is_one and value.is_floating_point()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from ..config import Settings
 from ..format.commands import (
     ENDED,
     IN_FORCE,
@@ -38,33 +37,29 @@ from ..taps.graph_rows import TapRows
 from .hooks.root import Root
 
 
-class ChangedRecording(Protocol):
-    """The part of a recording whose rules change."""
-
-    @property
-    def settings(self) -> Settings: ...
-
-    @property
-    def selection(self) -> RuleSelection: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def roots(self) -> Sequence[Root]: ...
-
-    @property
-    def tap_rows(self) -> TapRows: ...
-
-
 class RuleCommands:
     """The commands of one recording that change its rules."""
 
-    def __init__(self, recording: ChangedRecording) -> None:
+    def __init__(
+        self, own: Sequence[Rule], *, selection: RuleSelection, clock: Clock, roots: Sequence[Root], taps: TapRows
+    ) -> None:
+        """Begin without commands.
+
+        Args:
+            own: the rules that the run began with.
+            selection: takes the rules that commands add, and the steps of all rules.
+            clock: tells the current step.
+            roots: the roots of the recording, now and later.
+            taps: the taps of the recording.
+        """
         self.changed: Callable[[], None] = lambda: None
         """Called on the training thread once rules were added."""
-        self._recording = recording
-        self._changes = RuleChanges(recording.settings.rules)
+        self._own = own
+        self._selection = selection
+        self._clock = clock
+        self._roots = roots
+        self._taps = taps
+        self._changes = RuleChanges(own)
         self._told: deque[Command] = deque()
         self._added: set[int] = set()
         """The numbers of commands whose rules the selection has."""
@@ -79,7 +74,7 @@ class RuleCommands:
             Answer(number=one.number, id=one.id, kind=one.kind, state=WAITING, by=one.by, rules=one.rules)
             for one in list(self._told)
         ]
-        answers = self._changes.answers(self._recording.clock.step)
+        answers = self._changes.answers(self._clock.step)
         taken = {answer.number for answer in answers}
         return answers + [answer for answer in told if answer.number not in taken]
 
@@ -94,20 +89,19 @@ class RuleCommands:
                 refused, note = f"{type(error).__name__}: {error}", ""
             self._changes.take(command, step + 1, refused=refused, note=note)
             self._told.popleft()
-            self._recording.selection.reschedule(self._changes.schedules())
+            self._selection.reschedule(self._changes.schedules())
 
     def _add_rules(self, command: Command) -> str:
         """Have selection and modules take the rules of a command; return why that cannot be, or nothing."""
         if command.kind != SET:
             return ""
-        recording = self._recording
         rules = rules_of(command)
         if (problem := self._problem_of_ring(rules)) is not None:
             return problem
         if command.number not in self._added:
             self._added.add(command.number)
-            recording.selection.extend(rules)
-        meant = [(root, one) for root in recording.roots for one in root.modules if one.is_meant_by(rules)]
+            self._selection.extend(rules)
+        meant = [(root, one) for root in self._roots for one in root.modules if one.is_meant_by(rules)]
         if has_compiled_anything() and (lacking := [one.node_path for _, one in meant if one.lacks_hooks()]):
             return (
                 f"something was compiled in this process, and hooks on {_shown(lacking)} would make it compile again; "
@@ -119,9 +113,9 @@ class RuleCommands:
                 f"{_shown([one.node_path for _, one in meant])} is compiled or cannot be called, so that its calls are "
                 "not seen; RECORDER_COMPILED=tap from the start of the run shows what is compiled"
             )
-        for root in recording.roots:
+        for root in self._roots:
             root.reselect(rules)
-        recording.tap_rows.reselect()
+        self._taps.reselect()
         self.changed()
         return ""
 
@@ -129,8 +123,8 @@ class RuleCommands:
         """Return why rules cannot hold values in a ring; None where they need none, or the run's own will do."""
         if (wanted := ring_window(rules)) is None:
             return None
-        window = ring_window(self._recording.settings.rules)
-        if window is None or not self._recording.selection.has_ring:
+        window = ring_window(self._own)
+        if window is None or not self._selection.has_ring:
             return "keep=ring needs a ring, which this run does not have from its start on; keep=tensor writes at once"
         if wanted != window:
             return f"the ring of this run has before={window.before} after={window.after}, and there is one ring"
@@ -142,7 +136,7 @@ class RuleCommands:
             return ""
         rules = rules_of(command)
         is_of_modules = all(site in OF_CALLS for rule in rules for site in rule.site)
-        meant = any(one.is_meant_by(rules) for root in self._recording.roots for one in root.modules)
+        meant = any(one.is_meant_by(rules) for root in self._roots for one in root.modules)
         return "it selects no module of this rank" if is_of_modules and not meant else ""
 
 

@@ -29,8 +29,8 @@ from ..capture.core import Capture
 from ..capture.hooks import callbacks
 from ..capture.hooks.discovery import Discovery
 from ..capture.hooks.root import Root
-from ..capture.loss import LossFinder
 from ..capture.optimizer import OptimizerHooks, last_step
+from ..capture.program_values import LossFinder
 from ..capture.staging.pool import Pool, default_capacity_bytes
 from ..config import Loaded
 from ..format.commands import PAUSE, RESUME, SET, UNDO
@@ -290,7 +290,7 @@ class Recorder:
             ),
         )
         self._optimizers = OptimizerHooks(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
-        self._loss = LossFinder(self.capture)
+        self._loss = LossFinder(self.capture.scalars)
         rule_commands = self.capture.rule_commands
         rule_commands.changed = self._loss.look_at_rules
         for kind in (SET, UNDO, PAUSE, RESUME):

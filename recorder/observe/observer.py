@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -63,34 +63,3 @@ class MaskByRuleSet(Protocol):
     """Bits of KEEP_* by rule set."""
 
     def __getitem__(self, rule_set: int, /) -> int: ...
-
-
-class ModuleRows(Protocol):
-    """A module under hooks: its parameters and buffers by name, and the rows that they become."""
-
-    @property
-    def root_name(self) -> str: ...
-
-    @property
-    def node_path(self) -> str: ...
-
-    def own(self, kind: str) -> Iterator[tuple[str, Any]]:
-        """Yield the module's own ``_parameters`` or ``_buffers`` by name."""
-
-    def keeps(self, site: str) -> bool:
-        """Whether anything of a site may be kept at this step."""
-
-    def record(
-        self,
-        site: str,
-        name: str,
-        tensor: torch.Tensor,
-        moment: Moment,
-        phase: str,
-        repeat: int,
-        *,
-        scope: str | None = None,
-        chunk: Chunk | None = None,
-        note: str | None = None,
-    ) -> None:
-        """Record one named tensor of the module where a rule selects it."""

@@ -25,20 +25,75 @@ from ...system.log import Events
 from ...taps.graphs import in_functorch, is_traced
 from ...taps.module_taps import is_tapped
 from ..aliases import WRAPPED, Aliases, made_of, wrapped
+from ..groups import ModelParallel
 
 
-class Loses(Protocol):
-    """Counts a value as lost where even the handling of an error fails."""
+class RootCalls(threading.local):
+    """The calls of roots that this thread is inside of."""
+
+    depth = 0
+    outermost: Any = None
+    """The `Root` of the outermost call, or of the last one."""
+
+
+class CaptureForHooks(Observer, Protocol):
+    """The part of `Capture` that hooks, roots, scalars and taps by hand need. Training threads call it."""
+
+    is_in_stage: bool
+    """Whether the current or last call of a root is that of a pipeline stage."""
+    has_seen_forward: bool
+    """Whether a root was ever seen to run with gradients; under compile its hooks may be compiled away."""
 
     @property
-    def lost(self) -> Callable[[], object]: ...
+    def settings(self) -> Settings: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def events(self) -> Events: ...
+
+    @property
+    def root_calls(self) -> RootCalls: ...
+
+    @property
+    def aliases(self) -> Aliases: ...
+
+    @property
+    def every_call_is_a_step(self) -> bool:
+        """True in inference, where no optimizer counts the steps."""
+
+    @property
+    def is_step_in_force(self) -> bool:
+        """Whether `step_changed` has run to its end for this step."""
+
+    def step_changed(self) -> None:
+        """Work out what is kept at the new step."""
+
+    def call_begins(self) -> None:
+        """Let stagers hand over what has arrived, as a call of a root begins."""
+
+    def forward_without_root(self) -> None:
+        """Move the step with a module that runs, where no root was ever seen to run."""
+
+    def pause(self) -> None:
+        """Keep nothing until `resume`."""
+
+    def resume(self) -> None:
+        """Keep what the rules select."""
+
+    def hook_failed(self, where: str, error: Exception) -> None:
+        """Count an exception of the recorder's own."""
+
+    def is_disarmed(self, site: str, name: str) -> bool:
+        """Whether a tap or a scalar has failed too often, and is disarmed."""
 
 
 class CalledModule(Protocol):
-    """The methods that the hooks of a module call."""
+    """The part of `HookedModule` that the hooks on a module call."""
 
     @property
-    def capture(self) -> Loses: ...
+    def capture(self) -> CaptureForHooks: ...
 
     @property
     def module(self) -> Callable[[], nn.Module | None]:
@@ -52,10 +107,22 @@ class CalledModule(Protocol):
 
 
 class CalledRoot(Protocol):
-    """The methods that the hooks of a root call."""
+    """The part of `Root` that hooks and hooked modules call."""
 
     @property
-    def capture(self) -> Loses: ...
+    def capture(self) -> CaptureForHooks: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model_parallel(self) -> ModelParallel | None: ...
+
+    def slice_now(self) -> tuple[Slice, str]:
+        """Return the slice and phase of a value that is seen now."""
+
+    def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
+        """Whether a slice uses a parameter for the first time, at the module and name that it is recorded under."""
 
     def is_entry(self, module: nn.Module) -> bool:
         """Whether the module is one whose outermost calls are calls of the root; a copy of it is another module."""
@@ -192,7 +259,7 @@ class GradientArrives:
 
     def __init__(
         self,
-        capture: Observer,
+        capture: CaptureForHooks,
         origin: Origin,
         moment: Moment,
         call: int,
@@ -258,7 +325,7 @@ class GradientSeen:
 
 
 def watch_gradient(
-    capture: Observer,
+    capture: CaptureForHooks,
     tensor: torch.Tensor,
     origin: Origin,
     moment: Moment,
@@ -295,7 +362,7 @@ def watch_gradient(
 
 
 def watch_argument_gradient(
-    capture: Observer, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int, repeat: int
+    capture: CaptureForHooks, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int, repeat: int
 ) -> None:
     """Record the gradient of a DTensor argument; if it was made for one module, that of the tensor it was made of."""
     source = made_of(tensor)
@@ -306,58 +373,3 @@ def watch_argument_gradient(
     hook = GradientArrives(capture, origin, moment, call, keep, repeat=repeat)
     hook.chunk = chunk
     node.register_prehook(lambda gradients: hook(gradients[number]))
-
-
-class RootCalls(threading.local):
-    """The depth of this thread inside calls of roots."""
-
-    depth = 0
-    outermost: Any = None
-    """The `Root` of the outermost call, or of the last one."""
-
-
-class CaptureForHooks(Observer, Protocol):
-    """The part of a recording that its roots need; training thread."""
-
-    is_in_stage: bool
-    """Whether the current or last call of a root is that of a pipeline stage."""
-    has_seen_forward: bool
-    """Whether a root was ever seen to run with gradients; under compile its hooks may be compiled away."""
-
-    @property
-    def settings(self) -> Settings: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def events(self) -> Events: ...
-
-    @property
-    def root_calls(self) -> RootCalls: ...
-
-    @property
-    def aliases(self) -> Aliases: ...
-
-    @property
-    def every_call_is_a_step(self) -> bool:
-        """True in inference, where no optimizer counts the steps."""
-
-    @property
-    def is_step_in_force(self) -> bool:
-        """Whether `step_changed` has run to its end for this step."""
-
-    def step_changed(self) -> None:
-        """Work out what is kept at the new step."""
-
-    def call_begins(self) -> None:
-        """Let stagers hand over what has arrived, as a call of a root begins."""
-
-    def forward_without_root(self) -> None:
-        """Move the step with a module that runs, where no root was ever seen to run."""
-
-    def pause(self) -> None:
-        """Keep nothing until `resume`."""
-
-    def resume(self) -> None:
-        """Keep what the rules select."""

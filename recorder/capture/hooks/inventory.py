@@ -20,14 +20,12 @@ import torch
 from torch import nn
 
 from ...observe import tree
-from ...observe.observer import ModuleRows
 from ...sites import SITES
 from ...system.text import listed
 from ...taps.instrument import has_scripted_tap
 from ...taps.module_taps import Where
 from ..dtensors import is_dtensor
 from . import callbacks
-from .callbacks import CaptureForHooks
 from .module import HookedModule
 from .parameter_rows import FlatParameter
 
@@ -45,14 +43,8 @@ _HIDDEN = {
 """The warnings of modules whose calls nobody sees, each of which is given once."""
 
 
-class DescribedRoot(Protocol):
+class DescribedRoot(callbacks.CalledRoot, Protocol):
     """The part of a root that its inventory needs."""
-
-    @property
-    def capture(self) -> CaptureForHooks: ...
-
-    @property
-    def name(self) -> str: ...
 
     @property
     def modules(self) -> list[HookedModule]: ...
@@ -286,7 +278,7 @@ Ties = dict[str, dict[str, str]]
 """The full name under which a tied parameter is recorded, by module path and by its name there."""
 
 
-def find_ties(modules: Iterable[ModuleRows], flats: Iterable[FlatParameter]) -> Ties:
+def find_ties(modules: Iterable[HookedModule], flats: Iterable[FlatParameter]) -> Ties:
     """Return the second and further names of parameters; rows have the first name in the order of modules."""
     ties: Ties = {}
     first_names: dict[int, str] = {}

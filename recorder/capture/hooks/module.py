@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,31 +23,10 @@ from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..dtensors import is_dtensor
-from ..groups import ModelParallel
 from ..local_values import requires_gradient
 from . import callbacks
-from .callbacks import CaptureForHooks, watch_argument_gradient, watch_gradient
+from .callbacks import watch_argument_gradient, watch_gradient
 from .calls import record_call
-
-
-class RootOfModule(Protocol):
-    """The part of a root that a module under hooks needs."""
-
-    @property
-    def capture(self) -> CaptureForHooks: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def model_parallel(self) -> ModelParallel | None: ...
-
-    def slice_now(self) -> tuple[Slice, str]:
-        """Return the slice and phase of a value that is seen now."""
-
-    def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
-        """Whether a slice uses a parameter for the first time, at the module and name that it is recorded under."""
-
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
 """A call of a module: its slice, its phase, its number, and of its new graph what `Slice.new_graph` says."""
@@ -86,7 +65,7 @@ class HookedModule:
         "rule_sets",
     )
 
-    def __init__(self, root: RootOfModule, node: tree.Node, *, wants_hooks: bool) -> None:
+    def __init__(self, root: callbacks.CalledRoot, node: tree.Node, *, wants_hooks: bool) -> None:
         self.capture = root.capture
         self.root = root
         self.root_name = root.name

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ...observe.observer import ModuleRows
 from ...records import Chunk, Moment
 from ...system.processes import loaded
 from ..dtensors import chunk_of, compact, dtensor_chunk, localized_chunk, merged_notes, written_ranks
 from ..groups import FSDP1, fsdp1_ranks
+from .module import HookedModule
 
 _NAME = "_flat_param"
 """FSDP1's name for a flat parameter."""
@@ -57,7 +57,7 @@ class ModuleParameter:
 
     __slots__ = ("_module", "_name", "reference")
 
-    def __init__(self, parameter: torch.Tensor, hooked: ModuleRows, name: str) -> None:
+    def __init__(self, parameter: torch.Tensor, hooked: HookedModule, name: str) -> None:
         self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
         self._module = hooked
         self._name = name
@@ -97,7 +97,7 @@ class ModuleParameter:
 class OriginalSlice(NamedTuple):
     """An original parameter within a flat one."""
 
-    hooked: ModuleRows
+    hooked: HookedModule
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -147,7 +147,7 @@ class FlatParameter:
     Its tensors (values, gradient, optimizer state) become a row for each original parameter.
     """
 
-    def __init__(self, wrapper: Any, module_of: Callable[[nn.Module], ModuleRows | None]) -> None:
+    def __init__(self, wrapper: Any, module_of: Callable[[nn.Module], HookedModule | None]) -> None:
         """Read the metadata of a wrapper that has a handle.
 
         Args:
@@ -315,7 +315,7 @@ class OriginalParameter:
 
 
 def find_flat_parameters(
-    wrappers: Sequence[nn.Module], module_of: Callable[[nn.Module], ModuleRows | None]
+    wrappers: Sequence[nn.Module], module_of: Callable[[nn.Module], HookedModule | None]
 ) -> Iterator[FlatParameter]:
     """Yield the flat parameters of FSDP1 wrappers among some modules."""
     kind = loaded(*FSDP1)
