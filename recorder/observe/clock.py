@@ -1,7 +1,8 @@
-"""Clocks for the time of a value: the step, and within it the slice of a root's forward and backward.
+"""Clocks that give a value its time: the step, and within the step the slice of a root's forward and backward.
 
-`step` counts attempted steps of one optimizer and advances at the first forward with gradients after it; a slice ends
-when a gradient has arrived at an output of it and the root is called again. Nothing here may touch a device.
+`step` counts the attempted steps of one optimizer. It advances at the first forward with gradients after such a step. A
+slice ends when a gradient has arrived at an output of the slice and the root is called again. Nothing here may touch a
+device.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from ..records import Moment
 
 
 class Slice:
-    """One forward of a root, or several before a backward; `micro_step` numbers the slices of a step.
+    """One forward of a root, or several forwards before a backward; `micro_step` numbers the slices of a step.
 
-    What makes keys of rows unique within a slice is counted here and not where values are seen: a program goes to and
-    fro between the slices of a step, as from training to `no_grad` and back. `key` names one module or one tap.
+    A slice counts the calls of modules and taps, so that rows have unique keys. The counts are kept here and not where
+    values are seen, because a program goes to and fro between the slices of a step, as from training to `no_grad` and
+    back. In the methods, `key` names one module or one tap.
     """
 
     __slots__ = ("_calls", "_graphless", "has_gradient", "moment", "used")
@@ -28,9 +30,9 @@ class Slice:
         self.used: set[int] = set()
         """The ids of parameters that the slice has used, whose local gradients are awaited."""
         self._calls: dict[str, dict[Hashable, int]] = {"forward": {}, "recompute": {}}
-        """The number of calls so far, by phase and key."""
+        """For each phase, the number of calls so far by key."""
         self._graphless: dict[Hashable, dict[int, int]] = {}
-        """By key, the forward calls that made no graph, each with the number of recomputes that have made its graph."""
+        """For each key, the forward calls that made no graph, with the number of recomputes that made it later."""
 
     def enter(self, phase: str, key: Hashable) -> int:
         """Count a call that begins, and return its number."""
@@ -42,8 +44,9 @@ class Slice:
     def new_graph(self, phase: str, key: Hashable, call: int, *, with_grad: bool) -> tuple[int, int] | None:
         """Return the call and the repeat of the gradients that a call's new graph will have; None without a new graph.
 
-        A forward under `no_grad`, as a reentrant checkpoint's, makes none: the recompute does, and its gradients have
-        the number of the forward. Another checkpoint's recompute gets the inputs of the forward, which are watched.
+        A forward under `no_grad`, as in a reentrant checkpoint, makes no graph. Its recompute makes the graph, and the
+        gradients of that graph have the number of the forward. The recompute of a checkpoint that is not reentrant gets
+        the inputs of the forward, whose gradients are recorded already.
         """
         if phase == "forward":
             if with_grad:
@@ -61,7 +64,7 @@ class Slice:
 
 
 class Clock:
-    """The current step, which the training thread writes and any thread reads."""
+    """The current step. The training thread writes it, and any thread reads it."""
 
     __slots__ = ("_has_stepped", "is_by_hand", "source", "step")
 
@@ -72,11 +75,11 @@ class Clock:
         self._has_stepped = False
 
     def optimizer_stepped(self) -> None:
-        """Note that the optimizer that counts steps has attempted one."""
+        """Note that the optimizer whose steps count has attempted a step."""
         self._has_stepped = True
 
     def advance_if_stepped(self) -> bool:
-        """Move to the next step if the optimizer has stepped, as a training forward begins; return whether it moved."""
+        """Move to the next step if the optimizer has stepped; return whether the step moved. A forward begins."""
         if not self._has_stepped or self.is_by_hand:
             return False
         self._has_stepped = False
@@ -84,7 +87,7 @@ class Clock:
         return True
 
     def name(self, step: int) -> None:
-        """Take the step that the user names; from now on only the user moves it."""
+        """Take the step that the user names; from now on only the user moves the step."""
         self.is_by_hand = True
         self.source = "user"
         self.step = step
@@ -101,7 +104,7 @@ class RootClock:
         self._by_micro_batch: dict[int, Slice] = {}
         """The latest slice of each micro-batch of a pipeline stage, whose backward comes after other forwards."""
         self._trained_mode: str | None = None
-        """The mode of the first forward that a gradient came back to."""
+        """The mode of the first slice at which a gradient arrived; None before."""
         self._latest: Slice | None = None
         self.active: Slice | None = None
         """The slice of the call of the root that is running, or None between calls."""
@@ -115,14 +118,14 @@ class RootClock:
         is_first_call: bool,
         micro_batch: int | None = None,
     ) -> None:
-        """Begin a call of the root, which may move the step.
+        """Begin a call of the root. The step may move here.
 
         Args:
             with_grad: whether gradients are enabled.
-            training: the training flag of the module that the root is, inside any wrapper.
+            training: the training flag of the root's module, inside any wrapper.
             every_call_is_a_step: True where there is no optimizer.
             is_first_call: True for the first call of the root.
-            micro_batch: the number of the micro-batch that a pipeline stage runs; each is a slice.
+            micro_batch: the number of the micro-batch that a pipeline stage runs; each micro-batch is a slice.
         """
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1
@@ -132,7 +135,7 @@ class RootClock:
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
             first, latest = Moment(self._clock.step, 0, mode), self._latest
-            # A recompute may have come before any forward, as where a pipeline tries a stage; its calls are counted.
+            # A recompute may have come before any forward, as where a pipeline tries a stage: go on in its slice.
             current = latest if latest is not None and latest.moment == first else Slice(first)
         elif micro_batch is not None or (current.has_gradient and mode != "no_grad"):
             current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
@@ -143,7 +146,7 @@ class RootClock:
                 self._by_micro_batch[micro_batch] = current
 
     def begin_trial(self) -> None:
-        """Begin a call of the root that is no part of training, with a slice of its own."""
+        """Begin a call of the root that is no part of training. The call gets a slice of its own."""
         self.active = Slice(Moment(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
@@ -157,7 +160,7 @@ class RootClock:
         self.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
-        """Return the slice of a submodule's call: the running one, or between calls of the root its mode's latest."""
+        """Return the slice of a submodule's call: the running slice, or between calls of the root the mode's latest."""
         if self.active is not None:
             return self.active
         mode = _mode(with_grad, training)
@@ -169,7 +172,7 @@ class RootClock:
         return current
 
     def recomputed(self, micro_batch: int | None = None) -> Slice:
-        """Return the slice that a recompute in a backward belongs to: its micro-batch's where known, or the latest."""
+        """Return the slice of a recompute in a backward: that of the micro-batch where it is known, else the latest."""
         if micro_batch is not None and micro_batch in self._by_micro_batch:
             return self._by_micro_batch[micro_batch]
         if self._latest is None:
@@ -178,7 +181,7 @@ class RootClock:
 
 
 def _is_for_saved_tensors() -> bool:
-    """Whether a checkpoint that is not reentrant recomputes: only what the forward's own graph saves."""
+    """Whether a checkpoint that is not reentrant recomputes what the forward's own graph saves."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 

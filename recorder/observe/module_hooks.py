@@ -23,7 +23,7 @@ _DYNAMO_KNOWS_THE_ORDER = torch.__version__ >= "2.13"
 
 
 class Hook:
-    """A callable of the recorder that torch holds; copies of it do nothing."""
+    """A callable of the recorder that torch holds; a copy of the callable does nothing."""
 
     __slots__ = ()
     _why_not_scripted = (
@@ -39,21 +39,17 @@ class Hook:
         return str(type(self).__qualname__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _inert()
+        return contextlib.nullcontext().__exit__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def _inert() -> Callable[..., None]:
-    return contextlib.nullcontext().__exit__
-
-
 def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
     """Register a hook of a module under a number that only this process uses; return torch's handle.
 
-    A pickle of the module keeps the numbers, and which of them take kwargs or are always called. A process that loads
-    it counts from 0: one of its own hooks with our number would be called as ours was.
+    A pickle of the module keeps the numbers of hooks, and which numbers take kwargs or are always called. A process
+    that loads the pickle numbers its own hooks from 0: one of them with our number would be called as our hook was.
     """
     handle = register(hook, **options)
     theirs, handle.id = handle.id, _FIRST_NUMBER + handle.id
@@ -68,8 +64,8 @@ def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
 def keep_first(registered: dict[int, Any]) -> None:
     """Make a hook that was registered with ``prepend`` the first entry of its dict for dynamo, too.
 
-    Dynamo of torch 2.9 counts entries in the order in which they were added: it looks in one hook for what it read from
-    another, and fails to compile.
+    Dynamo of torch 2.9 counts the entries in the order in which they were added. It then looks in one hook for what it
+    read from another hook, and fails to compile.
     """
     if not _DYNAMO_KNOWS_THE_ORDER:
         others = list(registered.items())[1:]
@@ -81,9 +77,9 @@ def keep_first(registered: dict[int, Any]) -> None:
 
 
 def has_compiled(module: nn.Module, wrapper: nn.Module) -> bool:
-    """Whether dynamo holds code for a compiled module already, made without hooks that are put on it now.
+    """Whether dynamo holds code for a compiled module already, made without the hooks that are put on it now.
 
-    For torch's own classes dynamo compiles a function around the forward, which all of them share.
+    For torch's own classes dynamo compiles a function around the forward that all of these classes share.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is None:
@@ -102,7 +98,7 @@ def has_compiled_anything() -> bool:
 
 
 def is_compiled_already(model: nn.Module) -> bool:
-    """Whether dynamo has made code of a forward in this model, which no hook can enter any more."""
+    """Whether dynamo has compiled a forward in this model already, so that no hook can enter the code any more."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is None:
         return False

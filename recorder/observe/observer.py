@@ -1,4 +1,4 @@
-"""Protocols: what hooks and taps need of a recording, and of the module that they are on."""
+"""The part of a recording that hooks and taps need, as protocols."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Observer(Protocol):
 
     @property
     def masks(self) -> MaskByRuleSet:
-        """Bits of KEEP_* by rule set at the current step; all of them are 0 while nothing is kept."""
+        """The bits of KEEP_* of each rule set at the current step; all bits are 0 while nothing is kept."""
 
     @property
     def is_open(self) -> bool:
@@ -31,7 +31,7 @@ class Observer(Protocol):
 
     @property
     def lost(self) -> Callable[[], object]:
-        """A function that numbers a value which is neither put nor dropped. It needs no stack and no memory."""
+        """A function that numbers a value that is neither put nor dropped. It needs no stack and no memory."""
 
     def keep_of(self, rule_set: int, call: int) -> int:
         """Return bits of KEEP_* for a rule set at this step and call."""
@@ -60,6 +60,6 @@ class Observer(Protocol):
 
 
 class MaskByRuleSet(Protocol):
-    """Bits of KEEP_* by rule set."""
+    """The bits of KEEP_* of each rule set."""
 
     def __getitem__(self, rule_set: int, /) -> int: ...

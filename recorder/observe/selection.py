@@ -34,7 +34,7 @@ _MAX_COMPARED = 2000
 
 
 class RuleSelection:
-    """All sets of rules that modules use, and what each keeps at the current step."""
+    """All sets of rules that modules use, and what each set keeps at the current step."""
 
     def __init__(self, rules: Sequence[Rule], rank: int) -> None:
         self._rank = rank
@@ -48,20 +48,20 @@ class RuleSelection:
         self._members: list[tuple[int, ...]] = [()]
         self._class_names: dict[str, None] = {}
         self.masks: list[int] = [0]
-        """Bits of KEEP_* by rule set, at the current step; index 0 is always 0."""
+        """The bits of KEEP_* of each rule set at the current step; those of rule set 0 are always 0."""
         self.limited: set[int] = set()
-        """Rule sets whose mask also depends on the call; `mask_at_call` tells."""
+        """The rule sets whose mask also depends on the call; `mask_at_call` returns the mask of a call."""
         self._by_name: set[int] = set()
-        """Rule sets that select some names and not others."""
+        """The rule sets that select some names and not others."""
         self._first_calls: dict[tuple[int, int], int] = {}
         """Masks at the first calls of a slice at the current step, by rule set and call."""
         self.has_ring = False
-        """Whether there is memory for values that wait for a trigger; else rules keep none of them in a ring."""
+        """Whether there is memory for values that wait for a trigger; without it rules keep no value in a ring."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
         self.extend(rules)
 
     def extend(self, rules: Sequence[Rule]) -> None:
-        """Add rules behind those that are there; modules take them once they ask for their `rule_sets` again."""
+        """Add rules behind the present rules. Modules take the new rules once they ask for their `rule_sets` again."""
         self._rules = (*self._rules, *rules)
         self._on_rank += [self._rank in rule.rank for rule in rules]
         self._takes_all += [rule.module == rule.cls == ANY and not rule.leaf for rule in rules]
@@ -70,7 +70,7 @@ class RuleSelection:
         self._limits_calls += [rule.call != EVERY for rule in rules]
 
     def reschedule(self, schedules: Sequence[Schedule]) -> None:
-        """Give every rule other steps, in order; they count from the next `at_step` on."""
+        """Give every rule other steps, in the order of the rules. The steps count from the next `at_step` on."""
         self._rules = tuple(
             rule if rule.steps is steps else replace(rule, steps=steps)
             for rule, steps in zip(self._rules, schedules, strict=True)
@@ -84,10 +84,10 @@ class RuleSelection:
     def rule_sets(
         self, module_path: str, class_name: str, is_leaf: bool, *, is_callable: bool = True
     ) -> Mapping[str, int]:
-        """Return, by site, the rules that can select anything of a module; the rank clause does not count.
+        """Return for each site the rules that can select a value of a module; the rank clause does not count.
 
-        Modules that the same rules match share the answer: a model may have many thousands of them. A module that is
-        not callable has parameters and buffers only.
+        Modules that the same rules match share the answer, because a model may have many thousands of modules. A module
+        that is not callable has parameters and buffers only.
         """
         self._class_names[class_name] = None
         matching = tuple(
@@ -120,12 +120,12 @@ class RuleSelection:
         return any(self._rules[i].keep & KEEP_UNITS for i in self._members[rule_set])
 
     def unit_dim(self, rule_set: int) -> int | None:
-        """Return the dim along which a rule of the set has units; None where none says so."""
+        """Return the dim along which a rule of the set has units; None where no rule names a dim."""
         dims = (self._rules[i].unit_dim for i in self._members[rule_set])
         return next((dim for dim in dims if dim is not None), None)
 
     def rule_set_of_name(self, site: str, name: str) -> int:
-        """Return the rules that select a tap or a scalar, which belongs to no module."""
+        """Return the rules that select a tap or a scalar; neither belongs to a module."""
         return self.narrow(self.rule_sets("", "", False)[site], name)
 
     def _intern(self, members: tuple[int, ...]) -> int:
@@ -166,7 +166,7 @@ class RuleSelection:
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
 
     def num_ring_steps(self, first: int, num_steps: int) -> int:
-        """Return at how many of the steps from `first` on a rule keeps values in the ring on this rank."""
+        """Return at how many of `num_steps` steps from `first` on a rule keeps values in the ring on this rank."""
         schedules = {
             rule.steps
             for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
@@ -201,7 +201,11 @@ class RuleSelection:
         return problems
 
     def without_parameters(self, modules: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a sentence for each rule of parameters alone whose modules, of these, hold none of their own."""
+        """Return a sentence for each rule of parameters alone that chooses only modules without their own parameters.
+
+        Args:
+            modules: the manifest's entries of the modules of a model.
+        """
         problems = []
         for rule in self._rules:
             if not set(OF_PARAMETERS).issuperset(rule.site) or rule.leaf:
@@ -216,7 +220,7 @@ class RuleSelection:
         return problems
 
     def for_no_rank(self, world_size: int) -> list[str]:
-        """Return a sentence if no rule is for a rank of this run; some may be for a run with more ranks."""
+        """Return a sentence if no rule is for a rank of this run; a rule may be for a run with more ranks."""
         if any(rank in rule.rank for rule in self._rules for rank in range(world_size)):
             return []
         ranks = "the only rank is 0" if world_size == 1 else f"the ranks are 0 to {world_size - 1}"
@@ -229,7 +233,7 @@ def _written(rule: Rule) -> str:
 
 
 def scalar_keep(mask: int) -> int:
-    """Return what is kept of a scalar: its value is its 0-dim payload, with an equal mean."""
+    """Return what is kept of a scalar: its value as a payload without dims, and statistics, whose mean is the value."""
     return KEEP_TENSOR | KEEP_STATS if mask else 0
 
 
@@ -242,11 +246,11 @@ def unit_dim_of(selection: RuleSelection, rule_set: int, module: nn.Module | Non
     """Return the dim along which a value has units; a negative one counts from the last.
 
     Args:
-        selection: of the recording.
-        rule_set: the rules that select the value; what one of them says of the dim is what counts.
-        module: that the value belongs to, where it is known.
-        site: of the value.
-        name: of the value.
+        selection: the rules of the recording.
+        rule_set: the rules that select the value; a dim that one of these rules names is taken.
+        module: the module that the value belongs to, where it is known.
+        site: the site of the value.
+        name: the name of the value.
     """
     if not selection.keeps_units(rule_set):
         return LAST
@@ -257,7 +261,7 @@ def unit_dim_of(selection: RuleSelection, rule_set: int, module: nn.Module | Non
 
 
 def _of_state(module: nn.Module | None, name: str) -> int:
-    """Return the dim of the units of a parameter, its gradient, a buffer or the optimizer's state of it."""
+    """Return the dim of the units of a parameter, of its gradient or optimizer state, or of a buffer."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm)):
         return LAST
     if isinstance(module, _ConvTransposeNd) and name.partition(".")[0] == "weight":
@@ -266,7 +270,7 @@ def _of_state(module: nn.Module | None, name: str) -> int:
 
 
 def _of_values(module: nn.Module | None) -> int:
-    """Return the dim of the units of an input, an output or a gradient of one of these."""
+    """Return the dim of the units of an input, of an output, or of the gradient of an input or output."""
     if isinstance(module, _ConvNd):
         return -1 - len(module.kernel_size)  # counted from the last: a batch of one may come without its dim
     if isinstance(module, (_NormBase, nn.GroupNorm)):

@@ -1,7 +1,7 @@
-"""The module tree as a recording names it: canonical paths, one module a path, and the names of nested values.
+"""The module tree as a recording names it: a canonical path for each module, and the names of nested values.
 
-A path is what ``named_modules()`` yields without the parts that wrappers add, so that a module has the same path in a
-plain, DDP, FSDP, compiled or checkpointed run. Nothing here may run a module or read a tensor's values.
+A path is the name that ``named_modules()`` yields, without the parts that wrappers add. So a module has the same path
+in a plain, DDP, FSDP, compiled or checkpointed run. Nothing here may run a module or read a tensor's values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ _WRAPPERS = {
 }  # fmt: skip
 _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
-"""Levels of root_calls that are searched for tensors; deeper is a cycle or a mistake."""
+"""The levels of nesting that are searched for tensors; a deeper nest is a cycle or a mistake."""
 _MAX_OBJECTS_DEEP = 3
-"""Plain objects inside one another, as in a cache of two caches of layers; a deeper nest is a program, not data."""
+"""The most plain objects inside one another that are searched, as in a cache of two caches of layers; a deeper nest is
+a program, not data."""
 _MAX_ENTERED = 4096
-"""Containers of one value after which objects are not searched any more; entries of a container that is searched."""
+"""The most containers of one value before objects are no longer searched, and the most entries of a container inside an
+object that is searched."""
 _NO_DATA = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
 _NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
 """Packages whose objects hold no data, such as the proxies of a symbolic trace."""
@@ -40,7 +42,7 @@ class Node:
     module: nn.Module
     """The module that hooks go on: the innermost module of this path, or the compile wrapper around it."""
     owner: nn.Module
-    """The innermost module, which holds parameters and buffers."""
+    """The module inside all wrappers of this path. It holds the parameters and buffers."""
     class_name: str
     is_leaf: bool
     is_callable: bool
@@ -65,7 +67,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def source_line(module: nn.Module) -> str | None:
-    """Return ``file:line`` of the class's forward, or None where it is no Python code."""
+    """Return ``file:line`` of the forward of a module's class, or None where the forward is no Python code."""
     code = getattr(inspect.unwrap(_forward(module)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
@@ -84,7 +86,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _hidden(module: nn.Module, above: Node | None) -> str | None:
-    """Return why calls of a module cannot be seen, where its kind tells."""
+    """Return why calls of a module cannot be seen, where the kind of the module tells; else None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted" if _has_forward(module) else None
     in_graph = above is not None and (above.hidden == "inlined" or isinstance(above.owner, torch.fx.GraphModule))
@@ -105,9 +107,9 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """Return the module whose training flag is the model's: the one that wrappers wrap, as they need not follow it.
+    """Return the module inside all wrappers. Its training flag is the model's; wrappers need not follow the flag.
 
-    An engine whose class is not known here counts as a wrapper if a child ``module`` is all that it has.
+    An engine whose class is not known here counts as a wrapper if a child ``module`` is all that the engine has.
     """
     while True:
         name = _inner_name(model)
@@ -132,7 +134,7 @@ def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False)
 
     Args:
         model: the module whose path is empty.
-        skips: whether a module is left out, with all that is below it.
+        skips: returns whether a module is left out, with all modules below it.
     """
     nodes: list[Node] = []
     seen: dict[int, Node] = {}
@@ -169,9 +171,10 @@ def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False)
 def tensor_leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor inside nested containers with its path, such as ``0.hidden``; a bare tensor keeps ``name``.
 
-    Tuples, lists, dicts, named tuples, dataclasses and registered pytree nodes are entered, each container once:
-    parents that know their children and children that know their parents would make paths without end. Other objects,
-    such as a batch of images or a cache of keys and values, are searched by their attributes, a few objects deep.
+    Tuples, lists, dicts, named tuples, dataclasses and registered pytree nodes are entered. Each container is entered
+    once, because parents that know their children and children that know their parents would make paths without end.
+    Other objects, such as a batch of images or a cache of keys and values, are searched by their attributes, a few
+    objects deep.
     """
     if isinstance(value, torch.Tensor):
         yield name, value
@@ -245,7 +248,7 @@ def _holds_no_data(cls: type) -> bool:
 
 
 class Signature:
-    """Names the arguments of one module's forward as its signature does."""
+    """The names of the arguments of one module's forward, as the forward's signature has them."""
 
     __slots__ = ("_first", "_positional", "_rest")
 
