@@ -1,9 +1,9 @@
 """Learns the chunks of plain tensors inside tensor parallel regions from DTensors that share their memory.
 
-A tensor that a parallel style made local has its DTensor in its graph. A tensor that another module takes as the local
-part of a DTensor is known a moment later, so records wait for that, a few at a time. Identity is a weak reference to
-the tensor that owns the memory, never an address. Nothing here may copy, issue a collective, or keep a tensor or a mesh
-alive.
+A tensor that a parallel style made local has its DTensor in its graph. Where the next module takes a tensor as the
+local part of a DTensor, the chunk is known a moment later, so a few records wait for it. Memory is recognised by a weak
+reference to the tensor that owns it, never by an address. Nothing here may copy, issue a collective, or keep a tensor
+or a mesh alive.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MAX_WAITING = 16
 
 
 class _KnownMemory(NamedTuple):
-    """A local tensor's memory, and the global tensor of which it is a chunk."""
+    """The memory of a local tensor, and the global tensor whose chunk the local tensor is."""
 
     owner: Any
-    """A weak reference to the tensor that owns the memory, and is no view of another."""
+    """A weak reference to the tensor that owns the memory; that tensor is no view of another tensor."""
     start: Any
     shape: torch.Size
     strides: tuple[int, ...]
@@ -39,7 +39,7 @@ class _KnownMemory(NamedTuple):
 
 
 class HasChunk(Protocol):
-    """A hook on a gradient that takes the gradient's chunk once it is known."""
+    """A hook on a gradient that takes the gradient's chunk once the chunk is known."""
 
     chunk: Chunk | None
 
@@ -61,7 +61,7 @@ class Waiting:
 
 
 class Aliases:
-    """Memory of recent DTensors, and tensors that wait for the DTensor of which they may be a chunk."""
+    """The memory of recent DTensors, and the plain tensors that wait for a DTensor with the same memory."""
 
     def __init__(self, put: Callable[[Staged], None]) -> None:
         self._put = put
@@ -69,7 +69,7 @@ class Aliases:
         self._waiting: deque[Waiting] = deque()
 
     def saw(self, tensor: Any) -> None:
-        """Take note of a DTensor: tensors that share its memory are chunks, too."""
+        """Take note of a DTensor: a plain tensor that shares its memory is a chunk of the same global tensor."""
         self._learn(tensor._local_tensor, tensor._spec)
 
     def _learn(self, local: torch.Tensor, spec: Any) -> None:
@@ -99,18 +99,18 @@ class Aliases:
         return None
 
     def wait(self, waiting: Waiting) -> None:
-        """Hold a record back until its chunk is known, or cannot be known any more."""
+        """Hold a record back until its chunk is known, or until the chunk cannot become known any more."""
         self._waiting.append(waiting)
         if len(self._waiting) > _MAX_WAITING:
             self._release(self._waiting[0], None)
 
     def end(self) -> None:
-        """Forget all memory at the end of a root's call, since it tells nothing about later tensors."""
+        """Forget all memory at the end of a root's call, because later tensors may use the memory again."""
         self.flush()
         self._known.clear()
 
     def flush(self) -> None:
-        """Pass every waiting record on as it is."""
+        """Pass every waiting record on without a chunk."""
         for waiting in list(self._waiting):
             self._release(waiting, None)
 
@@ -130,14 +130,15 @@ WRAPPED = "RegisterPostBackwardFunctionBackward"
 
 
 def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] | None:
-    """Return the source that FSDP2 has put its node on, where the whole gradient arrives, also that of a residual.
+    """Return the source that FSDP2 has put its node on. The whole gradient arrives there, with that of a residual.
 
     Args:
         tensor: the result of FSDP2's node.
-        node: the node of that tensor, a `WRAPPED`.
+        node: the node of the tensor, of the kind `WRAPPED`.
 
     Returns:
-        The source, where it is a leaf; else its node, and the number of the node's output; None where it is not known.
+        The source where the source is a leaf; else the source's node and the number of the node's output; None where
+        the source is not known.
     """
     number = tensor.output_nr
     while type(node).__name__ == WRAPPED:
@@ -150,13 +151,13 @@ def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] |
 
 
 def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
-    """Return the node of the tensor that a DTensor was made of for a single module.
+    """Return the node of the tensor from which a DTensor was made for a single module.
 
-    A gradient that arrives at such a DTensor is that module's share; the whole gradient arrives at the node.
+    The gradient that arrives at the DTensor is that module's share; the whole gradient arrives at the node.
 
     Returns:
-        The node, the number of its output, and the chunk of the gradient where that is a plain tensor; None where other
-        modules see the DTensor itself.
+        The node, the number of the node's output, and the chunk of the gradient where the gradient is a plain tensor;
+        None where other modules see the DTensor itself.
     """
     node, number, chunk = tensor.grad_fn, 0, None
     while (kind := type(node).__name__) in ("RedistributeBackward", "_FromTorchTensorBackward"):
@@ -167,7 +168,7 @@ def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
 
 
 def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
-    """Return the chunk of a gradient behind `DTensor.from_local`, laid out as the local tensor, with summands added."""
+    """Return the chunk of a gradient behind `DTensor.from_local`: the local tensor's, with summands added up."""
     from torch.distributed.tensor import Replicate
 
     mesh = getattr(node, "forward_input_device_mesh", None) or node.previous_device_mesh
@@ -177,13 +178,13 @@ def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
 
 
 def has_owner(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a kind that has memory, or will have it once a collective is over."""
+    """Whether a tensor is of a kind that has memory, or will have memory once a collective is over."""
     is_plain = type(tensor) in PLAIN or type(tensor).__name__ == "AsyncCollectiveTensor"
     return is_plain and tensor.layout is torch.strided
 
 
 def chunk_of_gradient(chunk: Chunk) -> Chunk | None:
-    """Return the chunk of a plain tensor's gradient: that of the tensor, or None where the tensor is a summand."""
+    """Return the chunk of a plain tensor's gradient: the tensor's chunk, or None where the tensor is a summand."""
     return None if 'Partial"' in chunk.placements else chunk
 
 
@@ -192,7 +193,7 @@ def _owner(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a tensor in known memory: of the whole local tensor, in its own or another shape."""
+    """Return the chunk of a tensor that takes all of some known memory, in the known shape or in another."""
     mesh = known.mesh()
     if mesh is None or start != known.start:
         return None
@@ -205,7 +206,7 @@ def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple
 
 
 def _was_changed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was written to since it was made: a summand may have become the sum."""
+    """Whether a tensor may have been written to since it was made: a summand may have become the sum."""
     return tensor.is_inference() or tensor._version > 0
 
 
@@ -214,9 +215,10 @@ def _seen_as(
 ) -> tuple[tuple[int, ...], Any, tuple[Any, ...]] | None:
     """Return global shape, mesh and placements of a view of a whole chunk; None where they are not certain.
 
-    The dim that takes the place of a sharded one is the one that ends where that ended in memory: the other factors of
-    the old dim, where it was split, lie inside it. Only even shards: of others, sizes differ between ranks. A dim of
-    size 1 may be what is left of a sharded one, such as the one head of a rank.
+    The dim of the view that ends in memory where the sharded dim ended takes the place of the sharded dim: if the view
+    has split the sharded dim, the other factors lie inside that dim. Only even shards count, because the sizes of
+    uneven shards differ between ranks. A view with a dim of size 1 is never certain: the dim may be all that is left of
+    a sharded dim, such as the one head of a rank.
     """
     from torch.distributed.tensor import Replicate, Shard
 

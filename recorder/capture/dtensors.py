@@ -17,7 +17,7 @@ from ..records import Chunk
 from ..system.processes import loaded
 
 _MAX_LISTED = 16
-"""The most ranks of a mesh that each row lists; a thousand ranks would outweigh the rest of the row."""
+"""The most ranks of a mesh that a row lists one by one; a thousand ranks would outweigh the rest of the row."""
 _MAX_KNOWN = 4096
 _known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Chunk]] = {}
 """Chunks that were computed before (40 us each), by mesh, shape and placements; an entry of a deleted mesh is void."""
@@ -35,7 +35,7 @@ def dtensor_chunk(tensor: Any) -> Chunk:
 
 
 def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
-    """Return the chunk of a parameter (or its gradient or state) that DDP took out of its DTensor; None without one."""
+    """Return the chunk of a parameter, gradient or state whose parameter DDP took out of a DTensor; else None."""
     spec = localized_spec(parameter)
     if spec is None or tensor.shape != parameter.shape:
         return None
@@ -43,12 +43,12 @@ def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | No
 
 
 def localized_spec(parameter: torch.Tensor) -> Any:
-    """Return the spec on a parameter that was a DTensor until DDP wrapped the model; None on another parameter."""
+    """Return the spec of a parameter that was a DTensor until DDP wrapped the model; None for another parameter."""
     return getattr(parameter, "_st_info", None)
 
 
 def spec_of(parameter: torch.Tensor) -> Any:
-    """Return mesh, placements and global shape of a parameter; None where it never was a DTensor."""
+    """Return mesh, placements and global shape of a parameter; None where the parameter never was a DTensor."""
     dtensor = loaded("torch.distributed.tensor", "DTensor")
     if dtensor is not None and isinstance(parameter, dtensor):
         return parameter._spec
@@ -56,12 +56,12 @@ def spec_of(parameter: torch.Tensor) -> Any:
 
 
 def mesh_of(parameter: torch.Tensor) -> Any:
-    """Return the mesh of a parameter; None where it never was a DTensor."""
+    """Return the mesh of a parameter; None where the parameter never was a DTensor."""
     return getattr(spec_of(parameter), "mesh", None)
 
 
 def chunk_of(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chunk:
-    """Return this rank's chunk of a tensor of a global ``shape``."""
+    """Return this rank's chunk of a tensor with the global ``shape``."""
     if any(type(p).__name__ == "_MaskPartial" for p in placements):  # each call has its own, with a mask
         return _chunk(shape, mesh, placements)
     key = (id(mesh), shape, tuple(placements))
@@ -99,7 +99,7 @@ def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chun
 
 
 def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[str, Any]:
-    """Return the ranks of a mesh as the column ``mesh`` has them: row-major, or many regular ones by strides."""
+    """Return the ranks of a mesh as the column ``mesh`` has them: row-major, or many regular ranks by strides."""
     if len(ranks) <= _MAX_LISTED:
         return ranks
     grid = np.array(ranks).reshape(shape)
@@ -119,15 +119,14 @@ def _placement(placement: Any, num_ranks: int) -> dict[str, Any]:
 
 
 def without_masked(tensor: Any, local: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of the local values, with zeros where a row-wise embedding has rows of other ranks.
+    """Return a copy of the local values with zeros where a row-wise embedding has rows of other ranks; else None.
 
-    None where there is nothing to mask. Training applies the mask itself, later and in place.
+    Training applies the mask itself, later and in place.
     """
     masks = [p.mask_buffer for p in getattr(tensor, "placements", ()) if type(p).__name__ == "_MaskPartial"]
     masks = [mask for mask in masks if mask.data is not None]
-    if not masks or (
-        local.is_cuda and torch.cuda.is_current_stream_capturing()
-    ):  # a kernel that is launched now joins the graph
+    # A kernel that is launched while a graph is captured joins the graph.
+    if not masks or (local.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     with torch.no_grad():
         copied = local.detach().clone()

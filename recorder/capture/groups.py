@@ -27,20 +27,21 @@ from .dtensors import spec_of
 from .topology import is_distributed
 
 DataParallel = dict[str, Any]
-"""``kind``: ``ddp``, ``fsdp1`` or ``fsdp2``; ``ranks``: global ranks in data-parallel order; ``broadcast_buffers``: of
-``ddp`` alone."""
+"""Its keys: ``kind`` is ``ddp``, ``fsdp1`` or ``fsdp2``; ``ranks`` are global ranks in data-parallel order;
+``broadcast_buffers`` is there for ``ddp`` alone."""
 ModelParallel = dict[str, Any]
-"""``ranks``: global ranks, row-major in a mesh of ``shape`` whose axes have ``dim_names``, or None."""
+"""Its keys: ``ranks`` are global ranks, row-major in a mesh of ``shape``; ``dim_names`` are the names of the axes, or
+None."""
 
 FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
 
 def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataParallel | None:
-    """Return the data-parallel group of a root that is, contains, or is inside of a wrapper; None without one.
+    """Return the data-parallel group of a root that is a wrapper, contains one or lies in one; None for other roots.
 
     Args:
         root: the module that is recorded, possibly a wrapper itself.
-        around: wrappers that the root is known to be inside of.
+        around: the wrappers that are known to contain the root.
     """
     if not is_distributed():
         return None
@@ -55,11 +56,11 @@ def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataPara
 
 
 def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | None) -> ModelParallel | None:
-    """Return the ranks that work on the same part of the batch as this rank; None where it is alone.
+    """Return the ranks that work on the same part of the batch as this rank; None where this rank is alone.
 
     Args:
-        meshes: the meshes over which parameters are laid; the one with the most such ranks counts.
-        data_parallel: the ranks that work on other parts: the axes that lead to them are left out.
+        meshes: the meshes over which parameters are laid; the mesh that gives the most ranks counts.
+        data_parallel: the ranks that work on other parts; axes of a mesh that lead only to these ranks are left out.
     """
     elsewhere = set(data_parallel["ranks"]) if data_parallel is not None else set()
     distinct = {id(mesh): mesh for mesh in meshes}.values()
@@ -88,7 +89,7 @@ def _beside(mesh: Any, elsewhere: set[int]) -> ModelParallel | None:
 
 
 def wrappers_around(root: nn.Module) -> list[nn.Module]:
-    """Return DDP and FSDP1 wrappers of a model that is called directly, among all live objects (0.1 s for 361,000)."""
+    """Return the DDP and FSDP1 wrappers around a module, among all live objects (0.1 s for 361,000 objects)."""
     if not is_distributed() or _data_parallel(root) is not None:
         return []
     fsdp1 = loaded(*FSDP1)
@@ -132,7 +133,7 @@ def _ranks(group: Any) -> list[int]:
 
 
 def _mesh_ranks(info: Any) -> list[int]:
-    """Return the ranks of an FSDP2 mesh along its data-parallel axes, row-major, at its coordinates on the others."""
+    """Return the ranks of an FSDP2 mesh along its data-parallel axes, row-major, at this rank's other coordinates."""
     axes = {info.replicate_mesh_dim, info.shard_mesh_dim}
     coordinate = info.mesh.get_coordinate()
     ranks = [info.mesh.mesh.tolist()]
@@ -144,7 +145,8 @@ def _mesh_ranks(info: Any) -> list[int]:
 def fsdp1_ranks(wrapper: Any) -> list[int]:
     """Return the ranks of an FSDP1 wrapper; with a hybrid strategy row-major over replicas and shards.
 
-    Of two plain groups only those of this rank are known. The others follow, because the strategy needs a regular grid.
+    Where the strategy was given two process groups, only this rank's groups are known. The other ranks follow from
+    these, because the strategy needs a regular grid.
     """
     shards = _ranks(wrapper.process_group)
     across = getattr(wrapper, "_inter_node_pg", None)
@@ -161,7 +163,7 @@ def fsdp1_ranks(wrapper: Any) -> list[int]:
 _MODULE = "torch.distributed.pipelining.stage"
 
 Pipeline = dict[str, int]
-"""``stage``, from 0, and ``num_stages``."""
+"""Its keys: ``stage``, counted from 0, and ``num_stages``."""
 
 
 class StageCall(NamedTuple):
@@ -169,7 +171,7 @@ class StageCall(NamedTuple):
 
     pipeline: Pipeline
     micro_batch: int | None
-    """None where the call is no part of training: a stage may run once more, to learn the shapes that it will send."""
+    """None where the call is no part of training: a stage may run once more to learn the shapes that it will send."""
 
 
 def is_whole_pipe(module: object) -> bool:
@@ -179,7 +181,7 @@ def is_whole_pipe(module: object) -> bool:
 
 
 def stage_call() -> StageCall | None:
-    """Return the call of a stage that is under way on this thread; None where there is none."""
+    """Return the call of a stage that is under way on this thread; None outside of such calls."""
     for frame, stage in _stage_frames():
         pipeline = {"stage": int(stage.stage_index), "num_stages": int(stage.num_stages)}
         if frame.f_code.co_name == "forward_one_chunk":
@@ -190,7 +192,7 @@ def stage_call() -> StageCall | None:
 
 
 def micro_batch_of_backward() -> int | None:
-    """Return the micro-batch whose backward runs on this thread; None where no stage's backward runs on it."""
+    """Return the micro-batch whose backward runs on this thread; None where no stage's backward runs here."""
     for frame, _ in _stage_frames():
         if "bwd_chunk_id" in frame.f_code.co_varnames:
             return int(frame.f_locals["bwd_chunk_id"])

@@ -21,7 +21,7 @@ from ..system.processes import loaded
 from .dtensors import compact, dtensor_chunk
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-"""Types whose values lie in their own memory, if dtype and layout allow it."""
+"""The types of tensors whose values lie in the tensor's own memory, if dtype and layout allow it."""
 
 DTYPES: dict[torch.dtype, str] = {
     dtype: name
@@ -35,22 +35,22 @@ _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class UnsupportedKind(Exception):
-    """A tensor of a kind that cannot be recorded; its text is the drop reason."""
+    """Raised for a tensor of a kind that cannot be recorded; the text of the error is the drop reason."""
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a parameter's local values; 0 where only unwrapping would tell."""
+    """Return the bytes of a parameter's local values; 0 where only unwrapping the parameter would tell."""
     local = getattr(tensor, "_local_tensor", tensor)
     return 0 if is_lazy(local) or type(local) not in PLAIN else local.numel() * local.itemsize
 
 
 def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tensor, Chunk | None]:
-    """Return the local values as an ordinary strided tensor, and their chunk where there is one.
+    """Return the local values of a tensor as an ordinary strided tensor, and their chunk where there is one.
 
     A ``chunk`` that the caller knows already is kept.
 
     Raises:
-        UnsupportedKind: the tensor is not plain. `inner_tensors` finds the tensors inside some of these.
+        UnsupportedKind: the tensor is not plain. Where it is composite, `inner_tensors` finds the tensors inside it.
     """
     if type(tensor) not in PLAIN:
         tensor, chunk = _unwrap(tensor, chunk)
@@ -90,7 +90,7 @@ def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Ch
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the result of a collective, after waiting as its next use would; other tensors as they are."""
+    """Return the result of a collective, after waiting for it as its next use would; or another tensor as it is."""
     if type(tensor).__name__ != "AsyncCollectiveTensor":
         return tensor
     with torch.no_grad():
@@ -112,12 +112,12 @@ _Inner = Mapping[str, torch.Tensor]
 
 
 class Inner(NamedTuple):
-    """One tensor inside another."""
+    """One tensor inside a composite tensor."""
 
     name: str
-    """The outer tensor's name and the path inside it; only the outer name where the inner tensor is the value."""
+    """The composite tensor's name with the path inside it; the name alone where the inner tensor is the value."""
     tensor: torch.Tensor
-    """A tensor of any kind; if it is no plain tensor, it cannot be recorded."""
+    """A tensor of any kind; a tensor that is not plain cannot be recorded."""
     chunk: Chunk | None
     note: str
     """JSON for the row, which names the composite tensor."""
@@ -126,16 +126,16 @@ class Inner(NamedTuple):
 def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[Inner]:
     """Return every tensor inside a composite tensor, at any depth; none where the tensor is not composite.
 
-    In a DTensor around a composite tensor, only inner tensors with the shape of the local tensor have its chunk; the
-    others have a note that says so.
+    In a DTensor around a composite tensor, only inner tensors with the shape of the local tensor have the DTensor's
+    chunk; the others have a note that says so.
 
     Args:
         name: the name of the outer tensor.
         tensor: a tensor that is not plain, and no DTensor around a plain tensor.
-        chunk: the position in a global tensor, where the caller knows it.
+        chunk: the position in a global tensor, where the caller knows the position.
 
     Raises:
-        Exception: a subclass's own ``__tensor_flatten__`` has raised it.
+        Exception: the error that a subclass's own ``__tensor_flatten__`` has raised.
     """
     with torch.no_grad(), torch._C.DisableTorchFunction():
         dtensor = loaded("torch.distributed.tensor", "DTensor")
@@ -176,7 +176,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _inside(tensor: torch.Tensor) -> _Inner:
-    """Return the tensors right inside a tensor, by name; empty where it is not composite, or of an unknown kind."""
+    """Return the tensors right inside a tensor by name; none where the tensor is not composite or of unknown kind."""
     if type(tensor) in PLAIN:
         if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return {}
@@ -194,7 +194,10 @@ def _inside(tensor: torch.Tensor) -> _Inner:
 
 
 def _quantized(tensor: torch.Tensor) -> _Inner:
-    """Return the integers of a quantized tensor, where each has bytes of its own, and what turns them into values."""
+    """Return the integers of a quantized tensor, and the numbers that turn them into values.
+
+    Nothing is returned for a dtype that packs several integers into one byte.
+    """
     stored = _STORED.get(tensor.dtype)
     if stored is None:
         return {}
@@ -239,7 +242,7 @@ _SPARSE: dict[torch.layout, _Readers] = {
     torch.sparse_csc: _CSC,
     torch.sparse_bsc: _CSC,
 }
-"""The inner tensors of each layout, with functions that read them without a copy."""
+"""For each layout the names of the inner tensors, with functions that read these without a copy."""
 
 _STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
@@ -261,4 +264,4 @@ _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
         "_masked_mask": "_masked_mask",
     },
 }
-"""The attributes to read of classes whose own flattening is unfit, by the names of the inner tensors."""
+"""For each class whose own flattening is unfit, the attribute to read for each inner tensor's name."""

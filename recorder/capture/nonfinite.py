@@ -1,13 +1,13 @@
-"""Finds the first value of a recording that is not finite, warns once when it happens, and tells the final summary.
+"""Finds the first value of a recording that is not finite, warns of it once, and tells the final summary.
 
 It looks at statistics that are there anyway, on the writer thread. Nothing here may touch a tensor or raise.
 
-The warning is for NaN in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars, and for
-infinities where no program means them (`sites.may_mask`): in gradients, in optimizer state, and in a scalar that is
-called a loss. Inputs and buffers may hold masks, and an output may be one. An input of a module inside a root came from
-an output, or from the program between two modules. `GradScaler` finds its scale by non-finite gradients of steps that
-it skips: so the warning of a gradient waits until the step is over, and so does the warning of anything later in that
-step.
+The warning is for NaN in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars. It is also
+for infinities where no program means them (`sites.may_mask`): in gradients, in optimizer state, and in a scalar that is
+called a loss. Inputs and buffers may hold masks, and an output may be a mask. An input of a module inside a root came
+from an output, or from the program between two modules. `GradScaler` finds its scale by the non-finite gradients of
+steps that it skips. So the warning of a gradient waits until the step is over, and the warnings of all later values of
+the step wait with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..system.text import counted
 _logger = logging.getLogger("recorder")
 _SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS)
 _MAX_STEPS = 64
-"""Steps that are remembered: a finding waits for the next step, and the writer may be some steps behind."""
+"""The number of steps that are remembered: a warning waits for the next step, and the writer may be behind."""
 
 
 class NonFiniteValue(NamedTuple):
@@ -36,27 +36,27 @@ class NonFiniteValue(NamedTuple):
     where: str
     """The value's module and site, as in ``'blocks.0' output``."""
     counts: str
-    """The numbers of its elements that are NaN or infinite, as text."""
+    """The text that says how many elements are NaN and how many are infinite."""
 
 
 class FirstNonFinite:
-    """The first value of this rank that is not finite. The writer thread calls methods that do not say otherwise."""
+    """The first value of this rank that is not finite. Methods without a note belong to the writer thread."""
 
     def __init__(self, *, rank: int, clock: Clock) -> None:
         self.first: NonFiniteValue | None = None
-        """The value that was warned of, or is about to be."""
+        """The value that the warning is about, whether the warning has been logged or not."""
         self._rank = rank
         self._clock = clock
         self._is_said = False
         self._waiting: NonFiniteValue | None = None
-        """A gradient of a step that may yet be skipped."""
+        """A non-finite gradient of a step that may yet be skipped."""
         self._next: NonFiniteValue | None = None
-        """The first value after that gradient in its step that is no gradient: it counts if the step is skipped."""
+        """The first later non-finite value of the step that is no gradient; it counts if the step is skipped."""
         self._loss = ""
-        """The name of a loss of that step that came after the gradient and is not finite."""
+        """The name of a non-finite loss that came after the waiting gradient in the same step; empty without one."""
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
         self._taken: deque[int] = deque(maxlen=_MAX_STEPS)
-        """Steps that were not skipped, where that is known from rows alone."""
+        """The steps of which rows have shown that they were not skipped."""
         self.is_told_by_rows = False
         """True where an optimizer finds out on its device whether a step is skipped. Set by the training thread."""
 
@@ -89,11 +89,11 @@ class FirstNonFinite:
         elif not is_gradient:
             self._next = self._next or value
             self._loss = self._loss or (_where(staged) if is_loss(origin.site, origin.name) else "")
-            if origin.site in UPDATED:  # so the step was not skipped
+            if origin.site in UPDATED:  # an update shows that the step was not skipped
                 self._taken.append(step)
 
     def _decide(self, waiting: NonFiniteValue) -> None:
-        """Decide on a waiting gradient, now that its step is over."""
+        """Decide whether the waiting gradient counts, now that its step is over."""
         is_taken = waiting.step in self._taken or not (self.is_told_by_rows or waiting.step in self._skipped)
         if is_taken and self._loss:
             waiting = waiting._replace(counts=f"{waiting.counts}; {self._loss} of this step is not finite, either")
@@ -101,10 +101,10 @@ class FirstNonFinite:
         self._waiting, self._next, self._loss = None, None, ""
 
     def look(self, command: str | None, *, is_last: bool = False) -> None:
-        """Log the warning once there is one and the log takes it.
+        """Log the warning as soon as there is a value to warn of and the log takes a line.
 
         Args:
-            command: the command that tells more; None where there is no run.
+            command: the command that tells where the value comes from; None where there is no run.
             is_last: True where no step follows, and the writer thread has ended.
         """
         waiting = self._waiting

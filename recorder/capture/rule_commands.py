@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ..format.commands import (
@@ -38,7 +39,7 @@ from .hooks.root import Root
 
 
 class RuleCommands:
-    """The commands of one recording that change its rules."""
+    """The commands that change the rules of one recording."""
 
     def __init__(
         self, own: Sequence[Rule], *, selection: RuleSelection, clock: Clock, roots: Sequence[Root], taps: TapRows
@@ -69,30 +70,28 @@ class RuleCommands:
         self._told.append(command)
 
     def answers(self) -> list[Answer]:
-        """Return what is to be said of each command now. Any thread."""
-        told = [
-            Answer(number=one.number, id=one.id, kind=one.kind, state=WAITING, by=one.by, rules=one.rules)
-            for one in list(self._told)
-        ]
+        """Return the state of each command now. Any thread."""
+        told = [_answer_to(command)(state=WAITING) for command in list(self._told)]
         answers = self._changes.answers(self._clock.step)
         taken = {answer.number for answer in answers}
         return answers + [answer for answer in told if answer.number not in taken]
 
     def step_changes(self, step: int) -> None:
-        """Take what was told, as a step begins; it is in force from the next step on at the earliest."""
+        """Take the commands that have come, as a step begins; none is in force before the next step."""
         while self._told:
-            command = self._told[0]  # it stays until it is done, so that an interrupt loses none
-            try:
-                refused = self._changes.problem(command) or self._add_rules(command)
-                note = "" if refused else self._note(command)
-            except Exception as error:
-                refused, note = f"{type(error).__name__}: {error}", ""
-            self._changes.take(command, step + 1, refused=refused, note=note)
-            self._told.popleft()
+            command = self._told[0]  # removed last, so that an interrupt at any instant loses nothing
+            if not self._changes.has_taken(command):
+                try:
+                    refused = self._changes.problem(command) or self._add_rules(command)
+                    note = "" if refused else self._note(command)
+                except Exception as error:
+                    refused, note = f"{type(error).__name__}: {error}", ""
+                self._changes.take(command, step + 1, refused=refused, note=note)
             self._selection.reschedule(self._changes.schedules())
+            self._told.popleft()
 
     def _add_rules(self, command: Command) -> str:
-        """Have selection and modules take the rules of a command; return why that cannot be, or nothing."""
+        """Give the rules of a command to the selection and the modules; return why they are refused, or no text."""
         if command.kind != SET:
             return ""
         rules = rules_of(command)
@@ -120,7 +119,7 @@ class RuleCommands:
         return ""
 
     def _problem_of_ring(self, rules: Sequence[Rule]) -> str | None:
-        """Return why rules cannot hold values in a ring; None where they need none, or the run's own will do."""
+        """Return why rules cannot hold values in the ring; None where they need no ring, or this run's ring will do."""
         if (wanted := ring_window(rules)) is None:
             return None
         window = ring_window(self._own)
@@ -131,7 +130,7 @@ class RuleCommands:
         return None
 
     def _note(self, command: Command) -> str:
-        """Return what there is to say of a command that is done."""
+        """Return a remark on a command that is not refused; empty where there is none."""
         if command.kind != SET:
             return ""
         rules = rules_of(command)
@@ -145,40 +144,43 @@ def _shown(paths: Sequence[str]) -> str:
 
 
 _MAX_RULES = 256
-"""Rules that a run may be sent: each is looked at once a step, whether it is in force or not."""
+"""The most rules that a run may be sent: each rule is looked at once a step, whether it is in force or not."""
 
 
 class _Taken(NamedTuple):
-    """A command, and what was known when it was taken."""
+    """A command, with the facts at the time when training took it."""
 
     command: Command
     next_step: int
     """The first step that had not begun."""
     rules: tuple[Rule, ...]
     refused: str
-    """Why it is not done; empty where it is."""
+    """The reason why the command is refused; empty where it is not."""
     note: str
-    """What there is to say of it otherwise."""
+    """A remark for people; empty where there is none."""
 
 
 class _StepsInForce(NamedTuple):
-    """The steps at which a command is done: none where `until` lies before `since`."""
+    """The steps at which a command is in force: no step where `until` lies before `since`."""
 
     since: int
     until: int | None
     ended_by: int = 0
-    """The number of the command that ended it early; 0 where none did."""
+    """The number of the command that ended this one early; 0 where none did."""
 
 
 class RuleChanges:
-    """The commands that were taken, in their order, and the steps of every rule that they make."""
+    """The commands that training has taken, in order, and the steps at which every rule applies because of them.
+
+    The training thread takes commands; any thread may ask for their state.
+    """
 
     def __init__(self, own: Sequence[Rule]) -> None:
         self._own = tuple(own)
         self._taken: tuple[_Taken, ...] = ()
 
     def problem(self, command: Command) -> str | None:
-        """Return why a command cannot be done, whatever the model is; None where it can."""
+        """Return why a command is refused for every model; None where it can be taken."""
         if command.kind == UNDO:
             target = next((one for one in self._taken if one.command.number == command.undoes), None)
             if target is None:
@@ -190,86 +192,92 @@ class RuleChanges:
             return f"this run was sent {num_rules} rules, and takes at most {_MAX_RULES}"
         return None
 
+    def has_taken(self, command: Command) -> bool:
+        """Whether this very command was taken already, before an interrupt."""
+        return any(taken.command is command for taken in self._taken)
+
     def take(self, command: Command, next_step: int, *, refused: str = "", note: str = "") -> None:
-        """Take a command, or note that it is refused, and why.
+        """Take a command, or note that the command is refused.
 
         Args:
             command: the command.
             next_step: the first step that has not begun.
-            refused: why it is not done; its rules never apply then.
-            note: what there is to say of it otherwise, for people.
+            refused: the reason why the command is refused; the rules of a refused command never apply.
+            note: a remark for people.
         """
         rules = rules_of(command) if command.kind == SET else ()
         self._taken = (*self._taken, _Taken(command, next_step, rules, refused, note))
 
     def schedules(self) -> list[Schedule]:
-        """Return the steps of every rule: the run's own, and then those of each command, in the order of taking."""
-        held = self._held()
-        paused = [held.get(taken.command.number) for taken in self._taken if taken.command.kind == PAUSE]
+        """Return the steps of every rule: the run's own rules, then those of each command in the order of taking."""
+        in_force = self._steps_in_force()
+        paused = [in_force.get(taken.command.number) for taken in self._taken if taken.command.kind == PAUSE]
         pauses = [(one.since, one.until) for one in paused if one is not None and not _is_empty(one)]
         schedules = [rule.steps.within(without((0, None), pauses)) if pauses else rule.steps for rule in self._own]
         for taken in self._taken:
-            one = held.get(taken.command.number)
+            one = in_force.get(taken.command.number)
             spans: list[Span] = [] if one is None or _is_empty(one) else without((one.since, one.until), pauses)
             schedules += [rule.steps.within(spans) for rule in taken.rules]
         return schedules
 
     def answers(self, step: int) -> list[Answer]:
-        """Return what is to be said of each command at a step. Any thread."""
-        held = self._held()
-        return [_answer(taken, held.get(taken.command.number), step) for taken in self._taken]
+        """Return the state of each command at a step. Any thread."""
+        in_force = self._steps_in_force()
+        return [_answer(taken, in_force.get(taken.command.number), step) for taken in self._taken]
 
-    def _held(self) -> dict[int, _StepsInForce]:
-        """Return the steps of each command that is done, by its number."""
+    def _steps_in_force(self) -> dict[int, _StepsInForce]:
+        """Return the steps of each command that is not refused, by the command's number."""
         taken = sorted(self._taken, key=lambda one: one.command.number)
-        held: dict[int, _StepsInForce] = {}
+        in_force: dict[int, _StepsInForce] = {}
         for one in taken:
             if not one.refused:
                 command = one.command
-                held[command.number] = _StepsInForce(max(command.from_step, one.next_step), command.to_step)
+                in_force[command.number] = _StepsInForce(max(command.from_step, one.next_step), command.to_step)
         for one in taken:
             command = one.command
             if one.refused or command.kind not in (UNDO, RESUME):
                 continue
-            last = held[command.number].since - 1
+            last = in_force[command.number].since - 1
             for other in taken:
                 number = other.command.number
                 is_meant = number == command.undoes or (
                     command.kind == RESUME and other.command.kind == PAUSE and number < command.number
                 )
-                if is_meant and number in held and (held[number].until is None or last < (held[number].until or 0)):
-                    held[number] = held[number]._replace(until=last, ended_by=command.number)
-        return held
+                if (
+                    is_meant
+                    and number in in_force
+                    and (in_force[number].until is None or last < (in_force[number].until or 0))
+                ):
+                    in_force[number] = in_force[number]._replace(until=last, ended_by=command.number)
+        return in_force
 
 
-def _is_empty(held: _StepsInForce | None) -> bool:
-    return held is None or (held.until is not None and held.until < held.since)
+def _is_empty(in_force: _StepsInForce | None) -> bool:
+    return in_force is None or (in_force.until is not None and in_force.until < in_force.since)
 
 
-def _answer(taken: _Taken, held: _StepsInForce | None, step: int) -> Answer:
+def _answer(taken: _Taken, in_force: _StepsInForce | None, step: int) -> Answer:
     command = taken.command
-    given = {
-        "number": command.number,
-        "id": command.id,
-        "kind": command.kind,
-        "by": command.by,
-        "rules": command.rules,
-    }
-    if held is None:
-        return Answer(**given, state=REFUSED, why=taken.refused)  # type: ignore[arg-type]
+    answer = _answer_to(command)
+    if in_force is None:
+        return answer(state=REFUSED, why=taken.refused)
     why = [taken.note] if taken.note else []
-    is_late = held.since > command.from_step
+    is_late = in_force.since > command.from_step
     if is_late:
         why.append(f"learned of it at step {taken.next_step - 1}")
-    if held.ended_by:
-        why.append(f"ended by command {held.ended_by}")
-    if _is_empty(held):
-        state = MISSED if is_late and not held.ended_by else ENDED
-        return Answer(**given, state=state, why="; ".join(why))  # type: ignore[arg-type]
-    if step < held.since:
+    if in_force.ended_by:
+        why.append(f"ended by command {in_force.ended_by}")
+    if _is_empty(in_force):
+        state = MISSED if is_late and not in_force.ended_by else ENDED
+        return answer(state=state, why="; ".join(why))
+    if step < in_force.since:
         state = WAITING
-    elif command.kind in (UNDO, RESUME) or (held.until is not None and step > held.until):
+    elif command.kind in (UNDO, RESUME) or (in_force.until is not None and step > in_force.until):
         state = ENDED
     else:
         state = IN_FORCE
-    return Answer(**given, state=state, since=held.since, until=held.until, why="; ".join(why))  # type: ignore[arg-type]
+    return answer(state=state, since=in_force.since, until=in_force.until, why="; ".join(why))
+
+
+def _answer_to(command: Command) -> Callable[..., Answer]:
+    return partial(Answer, number=command.number, id=command.id, kind=command.kind, by=command.by, rules=command.rules)

@@ -29,7 +29,7 @@ _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRank:
-    """Which one of all processes of the job this is."""
+    """The place of this process among all processes of the job."""
 
     rank: int
     local_rank: int
@@ -49,15 +49,15 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) ->
 
 
 def _is_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether ``mpirun`` or ``mpiexec`` started this process; under Slurm each node's daemon of theirs is one task."""
+    """Whether ``mpirun`` or ``mpiexec`` started this process; under Slurm their daemon on each node is one task."""
     return "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether ``srun`` started this process for a rank.
 
-    A batch script has the variables of a task, too, but no step. A shell that ``srun --pty`` started is a task of which
-    every command inherits the variables.
+    A batch script has the variables of a task, too, but no step. A shell that ``srun --pty`` started is a task, and
+    every command that is typed into the shell inherits the task's variables.
     """
     is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1"
     return not _is_mpi(environ) and not is_shell and environ.get("SLURM_STEP_ID", "").isdigit()
@@ -88,7 +88,7 @@ _NONE: dict[str, tuple[str, ...]] = dict.fromkeys(_TORCHRUN, ())
 
 
 def read(environ: Mapping[str, str] | None = None) -> JobRank:
-    """Read the process group, else the environment of torchrun, MPI or Slurm; without either assume one rank."""
+    """Read the process group, else the environment of torchrun, MPI or Slurm; without all of these assume one rank."""
     environ = os.environ if environ is None else environ
     scheduler = _MPI if _is_mpi(environ) else _SLURM if _is_slurm_task(environ) else _NONE
 
@@ -115,7 +115,7 @@ def read(environ: Mapping[str, str] | None = None) -> JobRank:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Return this node's number of tasks from a text such as ``8(x3),4``; None where the text does not tell."""
+    """Return this node's number of tasks from a variable such as ``8(x3),4``; None where the variable does not tell."""
     node = _number(environ, ("SLURM_NODEID",), 0)
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part)
@@ -135,10 +135,11 @@ def is_distributed() -> bool:
 
 
 def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """Return the run's name, and whether all ranks are known to share it. Runs on the writer thread.
+    """Return the run's name, and whether all ranks are known to share the name. Runs on the writer thread.
 
-    The name is torchrun's run id where that is a UUID; Slurm's job and step where it started the ranks; else a fresh
-    name that the ranks agree on through the process group's store (compare-and-set); else a name of this process alone.
+    The name is torchrun's run id where the id is a UUID; Slurm's job and step where Slurm started the ranks; else a
+    fresh name that the ranks agree on through the process group's store (compare-and-set); else a name of this process
+    alone.
     """
     environ = os.environ if environ is None else environ
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -179,9 +180,10 @@ def _agree(fresh: str, deadline_s: float) -> str | None:
 
 
 class JobStore:
-    """A store with names of our own. One thread calls, and may wait; another may `cut` it.
+    """The job's store, with a prefix of our own for all keys.
 
-    Calls raise what torch raises.
+    One thread calls the methods and may wait in them; another thread may `cut` the connection. All methods raise what
+    torch raises.
     """
 
     def __init__(self, client: Any, connection: socket.socket, prefix: str) -> None:
@@ -191,40 +193,41 @@ class JobStore:
         self._prefix = prefix
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 at first, and return the sum."""
+        """Add to the number at a key, which is 0 at first, and return the sum."""
         return int(self._client.add(self._prefix + key, amount))
 
     def put(self, key: str, value: bytes) -> None:
-        """Set a value."""
+        """Set the value at a key."""
         self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes | None:
-        """Return a value; None where there is none."""
+        """Return the value at a key; None where the key has no value."""
         return bytes(self._client.get(self._prefix + key)) if self._client.check([self._prefix + key]) else None
 
     def first(self, key: str, value: str) -> str:
-        """Return the value that was set first, which is this one where there was none."""
+        """Set a value where the key has none; return the value that the key has now."""
         answer = self._client.compare_set(self._prefix + key, "", value)
         return answer.decode(errors="replace") if isinstance(answer, bytes) else str(answer)
 
     def cut(self) -> None:
-        """Have a call that is under way come back with an error, and those after it. Any thread."""
+        """Make the call that is under way, and all later calls, return with an error. Any thread."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         self._client = None
         self._connection.close()
 
 
 def open_job_store(prefix: str) -> JobStore | None:
-    """Connect to the store; None where the process group has none on a server, or one whose waiting cannot be bounded.
-
-    May wait, and raises what torch raises.
+    """Connect to the store of the process group. May wait, and raises what torch raises.
 
     Args:
-        prefix: what the names of all keys begin with.
+        prefix: the text that the names of all keys begin with.
+
+    Returns:
+        The store; None where the process group has no store on a server, or where waiting for it cannot be bounded.
     """
     if not is_distributed():
         return None
@@ -242,7 +245,7 @@ def open_job_store(prefix: str) -> JobStore | None:
 
 
 def _connection_of(client: Any) -> socket.socket | None:
-    """Return another handle of the client's socket, which waits a bounded time; None where it is not known."""
+    """Return a second handle of the client's socket, and bound how long it waits; None where no handle is found."""
     match = _HANDLE.search(repr(client))
     if match is None:
         return None

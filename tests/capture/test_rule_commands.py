@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,9 +14,14 @@ import torch._dynamo.utils
 from torch import nn
 
 from recorder.analyze.doctor.expected import compare
+from recorder.capture.rule_commands import RuleCommands
 from recorder.format.commands import PAUSE, RESUME, SET, UNDO, Command
 from recorder.lifecycle import active as recording_side
+from recorder.observe.clock import Clock
+from recorder.observe.selection import RuleSelection
+from recorder.rules import Rule
 from recorder.storage.commands import send
+from recorder.taps.graph_rows import TapRows
 from tests.rigs.capturing import EVERYTHING, Recording, Tiny, batch, flagged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -210,6 +216,27 @@ def test_an_error_while_rules_change_refuses_them_and_training_goes_on(
     (answer,) = answers(recording)
     assert answer["state"] == "refused" and "SystemError: of a change" in answer["why"]
     assert steps(recording, site="output") == []
+
+
+def test_an_interrupt_while_a_command_is_taken_neither_loses_nor_doubles_its_rules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    own = [Rule(site=("param",))]
+    selection, taps = RuleSelection(own, 0), cast("TapRows", SimpleNamespace(reselect=lambda: None))
+    commands = RuleCommands(own, selection=selection, clock=Clock(), roots=[], taps=taps)
+    commands.tell(rules_at(2, "site=output"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(selection, "reschedule", interrupt)
+        commands.step_changes(0)
+    commands.step_changes(1)
+    kept = []
+    for step in (1, 2):
+        selection.at_step(step)
+        kept.append(selection.keeps("output"))
+    assert kept == [False, True] and len(commands.answers()) == 1
 
 
 class Graphs:
