@@ -62,8 +62,6 @@ class RuleCommands:
         self._taps = taps
         self._changes = RuleChanges(own)
         self._told: deque[Command] = deque()
-        self._added: set[int] = set()
-        """The numbers of commands whose rules the selection has."""
 
     def tell(self, command: Command) -> None:
         """Hand a command to training. Any thread, never waits."""
@@ -86,7 +84,9 @@ class RuleCommands:
                     note = "" if refused else self._note(command)
                 except Exception as error:
                     refused, note = f"{type(error).__name__}: {error}", ""
-                self._changes.take(command, step + 1, refused=refused, note=note)
+                is_added = self._selection.num_rules > self._changes.num_rules
+                rules = rules_of(command) if is_added else ()
+                self._changes.take(command, step + 1, rules, refused=refused, note=note)
             self._selection.reschedule(self._changes.schedules())
             self._told.popleft()
 
@@ -97,8 +97,7 @@ class RuleCommands:
         rules = rules_of(command)
         if (problem := self._problem_of_ring(rules)) is not None:
             return problem
-        if command.number not in self._added:
-            self._added.add(command.number)
+        if self._selection.num_rules == self._changes.num_rules:  # else an interrupt came after this
             self._selection.extend(rules)
         meant = [(root, one) for root in self._roots for one in root.modules if one.is_meant_by(rules)]
         if has_compiled_anything() and (lacking := [one.node_path for _, one in meant if one.lacks_hooks()]):
@@ -187,25 +186,30 @@ class RuleChanges:
                 return f"there is no command {command.undoes} that changes rules"
             if target.command.kind not in (SET, PAUSE):
                 return f"command {command.undoes} is of kind {target.command.kind}; undo undoes a set or a pause"
-        num_rules = sum(len(one.rules) for one in self._taken)
+        num_rules = self.num_rules - len(self._own)
         if num_rules + len(command.rules) > _MAX_RULES:
             return f"this run was sent {num_rules} rules, and takes at most {_MAX_RULES}"
         return None
+
+    @property
+    def num_rules(self) -> int:
+        """Return the number of the run's own rules and of those that commands have added."""
+        return len(self._own) + sum(len(taken.rules) for taken in self._taken)
 
     def has_taken(self, command: Command) -> bool:
         """Whether this very command was taken already, before an interrupt."""
         return any(taken.command is command for taken in self._taken)
 
-    def take(self, command: Command, next_step: int, *, refused: str = "", note: str = "") -> None:
+    def take(self, command: Command, next_step: int, rules: tuple[Rule, ...], *, refused: str, note: str) -> None:
         """Take a command, or note that the command is refused.
 
         Args:
             command: the command.
             next_step: the first step that has not begun.
+            rules: the rules of the command that the selection has, also where the command is refused after all.
             refused: the reason why the command is refused; the rules of a refused command never apply.
             note: a remark for people.
         """
-        rules = rules_of(command) if command.kind == SET else ()
         self._taken = (*self._taken, _Taken(command, next_step, rules, refused, note))
 
     def schedules(self) -> list[Schedule]:

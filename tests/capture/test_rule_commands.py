@@ -179,6 +179,18 @@ def test_a_run_takes_a_bounded_number_of_rules(tmp_path: Path) -> None:
     assert_exact(recording)
 
 
+def test_a_command_after_a_refused_one_is_in_force_at_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = rules_at(3, "site=input keep=ring")
+    with flagged(tmp_path, "site=param") as recording:
+        train(6, {1: refused, 2: rules_at(4, "site=output", number=2)})
+    assert [one["state"] for one in answers(recording)] == ["refused", "in force"]
+    assert steps(recording, module_path="first", site="output") == [4, 5]
+    assert "failed" not in caplog.text
+    assert_exact(recording)
+
+
 def test_the_loss_is_found_from_the_step_on_at_which_it_is_asked_for(tmp_path: Path) -> None:
     with flagged(tmp_path, "site=param") as recording:
         train(6, {1: rules_at(3, "site=scalar name=loss")})
