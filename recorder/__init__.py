@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .analyze.diff.diff import diff as diff
     from .analyze.export.export import export as export
     from .analyze.first.first import first as first
-    from .analyze.stats.stats import stats as stats
+    from .analyze.stats import stats as stats
     from .lifecycle.attachment import Attachment
     from .read.shards.decode import decode as decode
     from .report.report import open_run as open_run

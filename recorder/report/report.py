@@ -54,7 +54,7 @@ def write_report(
         LookupFailedError: there is nothing to draw; the message says what to record the next time.
         WriteError: the file exists, or cannot be written.
     """
-    from ..analyze.export.publishing import published_file
+    from ..analyze.export.files import published_file
     from .collect import collect
     from .page import page
 

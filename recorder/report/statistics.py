@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..analyze.stats.reasons import WHY, with_why
+from ..analyze.stats import WHY, with_why
 from ..columns import COUNTS, MEASURED
 from ..errors import LookupFailedError
 from ..globalview.view import GlobalView

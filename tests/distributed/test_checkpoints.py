@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
-from recorder.analyze.export.model import Model
-from recorder.analyze.export.model_files import write_model
+from recorder.analyze.export.model import Model, write_model
 from recorder.merge.merge import merge_run
 from recorder.run.run import open_run
 from tests.rigs import jobs

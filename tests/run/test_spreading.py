@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import recorder
-from recorder.analyze.stats.stats import statistics
+from recorder.analyze.stats import statistics
 from recorder.errors import ClusterError
 from recorder.run import spreading
 from recorder.run.selection import Selection

@@ -1,7 +1,11 @@
-"""The question what is wrong with a training. Never prints; `recorder.cli.commands.check` does."""
+"""What is wrong with a training: `check` judges a run by rules, among them one that compares the run's replicas.
+
+Never prints; `recorder.cli.commands.check` does.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
@@ -10,15 +14,17 @@ from ...checks.book import ENTRY_POINTS, RULES, find_rule, make_rules
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal
 from ...checks.rows import SeriesKey
-from ...checks.rule import Finding, Rule, Setting, Severity
+from ...checks.rule import Finding, Replicas, Rule, Setting, Severity
 from ...checks.rules.ranks import Replica
 from ...checks.rules.width import Width
 from ...checks.sizes import Sizes
 from ...errors import ConfigError
 from ...run.problems import left_out
 from ...run.run import Run
+from ...system.text import counted
+from ..first.replica_groups import Differing
+from ..first.replicas import FINDINGS, compare_replicas
 from .reading import RunRows
-from .replicas import replicas_of
 
 _LEAST_COMMON = 2
 """A sound run that has less than one in so many of a run's values is of another model, or recorded something else."""
@@ -206,3 +212,44 @@ def _load(point: EntryPoint, names: Sequence[str]) -> type[Rule]:
     if rule.name in names:
         raise ValueError(f"there is a rule {rule.name!r} already")
     return rule
+
+
+def replicas_of(run: Run) -> Replicas:
+    """Compare the replicas of a run: the first that differs of each site is a finding."""
+    if len(run.ranks) < 2 and not run.is_merged:
+        return Replicas((), Replica.needs)
+    search = compare_replicas(run)
+    numbers = Counter(value.site for value in search.values)
+    findings = [_finding(one, numbers[one.value.site]) for one in search.firsts]
+    findings += [
+        _finding(one, 1, "nothing makes the ranks' buffers equal again") for one in search.buffers if one.is_stale
+    ]
+    why = search.why_none or "there is no parameter, gradient or optimizer state to compare"
+    is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
+    return Replicas(
+        findings, "" if is_compared else f"{Replica.needs}: {why}", [f"replicas: {n}" for n in search.notes]
+    )
+
+
+def _finding(one: Differing, number: int, what: str = "ranks that share the value hold different ones") -> Finding:
+    value = one.value
+    told = [f"by {one.by}"]
+    told += [f"equal at step {one.last_equal.step}"] if one.last_equal is not None else []
+    told += [f"the first of {counted(number, 'value')} at this site that differ"] if number > 1 else []
+    told += ["neither DDP nor FSDP was seen around this model"] if one.is_assumed else []
+    return Finding(
+        rule=Replica.name,
+        severity=Severity.WARNING if one.is_assumed else Replica.severity,
+        step=value.step,
+        root=value.root,
+        module_path=value.module_path,
+        site=value.site,
+        name=value.name,
+        ranks=tuple(sorted(rank for ranks in one.groups[1:] or one.groups for rank in ranks)),
+        what=what,
+        measure="groups of equal ranks",
+        value=float(len(one.groups)),
+        threshold=1.0,
+        advice=Replica.advice,
+        detail=", ".join(told),
+    )

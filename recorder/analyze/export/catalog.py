@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from ...columns import METADATA_COLUMNS, SCHEMA, TIME_ORDER
 from ...run.run import RecordedWriter, Run
 from ...run.step_ranges import writer_step_ranges
-from .publishing import published_file
+from .files import published_file
 
 _ROWS_A_BLOCK = 1 << 19
 """What memory holds, at 1 to 2 kB a row; a rank with more comes in ranges of steps."""

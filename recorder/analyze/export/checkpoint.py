@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...errors import UnsupportedError
 from ...numerics.dtypes import item_bytes
-from .tensorfiles import HasSpans
+from .files import HasSpans
 from .tensors import Entry, Span
 
 CHUNK_BYTES = 16 << 20

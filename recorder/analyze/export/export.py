@@ -18,8 +18,7 @@ from ...run.problems import Partial, missing_ranks, without_numbers
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially
-from .publishing import published_file
-from .tensorfiles import widest_first, write_npz, write_safetensors
+from .files import published_file, widest_first, write_npz, write_safetensors
 from .tensors import BATCH_BYTES, Entry, RowId, Rows, Tensors, batched, row_spans
 
 FORMATS = ("parquet", "npz", "safetensors")

@@ -1,13 +1,15 @@
-"""A model's tensors at one step of a run: under which names, what keeps some of them out, and their bytes.
+"""A model at one step of a run, as a file that torch loads: safetensors, or a folder of `torch.distributed.checkpoint`.
 
-Must never give a tensor of which a chunk is missing, or whose replicas differ, and never hold more than one.
+The manifests tell the names of the model's state dict; nothing in them is taken for granted. Must never give a tensor of
+which a chunk is missing, or whose replicas differ, and never hold more than one.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +17,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...columns import note_members, parse_shape
-from ...errors import LookupFailedError
+from ...errors import LookupFailedError, UnsupportedError
 from ...numerics.dtypes import item_bytes
-from ...run.run import GlobalRows, Run
+from ...run.run import GlobalRows, Root, Run
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.text import counted, listed
-from .state_dict import StateDict, full_name, roots_of, stages_of, state_dict_of
+from .files import published_file, published_folder, write_safetensors
 from .tensors import Entry, Span, row_spans, whole
 
 SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
@@ -29,6 +31,12 @@ _NOUNS = {"param": "parameter", "grad": "gradient"}
 _COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
             "ranks_present", "ranks_expected")  # fmt: skip
 _NO_ROW = "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
+_MAX_NAMES = 1_000_000
+"""Most names of a model. An untrusted manifest may say that modules are shared in ways that make no end of names."""
+FORMATS = ("dcp", "safetensors")
+_ONLY_DCP = ("complex32", "complex128", "float4_e2m1fn_x2")
+"""Types that safetensors has not: what stands in for them would fit no model."""
+_RESERVED = "__metadata__"
 
 
 class Refused(NamedTuple):
@@ -223,3 +231,141 @@ def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
     if row["encoding"] is None:
         return str(note.get("no_values", "its values were not recorded, only statistics"))
     return None
+
+
+class StateDict(NamedTuple):
+    """What a model's state dict holds."""
+
+    names: dict[str, str]
+    """Each name in its order, and the one under which its rows stand: another one of what is tied or shared."""
+    left_out: set[str]
+    """Buffers that are not persistent."""
+
+
+def roots_of(run: Run) -> list[str]:
+    """Names of the outermost modules that the manifests know, in their order."""
+    return list(dict.fromkeys(root.name for root in _roots(run)))
+
+
+def state_dict_of(run: Run, root: str) -> StateDict:
+    """The names of a model's parameters and buffers.
+
+    Raises:
+        UnsupportedError: the manifests say that there are too many.
+    """
+    state_dict = StateDict({}, set())
+    aliases: dict[str, str] = {}
+    for module in (module for known in _roots(run) if known.name == root for module in known.modules):
+        for name in module.params:
+            own = full_name(module.path, name)
+            state_dict.names.setdefault(own, module.tied.get(name, own))
+        for name in module.buffers:
+            own = full_name(module.path, name)
+            if name in module.non_persistent:
+                state_dict.left_out.add(own)
+            else:
+                state_dict.names.setdefault(own, own)
+        aliases |= dict.fromkeys(module.aliases, module.path)
+    _add_shared(state_dict.names, aliases)
+    return state_dict
+
+
+def full_name(path: str, name: str) -> str:
+    """The name in the model of what a module calls so."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
+    """Names below the further paths of shared modules; the innermost first, so that those around them repeat it all."""
+    for alias, path in sorted(aliases.items(), key=lambda pair: -pair[1].count(".")):
+        for name, recorded in list(names.items()):
+            if not path or name.startswith(f"{path}."):
+                names.setdefault(full_name(alias, name[len(path) :].removeprefix(".")), recorded)
+        if len(names) > _MAX_NAMES:
+            raise UnsupportedError(f"its manifests give the model more than {_MAX_NAMES} names")
+
+
+class Stages(NamedTuple):
+    """What the stages of a pipeline hold of a model."""
+
+    owners: dict[str, set[int]]
+    """By the name of a parameter or buffer, the stages that have one of that name."""
+    missing: list[int]
+    """Stages of which no rank left a manifest."""
+
+
+def stages_of(run: Run) -> Stages:
+    """The stages of a run, if it is of a pipeline."""
+    owners: dict[str, set[int]] = {}
+    seen: set[int] = set()
+    num_stages = 0
+    for root in _roots(run):
+        if root.stage is None:
+            continue
+        seen.add(root.stage.number)
+        num_stages = max(num_stages, root.stage.num_stages)
+        for module in root.modules:
+            for name in (*module.params, *module.buffers):
+                owners.setdefault(full_name(module.path, name), set()).add(root.stage.number)
+    return Stages(owners, sorted(set(range(num_stages)) - seen))
+
+
+def _roots(run: Run) -> Iterator[Root]:
+    for writer in run.writers:
+        yield from writer.manifest.roots
+
+
+def check_format(to: str) -> None:
+    """Refuse a format that there is not, or that cannot be written here.
+
+    Raises:
+        LookupFailedError: there is no such format.
+        UnsupportedError: it needs torch, and that cannot be imported.
+    """
+    if to not in FORMATS:
+        raise LookupFailedError(
+            f"format {to!r}: choose of {', '.join(FORMATS)}; other programs' are in recorder export"
+        )
+    if to == "dcp":
+        try:
+            from . import checkpoint as checkpoint
+        except ImportError as error:
+            raise UnsupportedError(
+                f"--to dcp needs torch, whose own classes are in such a checkpoint ({error}); "
+                "pip install torch, or use --to safetensors"
+            ) from error
+
+
+def write_model(model: Model, path: Path, to: str, report: Callable[[int], None] = lambda done: None) -> int:
+    """Write the tensors that a model has, under the name once all is whole.
+
+    Args:
+        model: what to write; whether something of it is refused is for the caller to judge.
+        path: a new file for safetensors, a new or empty folder for dcp.
+        to: one of `FORMATS`.
+        report: called with the bytes done since the last call.
+
+    Returns:
+        Bytes on disk.
+
+    Raises:
+        WriteError: there is something of that name, or it cannot be written.
+        UnsupportedError: the format cannot hold some tensor.
+        CorruptError: a payload is not what was written.
+    """
+    check_format(to)
+    if to == "dcp":
+        from .checkpoint import write_checkpoint
+
+        with published_folder(path) as folder:
+            write_checkpoint(folder, model, model.entries, report)
+        return sum(file.stat().st_size for file in path.iterdir())
+    for entry in model.entries:
+        if entry.dtype in _ONLY_DCP or entry.name == _RESERVED:
+            what = f"is of {entry.dtype}" if entry.dtype in _ONLY_DCP else "has a name that is the format's own"
+            raise UnsupportedError(f"{entry.name} {what}, which safetensors cannot hold so; use --to dcp")
+    # Loaders of Hugging Face want to be told that the tensors are torch's.
+    about = {"format": "pt", "what": model.what, "root": model.root, "step": str(model.step)}
+    with published_file(path) as file:
+        write_safetensors(file, model, model.entries, report, about)
+    return path.stat().st_size

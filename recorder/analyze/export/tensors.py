@@ -1,15 +1,18 @@
-"""The tensors of a run one after the other: which are selected, and their bytes in bounded spans.
+"""The tensors of a run one after the other: which are selected, how they are named in files, and their bytes in spans.
 
-What is large is read here, span by span; the rest may be read elsewhere, some tensors at once.
+The name of a tensor is a function of its row alone, and never a path upwards. Spans are bounded: what is large is read
+here, span by span; the rest may be read elsewhere, some tensors at once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +25,7 @@ from ...run.problems import Partial, Problems, missing_ranks, without_numbers
 from ...run.run import GlobalView, Run
 from ...run.selection import PER_RANK, GlobalOptions, Selection
 from ...run.step_ranges import Mapper, global_step_ranges, map_serially
-from .names import NAMING, tensor_name
+from ...sites import SITE_OF
 
 ORIGIN = ("ranks_present", "ranks_expected", "scale", "layout_source", "note")
 """Columns that say of which ranks' values a tensor was made, and how."""
@@ -328,3 +331,48 @@ def row_spans(rows: Any, row: int, dtype: str) -> Iterator[Span]:
     """The bytes of one row of `GlobalRows`, decoded."""
     for part in rows.parts(row):
         yield Span(part.decoded(dtype), part.flat_offset)
+
+
+_MAX_CHARS = 200
+_DEFAULTS: dict[str, Any] = {
+    "micro_step": 0, "call": 0, "repeat": 0, "mode": "train", "root": "model", "scope": None, "rank": None
+}  # fmt: skip
+ROOT = "(root)"
+"""Stands for the empty path; a module of that name would be spelled %28root%29."""
+NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
+"""Columns that make a name."""
+
+
+def tensor_name(row: Mapping[str, Any]) -> str:
+    """``step=3/layers.0.mlp/output``, then the name at the site, then ``key=value`` for what is not the usual case.
+
+    Args:
+        row: the columns of `NAMING`.
+    """
+    levels = [f"step={row['step']}", as_level(row["module_path"]) or ROOT, as_level(row["site"])]
+    if row["name"]:
+        levels.append(as_level(row["name"]))
+    return "/".join([*levels, *unusual_levels(row)])
+
+
+def unusual_levels(row: Mapping[str, Any]) -> list[str]:
+    """``key=value`` for what is not the usual case in a row, which has the columns of `NAMING`."""
+    levels = []
+    for column, usual in _DEFAULTS.items():
+        # Of gradients and parameters the final ones are usual.
+        if row[column] not in (usual, None) and (column, row[column]) != ("scope", "final"):
+            levels.append(f"{column}={as_level(row[column])}")
+    if row["site"] not in SITE_OF or row["phase"] != SITE_OF[row["site"]].phase:
+        levels.append(f"phase={as_level(row['phase'])}")
+    return levels
+
+
+def as_level(value: Any) -> str:
+    """Return an untrusted text without anything that separates or climbs; a long one ends with its digest."""
+    text = quote(str(value), safe="", errors="surrogatepass")
+    if text.strip(".") == "":
+        text = text.replace(".", "%2E")
+    if len(text) > _MAX_CHARS:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        text = f"{text[: _MAX_CHARS - 17]}~{digest}"
+    return text

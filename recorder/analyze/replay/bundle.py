@@ -1,6 +1,7 @@
 """Finds what a rule with ``keep=replay`` has kept of a call, and writes it as a folder that runs alone: `write_bundle`.
 
-Must never import torch, nor a class that a run names: the folder's own script does, when its reader starts it.
+`audit` writes all calls of a run, and runs each of them. Must never import torch, nor a class that a run names: the
+folder's own script does, when its reader starts it, and an audit does when it is asked for.
 """
 
 from __future__ import annotations
@@ -8,23 +9,24 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from ...errors import CorruptError, LookupFailedError
+from ...errors import CorruptError, LookupFailedError, RunError
 from ...format.members import parse_object
 from ...rules import hint
 from ...run.run import Run
 from ...sites import CALL, OF_REPLAY
 from ...system.text import listed, steps_in_words
-from ..export.publishing import published_folder
-from ..export.tensorfiles import SAFETENSORS_TYPES
+from ..export.files import SAFETENSORS_TYPES, published_folder
 
 VERSION = 1
 """The version of the folder's form; the script in the folder reads no other version."""
@@ -222,3 +224,80 @@ def _readme(document: Mapping[str, Any]) -> str:
         f"`python {SCRIPT} --help` lists the options. {BUNDLE} says how the call was made, {TENSORS} holds its\n"
         "tensors.\n"
     )
+
+
+REPRODUCED, WITHIN_ROUNDING, NOT_REPRODUCED, CANNOT_TELL = (
+    "reproduced",
+    "reproduced within rounding",
+    "not reproduced",
+    "cannot tell",
+)
+
+
+class Audited(NamedTuple):
+    """What came of one call."""
+
+    module: str
+    step: int
+    rank: int
+    micro_step: int
+    call: int
+    verdict: str
+    why: str
+
+
+def audit(
+    run: Run, *, step: int, module: str | None = None, rank: int | None = None, factory: str = ""
+) -> list[Audited]:
+    """Run the recorded calls of a step again.
+
+    Args:
+        run: a run with a rule ``keep=replay``.
+        step: the step.
+        module: one module's path; None: all.
+        rank: one rank; None: all.
+        factory: ``MODULE:FUNCTION`` that makes the whole model, for classes that are not of torch.nn.
+
+    Raises:
+        LookupFailedError: nothing was recorded for a replay.
+    """
+    calls = recorded_calls(run, step=step, module=module, rank=rank)
+    with tempfile.TemporaryDirectory(prefix="recorder-audit-") as temporary:
+        return [_audited(run, call, Path(temporary) / str(number), factory) for number, call in enumerate(calls)]
+
+
+def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audited:
+    from .alone import DIFFERENT, EQUAL, TOTAL, CannotReplay, Options, replay
+
+    def tell(verdict: str, why: str) -> Audited:
+        call_key = (call.key["micro_step"] or 0, call.key["call"])
+        return Audited(call.module_path, call.step, call.rank, *call_key, verdict, why)
+
+    folder.mkdir()
+    try:
+        fill_bundle(run, call, folder)
+        # A module of torch.nn is made from its settings: a factory may make a large model each time.
+        options = Options()
+        try:
+            compared, notes = replay(folder, options)
+        except CannotReplay:
+            if not factory:
+                raise
+            options = Options(factory=factory)
+            compared, notes = replay(folder, options)
+        wrong = next((one for one in compared if one.verdict == DIFFERENT), None)
+        is_repeatable = wrong is None or str(replay(folder, options)[0]) == str(compared)
+    except (CannotReplay, RunError) as error:
+        return tell(CANNOT_TELL, str(error))
+    if wrong is not None:
+        elements = f"{wrong.num_differing} of {wrong.numel} elements differ"
+        said = f"{wrong.name}: {elements}, by {wrong.largest:.3g} of {wrong.scale:.3g}"
+        if not is_repeatable:
+            return tell(CANNOT_TELL, f"{said}, and another time by something else: it does not repeat itself here")
+        if notes:
+            return tell(CANNOT_TELL, "; ".join([said, *notes]))
+        return tell(NOT_REPRODUCED, f"{said}, twice alike here: at the time, or here, a machine or a race was at fault")
+    counts = Counter(one.verdict for one in compared)
+    told = f"{counts[EQUAL]} of {len(compared) - counts[TOTAL]} tensors bit by bit"
+    is_exact = counts[EQUAL] + counts[TOTAL] == len(compared)
+    return tell(REPRODUCED if is_exact else WITHIN_ROUNDING, "; ".join([told, *notes]))

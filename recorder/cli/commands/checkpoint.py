@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.export.model import Model
-from ...analyze.export.model_files import check_format, write_model
+from ...analyze.export.model import Model, check_format, write_model
 from ...run.run import open_run
 from ...system.text import counted, printable_line, size
 from ..options import Json, LayoutOption, RunPath

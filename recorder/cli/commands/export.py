@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.export.boards.boards import BOARDS, BoardExport
+from ...analyze.export.boards import BOARDS, BoardExport
 from ...analyze.export.export import Export, format_of
 from ...run.run import open_run
 from ...run.selection import GlobalOptions, Selection

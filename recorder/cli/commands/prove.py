@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...analyze.prove.launching import prove
+from ...analyze.prove import prove
 from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.finding import typed_for

@@ -10,8 +10,15 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.replay.audit import CANNOT_TELL, NOT_REPRODUCED, audit
-from ...analyze.replay.bundle import SCRIPT, class_without_settings, recorded_calls, write_bundle
+from ...analyze.replay.bundle import (
+    CANNOT_TELL,
+    NOT_REPRODUCED,
+    SCRIPT,
+    audit,
+    class_without_settings,
+    recorded_calls,
+    write_bundle,
+)
 from ...errors import LookupFailedError
 from ...run.run import open_run
 from ...system.text import counted, printable

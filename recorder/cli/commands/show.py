@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from ...analyze.stats.reasons import COLUMNS, WHY, with_why
-from ...analyze.stats.stats import inner_leaves
+from ...analyze.stats import REASON_COLUMNS, WHY, inner_leaves, with_why
 from ...columns import COUNTS, STATISTICS, parse_shape
 from ...errors import LookupFailedError, RunError
 from ...numerics.apart import bins_of, histogram_of_row
@@ -58,7 +57,7 @@ _VALUES_INSIDE = ("values", "_values", "_masked_data")
 """Tensors inside composite tensors that hold the values of the composite as they are."""
 
 _NUMBERS = (*STATISTICS, *COUNTS)
-_OTHERS = tuple(name for name in COLUMNS if name not in _NUMBERS)
+_OTHERS = tuple(name for name in REASON_COLUMNS if name not in _NUMBERS)
 Row = dict[str, Any]
 
 
@@ -387,7 +386,7 @@ def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Ro
     The largest statistic of the last step's rows stands for all of them; for `min` it is the smallest.
     """
     columns = ["root", "module_path", "site", "name", "step", "rank", statistic, "nan_count", "inf_count"]
-    table = rows_of(run, wanted, list(dict.fromkeys([*columns, *COLUMNS])))
+    table = rows_of(run, wanted, list(dict.fromkeys([*columns, *REASON_COLUMNS])))
     table = _of_values_alone(with_why(table), statistic)
     most = "min" if statistic == "min" else "max"
     keys = ["root", "module_path", "site"]

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import pyarrow.compute as pc
 import typer
 
-from ...analyze.stats.reasons import WHY
-from ...analyze.stats.stats import HISTOGRAM, INNER, statistics
+from ...analyze.stats import HISTOGRAM, INNER, WHY, statistics
 from ...columns import COUNTS, STATISTICS
 from ...errors import LookupFailedError
 from ...numerics.apart import bins_of, histogram_of_row, subnormal_count

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.analyze.export.boards.boards import MAX_RANKS, BoardExport
-from recorder.analyze.export.boards.pictures import is_picture, picture_of
+from recorder.analyze.export.boards import MAX_RANKS, BoardExport, is_picture, picture_of
 from recorder.capture.staging.measure import measure
 from recorder.errors import LookupFailedError, UnsupportedError, WriteError, install_line
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS
@@ -163,7 +162,6 @@ def test_a_missing_package_is_named_with_the_line_to_type(
             raise ModuleNotFoundError(f"No module named {name!r}")
         return original(name, *args, **kwargs)
 
-    monkeypatch.delitem(sys.modules, f"recorder.analyze.export.boards.{to}", raising=False)
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(UnsupportedError, match=re.escape(install_line(to))):
         export(run, tmp_path / "board", to)

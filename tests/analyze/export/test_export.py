@@ -16,7 +16,7 @@ import pytest
 import recorder
 from recorder.analyze.export import tensors
 from recorder.analyze.export.export import export
-from recorder.analyze.export.names import tensor_name
+from recorder.analyze.export.tensors import tensor_name
 from recorder.columns import METADATA_COLUMNS
 from recorder.errors import CorruptError, LookupFailedError, WriteError
 from recorder.merge.merge import merge_run

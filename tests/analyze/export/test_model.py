@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 import recorder
-from recorder.analyze.export import checkpoint, state_dict
-from recorder.analyze.export.model import Model
-from recorder.analyze.export.model_files import write_model
+from recorder.analyze.export import checkpoint
+from recorder.analyze.export import model as state_dict
+from recorder.analyze.export.model import Model, write_model
 from recorder.analyze.export.tensors import Entry, Span
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError, WriteError
 from recorder.globalview.assemble import assembler

@@ -15,8 +15,14 @@ from torch import Tensor, nn
 
 import recorder
 from recorder.analyze.replay import alone
-from recorder.analyze.replay.audit import NOT_REPRODUCED, REPRODUCED, WITHIN_ROUNDING, audit
-from recorder.analyze.replay.bundle import recorded_calls, write_bundle
+from recorder.analyze.replay.bundle import (
+    NOT_REPRODUCED,
+    REPRODUCED,
+    WITHIN_ROUNDING,
+    audit,
+    recorded_calls,
+    write_bundle,
+)
 from recorder.errors import ConfigError, LookupFailedError, WriteError
 from recorder.rules import parse_rules
 from tests.rigs.command_line import Cli, cli

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import recorder
-from recorder.analyze.replay.audit import NOT_REPRODUCED, audit
+from recorder.analyze.replay.bundle import NOT_REPRODUCED, audit
 from tests.rigs import jobs
 
 from .program import NUM_STEPS

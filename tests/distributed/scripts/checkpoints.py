@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import recorder
-from recorder.analyze.export.model import Model
-from recorder.analyze.export.model_files import write_model
+from recorder.analyze.export.model import Model, write_model
 from tests.rigs.leaving import leave
 
 if __name__ == "__main__":

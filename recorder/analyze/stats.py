@@ -1,4 +1,7 @@
-"""Statistics over steps, ranks and modules, combined from those of the rows. Never reads a payload."""
+"""Statistics over steps, ranks and modules, combined from those of the rows, and why a row has none.
+
+Never reads a payload.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...columns import COUNTS, STATISTICS, note_members
-from ...errors import LookupFailedError, not_installed
-from ...numerics.apart import added_by_group
-from ...numerics.keys import VALUE_KEY, group_rows, holds
-from ...numerics.moments import combine_rows
-from ...run.problems import Partial, Problems, without_numbers
-from ...run.run import Run
-from ...run.selection import RANKS_OWN, GlobalOptions, Selection
-from ...run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
-from ...system.text import listed
-from .reasons import COLUMNS, WHY, count_without, with_why
+from ..columns import COUNTS, STATISTICS, note_members
+from ..errors import LookupFailedError, not_installed
+from ..layout.placement import reduce_op
+from ..numerics.apart import added_by_group
+from ..numerics.keys import VALUE_KEY, codes, group, group_rows, holds
+from ..numerics.moments import combine_rows
+from ..run.problems import Partial, Problems, without_numbers
+from ..run.run import Run
+from ..run.selection import RANKS_OWN, GlobalOptions, Selection
+from ..run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
+from ..system.text import listed
 
 if TYPE_CHECKING:
     import pandas
@@ -40,7 +43,12 @@ _VALUE = (
 _NUMBERS = (*STATISTICS, *COUNTS)
 HISTOGRAM = "histogram"
 """Column of the histograms, for those who ask for them: of a group those of its rows, added up."""
-_TOLD = tuple(name for name in COLUMNS if name not in (*_VALUE, *_NUMBERS))
+WHY = "why"
+"""Column of the reason; null where a row has statistics, and is all ranks' or was never to be."""
+REASON_COLUMNS = ("note", "placements", "nan_count", "mean", "numel")
+"""What `with_why` looks at."""
+_HAS_ALL, _HAS_COUNTS, _IS_EMPTY, _HAS_NONE = range(4)
+_TOLD = tuple(name for name in REASON_COLUMNS if name not in (*_VALUE, *_NUMBERS))
 _MAX_NAMED = 3
 _LEAF = ("module_path", "site", "name")
 LONG_COLUMNS = ("step", "rank", "root", "module_path", "site", "name", "statistic", "value")
@@ -345,3 +353,46 @@ def _say_left_out(stays: Any) -> list[str]:
         return []
     shown = listed((f"{value} ({why})" for value, why in values.items()), _MAX_NAMED)
     return [f"left out, because they stay per rank: {shown}; show them with --by rank"]
+
+
+def with_why(table: Any) -> Any:
+    """A `pa.Table` of rows with a column more: `WHY`."""
+    has_counts, has_mean = (table.column(name).is_valid().to_numpy() for name in ("nan_count", "mean"))
+    is_empty = pc.equal(table.column("numel"), 0).to_numpy()
+    has = np.select([has_mean, ~has_counts, is_empty], [_HAS_ALL, _HAS_NONE, _IS_EMPTY], _HAS_COUNTS)
+    groups = group([codes(table.column("note")), codes(table.column("placements")), has.astype(np.int64)])
+    firsts = pa.array(groups.firsts)
+    notes, placements = (table.column(name).take(firsts).to_pylist() for name in ("note", "placements"))
+    texts = [_why(*one) for one in zip(notes, placements, has[groups.firsts].tolist(), strict=True)]
+    return table.append_column(WHY, pa.array(texts, pa.string()).take(pa.array(groups.ids)))
+
+
+def count_without(table: Any) -> Counter[str]:
+    """How many rows have no statistics for which reason; of a table that `with_why` gave."""
+    without = table.filter(pc.field("nan_count").is_null()).column(WHY).value_counts().to_pylist()
+    return Counter({one["values"] or "": one["counts"] for one in without})
+
+
+def _why(note: str | None, placements: str | None, has: int) -> str | None:
+    told = note_members(note)
+    reasons = [] if has == _HAS_ALL else [_no_statistics(told, placements, has)]
+    if isinstance(told.get("per_rank"), str):
+        reasons.append(f"per rank: {told['per_rank']}")
+    return "; ".join(filter(None, reasons)) or None  # of a row with counts and no more these tell: nothing is finite
+
+
+def _no_statistics(told: dict[str, Any], placements: str | None, has: int) -> str:
+    reason, missing = told.get("no_statistics"), told.get("partial")
+    if reason == "Partial":
+        return f"a summand, not yet reduced over ranks ({reduce_op(placements) or 'sum'})"
+    if reason == "reduced over ranks":
+        return "reduced over ranks: statistics of summands do not add up"
+    if reason in ("partial", None) and isinstance(missing, list):
+        return f"lacks rank {listed(missing)}"
+    if reason == "error":
+        return "computing them failed"
+    if isinstance(reason, str):
+        return reason if " " in reason else f"{reason} has none"
+    if has == _HAS_NONE:
+        return "not asked for: the rules keep no stats of it"
+    return "it has no elements" if has == _IS_EMPTY else ""

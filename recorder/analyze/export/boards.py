@@ -1,12 +1,15 @@
-"""Runs for the pages of others: statistics, histograms and pictures, for TensorBoard or for Weights & Biases.
+"""Statistics, histograms and pictures of a run, as files that TensorBoard or Weights & Biases show.
 
-What is written is what was recorded. Histograms keep their very bins, and a number that is not there is left out.
+Their own packages write the files, and are loaded where they are asked for. What is written is what was recorded:
+histograms keep their very bins, and a number that was not recorded is left out.
 """
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,18 +17,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ....errors import CorruptError, LookupFailedError, RunError
-from ....numerics.dtypes import as_array
-from ....numerics.histogram import Histogram
-from ....run.problems import Partial
-from ....run.run import Run
-from ....run.selection import GlobalOptions, Selection
-from ....run.step_ranges import Mapper, map_serially
-from ..export import Exported
-from ..names import NAMING, ROOT, as_level, unusual_levels
-from ..publishing import published_folder
-from ..tensors import Tensors
-from .pictures import is_picture, picture_of
+from ...errors import CorruptError, LookupFailedError, RunError, UnsupportedError, not_installed
+from ...numerics.dtypes import as_array
+from ...numerics.histogram import Histogram
+from ...run.problems import Partial
+from ...run.run import Run
+from ...run.selection import GlobalOptions, Selection
+from ...run.step_ranges import Mapper, map_serially
+from .export import Exported
+from .files import published_folder
+from .tensors import NAMING, ROOT, Tensors, as_level, unusual_levels
 
 BOARDS = ("tensorboard", "wandb")
 MAX_RANKS = 64
@@ -33,6 +34,11 @@ MAX_RANKS = 64
 _STATISTICS = ("mean", "std", "absmax", "l2")
 _COUNTS = ("nan_count", "inf_count")
 _MAX_TENSOR_BYTES = 64 << 20
+"""The largest tensor that is drawn as a picture."""
+_MAX_TILES, _LEAST_SIDE, _MAX_SIDE, _GAP = 16, 3, 512, 1
+"""Of a picture: its tiles, the sides of a tile, and the pixels between two tiles."""
+_MAX_BUCKETS = 512
+"""The most buckets of a histogram that Weights & Biases takes."""
 _COLUMNS = tuple(dict.fromkeys((*NAMING, *_STATISTICS, *_COUNTS, "zero_count", "histogram", "time_ns", "note")))
 
 Picture = npt.NDArray[np.uint8]
@@ -68,7 +74,7 @@ class BoardExport:
         """
         if payload:
             raise LookupFailedError(f"payload is for parquet: leave it out of an export to {to}")
-        self._board_of = _opener(to)
+        self._board_of = _OPENERS[to]()
         self._run, self._selection, self._options, self._mapper = run, selection, options, mapper
         self.to = to
         Tensors(run, selection, options, mapper)  # refuses what can match nothing
@@ -184,11 +190,136 @@ def _tag(row: Mapping[str, Any]) -> str:
     return "/".join([*filter(None, levels), *unusual_levels({**row, "rank": None})])
 
 
-def _opener(to: str) -> Callable[[Path, str, Run], AbstractContextManager[Board]]:
-    if to == "tensorboard":
-        from .tensorboard import open_board
+def is_picture(site: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor may be drawn."""
+    if len(shape) != 4 or not all(shape):
+        return False
+    return site in ("input", "output", "param") and all(_LEAST_SIDE <= side <= _MAX_SIDE for side in shape[2:])
 
-        return open_board
-    from .wandb import open_board as open_wandb
 
-    return open_wandb
+def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8] | None:
+    """A tensor as a picture of shape (height, width, 3): tiles side by side, from black, the least, to white.
+
+    Args:
+        site: where it was seen: of a parameter the filters are drawn, of other values the channels of the first sample.
+        array: of four dims.
+    """
+    if array.shape[1] == 3:
+        tiles = array[: _MAX_TILES if site == "param" else 1].transpose(0, 2, 3, 1)
+    else:
+        gray = array[:_MAX_TILES, 0] if site == "param" else array[0, :_MAX_TILES]
+        tiles = np.repeat(gray[..., None], 3, axis=3)
+    finite = tiles[np.isfinite(tiles)]
+    if not finite.size:
+        return None
+    low, high = float(finite.min()), float(finite.max())
+    scaled = (np.nan_to_num(tiles.astype(np.float64), nan=low, posinf=high, neginf=low) - low) / max(high - low, 1e-300)
+    pixels = np.rint(scaled.clip(0, 1) * 255).astype(np.uint8)
+    num, height, width, _ = pixels.shape
+    across = int(np.ceil(np.sqrt(num)))
+    down = -(-num // across)
+    sheet = np.full((down * (height + _GAP) - _GAP, across * (width + _GAP) - _GAP, 3), 128, np.uint8)
+    for index, tile in enumerate(pixels):
+        y, x = index // across * (height + _GAP), index % across * (width + _GAP)
+        sheet[y : y + height, x : x + width] = tile
+    return sheet
+
+
+Opener = Callable[[Path, str, Run], AbstractContextManager[Board]]
+"""Opens a board: in a folder, under a name, for a run."""
+
+
+def _tensorboard() -> Opener:
+    """Return what opens files of events that TensorBoard reads, written with the package of TensorBoard."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from PIL import Image
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.plugins.histogram.metadata import create_summary_metadata
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.util.tensor_util import make_tensor_proto
+    except ImportError as error:
+        raise UnsupportedError(not_installed("--to tensorboard", "tensorboard", "tensorboard")) from error
+
+    def as_summary(tag: str, value: Any) -> Any:
+        if isinstance(value, Histogram):
+            edges, counts = value.buckets()
+            rows = np.column_stack((edges[:-1], edges[1:], counts)).astype(np.float64)
+            metadata = create_summary_metadata(display_name="", description="The very bins that were recorded.")
+            return Summary.Value(tag=tag, tensor=make_tensor_proto(rows), metadata=metadata)
+        if isinstance(value, np.ndarray):
+            height, width, _ = value.shape
+            file = io.BytesIO()
+            Image.fromarray(value).save(file, "png")
+            image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=file.getvalue())
+            return Summary.Value(tag=tag, image=image)
+        with np.errstate(over="ignore"):
+            return Summary.Value(tag=tag, simple_value=float(np.float32(value)))
+
+    class EventFile:
+        """A folder with one file of events, which TensorBoard shows as one run."""
+
+        def __init__(self, folder: Path) -> None:
+            self._writer = EventFileWriter(str(folder))
+
+        def add(self, step: int, time_s: float, values: Step) -> None:
+            summary = Summary(value=[as_summary(tag, value) for tag, value in values.items()])
+            self._writer.add_event(Event(wall_time=time_s, step=step, summary=summary))
+
+        def close(self) -> None:
+            self._writer.close()
+
+    return lambda folder, name, run: closing(EventFile(folder / name))
+
+
+def _wandb() -> Opener:
+    """Return what opens offline runs of Weights & Biases, written with its package, for ``wandb sync``.
+
+    Nothing is sent anywhere.
+    """
+    try:
+        import wandb
+        from PIL import Image
+    except ImportError as error:
+        raise UnsupportedError(not_installed("--to wandb", "wandb", "wandb")) from error
+
+    def as_value(value: Any) -> Any:
+        if isinstance(value, Histogram):
+            edges, counts = value.buckets(_MAX_BUCKETS)
+            return wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist()))
+        return wandb.Image(Image.fromarray(value)) if isinstance(value, np.ndarray) else value
+
+    class OfflineRun:
+        """An offline run, in the folder ``wandb`` of the export."""
+
+        def __init__(self, started: Any) -> None:
+            self._started = started
+
+        def add(self, step: int, time_s: float, values: Step) -> None:
+            logged = {tag: as_value(value) for tag, value in values.items()}
+            self._started.log(logged | {"_timestamp": time_s}, step=step)
+
+    @contextmanager
+    def open_run(folder: Path, name: str, run: Run) -> Iterator[Board]:
+        settings = wandb.Settings(
+            console="off", silent=True, disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
+            x_disable_meta=True,
+        )  # fmt: skip
+        started = wandb.init(
+            mode="offline", dir=str(folder), project="recorder", group=run.name, name=name, reinit="create_new",
+            config={"run_id": run.run_id, "world_size": run.world_size}, settings=settings,
+        )  # fmt: skip
+        try:
+            yield OfflineRun(started)
+        finally:
+            started.finish()
+            for link in (folder / "wandb").iterdir():
+                if link.is_symlink():  # W&B links to the newest run, of which there may be one for each rank
+                    link.unlink()
+
+    return open_run
+
+
+_OPENERS: dict[str, Callable[[], Opener]] = {"tensorboard": _tensorboard, "wandb": _wandb}

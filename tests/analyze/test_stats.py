@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recorder
-from recorder.analyze.stats.stats import as_long, statistics, stats
+from recorder.analyze.stats import as_long, statistics, stats
 from recorder.columns import COUNTS, STATISTICS
 from recorder.errors import LookupFailedError
 from recorder.merge.merge import merge_run

@@ -1,1 +1,0 @@
-"""Runs for the pages of others: TensorBoard, and Weights & Biases."""

@@ -1,1 +1,0 @@
-"""Statistics over steps, ranks and modules, combined from those of the rows."""
