@@ -70,7 +70,7 @@ _LAZY = {
     "first": "analyze.first.first",
     "instrument": "taps.instrument",
     "objective": "taps.module_taps",
-    "stats": "analyze.stats.stats",
+    "stats": "analyze.stats",
     "strip": "taps.instrument",
     "tap": "taps.module_taps",
     "trace": "tracing.trace",

@@ -1,37 +1,30 @@
-"""The rules that there are, their thresholds, and rules of the user's: by entry point, and by a table of TOML.
-
-Never reads a file: a table comes as it was read.
-"""
+"""The rules of the recorder, their thresholds, and the rules and thresholds that a user writes in a file of TOML."""
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, ClassVar
 
 import numpy as np
 
+from ..config import Loaded
 from ..errors import ConfigError
 from ..rules import did_you_mean, matches, parse_patterns
 from ..sites import SITES
-from .normal import Normal
+from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import Finding, Replicas, Rule, Setting, Severity, StreakRule
-from .rules.activations import Dead, Saturated
-from .rules.attention import Attention
-from .rules.baseline import Invariant, Unusual
+from .rules.activations import Attention, Dead, DeadUnits, LowPrecision, OutlierUnits, Saturated
+from .rules.baseline import Invariant, Unusual, Width
 from .rules.course import Jump, LossStuck, Overfitting, Spike
 from .rules.data import Data
 from .rules.finite import NonFinite, Skipped
-from .rules.gradients import Exploding, NoGradient, Vanishing
-from .rules.norms import RunningStatistics
-from .rules.objectives import Objectives
+from .rules.gradients import Exploding, NoGradient, Objectives, Vanishing
 from .rules.parameters import Initialisation, Unchanged, Update
-from .rules.precision import LowPrecision
-from .rules.ranks import OutlierRank, Replica
-from .rules.units import DeadUnits, OutlierUnits
-from .rules.width import Width
-from .sizes import Sizes
+from .rules.ranks import OutlierRank, Replica, RunningStatistics
 
 RULES: tuple[type[Rule], ...] = (
     NonFinite, Skipped, Jump, Spike, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update,
@@ -238,3 +231,42 @@ def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> t
         "modules": modules, "statistic": statistic, "sign": 1.0 if limits[0] == "above" else -1.0,
     }  # fmt: skip
     return type(name, (OwnThreshold,), {"__doc__": sentence, **members})
+
+
+_MAX_BYTES = 1 << 20
+"""A larger file is none that a person wrote."""
+
+
+def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type[Rule]]]:
+    """Return the thresholds and the rules of a file.
+
+    Raises:
+        ConfigError: it cannot be read, is no TOML, or says what no rule has; the message names the nearest.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        table = tomllib.loads(text.decode()) if len(text) <= _MAX_BYTES else None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply") from None
+    except ValueError as error:  # that of TOML, of UTF-8, or of an integer with thousands of digits
+        raise ConfigError(f"{path}: is no TOML: {error}") from None
+    if table is None:
+        raise ConfigError(f"{path}: is larger than {_MAX_BYTES} bytes; expected thresholds and rules in TOML")
+    return read_table(table, str(path))
+
+
+def check_settings(loaded: Loaded) -> tuple[Thresholds, list[type[Rule]]]:
+    """Return the thresholds and the rules of the file that the settings name; none where they name none.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is wrong.
+    """
+    if not loaded.settings.check_settings:
+        return {}, []
+    try:
+        return read_settings_file(loaded.settings.check_settings)
+    except ConfigError as error:
+        raise ConfigError(f"check_settings ({loaded.sources['check_settings']}): {error}") from None

@@ -1,18 +1,19 @@
-"""What was normal in sound runs: the range of each statistic by value and by phase of training, and what always held.
+"""What other runs of a training tell its rules: what was normal in sound runs, and how large outputs are at other widths.
 
-A *phase* is a range of steps, each twice as long as the one before: 0 to 7, 8 to 15, 16 to 31. What is remembered grows
-with the values of the model, the statistics and the logarithm of the steps, never with the ranks. Knows of no file.
+`Normal` holds the range of each statistic by value and by phase of training, and what held in every record. A *phase*
+is a range of steps, each twice as long as the one before: 0 to 7, 8 to 15, 16 to 31. What `Normal` remembers grows with
+the values of the model, the statistics and the logarithm of the steps, never with the ranks. Knows of no file.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from ..sites import SKIPPED
-from .movement import EXACT, Movement
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, grouped, previous
 
 _FIRST_PHASE = 8
@@ -308,3 +309,82 @@ def _log(values: Floats) -> Floats:
 def _known(statistic: int, values: Floats) -> Numbers:
     (rows,) = np.nonzero(np.isfinite(values))
     return Numbers(statistic, rows, values[rows])
+
+
+class Sizes:
+    """How large outputs were over the first steps of a run, and the shapes of its parameters."""
+
+    def __init__(self, catalog: Catalog, steps: int) -> None:
+        self._catalog = catalog
+        self._steps = steps
+        self._first: int | None = None
+        self._sums: dict[SeriesKey, tuple[float, int]] = {}
+
+    def add(self, rows: Rows) -> bool:
+        """Take in the next rows, by step; whether later ones may count, too.
+
+        Of the first steps the second half counts: at the beginning weights have not moved.
+        """
+        if self._first is None:
+            self._first = int(rows.steps[0])
+        at = rows.steps - self._first
+        is_output = self._catalog.mark("trained output", lambda key: (key.site, key.mode) == ("output", "train"))
+        with np.errstate(all="ignore"):
+            sizes = np.log2(rows.rms)
+        chosen = np.flatnonzero(
+            is_output[rows.series] & (at < self._steps) & (at >= self._steps // 2) & np.isfinite(sizes)
+        )
+        for series in np.unique(rows.series[chosen]).tolist():
+            own = sizes[chosen[rows.series[chosen] == series]]
+            total, num = self._sums.get(self._catalog.series[series], (0.0, 0))
+            self._sums[self._catalog.series[series]] = total + float(own.sum()), num + len(own)
+        return bool(at[-1] < self._steps)
+
+    @property
+    def outputs(self) -> dict[SeriesKey, float]:
+        """By output, the mean of the binary logarithms of its root mean squares."""
+        return {key: total / num for key, (total, num) in self._sums.items()}
+
+    @property
+    def shapes(self) -> dict[tuple[str, str, str], tuple[int, ...]]:
+        """By root, module and name of a parameter."""
+        series = zip(self._catalog.series, self._catalog.about, strict=True)
+        return {(key.root, key.module_path, key.name): about.shape for key, about in series if key.site == "param"}
+
+    def width(self, base: Sizes) -> float:
+        """How wide the model is beside another: the ratio that most dims of parameters have, of those that differ."""
+        shapes = base.shapes
+        ratios = [
+            size / shapes[key][index]
+            for key, shape in self.shapes.items()
+            if len(shapes.get(key, ())) == len(shape)
+            for index, size in enumerate(shape)
+            if size != shapes[key][index] > 0
+        ]
+        return statistics.mode(ratios) if ratios else 1.0
+
+
+EXACT = ("sum", "sum_sq", "min", "max")
+"""Statistics that are all equal where two tensors are; two that differ in one element hardly ever agree in all."""
+
+
+class Movement:
+    """Changes of values from record to record, over their size."""
+
+    def __init__(self) -> None:
+        self._norm, self._sum, self._step = Memory(), Memory(), Memory()
+
+    def ratio(self, rows: Rows) -> Floats:
+        """How far each value moved for each step since the record before, over its norm; NaN where nothing tells.
+
+        The norm and the sum tell the least that it moved, and never more. Rows stand lane by lane.
+        """
+        lanes, steps = rows.lanes, rows.steps.astype(np.float64)
+        is_finite = np.nan_to_num(rows["nan_count"]) + np.nan_to_num(rows["inf_count"]) == 0
+        norm, total = np.where(is_finite, np.sqrt(rows["sum_sq"]), np.nan), rows["sum"]
+        before = previous(lanes, norm, self._norm)
+        by_sum = np.abs(total - previous(lanes, total, self._sum)) / np.sqrt(np.maximum(rows["numel"], 1))
+        moved = np.fmax(np.abs(norm - before), by_sum)
+        gap = np.fmax(steps - previous(lanes, steps, self._step), 1)
+        with np.errstate(all="ignore"):
+            return np.asarray(moved / gap / before)

@@ -14,9 +14,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from .normal import Normal
+from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Streaks, begins
-from .sizes import Sizes
 
 
 class Severity(IntEnum):

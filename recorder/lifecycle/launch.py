@@ -59,7 +59,7 @@ def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
     loaded = config.load_settings(environ=environ)
     config.check_dir(loaded)
     if loaded.settings.check_settings:
-        from ..checks.settings_file import check_settings
+        from ..checks.book import check_settings
 
         check_settings(loaded)
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":

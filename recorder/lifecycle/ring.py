@@ -19,7 +19,7 @@ from ..capture.core import Capture
 from ..capture.staging.pool import Pool, RingMemory
 from ..checks.live import LIVE_RULES, LiveChecks
 from ..checks.rule import Finding
-from ..checks.settings_file import check_settings
+from ..checks.book import check_settings
 from ..config import Loaded, Settings
 from ..errors import CommandError
 from ..format.commands import DUMP, ENDED, IN_FORCE, MISSED, Command

@@ -20,7 +20,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 FOLDER = "_RECORDER_PROBE"
-"""The environment variable that names the folder which takes what was seen; `analyze.prove.launching` sets both."""
+"""The environment variable that names the folder which takes what was seen; `analyze.prove` sets both."""
 STEPS = "_RECORDER_PROBE_STEPS"
 _WAIT_S = 60.0
 """The longest wait of a rank for the others at the end: one that leaves early ends what the others wait for."""

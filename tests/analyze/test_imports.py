@@ -8,7 +8,7 @@ import recorder
 from tests.test_walls import loaded_by
 
 
-@pytest.mark.parametrize("module", ["diff.diff", "export.export", "first.first", "export.model_files", "stats.stats"])
+@pytest.mark.parametrize("module", ["diff.diff", "export.export", "first.first", "export.model", "stats"])
 def test_a_question_loads_no_torch_no_pandas_and_no_ui(module: str) -> None:
     loaded = loaded_by(f"import recorder.analyze.{module}")
     assert loaded.isdisjoint({"duckdb", "pandas", "polars", "rich", "safetensors", "torch", "typer"})

@@ -12,7 +12,7 @@ from recorder.checks.book import RULES, find_rule, read_assignment, read_table
 from recorder.checks.engine import Engine
 from recorder.checks.rows import Rows
 from recorder.checks.rule import Finding, Rule, Severity
-from recorder.checks.rules.units import DeadUnits
+from recorder.checks.rules.activations import DeadUnits
 from recorder.errors import ConfigError
 from tests.checks.rows import Recorded
 

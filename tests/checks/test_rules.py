@@ -8,16 +8,13 @@ import numpy as np
 import pytest
 
 from recorder.checks.rule import Finding, Rule, Severity
-from recorder.checks.rules.activations import Dead, Saturated
-from recorder.checks.rules.attention import Attention
+from recorder.checks.rules.activations import Attention, Dead, Saturated
 from recorder.checks.rules.course import Jump, LossStuck, Overfitting, Spike
 from recorder.checks.rules.data import Data
 from recorder.checks.rules.finite import NonFinite, Skipped
-from recorder.checks.rules.gradients import Exploding, NoGradient, Vanishing
-from recorder.checks.rules.norms import RunningStatistics
-from recorder.checks.rules.objectives import Objectives
+from recorder.checks.rules.gradients import Exploding, NoGradient, Objectives, Vanishing
 from recorder.checks.rules.parameters import Initialisation, Unchanged, Update
-from recorder.checks.rules.ranks import OutlierRank
+from recorder.checks.rules.ranks import OutlierRank, RunningStatistics
 from tests.checks.rows import Recorded
 
 LAYERS = [f"blocks.{number}" for number in range(8)]

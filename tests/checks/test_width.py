@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from recorder.checks.engine import Verdict
-from recorder.checks.rules.width import Width
-from recorder.checks.sizes import Sizes
+from recorder.checks.normal import Sizes
+from recorder.checks.rules.baseline import Width
 from tests.checks.rows import Recorded
 from tests.checks.test_rules import OPTIMIZER, noise
 

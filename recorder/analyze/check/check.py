@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from ...checks.book import ENTRY_POINTS, RULES, find_rule, make_rules
 from ...checks.engine import Engine, Unjudged
-from ...checks.normal import Normal
+from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import Finding, Replicas, Rule, Setting, Severity
+from ...checks.rules.baseline import Width
 from ...checks.rules.ranks import Replica
-from ...checks.rules.width import Width
-from ...checks.sizes import Sizes
 from ...errors import ConfigError
 from ...run.problems import left_out
 from ...run.run import Run

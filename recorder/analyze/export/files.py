@@ -1,8 +1,8 @@
 """Files of other formats: tensors as npz and as safetensors, and how a file or a folder gets its final name.
 
-Tensors are written span by span, so that no tensor is ever whole in memory; the formats' own libraries want every tensor
-in memory at once. A name is given once the file is whole, and never over something else. What ends the process in an
-orderly way, Ctrl-C and SIGTERM, leaves nothing half-made behind.
+Tensors are written span by span, so that no tensor is ever whole in memory; the formats' own libraries want all tensors
+in memory at once. A file gets its name once it is whole, and never in place of another file. Ctrl-C and SIGTERM, which
+end the process in an orderly way, leave no half-written file behind.
 """
 
 from __future__ import annotations

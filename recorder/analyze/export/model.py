@@ -1,7 +1,7 @@
 """A model at one step of a run, as a file that torch loads: safetensors, or a folder of `torch.distributed.checkpoint`.
 
-The manifests tell the names of the model's state dict; nothing in them is taken for granted. Must never give a tensor of
-which a chunk is missing, or whose replicas differ, and never hold more than one.
+The manifests, which are untrusted input, tell the names of the model's state dict. Must never give a tensor of which a
+chunk is missing, or whose replicas differ, and never hold more than one tensor.
 """
 
 from __future__ import annotations

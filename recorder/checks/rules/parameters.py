@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...sites import SKIPPED
-from ..movement import EXACT, Movement
+from ..normal import EXACT, Movement
 from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, began, begins, previous
 from ..rule import Finding, Rule, Setting, Severity, StreakRule
 from .gradients import is_weight, template

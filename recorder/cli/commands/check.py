@@ -12,10 +12,9 @@ from typing import Annotated, NamedTuple
 import typer
 
 from ...analyze.check.check import Checked, check, installed_rules
-from ...checks.book import RULES, Thresholds, read_assignment
+from ...checks.book import RULES, Thresholds, read_assignment, read_settings_file
 from ...checks.engine import Unjudged
 from ...checks.rule import Finding, Rule, Severity
-from ...checks.settings_file import read_settings_file
 from ...errors import LookupFailedError
 from ...rules import hint
 from ...run.reply import Table, TableColumn

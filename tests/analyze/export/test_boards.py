@@ -6,7 +6,6 @@ import builtins
 import json
 import re
 import struct
-import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
