@@ -1,4 +1,4 @@
-"""What other runs of a training tell its rules: what was normal in sound runs, and how large outputs are at other widths.
+"""What other runs tell the rules: what was normal in sound runs, and how large outputs are at other widths.
 
 `Normal` holds the range of each statistic by value and by phase of training, and what held in every record. A *phase*
 is a range of steps, each twice as long as the one before: 0 to 7, 8 to 15, 16 to 31. What `Normal` remembers grows with

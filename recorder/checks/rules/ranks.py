@@ -1,4 +1,4 @@
-"""Rules that compare ranks: a rank that is unlike its peers, replicas that differ, running statistics of batch norms."""
+"""Rules that compare ranks: outlying ranks, replicas that differ, and running statistics of batch norms."""
 
 from __future__ import annotations
 
