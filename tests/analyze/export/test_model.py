@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 
 import recorder
 from recorder.analyze.export import checkpoint
-from recorder.analyze.export import model as state_dict
+from recorder.analyze.export import model as model_module
 from recorder.analyze.export.model import Model, write_model
 from recorder.analyze.export.tensors import Entry, Span
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError, WriteError
@@ -192,7 +192,7 @@ def test_a_kill_leaves_nothing_under_the_name(tmp_path: Path, to: str) -> None:
     write(tmp_path / "run", [state_row(i, f"w{i}", np.ones(3)) for i in range(3)])
     code = """
 import os, signal, sys
-from recorder.analyze.export import model, model_files
+from recorder.analyze.export import model
 from recorder.run.run import open_run
 found = model.Model(open_run("run"), "param")
 spans, seen = found.spans, []
@@ -202,7 +202,7 @@ def torn(entry):
         os.kill(os.getpid(), signal.SIGKILL)
     return spans(entry)
 found.spans = torn
-model_files.write_model(found, model_files.Path("out"), sys.argv[1])
+model.write_model(found, model.Path("out"), sys.argv[1])
 """
     done = subprocess.run([sys.executable, "-c", code, to], cwd=tmp_path, timeout=60)
     assert done.returncode == -signal.SIGKILL
@@ -405,7 +405,7 @@ def test_names_are_those_of_the_state_dict(tmp_path: Path) -> None:
 
 
 def test_a_stranger_cannot_make_endless_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_dict, "_MAX_NAMES", 1000)
+    monkeypatch.setattr(model_module, "_MAX_NAMES", 1000)
     modules = [module("x", "w", aliases=[f"x.{i}" for i in range(40)])]
     with pytest.raises(UnsupportedError, match="more than 1000 names"):
         Model(write(tmp_path / "run", [state_row(0, "x.w", WHOLE)], modules=modules), "param")
