@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 from ..capture.core import Capture
 from ..capture.staging.pool import Pool, RingMemory
+from ..checks.book import check_settings
 from ..checks.live import LIVE_RULES, LiveChecks
 from ..checks.rule import Finding
-from ..checks.book import check_settings
 from ..config import Loaded, Settings
 from ..errors import CommandError
 from ..format.commands import DUMP, ENDED, IN_FORCE, MISSED, Command
