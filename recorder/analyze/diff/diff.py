@@ -22,14 +22,13 @@ from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially
 from ...system.text import listed
+from .compare import Tolerance
 from .culprits.findings import CulpritFinder
-from .pairing.compare import Tolerance
-from .pairing.noise import BeyondNoise
-from .pairing.pairs import PairedSteps
-from .pairing.rename_hints import RenameHint, UnpairedModules, rename_hints
-from .pairing.renames import NO_RENAMES, Renames
+from .noise import BeyondNoise
+from .pairs import PairedSteps
+from .renames import NO_RENAMES, RenameHint, Renames, UnpairedModules, rename_hints
 from .result import Diff, LeftOut, Partial, by_module, first_difference, join_ranges
-from .step_range import PayloadReport, RangeComparer, RangeResult, Seen
+from .step_range import DiffOptions, PayloadReport, RangeComparer, RangeResult, Seen
 
 _COUNTED = (
     "num_pairs", "by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare", "summands", "by_print_alone",
@@ -90,49 +89,42 @@ def diff(
             a layout or a tolerance is none, a rename fits no module, or a noise run is of another model or does not
             differ from the first run.
     """
-    return compare_runs(
-        a,
-        b,
-        Selection(module=module, site=site, name=name, step=step),
-        Tolerance(rtol, atol, ulp),
-        GlobalOptions(across_ranks=True, loss=loss, layouts=layouts),
+    options = DiffOptions(
+        selection=Selection(module=module, site=site, name=name, step=step),
+        tolerance=Tolerance(rtol, atol, ulp),
+        global_view=GlobalOptions(across_ranks=True, loss=loss, layouts=layouts),
         noise=noise,
         renames=renames,
         common=common,
-        report=report,
-        mapper=mapper,
     )
+    return compare_runs(a, b, options, report=report, mapper=mapper)
 
 
 def compare_runs(
     a: Run,
     b: Run,
-    selection: Selection,
-    tolerance: Tolerance,
-    options: GlobalOptions,
+    options: DiffOptions,
     *,
-    noise: Sequence[Run] = (),
-    renames: Renames = NO_RENAMES,
-    common: bool = False,
     report: Callable[[int], None] = lambda num_bytes: None,
     mapper: Mapper = map_serially,
 ) -> Diff:
-    """Compare two runs as `diff` does, whose arguments are grouped here as commands have them.
+    """Compare two runs as `diff` does, whose arguments are one record here.
 
     Raises:
         LookupFailedError: as `diff`.
     """
+    selection, renames, noise = options.selection, options.renames, options.noise
     selection.check(a, b)
-    options.check(a, b)
+    options.global_view.check(a, b)
     names = {path: renames.old(path) for path in _module_paths(b)}
     renames.check_used(names)
     unpaired = _unpaired_modules(_module_paths(a), names)
     _check_twins(a, b, noise)
-    views = [run.view(loss=options.loss, layouts=options.layouts) for run in (a, b, *noise)]
+    how = options.global_view
+    views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *noise)]
     # What noise does to a small tensor is looked up over the steps of a range: these stay as long as they can be.
     windows = [view.windows(MAX_ROWS) if noise else global_step_ranges(view) for view in views]
-    own_names = unpaired[0].own_names, unpaired[1].own_names
-    arguments = ((a, b, *noise), selection, tolerance, renames, own_names, options, PayloadReport(report))
+    arguments = (a, b, options, (unpaired[0].own_names, unpaired[1].own_names), PayloadReport(report))
     comparison = _Comparison(RangeComparer(*arguments), report, unpaired, selection)
     for compared in mapper(RangeComparer, arguments, _ranges(*windows)):
         comparison.add(compared)
@@ -141,7 +133,7 @@ def compare_runs(
     comparison.refuse_nothing(a, b, selection, hints)
     comparison.refuse_still(a, noise)
     damage = [text for run in (a, b, *noise) for text in _damage(run)]
-    total = comparison.result(common=common, damage=damage)._replace(hints=hints)
+    total = comparison.result(common=options.common, damage=damage)._replace(hints=hints)
     if hints:  # most likely they are there, under other names
         unpaired_names = {name for one in unpaired for name in one.own_names}
         culprits = [one for one in total.culprits if one.alone_in is None or one.seen_at not in unpaired_names]

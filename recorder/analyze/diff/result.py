@@ -11,8 +11,8 @@ import pyarrow as pa
 from ...numerics.keys import Integers, group_rows
 from ...numerics.moments import Floats, integers, numbers
 from .culprits.findings import Culprit
-from .pairing.noise import Drifted, LoudNoise
-from .pairing.rename_hints import RenameHint
+from .noise import Drifted, LoudNoise
+from .renames import RenameHint
 
 MODULE = ["root", "module_path"]
 VALUE = [*MODULE, "site", "name"]

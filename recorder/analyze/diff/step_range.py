@@ -5,7 +5,7 @@ What comes of a range can be pickled; the rows stay in the process that read the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,40 @@ from ...numerics.keys import VALUE_KEY, group_rows
 from ...run.problems import Problems
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
+from .align import align
+from .compare import Tolerance
 from .culprits.findings import RangeSteps
-from .pairing.align import align
-from .pairing.boundaries import comparable, without_other_micro_steps, without_recomputed
-from .pairing.compare import Tolerance
-from .pairing.noise import Measured, measure
-from .pairing.pairs import PairedSteps, Side, Verdicts, judge, moved_roots
-from .pairing.rename_hints import UnpairedModules
-from .pairing.renames import Renames
+from .noise import Measured, measure
+from .pairs import (
+    PairedSteps,
+    Side,
+    Verdicts,
+    comparable,
+    judge,
+    moved_roots,
+    without_other_micro_steps,
+    without_recomputed,
+)
+from .renames import Renames, UnpairedModules
 from .result import MODULE, VALUE, by_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffOptions:
+    """What is asked of two runs."""
+
+    selection: Selection
+    """The values that are compared."""
+    tolerance: Tolerance
+    """How far elements may be apart and still be equal."""
+    global_view: GlobalOptions
+    """How the ranks of each run make global tensors."""
+    noise: Sequence[Run]
+    """Repeats or perturbed twins of the first run: a difference counts where it is larger than theirs."""
+    renames: Renames
+    """What the modules of the second run are called in the first."""
+    common: bool
+    """True where values that one run alone has make no difference."""
 
 
 class Seen:
@@ -115,20 +140,19 @@ class RangeComparer:
 
     def __init__(
         self,
-        runs: tuple[Run, ...],
-        selection: Selection,
-        tolerance: Tolerance,
-        renames: Renames,
+        a: Run,
+        b: Run,
+        options: DiffOptions,
         own_names: tuple[Mapping[str, str], Mapping[str, str]],
-        options: GlobalOptions,
         report: PayloadReport,
     ) -> None:
-        self._views = [run.view(loss=options.loss, layouts=options.layouts) for run in runs]
-        self.jitter_eps = max((run.jitter_eps for run in runs[2:]), default=0.0)
+        how = options.global_view
+        self._views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *options.noise)]
+        self.jitter_eps = max((run.jitter_eps for run in options.noise), default=0.0)
         """By which share the inputs of the noise runs were moved."""
-        self._selection = selection
-        self._tolerance = tolerance
-        self._renames = renames
+        self._selection = options.selection
+        self._tolerance = options.tolerance
+        self._renames = options.renames
         self._own_names = own_names
         self._report = report
 

@@ -1,4 +1,7 @@
-"""What the accounts of the writers know of missing values. Never looks for a gap itself."""
+"""What the accounts of the writers and the numbers of their rows know of missing values.
+
+Each row is numbered before anything can be dropped: where no number is missing, no value is.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,28 @@ import numpy as np
 import numpy.typing as npt
 
 from ...run.run import RecordedWriter
+from ...sites import SITE_OF
+from .slots import SLOT_SITES
 
 Integers = npt.NDArray[np.int64]
 
 ACCOUNTED = ("dropped", "retired")
 """Reasons of which writers keep accounts."""
+DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
+CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
+"""Why numbers are missing; the first that holds for a gap is its cause."""
+_PASSED = 0
+"""The cause of numbers whose values were expected of nobody: they waited for a trigger that did not come."""
+_END = np.iinfo(np.int64).max
+FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
+"""When in a step a row was numbered; a tap or a scalar may be at any time."""
+_WHEN_OF_PHASE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": UPDATE}
+WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_SITES])
+"""For each of `SLOT_SITES`, when in a step its rows come."""
+TOTAL = 3
+"""Index of all three together in `LostRows.room`."""
+_MANY = 1 << 40
+"""More numbers than this are never missing at once, whatever an untrusted file says."""
 
 
 class DroppedTail(NamedTuple):
@@ -71,3 +91,164 @@ def retention(writers: Sequence[RecordedWriter]) -> str:
     """The setting by which rows of these writers were removed."""
     kept = [writer.manifest.whole_setting("keep_newest") for writer in writers]
     return " or ".join(dict.fromkeys("keep_newest" if number > 0 else "max_bytes" for number in kept))
+
+
+class NumberedRows(NamedTuple):
+    """The rows of one writer in the order of their numbers."""
+
+    seq: Integers
+    step: Integers
+    shard: npt.NDArray[np.int32]
+    """Which of the writer's shards a row is in."""
+    micro_step: npt.NDArray[np.int32]
+    when: npt.NDArray[np.int8]
+    """`FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
+
+
+class LostRows(NamedTuple):
+    """What is missing of one rank, step by step."""
+
+    bits: npt.NDArray[np.uint8]
+    """The causes."""
+    room: Integers
+    """How many rows can have been dropped at most: in the forward, in the backward, around the update, and in all."""
+
+
+class _Gaps(NamedTuple):
+    """Runs of missing numbers with one cause."""
+
+    cause: int
+    first: Integers
+    """Steps of the rows around each."""
+    last: Integers
+    size: Integers
+    """How many numbers."""
+    earliest: Integers
+    """When in its step."""
+    latest: Integers
+
+    @classmethod
+    def anytime(cls, cause: int, first: Integers, last: Integers, size: int) -> _Gaps:
+        return cls(cause, first, last, np.array([size]), np.array([FORWARD]), np.array([UPDATE]))
+
+
+def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], steps: Integers) -> LostRows:
+    """For each step the causes, as bits, for which rows of one rank are missing there, and how many were dropped.
+
+    Args:
+        writers: of the rank, in the order of their start.
+        rows: of each writer.
+        steps: the steps that are asked about, in order.
+    """
+    changes = {cause: np.zeros(len(steps) + 1, np.int64) for cause in CAUSES}
+    rooms = np.zeros((TOTAL + 1, len(steps) + 1), np.int64)
+    begins = [int(one.step[0]) if len(one.step) else None for one in rows]
+    for number, (writer, one) in enumerate(zip(writers, rows, strict=True)):
+        following = next((begin for begin in begins[number + 1 :] if begin is not None), None)
+        for gaps in _gaps_of(writer, one, following):
+            begin = np.searchsorted(steps, np.minimum(gaps.first, gaps.last), "left")
+            end = np.searchsorted(steps, np.maximum(gaps.first, gaps.last), "right")
+            np.add.at(changes[gaps.cause], begin, 1)
+            np.add.at(changes[gaps.cause], end, -1)
+            for when in range(TOTAL + 1) if gaps.cause == DROPPED else ():
+                size = np.where((when == TOTAL) | (gaps.earliest <= when) & (when <= gaps.latest), gaps.size, 0)
+                np.add.at(rooms[when], begin, np.minimum(size, _MANY))
+                np.add.at(rooms[when], end, -np.minimum(size, _MANY))
+    causes = np.zeros(len(steps), np.uint8)
+    for cause, change in changes.items():
+        causes[np.cumsum(change[:-1]) > 0] |= cause
+    return LostRows(causes, np.cumsum(rooms, axis=1)[:, :-1])
+
+
+def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> list[_Gaps]:
+    """Runs of missing numbers."""
+    state, balance = writer.state, writer.balance
+    is_open = {"recording": LIVE, "unclosed": CUT}.get(state)
+    if balance.num_dropped:
+        usual = DROPPED
+    else:
+        usual = UNACCOUNTED if is_open is None else is_open
+    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual
+    """Of numbers with rows on both sides."""
+    if balance.passed and not balance.num_missing:
+        usual = usual_between
+    everything = np.zeros(1, np.int64), np.full(1, _END)
+    gaps_found: list[_Gaps] = []
+    spans = _removed(writer, rows)
+    if not len(rows.seq):
+        cause = min((span[2] for span in spans), default=usual)
+        if cause == _PASSED:
+            return []
+        gaps = _Gaps.anytime(cause, *everything, balance.observed)
+        return [gaps] if is_open is not None or balance.observed or cause == DAMAGED else []
+    indices = np.flatnonzero(np.diff(rows.seq) > 1)
+    before, after = rows.seq[indices], rows.seq[indices + 1]
+    first, last = rows.step[indices], rows.step[indices + 1]
+    if rows.seq[0] > 0:
+        before, after = np.insert(before, 0, -1), np.insert(after, 0, rows.seq[0])
+        first, last = np.insert(first, 0, rows.step[0]), np.insert(last, 0, rows.step[0])
+    earliest, latest = _when(rows, indices)
+    causes = np.full(len(before), usual_between, np.int64)
+    for cause in (RETIRED, DAMAGED):
+        for low, high, kind in spans:
+            if kind == cause:
+                causes[(after > low + 1) & (before < high - 1)] = cause
+    for cause in CAUSES:
+        of = causes == cause
+        if of.any():
+            size = (after - before - 1)[of]
+            if cause == DROPPED and balance.passed:
+                size = np.minimum(size, balance.num_dropped)
+            gaps_found.append(_Gaps(cause, first[of], last[of], size, earliest[of], latest[of]))
+    rest = balance.observed - int(rows.seq[-1]) - 1
+    end = np.array([_END if following is None else following - 1])
+    tail = np.array([rows.step[-1]])
+    at_end = min((kind for _, high, kind in spans if high == _END), default=None)
+    if at_end is not None and rest > 0:
+        gaps_found.append(_Gaps.anytime(at_end, tail, np.maximum(tail, end), rest))
+    elif is_open is not None:
+        gaps_found.append(_Gaps.anytime(is_open, tail, np.maximum(tail, end), rest))
+    elif rest > 0 and usual != _PASSED:
+        gaps_found.append(_Gaps.anytime(usual, tail, np.maximum(tail, end), rest))
+    return gaps_found
+
+
+def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
+    """When in a step the numbers after each of these rows were given, at the earliest and at the latest."""
+    before, after = rows.when[indices], rows.when[indices + 1]
+    is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
+    is_known = (rows.step[indices] == rows.step[indices + 1]) & is_slice & (before <= after) & (after < ANYTIME)
+    earliest, latest = np.where(is_known, before, FORWARD), np.where(is_known, after, UPDATE)
+    if rows.seq[0] > 0:
+        earliest, latest = np.insert(earliest, 0, FORWARD), np.insert(latest, 0, UPDATE)
+    return earliest, latest
+
+
+def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
+    """Numbers (exclusive on both sides) between which shards are damaged or were removed by retention."""
+    removed = []
+    limits = _limits(rows, len(writer.shards))
+    for kind in ("tensors", "stats"):
+        shards = []
+        for index, shard in enumerate(writer.shards):
+            if (name := shard.name) is not None and name.kind == kind:
+                shards.append((name.number, *limits[index], bool(shard.damage)))
+        number, high = -1, -1
+        for position, (following, first, last, is_damaged) in enumerate(shards):
+            rest = [low for _, low, _, _ in shards[position + 1 :] if low >= 0]
+            if following > number + 1 and writer.balance.retired_rows:
+                removed.append((high, first if first >= 0 else min(rest, default=_END), RETIRED))
+            if is_damaged:
+                removed.append((high, min(rest, default=_END), DAMAGED))
+            number, high = following, max(high, last)
+        if any(retired == kind and gone > number for retired, gone in writer.retired_shards):
+            removed.append((high, _END, RETIRED))
+    return removed
+
+
+def _limits(rows: NumberedRows, num_shards: int) -> list[tuple[int, int]]:
+    """Smallest and largest number in each shard; -1 where it has no rows."""
+    low, high = np.full(num_shards, _END), np.full(num_shards, -1, np.int64)
+    np.minimum.at(low, rows.shard, rows.seq)
+    np.maximum.at(high, rows.shard, rows.seq)
+    return [(int(a) if b >= 0 else -1, int(b)) for a, b in zip(low, high, strict=True)]

@@ -16,11 +16,9 @@ import numpy.typing as npt
 from ...records import KEEP_RING
 from ...rules import EVERY, Rule
 from ...run.run import RecordedWriter, Run
-from .accounts import ACCOUNTED, DroppedTail, accounted, dropped_tail
+from .accounts import ACCOUNTED, MISSED, DroppedTail, accounted, dropped_tail, lost_steps
 from .gaps import Gap, Gaps, absent, explain
-from .observed import MODES, SlotRows, read_slots
-from .rank_view import RankView
-from .sequence_gaps import MISSED, lost_steps
+from .observed import MODES, RankView, SlotRows, read_slots
 from .slots import NEVER, SLOT_SITES, Flags, RuleMatch, Slots, WriterSlots, distinct, match_rule, read_rules
 
 Integers = npt.NDArray[np.int64]

@@ -13,11 +13,21 @@ import numpy.typing as npt
 
 from ...sites import OF_BUFFERS, OF_CALLS, VALUES_OF_CALLS, values_of
 from ...system.text import listed
-from .accounts import ACCOUNTED, retention
-from .dropped import take_room
-from .rank_view import RankView
-from .sequence_gaps import CAUSES, CUT, DAMAGED, DROPPED, LIVE, MISSED, RETIRED, TOTAL, UNACCOUNTED
-from .sequence_gaps import FORWARD as IN_FORWARD
+from .accounts import (
+    ACCOUNTED,
+    CAUSES,
+    CUT,
+    DAMAGED,
+    DROPPED,
+    LIVE,
+    MISSED,
+    RETIRED,
+    TOTAL,
+    UNACCOUNTED,
+    retention,
+)
+from .accounts import FORWARD as IN_FORWARD
+from .observed import RankView
 from .slots import HIDDEN, SLOT_SITES, Flags, Slots, WriterSlots, distinct
 
 Integers = npt.NDArray[np.int64]
@@ -289,7 +299,7 @@ def _explain_block(
     is_certain |= np.isin(reason, _UNCALLED) & (view.room[IN_FORWARD, columns] == 0)
     may_drop = ~never[:, None] & ~is_certain
     dropped = lost == _CODE["dropped"]
-    by_drop = take_room(view, columns, some & may_drop & dropped, site[rows], num_found)
+    by_drop = view.take_room(columns, some & may_drop & dropped, site[rows], num_found)
     is_unsure = some & may_drop & dropped & ~by_drop & np.isin(reason, _NEVER_CALLED)
     reason[is_unsure] = _CODE["perhaps_dropped"]
     reason[by_drop] = _CODE["dropped"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recorder.analyze.diff.pairing.noise import BeyondNoise
+from recorder.analyze.diff.noise import BeyondNoise
 from tests.campaigns.diff import clean, judging
 
 DRIFTING, PLAIN = "drifting-float32", "adamw-float32"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorder.analyze.diff.pairing.compare import Tolerance, are_identical, compare
+from recorder.analyze.diff.compare import Tolerance, are_identical, compare
 from recorder.errors import LookupFailedError
 from recorder.numerics.dtypes import numpy_dtype
 

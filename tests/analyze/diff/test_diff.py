@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 
 import recorder
+from recorder.analyze.diff import pairs
 from recorder.analyze.diff.diff import diff, payload_bytes
-from recorder.analyze.diff.pairing import pairs
 from recorder.errors import LookupFailedError
 from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.merge.merge import merge_run

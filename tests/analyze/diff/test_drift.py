@@ -12,7 +12,7 @@ import pytest
 
 import recorder
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.pairing.noise import BeyondNoise
+from recorder.analyze.diff.noise import BeyondNoise
 from recorder.analyze.diff.result import Diff
 from recorder.errors import LookupFailedError
 

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 
 import recorder
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.pairing.rename_hints import RenameHint, UnpairedModules, rename_hints
-from recorder.analyze.diff.pairing.renames import NO_RENAMES, Rename, Renames, read_renames
+from recorder.analyze.diff.renames import (
+    NO_RENAMES,
+    Rename,
+    RenameHint,
+    Renames,
+    UnpairedModules,
+    read_renames,
+    rename_hints,
+)
 from recorder.errors import LookupFailedError
 
 from .test_diff import row, write

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import recorder
-from recorder.analyze.diff.pairing.compare import Tolerance
-from recorder.cli.commands.diff import show_diff
-from recorder.run.selection import GlobalOptions, Selection
+from recorder.cli.commands.diff import command
 from tests.campaigns.diff import injected_pipeline as injected
 from tests.campaigns.diff.judging import judge
 
@@ -68,9 +65,7 @@ def test_of_a_number_that_differs_between_ranks_the_wrong_ranks_own_is_told(fold
 
 def test_the_command_says_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(name: str) -> list[str]:
-        a, b, twin = (recorder.open_run(folder / run) for run in ("one", name, "twin"))
-        asked = Selection(), Tolerance(), GlobalOptions()
-        show_diff(a, b, *asked, noise=[twin], common=False, limit=5, as_json=False)
+        command(str(folder / "one"), str(folder / name), noise=[str(folder / "twin")], limit=5)
         return capsys.readouterr().out.splitlines()
 
     line = "culprit: step 1, update of 10 parameters of stage 1 alike, rank 1: param weight of 'layers.2.norm' differs"

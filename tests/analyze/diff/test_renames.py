@@ -11,7 +11,7 @@ import pytest
 
 import recorder
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.pairing.renames import Renames, read_renames
+from recorder.analyze.diff.renames import Renames, read_renames
 from recorder.errors import LookupFailedError
 
 from .test_diff import row, write

@@ -18,7 +18,7 @@ from ....columns import note_members, stage_of
 from ....numerics.keys import VALUE_KEY, Integers, holds
 from ....numerics.moments import integers
 from ....sites import GRADIENTS
-from ..pairing.align import Alignment
+from ..align import Alignment
 
 Flags = npt.NDArray[np.bool_]
 """Sites at which it is an error that one run alone has a value: no gradient came, or one came where none should."""

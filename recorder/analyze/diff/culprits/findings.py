@@ -18,9 +18,9 @@ from ....columns import MEASURED, NONFINITE, note_members, parse_shape, stage_of
 from ....errors import RunError
 from ....numerics.keys import VALUE_KEY, Integers, holds
 from ....numerics.moments import integers
-from ..pairing.align import Alignment
-from ..pairing.noise import multiples
-from ..pairing.pairs import PairedSteps, Side, Verdicts
+from ..align import Alignment
+from ..noise import multiples
+from ..pairs import PairedSteps, Side, Verdicts
 from .events import Event, differing_ranks, differing_steps, events, of_steps
 from .guesses import Read, Scaled, guess_clipping, guess_scaled, guess_steps, norm_of_gradients
 from .search import CulpritSearch, Suspect

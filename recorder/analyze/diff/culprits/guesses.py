@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from ....columns import parse_shape
 from ....errors import RunError
-from ..pairing.pairs import PairedSteps, Side
+from ..pairs import PairedSteps, Side
 
 _MAX_STEPS = 3
 """Steps before, of which gradients may have been added up."""

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ....numerics.keys import VALUE_KEY, Integers, common_ids, join
-from ....numerics.moments import integers
+from ...numerics.keys import VALUE_KEY, Integers, common_ids, join
+from ...numerics.moments import integers
 
 PART = "part_of_batch"
 """A column: on which part of the batch the rank of a row worked."""

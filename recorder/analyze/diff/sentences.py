@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import pyarrow.compute as pc
 
-from ...analyze.diff.culprits.findings import Culprit
-from ...analyze.diff.pairing.compare import Tolerance
-from ...analyze.diff.pairing.noise import Drifted
-from ...analyze.diff.pairing.rename_hints import RenameHint
-from ...analyze.diff.result import Diff, Difference
 from ...system.text import counted, named, number
-from .cells import cut_text, rank_cell, statistic_cell
+from .compare import Tolerance
+from .culprits.findings import Culprit
+from .noise import Drifted
+from .renames import RenameHint
+from .result import Diff, Difference
+from .step_range import DiffOptions
 
 _HOW = {
     "values": "values",
@@ -26,18 +27,19 @@ _HOW = {
 }
 
 
-def verdict(result: Diff, tolerance: Tolerance, *, common: bool, has_noise: bool) -> str:
+def verdict(result: Diff, options: DiffOptions) -> str:
     """Return the answer: equal, different, or equal as far as compared, and of how many values."""
+    tolerance = options.tolerance
     num_compared = result.num_compared - result.num_left_out
     num_equal = num_compared - result.table.num_rows
     within = "exactly" if tolerance.is_exact else f"within {_tolerances(tolerance)}"
-    if has_noise:
+    if options.noise:
         within = "within the noise" + (f" or {_tolerances(tolerance)}" if not tolerance.is_exact else "")
     of_all = "" if num_compared == result.num_compared else f"{num_compared} of "
     unpaired = (
         (name, pc.sum(table.column("rows")).as_py()) for name, table in (("A", result.only_a), ("B", result.only_b))
     )
-    alone = "".join(f", {num} in {name} alone" for name, num in unpaired if num and not common)
+    alone = "".join(f", {num} in {name} alone" for name, num in unpaired if num and not options.common)
     num_shapes = sum(
         row["shape_a"] != row["shape_b"] for row in result.table.select(["shape_a", "shape_b"]).to_pylist()
     )
@@ -166,7 +168,7 @@ def _symptom(culprit: Culprit) -> str:
     return f"{value} differs" + (f" ({culprit.kind})" if culprit.kind else "")
 
 
-def notes(result: Diff, *, common: bool, has_noise: bool) -> Iterator[str]:
+def notes(result: Diff, options: DiffOptions) -> Iterator[str]:
     """Yield lines about what was not compared, and about how far the noise can be trusted."""
     num_only = sum(table.num_rows for table in (result.only_a, result.only_b))
     if result.num_bare:
@@ -190,12 +192,12 @@ def notes(result: Diff, *, common: bool, has_noise: bool) -> Iterator[str]:
         )
     if result.drifted is not None:
         yield _drifted(result.drifted)
-    if has_noise and _is_open(result):
+    if options.noise and _is_open(result):
         yield (
             "note: statistics alone do not tell an update that is wrong from one of which rounding decided an element, "
             "as it may with Adam; tensors of param, grad and optim do, and two or three more twins (--noise again) may"
         )
-    if num_only and common:
+    if num_only and options.common:
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
 
 
@@ -216,3 +218,57 @@ def _drifted(drifted: Drifted) -> str:
 
 def _tolerances(tolerance: Tolerance) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in asdict(tolerance).items() if value)
+
+
+_MAX_ULP = 9999
+"""The most representable numbers between two floats that are shown; a larger count tells nobody anything."""
+
+
+def beside(row: dict[str, Any]) -> str:
+    """Return what tells a value from others of the same module, site and name."""
+    micro_step = f"micro_step={row['micro_step']}" if row["micro_step"] else ""
+    call = f"call={row['call']}" if row["call"] else ""
+    mode = row["mode"] if row["mode"] != "train" else ""
+    return " ".join(filter(None, (micro_step, call, mode, row["phase"] if row["phase"] == "recompute" else "")))
+
+
+def statistic_cell(row: dict[str, Any]) -> str:
+    """Return the statistic that is farthest apart, with enough digits to tell both values apart."""
+    a, b = row["statistic_a"], row["statistic_b"]
+    digits = (".0f",) if row["statistic"].endswith("_count") else (".4g", ".8g", ".17g")
+    texts = [tuple("none" if value is None else format(value, form) for value in (a, b)) for form in digits]
+    text_a, text_b = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
+    apart = "" if row["statistic_rel"] is None else f", {number(row['statistic_rel'])} apart"
+    return f"{row['statistic'].removesuffix('_count')} {text_a} | {text_b}{apart}"
+
+
+def rank_cell(a: int | None, b: int | None) -> str:
+    """Return the ranks of a value in both runs; empty where both are of the whole model."""
+    return "" if a is None and b is None else pair_cell("all" if a is None else a, "all" if b is None else b)
+
+
+def pair_cell(a: object, b: object) -> str:
+    """Return what both runs have: once where it is the same."""
+    return str(a) if a == b else f"{a} | {b}"
+
+
+def whole_cell(value: float | int | None) -> str:
+    """Return a count of representable numbers, of which many tell nobody anything."""
+    if value is None:
+        return ""
+    return f"{int(value)}" if value <= _MAX_ULP else f">{_MAX_ULP}"
+
+
+def cosine_cell(value: float | None) -> str:
+    """Return a cosine, with enough digits for one that is near 1."""
+    return "" if value is None else f"{value:.6f}"
+
+
+def percent_cell(share: float | None) -> str:
+    """Return a share in percent."""
+    return "" if share is None else f"{share:.3%}" if share < 0.01 else f"{share:.1%}"
+
+
+def cut_text(count: int, limit: int) -> str:
+    """Return what says that a list is cut; empty where it is not."""
+    return f"; the first {limit} (--limit 0 shows all)" if limit and count > limit else ""

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ....errors import RunError
-from ....numerics.keys import Integers
-from ....numerics.moments import integers, numbers
-from ....sites import values_of
+from ...errors import RunError
+from ...numerics.keys import Integers
+from ...numerics.moments import integers, numbers
+from ...sites import values_of
 from .align import Alignment
 from .pairs import Flags, PairedSteps, Side
 

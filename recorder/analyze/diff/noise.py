@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ....numerics.keys import Integers, group_rows
-from ....numerics.moments import Floats, integers, numbers
+from ...numerics.keys import Integers, group_rows
+from ...numerics.moments import Floats, integers, numbers
 from .align import Alignment, align
 from .compare import Tolerance
 from .drift import MARGIN, Drift, Pairs

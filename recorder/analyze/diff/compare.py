@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ....errors import LookupFailedError
+from ...errors import LookupFailedError
 
 _CHUNK_ITEMS = 1 << 15
 """Elements looked at together: with what is made of them they stay in the cache, three times as fast as a million."""

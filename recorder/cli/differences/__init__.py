@@ -1,1 +1,0 @@
-"""How two runs compare, for people: sentences and tables of `recorder diff`."""
