@@ -1,4 +1,4 @@
-"""What a reader should know of rows: ranks that are missing, ranks that contradict each other, rows in open files.
+"""What a reader should know of rows: missing ranks, ranks that contradict each other, open files, foreign files.
 
 Replicas that differ are told elsewhere. Must never read payloads but the few by which a layout is known.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..columns import OF_FIRST_PART, note_members
+from ..errors import NotARunError
 from ..format.payload.encodings import ENCODING_OF
+from ..format.rundir import parse_shard_name
 from ..globalview.grouping.findings import Finding
 from ..globalview.plan.sampling import load_sample
 from ..globalview.plan.values import GlobalValues
@@ -25,7 +27,8 @@ from ..numerics.keys import encode
 from ..numerics.moments import integers
 from ..read.run import RecordedRun
 from ..run.finding import typed_for
-from ..sites import SITE_OF
+from ..sites import FORMAT_VERSION, SITE_OF
+from ..storage.locations import Location, store_of
 from ..system.text import counted, named
 from .run import Run
 from .selection import Selection
@@ -201,3 +204,29 @@ def unsealed_note(run: RecordedRun) -> str:
     if target == "COPY":
         seals += " in a copy on a disk"
     return f"{rows} in {files}: recorder reads {them}, other readers do not; {seals}"
+
+
+def strays(run: Run) -> Iterator[str]:
+    """Yield a sentence for each file of a run whose name ends with ``.arrow`` and that is none of the run's shards.
+
+    A reader that finds files by ``*.arrow`` takes such a file for rows of the run. A later version of the format may
+    have files of its own, whose names begin with ``_``.
+    """
+    store = store_of(run.path)
+    is_later = run.version > FORMAT_VERSION
+    folders = {writer.directory for writer in run.writers}
+    for folder in sorted({run.path, *(one.parent for one in folders), *folders}, key=str):
+
+        def is_stray(name: str, folder: Location = folder) -> bool:
+            is_shard = folder in folders and parse_shard_name(name) is not None
+            return name.endswith(".arrow") and not is_shard and not (is_later and name.startswith("_"))
+
+        try:
+            files = store.list_directory(folder, directories=False, is_part=is_stray)
+        except NotARunError as error:  # a link, a pipe or a device
+            yield f"{error}; it is none of the run's shards, and who reads the run by *.arrow reads it"
+            files = store.list_directory(folder, directories=False)
+        directories = store.list_directory(folder, directories=True)
+        named = [name for name in files if is_stray(name)] + [name for name in directories if name.endswith(".arrow")]
+        for name in named:
+            yield f"{folder / name}: none of the run's shards, and who reads the run by *.arrow reads it; move it away"

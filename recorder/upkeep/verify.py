@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
 
-from ..errors import CorruptError, NotARunError, RunError
+from ..errors import CorruptError, RunError
 from ..format.integrity import FILE_CRC_KEY, NO_DIGITS
-from ..format.rundir import index_name, parse_shard_name
+from ..format.rundir import index_name
 from ..read.shards.messages import (
     CONTINUATION,
     FIRST_MESSAGE,
@@ -31,9 +31,8 @@ from ..read.shards.rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
 from ..read.shards.salvage import salvage
 from ..read.shards.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
 from ..read.writers import RecordedWriter
-from ..run.problems import unsealed_note
+from ..run.problems import strays, unsealed_note
 from ..run.run import Run
-from ..sites import FORMAT_VERSION
 from ..storage.locations import LOCAL, Location, store_of
 from ..storage.untrusted_files import ByteSource
 from ..system.processes import available_cores
@@ -67,32 +66,6 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Findin
         yield Finding(True, text)
     if note := unsealed_note(run):
         yield Finding(False, note)
-
-
-def strays(run: Run) -> Iterator[str]:
-    """What lies in the directories of a run under a name that ends with ``.arrow``, and is none of its shards.
-
-    Whoever reads a run by ``*.arrow`` takes it for rows of the run. A later version of the format may have files of its
-    own, which begin with ``_``.
-    """
-    store = store_of(run.path)
-    is_later = run.version > FORMAT_VERSION
-    folders = {writer.directory for writer in run.writers}
-    for folder in sorted({run.path, *(one.parent for one in folders), *folders}, key=str):
-
-        def is_stray(name: str, folder: Location = folder) -> bool:
-            is_shard = folder in folders and parse_shard_name(name) is not None
-            return name.endswith(".arrow") and not is_shard and not (is_later and name.startswith("_"))
-
-        try:
-            files = store.list_directory(folder, directories=False, is_part=is_stray)
-        except NotARunError as error:  # a link, a pipe or a device
-            yield f"{error}; it is none of the run's shards, and who reads the run by *.arrow reads it"
-            files = store.list_directory(folder, directories=False)
-        directories = store.list_directory(folder, directories=True)
-        named = [name for name in files if is_stray(name)] + [name for name in directories if name.endswith(".arrow")]
-        for name in named:
-            yield f"{folder / name}: none of the run's shards, and who reads the run by *.arrow reads it; move it away"
 
 
 @contextmanager

@@ -15,9 +15,9 @@ import torch
 
 import recorder
 from recorder.analyze.doctor.expected import compare
+from recorder.analyze.doctor.reply import checks_of
+from recorder.cli.commands import ls
 from recorder.cli.commands import set as set_command
-from recorder.cli.commands.doctor import checks_of
-from recorder.cli.commands.ls import list_path
 from recorder.cli.commands.top import show_top
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, command_name
@@ -161,7 +161,7 @@ def test_a_run_that_is_over_a_step_that_has_passed_and_an_unknown_module_are_ref
 
 def test_ls_show_top_and_doctor_tell_what_was_sent(told: Told, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(told.run.path)
-    list_path(run, as_json=False)
+    ls.command(run)
     listed = capsys.readouterr().out
     assert "command 3: pause at steps 30 to 31: 2 ranks (0..1): ended, from step 30 to 31" in listed
     show_top(*find_run(run), once=True, as_json=False)

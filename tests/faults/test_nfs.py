@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.cli.commands import doctor
+from recorder.analyze.doctor import reply
 from recorder.upkeep.verify import verify
 from recorder.write import backoff
 from recorder.write.files.file import Disk
@@ -170,7 +170,7 @@ def test_rows_synced_before_the_sync_that_failed_are_not_suspect(tmp_path: Path)
     assert report.ledger["written"] == 9
     run = recorder.open_run(tmp_path / "run")
     assert run.writers[0].balance.suspect == 1
-    (check,) = [check for check in doctor._accounts(run) if "a sync failed" in check.text]
+    (check,) = [check for check in reply._accounts(run) if "a sync failed" in check.text]
     assert check.state == "missing" and "1 row written" in check.text
 
 
@@ -188,7 +188,7 @@ def test_a_writer_that_began_anew_is_told_of_by_doctor(tmp_path: Path) -> None:
     run = recorder.open_run(tmp_path / "run")
     assert run.num_rows == 5
     assert [finding.text for finding in verify(run) if finding.is_fault] == []
-    assert any("began anew: RuntimeError: the copy failed" in check.text for check in doctor._accounts(run))
+    assert any("began anew: RuntimeError: the copy failed" in check.text for check in reply._accounts(run))
 
 
 def test_a_shard_that_a_failed_write_ends_is_synced_before_it_is_left(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where two runs differ: value by value, whatever their layouts, in bounded memory. Never prints.
+"""Where two runs differ: value by value, whatever their layouts, in bounded memory.
 
 Equal fingerprints spare the payloads; statistics are asked only where there is no payload.
 """

@@ -1,4 +1,4 @@
-"""The question what went wrong first in a run. Never prints; `recorder.cli.commands.first` does."""
+"""The question what went wrong first in a run. Nothing here prints."""
 
 from __future__ import annotations
 

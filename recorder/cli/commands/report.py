@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ...analyze.check.check import check
+from ...analyze.doctor.reply import checks_of
 from ...checks.rule import Finding as Judgement
 from ...checks.rule import Severity
 from ...errors import LookupFailedError
@@ -21,7 +22,6 @@ from ..options import Json, RunPath, complete_run
 from ..output import print_json, progress, say
 from ..paths import local_path, other_run
 from .check import fold, sentence
-from .doctor import checks_of
 
 EPILOG = "Examples: recorder report recordings -o report.html    recorder report @-2 --against @-1 -o against.html"
 
@@ -86,7 +86,6 @@ def command(
 
 def told_by_doctor(run: Run) -> list[Told]:
     """What `recorder doctor` says of a run."""
-    run.load_balances()
     return [Told(check.state, check.text, check.members) for check in checks_of(run)]
 
 

@@ -14,7 +14,7 @@ import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
 from recorder.analyze.first.first import first
-from recorder.cli.commands.ls import list_path
+from recorder.cli.commands import ls
 from recorder.merge.merge import merge_run
 from tests.campaigns.diff import injected, judging
 
@@ -97,9 +97,9 @@ def test_a_twin_says_what_it_is_and_was_moved_by_a_last_place(folder: Path, caps
     assert set(moved) == {(step, "features") for step in range(4)}  # the words are whole numbers
     assert all(1 <= line["max_ulp"] <= 2 for line in moved.values())
     for path in (twin.path, twin.path.parent):
-        list_path(str(path), as_json=False)
+        ls.command(str(path))
         assert "jitter" in capsys.readouterr().out
-    list_path(str(one.path), as_json=False)
+    ls.command(str(one.path))
     assert "jitter" not in capsys.readouterr().out
 
 

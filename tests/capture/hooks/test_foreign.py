@@ -6,14 +6,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import recorder
+from recorder.analyze.doctor.reply import checks_of, reply_of
 from recorder.analyze.first.first import first
 from recorder.capture.hooks.inventory import foreign_hooks
-from recorder.cli.commands.doctor import examine
 
 
 def zap(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -60,17 +59,15 @@ def test_a_nan_that_a_hook_makes_is_not_laid_on_the_next_module_alone(tmp_path: 
     assert f"{__file__}:{zap.__code__.co_firstlineno}" in note
 
 
-def test_without_a_nan_first_says_nothing_of_them_and_doctor_names_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_nan_first_says_nothing_of_them_and_doctor_names_them(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model[0].register_forward_hook(look)
     run = train(model, tmp_path)
     assert not any("hooks" in note for note in first(run).notes)
-    assert examine(run, as_json=False, is_strict=True) == 0
-    assert "note    hooks of the program run after what is recorded of their modules: '0' (forward look " in (
-        capsys.readouterr().out
-    )
+    checks = list(checks_of(run))
+    assert reply_of(run, checks, is_strict=True).exit_code == 0
+    told = "hooks of the program run after what is recorded of their modules: '0' (forward look "
+    assert any(check.state == "note" and check.text.startswith(told) for check in checks)
 
 
 def test_a_hook_that_came_after_the_first_step_is_told_too(tmp_path: Path) -> None:

@@ -1,0 +1,410 @@
+"""What `recorder doctor` replies: lines about what a run lacks and why, the most important last, next to the prompt."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ...config import FLAG
+from ...run.finding import typed_for
+from ...run.notes import describe, dump_members, dump_note, proof_state, told
+from ...run.problems import layout_problems, strays, unsealed_note
+from ...run.reply import Reply, StateLine
+from ...run.run import Balance, Module, Run
+from ...system.text import counted, grouped, listed, printable, span
+from .expected import Expectation, compare
+from .gaps import REASONS, Gap
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_MAX_LISTED = 10
+_MAX_GAPS = 40
+"""Lines about gaps of one state; ``--json`` has all."""
+_STEP_SOURCES = {
+    "counted": "counted from 0",
+    "optimizer": "counted on from the number in the optimizer's state",
+    "user": "those that the program gave",
+}
+_EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
+"""Reasons of gaps by the kind of event that explains them; other events say that something failed."""
+_INFORMING = {"before_first_call", "nodes_apart", "trigger_passed"}
+"""Kinds of events that say what happened, where nothing is lacking that was promised."""
+_OF_COMMANDS = {"command_refused", "uncarried"}
+"""Kinds of events of commands that were not done: whoever may send one may send what is none, and nothing is lost."""
+_UNKNOWN = {
+    "site": "nothing is expected there; a later version of recorder knows what is missing",
+    "encoding": "their values cannot be read here; a later version of recorder reads them",
+    "column": "it is passed over",
+}
+"""The end of a line about something that a later version of the format added."""
+_STATES = ("ok", "note", "missing")
+"""The states of lines; the most important stand last, next to the prompt."""
+
+
+class Check(NamedTuple):
+    """One line of the answer."""
+
+    state: str
+    """``ok``, ``note``, or ``missing``: something is not, or will not be, recorded."""
+    text: str
+    is_strict: bool = False
+    """A finding under ``--strict``."""
+    members: Mapping[str, Any] = MappingProxyType({})
+    """The members that the line has in JSON."""
+    is_listed: bool = True
+    """Whether people see the line; JSON has all."""
+
+
+def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Reply:
+    """Return the reply: the exit code is 1 if something is missing, or is not as strictness wants it."""
+    known = list(checks)
+    return Reply(
+        members=lambda: {
+            "run": None if run is None else str(run.path),
+            "checks": [{"state": check.state, "text": check.text, **check.members} for check in known],
+        },
+        parts=lambda: [
+            StateLine(state, check.text)
+            for state in _STATES
+            for check in known
+            if check.state == state and check.is_listed
+        ],
+        exit_code=int(any(check.state == "missing" or (is_strict and check.is_strict) for check in known)),
+    )
+
+
+def checks_of(run: Run) -> Iterator[Check]:
+    """Yield the lines about a run."""
+    run.load_balances()
+    expected = compare(run)
+    state = "ok" if run.num_rows else "missing"
+    ranks, steps = span(run.ranks) or ("together" if run.is_merged else "none"), span(run.steps) or "none"
+    yield Check(state, f"{run.name}: {counted(run.num_rows, 'row')}, ranks {ranks}, steps {steps}")
+    yield from _recorded_settings(run)
+    yield from _proof(run)
+    yield from _told(run)
+    yield from _strays(run)
+    yield from _dumps(run)
+    yield from _filters(expected)
+    yield from _recorded_modules(run, expected)
+    if listed := run.foreign_hooks:
+        yield Check("note", f"hooks of the program run after what is recorded of their modules: {listed}")
+    yield from _totals(expected)
+    yield from _unknown(expected)
+    yield from _gaps(expected)
+    yield from _merged(run, expected)
+    yield from _events(run)
+    yield from _accounts(run)
+    layout_faults = layout_problems(run)  # what it reads may show more damage
+    for problem in run.problems:
+        yield Check("missing", problem)
+    for problem in layout_faults or ():
+        yield Check("missing", f"contradiction: {problem}")
+    yield from _absent_ranks(run)
+    if note := unsealed_note(run):
+        yield Check("note", note)
+    yield from _endings(run, expected)
+    if layout_faults is None:
+        yield Check(
+            "ok", "not checked here: whether the ranks' chunks fit together, which takes a long look at many rows"
+        )
+    command = shlex.join(["recorder", "verify", typed_for(run.path, run.name)])
+    yield Check("ok", f"not checked here: whether every byte is as it was written; that is: {command}")
+
+
+def _absent_ranks(run: Run) -> Iterator[Check]:
+    if not run.world_size or run.world_size > 1 << 20 or not run.ranks:
+        return
+    absent = sorted(set(range(run.world_size)) - set(run.ranks))
+    if not absent or any(writer.rank is None for writer in run.writers):
+        return
+    why = f"they called no root, were killed before the first row, or had it off ({AUTOLOAD}=0, or no {FLAG}=1)"
+    kinds = {event.kind for writer in run.writers for event in writer.manifest.events}
+    if not any(writer.manifest.autoload for writer in run.writers):
+        why = "the program attached the others and not these, or they were killed before the first row"
+    if "nodes_apart" in kinds:
+        why = "nodes share no file system: each has a directory of this run, to be copied into one"
+    if "unjoined" in kinds:
+        why = "ranks that cannot agree on a name write a run each: look for unjoined-* beside this one"
+    listed = _listed(list(map(str, absent)))
+    yield Check("missing", f"ranks: nothing of {listed} of {run.world_size}: {why}", members={"absent_ranks": absent})
+
+
+def _recorded_settings(run: Run) -> Iterator[Check]:
+    if not run.writers:
+        return
+    manifest = next((writer.manifest for writer in run.writers if writer.manifest.members), run.writers[0].manifest)
+    changed = [
+        f"{name}={one.value}" for name, one in manifest.settings.items() if one.source != "default" and name != "rules"
+    ]
+    yield Check("ok", f"settings: {', '.join(changed) or 'all defaults'}")
+    for rule in manifest.rules:
+        yield Check("ok", f"rule: {rule}")
+    start = f"{FLAG}=1" if manifest.autoload else "attach()"
+    steps = _STEP_SOURCES.get(manifest.step_source or "", "of a source that this version does not know")
+    yield Check("ok", f"started by {start}; steps are {steps}")
+
+
+def _proof(run: Run) -> Iterator[Check]:
+    """Yield what `recorder prove` found; a program that nobody has asked about has no line."""
+    if (proof := run.proof) is not None:
+        for note in proof.notes:
+            yield Check("ok", f"recorder prove: {note}")
+        yield Check(proof_state(proof), f"recorder prove: {proof.text}", members={"proof": proof.verdict})
+
+
+def _told(run: Run) -> Iterator[Check]:
+    """Yield what the run was told while it was under way; a run that was told nothing has no line."""
+    for one in told(run):
+        command = one.command
+        text = (
+            f"told by {command.by or 'somebody'}: command {command.number}, {describe(command)}: {'; '.join(one.lines)}"
+        )
+        state = "ok" if one.is_done else "note"
+        yield Check(state, text, is_strict=not one.is_done, members={"command": command.number})
+    for problem in run.commands.problems:
+        yield Check("note", f"no command, and refused by the run: {problem}", is_strict=True)
+
+
+def _strays(run: Run) -> Iterator[Check]:
+    """Yield what other readers take for rows of the run."""
+    for text in strays(run):
+        yield Check("note", text, is_strict=True)
+
+
+def _dumps(run: Run) -> Iterator[Check]:
+    """Yield what triggers had the run write, and the ranks that heard of one too late, or never.
+
+    A rank with a trigger of its own for the same steps wrote what was asked for, and need not hear of another's.
+    """
+    dumps = run.dumps
+    wrote: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+    for dump in dumps:
+        wrote[dump.attempt, dump.first_step, dump.last_step].update(dump.ranks)
+    for dump in dumps:
+        unheard = sorted({*run.ranks} - wrote[dump.attempt, dump.first_step, dump.last_step]) if dump.ranks else []
+        state = "note" if dump.missed or unheard else "ok"
+        never = f"; {_many('rank', unheard)} never heard of it" if unheard else ""
+        yield Check(state, f"{dump_note(dump)}{never}", is_strict=state == "note", members={"dump": dump_members(dump)})
+
+
+def _filters(expected: Expectation) -> Iterator[Check]:
+    """Yield what the rules leave out, which is no gap, since nobody asked for it."""
+    for problem in expected.problems:
+        yield Check("note", problem, is_strict=True)
+    for reach in expected.reaches:
+        if reach.others:
+            where = f"on ranks {span(reach.ranks)}" if reach.ranks else "on no rank"
+            yield Check("ok", f"filtered by rank=: recorded {where}, not on {span(reach.others)}: {reach.rule}")
+    num_chosen = expected.num_steps_expected + expected.num_steps_passed
+    if num_chosen < expected.num_steps_lived:
+        yield Check("ok", f"filtered by steps=: {num_chosen} of {expected.num_steps_lived} steps are wanted")
+    if passed := expected.num_steps_passed:
+        steps = f"{passed} of {expected.num_steps_lived} steps"
+        yield Check("ok", f"kept by keep=ring alone: {steps} passed, as no trigger asked for them")
+    if unselected := expected.num_modules - expected.num_selected:
+        modules = counted(expected.num_modules, "module")
+        yield Check(
+            "ok", f"filtered by module=, class= or site=, or containers without a call: {unselected} of {modules}"
+        )
+    if expected.num_filtered:
+        why = "steps=, name=, call= or keep=ring" if expected.num_steps_passed else "steps=, name= or call="
+        yield Check("ok", f"filtered by {why}: {counted(expected.num_filtered, 'selected module')}")
+    if expected.shared:
+        names = [f"{alias!r} as {path!r}" for path, alias in expected.shared]
+        yield Check("ok", f"shared modules are recorded once, under their first path: {_listed(names)}")
+
+
+def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
+    if not run.modules:
+        yield Check("missing", "roots: none, so no module was watched; no module that an optimizer trains was called")
+        return
+    roots: dict[str, list[Module]] = {}
+    for (root, _), info in run.modules.items():
+        roots.setdefault(root, []).append(info)
+    for root, infos in roots.items():
+        num_selected = sum(info.has_values for info in infos)
+        yield Check(
+            "ok", f"root {root}: {infos[0].class_name}, {counted(len(infos), 'module')}, {num_selected} selected"
+        )
+        paths = [path for its_root, path in expected.silent.get("never_called", ()) if its_root == root]
+        if paths:
+            why = "never called at a recorded step"
+            text = f"root {root}: {counted(len(paths), 'module')} left no rows, {why}: {_named(paths)}"
+            yield Check("missing", text, members={"reason": "never_called", "root": root, "modules": paths})
+
+
+def _totals(expected: Expectation) -> Iterator[Check]:
+    """Yield the table. A value counts once a module (or parameter), rank and step, however often it was seen."""
+    if not expected.totals:
+        return
+    width = max(len(f"{total.expected:,}") for total in expected.totals)
+    for total in expected.totals:
+        missing = total.expected - total.found
+        numbers = f"{total.expected:>{width},} expected  {total.found:>{width},} found  {missing:>{width},} missing"
+        rest = missing - total.explained
+        known = (
+            (total.dropped, "dropped"),
+            (total.retired, "retired"),
+            (total.perhaps_dropped, "dropped or never there"),
+        )
+        accounts = ", ".join(f"{number:,} {account}" for number, account in known if number)
+        if accounts and rest == sum(number for number, _ in known):
+            others = f"{total.explained:>{width},} of these explained, the others " if total.explained else "explained "
+            numbers += f"  {others}by the accounts: {accounts}"
+        elif missing:
+            numbers += f"  {total.explained:>{width},} of these explained"
+            numbers += f", and by the accounts: {accounts}" if accounts else ""
+        members = {**total._asdict(), "missing": missing}
+        yield Check("note" if rest else "ok", f"{total.site:12}{numbers}", members=members)
+    for tail in expected.tails:
+        who = "" if tail.rank is None else f"rank {tail.rank}: "
+        rows = "1 row was" if tail.num_rows == 1 else f"{tail.num_rows} rows were"
+        where = f"seen after the last recorded one, of step {tail.step}, and dropped"
+        yield Check("note", f"{who}{rows} {where}: steps after it, if there were any, are not in the table")
+
+
+def _unknown(expected: Expectation) -> Iterator[Check]:
+    """Yield what a later version of the format has added, which this version cannot judge."""
+    for (kind, name), num_rows in expected.unknown.items():
+        text = f"{kind} {printable(name)} of {counted(num_rows, 'row')} is unknown to this version: {_UNKNOWN[kind]}"
+        members = {"unknown": kind, "name": name, "rows": num_rows}
+        yield Check("note", text, is_strict=kind != "column", members=members)
+
+
+def _gaps(expected: Expectation) -> Iterator[Check]:
+    checks = [_gap(gap) for gap in expected.gaps]
+    for state in _STATES:
+        some = [check for check in checks if check.state == state]
+        hidden = len(some) - _MAX_GAPS
+        if hidden > 0:
+            yield Check(state, f"{counted(hidden, 'gap')} smaller than the following; --json has all")
+        for number, check in enumerate(some):
+            yield check._replace(is_listed=check.is_listed and number >= hidden)
+
+
+def _gap(gap: Gap) -> Check:
+    state = "missing" if gap.reason.is_loss else "note"
+    ranks = [rank for rank in gap.ranks if rank is not None]
+    where = f"{_many('rank', ranks)}, " if ranks else ""
+    steps = _many("step", gap.steps)
+    why = gap.reason.text + (f" ({gap.detail})" if gap.detail else "")
+    values = counted(gap.num_missing, "value")
+    text = f"{', '.join(gap.sites)}: {values} missing, {where}{steps}: {why}: {_named(gap.modules)}"
+    members = {
+        "reason": gap.reason.key,
+        "detail": gap.detail,
+        "is_harmless": gap.reason.is_harmless,
+        "root": gap.root,
+        "sites": gap.sites,
+        "modules": gap.modules,
+        "steps": gap.steps,
+        "ranks": gap.ranks,
+        "missing": gap.num_missing,
+    }
+    is_summed_up = gap.reason.key in ("silent", "absent")
+    return Check(state, text, is_strict=not gap.reason.is_harmless, members=members, is_listed=not is_summed_up)
+
+
+def _merged(run: Run, expected: Expectation) -> Iterator[Check]:
+    for uneven in expected.uneven:
+        ranks = _many("rank", [rank for rank in uneven.ranks if rank is not None])
+        forwards = "evaluation" if uneven.mode in ("eval", "no_grad") else "training"
+        ran = f"{ranks} alone ran" if uneven.is_alone else f"{ranks} ran another number of"
+        steps = _many("step", uneven.steps)
+        yield Check("note", f"{ran} {forwards} forwards (mode {uneven.mode}) in {steps}; no row is lost by it")
+    if expected.num_incomplete:
+        yield Check("missing", f"{counted(expected.num_incomplete, 'tensor')} in several parts of which some are lost")
+    for partial in expected.partial:
+        members = {"reason": "partial", "ranks": partial.missing, "steps": partial.steps, "rows": partial.num_rows}
+        rows, steps = counted(partial.num_rows, "global row"), _many("step", partial.steps)
+        text = f"merged run partial: {rows} in {steps} without {_many('rank', partial.missing)}"
+        if partial.mode == "train":
+            yield Check("missing", text, members=members)
+        else:
+            yield Check("note", f"{text}, in an evaluation (mode {partial.mode})", members=members)
+    if (source := run.manifest.merged_from) is not None:
+        yield Check("ok", f"merged from {source.path}")
+    for one in (one for writer in run.writers for one in writer.manifest.merged_writers):
+        yield from _balance(f"merged from rank {one.rank}, {one.writer}", one.balance)
+        if one.state != "closed":
+            yield Check("missing", f"merged from {one.ending or 'a writer that had not closed'}")
+
+
+def _events(run: Run) -> Iterator[Check]:
+    """Yield the events of the recorder itself; an event of several ranks stands once."""
+    ranks_of: dict[tuple[str, str], list[str]] = {}
+    for writer in run.writers:
+        for event in writer.manifest.events:
+            ranks_of.setdefault((event.kind, event.message), []).append("" if writer.rank is None else str(writer.rank))
+    for (kind, message), ranks in ranks_of.items():
+        listed = _listed(sorted(set(ranks) - {""}, key=int))
+        text = f"event {kind}{f' (rank {listed})' if listed else ''}: {message}"
+        explains = _EXPLAINING.get(kind)
+        if kind in _INFORMING:
+            yield Check("note", text)
+        elif kind in _OF_COMMANDS:
+            yield Check("note", text, is_strict=True)
+        elif explains is None:
+            yield Check("missing", text)
+        else:
+            yield Check("note", text, is_strict=not explains.is_harmless)
+
+
+def _accounts(run: Run) -> Iterator[Check]:
+    for writer in run.writers:
+        where = f"{'global' if writer.rank is None else f'rank {writer.rank}'}, {writer.name}"
+        yield from _balance(where, writer.balance)
+        if error := writer.manifest.restarted:
+            yield Check("note", f"{where}: the writer failed once and began anew: {error}", is_strict=True)
+        if writer.state == "recording":
+            yield Check("note", f"{where}: is recording now", is_strict=True)
+        for shard in writer.shards:
+            if shard.num_trailing_bytes and not shard.tail_damage:
+                cut = f"{shard.path.name} ends with {shard.num_trailing_bytes} bytes of a write that was cut"
+                yield Check("note", f"{where}: {cut}", is_strict=True)
+
+
+def _balance(where: str, balance: Balance) -> Iterator[Check]:
+    if balance.dropped:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(balance.dropped.items()))
+        text = f"{where}: {balance.num_dropped} of {counted(balance.observed, 'row')} dropped: {reasons}"
+        yield Check("missing", text)
+    if balance.passed:
+        yield Check("ok", f"{where}: {counted(balance.passed, 'row')} of the ring passed, as no trigger asked for them")
+    if balance.suspect:
+        text = f"{where}: {counted(balance.suspect, 'row')} written, but a sync failed: the disk may have lost them"
+        yield Check("missing", text)
+    if not balance.is_possible:
+        text = f"{where}: its accounts contradict themselves: more rows removed by retention than were ever written"
+        yield Check("missing", text)
+    elif balance.retired_rows:
+        text = f"{where}: {counted(balance.retired_rows, 'old row')} removed by retention"
+        yield Check("note", text, is_strict=True)
+
+
+def _endings(run: Run, expected: Expectation) -> Iterator[Check]:
+    ends: dict[int, list[int]] = {}
+    for rank, last in expected.last_steps.items():
+        if rank is not None and last is not None:
+            ends.setdefault(last, []).append(rank)
+    if len(ends) > 1:
+        shown = [f"{_many('rank', ranks)} in step {last}" for last, ranks in sorted(ends.items())]
+        yield Check("note", f"unequal steps: the record ends on {_listed(shown)}", is_strict=True)
+    for writer in run.writers:
+        if writer.state == "unclosed":
+            yield Check("missing", writer.ending)
+
+
+def _many(noun: str, numbers: list[int]) -> str:
+    return f"{noun}{'s' * (len(numbers) > 1)} {span(numbers)}"
+
+
+def _named(paths: list[str]) -> str:
+    return _listed(grouped(paths))
+
+
+def _listed(names: list[str]) -> str:
+    return listed(map(printable, names), _MAX_LISTED)
