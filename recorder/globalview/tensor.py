@@ -1,8 +1,12 @@
-"""One global tensor: the value that a question means, and its bytes, histogram or units, put together from chunks."""
+"""One global tensor: the value that a question means, put together from the ranks' chunks, or explained as text."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import html
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,16 +14,17 @@ import numpy.typing as npt
 
 from ..columns import DETAILS, METADATA_COLUMNS, note_members, parse_shape
 from ..errors import CorruptError, LookupFailedError, RunError
-from ..layout.plans import Plan
+from ..layout.placement import Fill, NoPlan, Plan, RankChunk, in_words, parse_mesh, parse_placements, reduce_op
+from ..layout.regions import Ints, Region
 from ..numerics.dtypes import item_bytes
 from ..numerics.histogram import Histogram
 from ..numerics.units import Units
 from ..read.lookup import TensorRows, several_stages
 from ..read.metadata import MetadataRows, Positions
 from ..system.text import listed
-from .assemble.columns import GlobalColumns
-from .plan.planner import GlobalValue
-from .plan.values import GlobalValues
+from .global_columns import GlobalColumns
+from .planner import GlobalValue
+from .values import GlobalValues
 from .view import LoadedRows
 
 
@@ -164,3 +169,259 @@ def _row_of(
     metadata.load(METADATA_COLUMNS)
     columns = GlobalColumns(metadata, loaded.assembler, [value]).by_name()
     return {name: columns[name][0] for name in _COLUMNS}
+
+
+_MAX_LISTED = 64
+_MAX_CELLS = 16
+_MAX_MESHES = 4
+_MAX_CHARACTERS = 100
+_SOURCES = {
+    "dtensor": "rows name their positions (DTensor)",
+    "fsdp": "rows name their positions (FSDP), or replicas that FSDP keeps",
+    "ddp": "replicas that DDP keeps",
+    "single": "one rank has it",
+    "assumed": "the batches of data-parallel ranks end to end, or replicas without a wrapper",
+    "inferred": "from equal values and from shapes",
+    "override": "as the layout that was given says",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutChunk:
+    """What one rank had of a tensor."""
+
+    rank: int
+    shape: Ints
+    coordinate: Ints | None
+    """In the mesh that its row names; None of a plain tensor."""
+    mesh: Ints
+    """The ranks of that mesh, row-major; none where its row does not name them."""
+    placements: str
+    """Such as ``Shard(0) Replicate``; empty for a plain tensor."""
+    offsets: Ints | None
+    """Where it begins in the global tensor; None where it is no box of it, or there is no global tensor."""
+    micro_step: int
+    """Its slice of the batch, in a pipeline."""
+    is_copy: bool
+    """Whether another rank's chunk was taken in its stead."""
+    reduce_op: str = ""
+    """How a summand is reduced with the others of its region, such as ``sum``; empty for any other value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """Where the chunks of a global tensor came from. Made by `Run.layout`; printing it shows it."""
+
+    what: str
+    """The question."""
+    global_shape: Ints | None
+    """None where the chunks make no single tensor."""
+    source: str
+    """The row's `layout_source`; empty where the chunks make no single tensor."""
+    why: str
+    """Why they make none; else empty."""
+    kind: str
+    """Then ``per_rank``, ``inconsistent`` or another kind of finding that a merge reports; else empty."""
+    scale: str | None
+    """The row's `scale`."""
+    mesh_shape: Ints | None
+    pieces: tuple[LayoutChunk, ...]
+    """The ranks' chunks, under the name that `show --where --json` gives them."""
+    missing: Ints
+    """Ranks that should have a chunk."""
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _lines(self) -> list[str]:
+        if self.global_shape is None:
+            lines = [f"{self.what}: no single tensor", f"  {self.why}"]
+        else:
+            lines = [f"{self.what}: {_sizes(self.global_shape)}", f"  {self.source}: {_SOURCES.get(self.source, '')}"]
+        if summed := [chunk.rank for chunk in self.pieces if chunk.reduce_op and not chunk.is_copy]:
+            ops = " ".join(dict.fromkeys(chunk.reduce_op for chunk in self.pieces if chunk.reduce_op))
+            ranks = listed(tuple(dict.fromkeys(summed)))
+            lines.append(f"  reduced by {ops}: the chunks of rank {ranks} are summands, not copies")
+        if self.scale:
+            lines.append(f"  scaled: {self.scale}")
+        if self.missing:
+            lines.append(f"  missing: rank {', '.join(map(str, self.missing))}")
+        return [*lines, *self._mesh(), *self._cut(), "", *self._table()]
+
+    def _mesh(self) -> list[str]:
+        """The ranks where they stand in each mesh: rows are its first axes, columns the last one."""
+        if not self.mesh_shape or math.prod(self.mesh_shape) > _MAX_LISTED:
+            return []
+        meshes = dict.fromkeys(chunk.mesh for chunk in self.pieces if chunk.coordinate)
+        kinds = {chunk.placements for chunk in self.pieces if chunk.coordinate}
+        lines = [
+            "",
+            f"mesh {_sizes(self.mesh_shape)}" + (f", {kind}" if len(kinds) == 1 and (kind := min(kinds)) else ""),
+        ]
+        for number, mesh in enumerate(list(meshes)[:_MAX_MESHES]):
+            rank_at = {p.coordinate: p.rank for p in self.pieces if p.coordinate and p.mesh == mesh}
+            lines += [""] * (number > 0) + _grid(rank_at, self.mesh_shape)
+        return lines + (["  ..."] if len(meshes) > _MAX_MESHES else [])
+
+    def _cut(self) -> list[str]:
+        """The tensor as a box, cut along at most two dims, with the ranks that have each chunk."""
+        if self.global_shape is None or any(chunk.offsets is None for chunk in self.pieces):
+            return []
+        starts = [sorted({(chunk.offsets or ())[d] for chunk in self.pieces}) for d in range(len(self.global_shape))]
+        cut = [dim for dim, some in enumerate(starts) if len(some) > 1]
+        if not cut or len(cut) > 2 or max(len(starts[dim]) for dim in cut) > _MAX_CELLS:
+            return []
+        down, across = (cut[0], cut[1]) if len(cut) == 2 else (None, cut[0])
+        rows = starts[down] if down is not None else [0]
+        cells = [
+            [
+                _together([p for p in self.pieces if p.offsets is not None and all(p.shape)
+                           and p.offsets[across] == column and (down is None or p.offsets[down] == row)])
+                for column in starts[across]
+            ]
+            for row in rows
+        ]  # fmt: skip
+        width = max(len(cell) for line in cells for cell in line)
+        if len(starts[across]) * (width + 3) > _MAX_CHARACTERS:
+            return []
+        edge = "  +" + "+".join("-" * (width + 2) for _ in starts[across]) + "+"
+        dims = f"dim {across}" if down is None else f"dim {down} down, dim {across} across"
+        summed = ", + between summands" if any("+" in cell for line in cells for cell in line) else ""
+        lines = ["", f"cut along {dims}; in each piece the ranks that have it{summed}", edge]
+        for line in cells:
+            lines += ["  |" + "|".join(f" {cell.center(width)} " for cell in line) + "|", edge]
+        return lines
+
+    def _table(self) -> list[str]:
+        has_micro_batches = any(chunk.micro_step for chunk in self.pieces)
+        differ = len({chunk.placements for chunk in self.pieces}) > 1
+        titles = ["rank", *(["micro-batch"] if has_micro_batches else []), "mesh", *(["placement"] if differ else [])]
+        titles += ["offsets", "shape", ""]
+        lines = [
+            [
+                str(chunk.rank),
+                *([str(chunk.micro_step)] if has_micro_batches else []),
+                "-" if chunk.coordinate is None else _sizes(chunk.coordinate),
+                *([chunk.placements or "-"] if differ else []),
+                "-" if chunk.offsets is None else _sizes(chunk.offsets),
+                _sizes(chunk.shape),
+                "copy" if chunk.is_copy else f"summand ({chunk.reduce_op})" if chunk.reduce_op else "",
+            ]
+            for chunk in self.pieces[:_MAX_LISTED]
+        ]
+        widths = [max(len(line[i]) for line in [titles, *lines]) for i in range(len(titles))]
+        shown = ["  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)) for line in [titles, *lines]]
+        more = len(self.pieces) - _MAX_LISTED
+        return [line.rstrip() for line in shown] + ([f"and {more} more"] if more > 0 else [])
+
+
+def _together(chunks: Sequence[LayoutChunk]) -> str:
+    """The ranks of one region: ``0,2``, or ``0+1`` of summands; copies of summands are left out."""
+    summands = [str(chunk.rank) for chunk in chunks if chunk.reduce_op and not chunk.is_copy]
+    return "+".join(summands) or ",".join(str(chunk.rank) for chunk in chunks)
+
+
+def _grid(rank_at: Mapping[Ints, int], shape: Ints) -> list[str]:
+    """Ranks by their coordinates; a dot where a rank is missing."""
+    width = max(len(str(rank)) for rank in rank_at.values())
+    lines = []
+    for lead in itertools.product(*map(range, shape[:-1])):
+        row = [rank_at.get((*lead, column)) for column in range(shape[-1])]
+        lines.append("  " + " ".join("." * width if rank is None else str(rank).rjust(width) for rank in row))
+    return lines
+
+
+def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
+    """Where the chunks of the one tensor that a question means came from.
+
+    Raises:
+        LookupFailedError: its rows are several values.
+    """
+    value = value_of(values, tensor_rows)
+    chunks = values.chunks(value)
+    return describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
+
+
+def describe(
+    what: str, chunks: list[RankChunk], plan: Plan | NoPlan, *, expected: Ints, differing: Ints = ()
+) -> TensorLayout:
+    """The explanation of one value.
+
+    Args:
+        what: the question, for people.
+        chunks: of all ranks, as the plan numbers them.
+        plan: of the value.
+        expected: ranks that should have a chunk.
+        differing: ranks whose copy differs.
+    """
+    is_plan = isinstance(plan, Plan)
+    starts: dict[int, Ints | None] = {}
+    copies: set[int] = set()
+    ops: dict[int, str] = {i: reduce_op(chunk.placements) for i, chunk in enumerate(chunks)}
+    if isinstance(plan, Plan):
+        starts = {term.chunk: _start(fill.region) for fill in plan.fills for term in fill.terms}
+        for first, *others in plan.copies:
+            starts |= {other: starts.get(first) for other in others}
+            copies |= set(others)
+        for fill in plan.fills:
+            if len(fill.terms) > 1:
+                ops |= {term.chunk: ops[term.chunk] or _op_of(fill, plan) for term in fill.terms}
+        again = {i for i, op in ops.items() if op and i not in starts}  # of a mesh that has the whole sum twice
+        copies |= again
+        starts |= {i: _beside(chunks, i, starts) for i in again}
+    meshes = [parse_mesh(chunk.mesh) for chunk in chunks]
+    shapes = {mesh.shape for mesh in meshes if mesh.shape}
+    ranks = {chunk.rank for chunk in chunks}
+    return TensorLayout(
+        what=what,
+        global_shape=plan.global_shape if isinstance(plan, Plan) else None,
+        source=plan.source if isinstance(plan, Plan) else "",
+        why="" if isinstance(plan, Plan) else plan.why,
+        kind="" if isinstance(plan, Plan) else plan.kind,
+        scale=plan.scale if isinstance(plan, Plan) else None,
+        mesh_shape=next(iter(shapes)) if len(shapes) == 1 else None,
+        pieces=tuple(
+            LayoutChunk(
+                rank=chunk.rank,
+                shape=chunk.shape,
+                coordinate=mesh.coordinate or None,
+                mesh=mesh.ranks,
+                placements=in_words(chunk.placements),
+                offsets=starts.get(i) if is_plan else None,
+                micro_step=chunk.micro_step,
+                is_copy=i in copies and chunk.rank not in differing,
+                reduce_op=ops[i],
+            )
+            for i, (chunk, mesh) in enumerate(zip(chunks, meshes, strict=True))
+        ),
+        missing=tuple(rank for rank in expected if rank not in ranks),
+    )
+
+
+def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
+    """Return where the summand begins that a chunk copies: both have the same coordinates on axes that cut or sum."""
+
+    def sharded_coordinate(chunk: RankChunk) -> list[int]:
+        kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]
+        return [at for at, kind in zip(parse_mesh(chunk.mesh).coordinate, kinds, strict=False) if kind != "Replicate"]
+
+    return next(
+        (starts[i] for i in starts if sharded_coordinate(chunks[i]) == sharded_coordinate(chunks[number])), None
+    )
+
+
+def _op_of(fill: Fill, plan: Plan) -> str:
+    """Return how chunks are reduced that do not say so themselves."""
+    is_mean = plan.op == "sum" and {term.factor for term in fill.terms} == {1 / len(fill.terms)}
+    return "avg" if is_mean and plan.scale in (None, "assumed_mean") else plan.op
+
+
+def _start(region: Region) -> Ints | None:
+    return (0,) * len(region.local_shape) if not region.boxes and region.run is None else region.start
+
+
+def _sizes(numbers: Ints) -> str:
+    return "[" + ", ".join(map(str, numbers)) + "]"

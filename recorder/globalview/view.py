@@ -7,32 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from ..columns import COLUMN_OF, METADATA_COLUMNS, Combine
+from ..columns import COLUMN_OF, COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS, Combine, note_members, parse_shape
 from ..errors import LookupFailedError, RunError
 from ..format.roots import Stage
-from ..layout.rules import LOSSES
-from ..read.metadata import NONE, MetadataRows
+from ..layout.placement import NoPlan, Plan
+from ..layout.regions import Region
+from ..layout.rules import AS_ASKED, LOSSES
+from ..numerics.dtypes import ITEM_BYTES, as_array
+from ..read.metadata import NONE, MetadataRows, Positions, text_keys
 from ..read.payload import Payloads, is_same
 from ..read.run import RecordedRun
 from ..read.shards.rows import ShardRows
-from ..read.stages import whole_roots
+from ..read.stages import mark_stage, whole_roots
 from ..read.step_sizes import SIZE_COLUMNS, StepSizes
-from .assemble.assembler import Assembler, as_items
-from .assemble.rows import GlobalRows
-from .grouping.row_grouper import COLUMNS
-from .infer.leaves import Leaves, Sample
-from .plan.overrides import parse_overrides
-from .plan.sampling import choose_steps, load_sample
-from .plan.values import GlobalValues
-from .topology.run_topology import Topology
+from .assembler import Assembler, PayloadPart, as_items
+from .decisions import parse_overrides
+from .global_columns import NO_VALUES, GlobalColumns, as_json, with_member
+from .leaves import Leaves, Sample
+from .planner import GlobalValue
+from .row_groups import COLUMNS, Finding
+from .run_topology import Topology
+from .values import GlobalValues, choose_steps, load_sample
 
-NO_VALUES = "no_values"
-"""Member of a note: why a row has no values although ranks recorded some."""
 _MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine is Combine.NOTHING)
 """Columns that say nothing of a tensor of the whole model."""
 
@@ -200,3 +204,191 @@ class GlobalView:
         if first is None and last is None:
             return MetadataRows(self._run.writers)
         return MetadataRows(self._run.writers, (NONE if first is None else first, 1 << 62 if last is None else last))
+
+
+class GlobalRows:
+    """Rows of the global view; the i-th row of `table` is the i-th of everything else."""
+
+    def __init__(
+        self,
+        metadata: MetadataRows,
+        assembler: Assembler | None,
+        values: Sequence[GlobalValue],
+        positions: Positions,
+        findings: Sequence[Finding] = (),
+        roots: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Made by `GlobalView.rows`; of a pipeline's roots `roots` says of which model each is a stage."""
+        self._roots = roots
+        self.findings = list(findings)
+        """What the reader should know; the same of many values once."""
+        self._metadata = metadata
+        self._is_merged = assembler is None
+        apart = [(value, value.plan) for value in values if isinstance(value.plan, NoPlan)]
+        self._whys = {at: plan.why for value, plan in apart if plan.why != AS_ASKED for at in value.positions}
+        self._differing = {at: value.differing for value, _ in apart if value.differing for at in value.positions}
+        self._assembler = assembler or Assembler(metadata, Payloads(metadata))
+        if self._is_merged:
+            part_0 = positions[metadata.numbers("part")[positions] == 0]
+            # A step that was merged in chunks has a writer for each, in the order of execution.
+            keys = (metadata.numbers("seq")[part_0], metadata.writer_numbers(part_0), metadata.numbers("rank")[part_0])
+            order = np.lexsort([*keys, metadata.numbers("step")[part_0]])
+            self._sources: list[GlobalValue | int] = part_0[order].tolist()
+        else:
+            self._sources = list(_rows_of_values(values))
+        self._handed_on = {p: one.stage for one in values if one.is_between_stages for p in one.positions}
+        self.table = self._make_table()
+        """Metadata columns, one row per tensor in the order of execution; `rank` is null where it is global."""
+        self.payload_bytes: npt.NDArray[np.int64] = self._count_bytes()
+        """Bytes of each row's tensor once decoded; 0 where its values cannot be had."""
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def array(self, i: int) -> npt.NDArray[Any]:
+        """The tensor of a row; bfloat16 and the 8-bit floats come in ml_dtypes' types.
+
+        Raises:
+            LookupFailedError: it has no values.
+            CorruptError: the bytes are not those that were written.
+        """
+        source = self._with_payload(i)
+        shape = parse_shape(self.table.column("shape")[i].as_py())
+        dtype = self.table.column("dtype")[i].as_py()
+        if isinstance(source, int):
+            return as_array(self._assembler.local(source), dtype, shape)
+        assert isinstance(source.plan, Plan)
+        return as_array(self._assembler.array(source.plan, source.positions), dtype, shape)
+
+    def chunk_regions(self, i: int) -> list[tuple[int, int, Region]]:
+        """Which rank, in which micro-step, has which elements of a row's tensor alone; empty where that is not so."""
+        source = self._sources[i]
+        if isinstance(source, int) or not isinstance(source.plan, Plan):
+            return []
+        fills = source.plan.fills
+        if any(len(fill.terms) != 1 for fill in fills):
+            return []
+        ranks, micro_steps = (self._metadata.numbers(name) for name in ("rank", "micro_step"))
+        at = [source.positions[fill.terms[0].chunk] for fill in fills]
+        return [(int(ranks[p]), int(micro_steps[p]), fill.region) for p, fill in zip(at, fills, strict=True)]
+
+    def statistics_of_chunks(self, i: int) -> list[dict[str, Any]]:
+        """Rank, micro-step and statistics of each rank's part, or summand, of a row's tensor; none where it is one."""
+        source = self._sources[i]
+        if isinstance(source, int) or not isinstance(source.plan, Plan):
+            return []
+        at = [source.positions[term.chunk] for fill in source.plan.fills for term in fill.terms]
+        names = ("rank", "micro_step", *STATISTICS, *COUNTS)
+        columns = {name: self._metadata.take(name, np.array(at, np.int64)).to_pylist() for name in names}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def parts(self, i: int) -> Iterator[PayloadPart]:
+        """The encoded payload of a row, in parts of at most 32 MiB; frames are copied where nothing is computed.
+
+        Raises:
+            LookupFailedError: it has no values.
+            CorruptError: the bytes are not those that were written.
+        """
+        source = self._with_payload(i)
+        if isinstance(source, int):
+            yield from self._assembler.local_parts(source)
+            return
+        assert isinstance(source.plan, Plan)
+        yield from self._assembler.parts(source.plan, source.positions)
+
+    def _with_payload(self, i: int) -> GlobalValue | int:
+        if self.table.column("encoding")[i].as_py() is None:
+            row = {n: self.table.column(n)[i].as_py() for n in ("module_path", "site", "name", "step", "note")}
+            note = f" ({row['note']})" if row["note"] else ""
+            what = f"{row['module_path']!r} site={row['site']!r} name={row['name']!r} step={row['step']}"
+            raise LookupFailedError(f"{what} has no values in the global view{note}")
+        return self._sources[i]
+
+    def _count_bytes(self) -> npt.NDArray[np.int64]:
+        has_payload = self.table.column("encoding").is_valid().to_numpy()
+        return np.where(has_payload, _whole_bytes(*(self.table.column(name) for name in ("dtype", "numel"))), 0)
+
+    def _make_table(self) -> Any:
+        metadata, sources = self._metadata, self._sources
+        firsts = np.array([s if isinstance(s, int) else s.positions[0] for s in sources], np.int64)
+        values = [source for source in sources if not isinstance(source, int)]
+        is_global = pa.array([not isinstance(source, int) for source in sources], pa.bool_())
+        changed = GlobalColumns(metadata, self._assembler, values).by_name() if values else {}
+        if values and self._roots:
+            at = np.array([value.positions[0] for value in values], np.int64)
+            changed["root"] = [self._roots.get(root, root) for root in metadata.take("root", at).to_pylist()]
+        columns = {}
+        for name in METADATA_COLUMNS:
+            kind = SCHEMA.field(name).type
+            if name in changed and len(values) == len(sources):
+                columns[name] = pa.array(changed[name], kind)
+                continue
+            column = metadata.take(name, firsts).combine_chunks()
+            if name in changed:
+                column = pc.replace_with_mask(column, is_global, pa.array(changed[name], kind))
+            columns[name] = column
+        if self._whys:
+            columns["note"] = self._with_whys(columns["note"])
+        if self._handed_on:
+            notes = columns["note"].to_pylist()
+            for i, source in enumerate(sources):
+                if isinstance(source, int) and (stage := self._handed_on.get(source)) is not None:
+                    notes[i] = mark_stage(stage, notes[i])
+            columns["note"] = pa.array(notes, pa.string())
+        is_cut = self._find_cut(columns)
+        for name in ("encoding", "payload_bytes") if is_cut.any() else ():
+            columns[name] = pc.if_else(pa.array(is_cut), None, columns[name])
+        if is_cut.any():
+            notes = columns["note"].to_pylist()
+            for i in np.flatnonzero(is_cut).tolist():
+                notes[i] = with_member(notes[i], NO_VALUES, "a part of it is missing")
+            columns["note"] = pa.array(notes, pa.string())
+        return pa.table(columns, schema=pa.schema([_nullable(SCHEMA.field(name)) for name in METADATA_COLUMNS]))
+
+    def _with_whys(self, notes: Any) -> Any:
+        """The notes, with why a row stays with its rank where it does."""
+        whys = [self._whys.get(source, "") if isinstance(source, int) else "" for source in self._sources]
+        is_apart = pa.array([why != "" for why in whys], pa.bool_())
+        own = notes.filter(is_apart).to_pylist()
+        apart = [source for source, why in zip(self._sources, whys, strict=True) if why and isinstance(source, int)]
+        told = []
+        for note, why, source in zip(own, filter(None, whys), apart, strict=True):
+            differing = self._differing.get(source)
+            more = {"replicas_differ": list(differing)} if differing else {}
+            told.append(as_json(note_members(note) | {"per_rank": why} | more))
+        return pc.replace_with_mask(notes, is_apart, pa.array(told, pa.string()))
+
+    def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
+        """Rows that stay per rank and lack a further part: they have no values to give."""
+        payload_bytes = columns["payload_bytes"].fill_null(NONE).to_numpy()
+        is_cut = np.zeros(len(self._sources), bool)
+        for i in np.flatnonzero(
+            (payload_bytes != NONE) & (payload_bytes < _whole_bytes(columns["dtype"], columns["numel"]))
+        ).tolist():
+            source = self._sources[i]
+            is_cut[i] = isinstance(source, int) and self._assembler.tensor(source) is None
+        return is_cut
+
+
+def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:
+    """Bytes of tensors, by the columns of their rows; 0 for a dtype that is unknown."""
+    keys = text_keys(dtype if isinstance(dtype, pa.ChunkedArray) else pa.chunked_array([dtype]))
+    widths = np.array([ITEM_BYTES.get(text, 0) for text in keys.texts or ()] + [0], np.int64)
+    total: npt.NDArray[np.int64] = numel.to_numpy() * widths[keys.codes]
+    return total
+
+
+def _nullable(field: Any) -> Any:
+    return field if field.name != "rank" else field.with_nullable(True)
+
+
+def _rows_of_values(values: Sequence[GlobalValue]) -> Iterator[GlobalValue | int]:
+    """The rows that a value becomes: one, or its ranks' own, or both where the global row does not say all."""
+    for value in values:
+        if value.is_refused:
+            yield from value.positions
+            continue
+        yield value
+        assert isinstance(value.plan, Plan)
+        if value.plan.scale == "assumed_mean" or value.differing or not value.plan.is_complete:
+            yield from value.positions

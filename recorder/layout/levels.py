@@ -9,8 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .placement import mesh_of, plan_by_placements
-from .plans import Fill, NoPlan, Plan, RankChunk, Term
+from .placement import Fill, NoPlan, Plan, RankChunk, Term, mesh_of, plan_by_placements
 from .regions import Box, Ints, Region, overlap, whole
 from .rules import Replication, Values, concatenated, copies_unless
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from .placement import REDUCE_OPS, plan_by_placements
-from .plans import Fill, NoPlan, Plan, RankChunk, Term, named
+from .placement import REDUCE_OPS, Fill, NoPlan, Plan, RankChunk, Term, named, plan_by_placements
 from .regions import Ints, box_region, whole
 
 AS_ASKED = "as --layout says"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..globalview.grouping.findings import Finding
+from ..globalview.row_groups import Finding
 
 CORRUPT = "corrupt"
 """The kind of finding where bytes of the source are not those that were written, or are gone."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ClusterError, NotARunError, WriteError
-from ..globalview.plan.overrides import check_overrides
+from ..globalview.decisions import check_overrides
 from ..run.run import Run
 from ..run.spreading import SEES_AS_HERE, RunAsOpened
 from ..system.executors import worker_name

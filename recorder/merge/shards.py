@@ -19,8 +19,8 @@ from crc32c import crc32c
 from ..columns import OF_FIRST_PART, SCHEMA
 from ..format.integrity import batch_crcs
 from ..format.rundir import WRITER_MANIFEST, open_name, shard_name
-from ..globalview.assemble.assembler import PayloadPart
-from ..globalview.assemble.columns import NO_VALUES, with_member
+from ..globalview.assembler import PayloadPart
+from ..globalview.global_columns import NO_VALUES, with_member
 from ..sites import FORMAT_NAME, FORMAT_VERSION, NUMBERS
 from ..write.files.file import Disk, PageMemory
 from ..write.files.ipc import IpcFormat, Payload

@@ -17,9 +17,8 @@ import numpy as np
 
 from ..errors import RunError, UnsupportedError
 from ..format.rundir import rank_dir
-from ..globalview.assemble.rows import GlobalRows
-from ..globalview.grouping.findings import Finding
-from ..globalview.view import GlobalView
+from ..globalview.row_groups import Finding
+from ..globalview.view import GlobalRows, GlobalView
 from ..read.writers import GLOBAL_DIR
 from ..run.run import Run
 from .findings import CORRUPT, UNKNOWN_ENCODING, Summary, summarize

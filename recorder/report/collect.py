@@ -13,7 +13,7 @@ from ..analyze.diff.diff import diff
 from ..analyze.diff.result import Diff
 from ..analyze.first.first import first
 from ..errors import LookupFailedError
-from ..globalview.explain import TensorLayout
+from ..globalview.tensor import TensorLayout
 from ..run.notebook import span
 from ..run.run import Run
 from ..system.text import counted, size

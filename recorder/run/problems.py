@@ -20,9 +20,8 @@ from ..columns import OF_FIRST_PART, note_members
 from ..errors import NotARunError
 from ..format.payload.encodings import ENCODING_OF
 from ..format.rundir import parse_shard_name
-from ..globalview.grouping.findings import Finding
-from ..globalview.plan.sampling import load_sample
-from ..globalview.plan.values import GlobalValues
+from ..globalview.row_groups import Finding
+from ..globalview.values import GlobalValues, load_sample
 from ..numerics.keys import encode
 from ..numerics.moments import integers
 from ..read.run import RecordedRun

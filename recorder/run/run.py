@@ -19,12 +19,10 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError, RunError, UnsupportedError
 from ..format.manifest import Balance, WriterManifest
 from ..format.roots import Module, Root, Stage
-from ..globalview.assemble.rows import GlobalRows
-from ..globalview.explain import TensorLayout, explain
-from ..globalview.plan.overrides import check_overrides
-from ..globalview.tensor import global_tensor, histogram_of, is_partial, units_of
-from ..globalview.topology.run_topology import Topology
-from ..globalview.view import GlobalView, LoadedRows
+from ..globalview.decisions import check_overrides
+from ..globalview.run_topology import Topology
+from ..globalview.tensor import TensorLayout, explain, global_tensor, histogram_of, is_partial, units_of
+from ..globalview.view import GlobalRows, GlobalView, LoadedRows
 from ..numerics.dtypes import as_array, check_bytes
 from ..numerics.histogram import Histogram
 from ..numerics.units import Units

@@ -24,7 +24,7 @@ from ..checks.rule import Finding as Judgement
 from ..errors import NotARunError, RunError
 from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST
-from ..globalview.infer.leaves import Leaves
+from ..globalview.leaves import Leaves
 from ..report.axes import Axes, modules_block
 from ..report.blocks import Block
 from ..report.collect import layouts_of, ranks_block

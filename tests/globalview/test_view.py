@@ -18,7 +18,7 @@ from recorder.columns import STATISTICS
 from recorder.errors import LookupFailedError
 from recorder.format.payload.codec import decode
 from recorder.format.payload.fingerprint import fingerprint, to_text
-from recorder.globalview.assemble.rows import GlobalRows
+from recorder.globalview.view import GlobalRows
 from recorder.numerics.dtypes import item_bytes
 from recorder.run.run import Run, open_run
 from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
@@ -539,8 +539,8 @@ class TestState:
     def test_large_tensors_are_put_together_part_by_part(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dim: int, encoding: str
     ) -> None:
-        monkeypatch.setattr("recorder.globalview.assemble.assembler.PART_BYTES", 256)
-        monkeypatch.setattr("recorder.globalview.assemble.assembler._CACHE_BYTES", 600)
+        monkeypatch.setattr("recorder.globalview.assembler.PART_BYTES", 256)
+        monkeypatch.setattr("recorder.globalview.assembler._CACHE_BYTES", 600)
         whole = values(8, 6, 4)
         rows = []
         for rank, own in enumerate(np.split(whole, 2, axis=dim)):

@@ -15,7 +15,7 @@ import pytest
 import recorder
 from recorder.columns import COLUMN_OF, STATISTICS
 from recorder.errors import LookupFailedError
-from recorder.globalview.assemble.rows import GlobalRows
+from recorder.globalview.view import GlobalRows
 from recorder.sites import FORMAT_VERSION
 from tests.rigs import jobs
 from tests.rigs.fingerprints import fingerprint

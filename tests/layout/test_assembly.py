@@ -19,9 +19,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from recorder.layout.assemble import Source, assemble
-from recorder.layout.plans import NoPlan, Plan, RankChunk
-from recorder.layout.regions import flat_boxes, overlap, shard, strided_shard
+from recorder.layout.placement import NoPlan, Plan, RankChunk
+from recorder.layout.regions import Source, assemble, flat_boxes, overlap, shard, strided_shard
 from recorder.layout.rules import decide_state
 
 Array = npt.NDArray[np.int64]

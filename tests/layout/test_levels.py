@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recorder.layout.levels import BatchGroup, compose, corresponding, split, within
-from recorder.layout.placement import REDUCE_OPS
-from recorder.layout.plans import NoPlan, Plan, RankChunk, named
+from recorder.layout.placement import REDUCE_OPS, NoPlan, Plan, RankChunk, named
 from recorder.layout.rules import Batch, Unequal, decide_activation, decide_gradient, decide_state
 
 from .test_assembly import Placement, cut

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recorder.errors import LookupFailedError
-from recorder.globalview.assemble.rows import GlobalRows
+from recorder.globalview.view import GlobalRows
 from tests.campaigns.roundtrip.cases import Case, Proof, blank, matrix, tensor_of
 from tests.campaigns.roundtrip.compare import SITES, SiteResult, compare, is_same, key_of
 from tests.campaigns.roundtrip.programs import train

@@ -28,7 +28,7 @@ from recorder.analyze.export import model as model_module
 from recorder.analyze.export.model import Model, write_model
 from recorder.analyze.export.tensors import Entry, Span
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError, WriteError
-from recorder.globalview.assemble import assembler
+from recorder.globalview import assembler
 from recorder.numerics.dtypes import ITEM_BYTES, numpy_dtype
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run

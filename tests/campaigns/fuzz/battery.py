@@ -29,7 +29,7 @@ import typer.main
 from recorder.analyze.export.export import export
 from recorder.cli import app as command_line
 from recorder.errors import RecorderError, RunError
-from recorder.globalview.assemble.rows import GlobalRows
+from recorder.globalview.view import GlobalRows
 from recorder.read.shards.decode import decode
 from recorder.run.run import Run, open_run
 from recorder.upkeep.verify import verify

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import recorder
-from recorder.globalview.assemble.rows import GlobalRows
+from recorder.globalview.view import GlobalRows
 from tests.rigs import jobs
 
 from .programs import train

@@ -9,19 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...format.roots import Stage
-from ...layout.levels import BatchGroup, split
-from ...layout.plans import NoPlan, RankChunk
-from ...layout.rules import Batch
-from ...read.metadata import NONE, MetadataRows
-from ...sites import NUMBERS
-from ..grouping.row_grouper import LABELS, GroupedRows
-from ..infer.batches import NO_BATCH, RootBatches
-from ..infer.comparison import Comparison
-from ..infer.leaves import Leaf, LeafAcrossSteps, Leaves
-from ..infer.sharding import ShardingInference
-from ..topology.data_parallel import DataParallelGroup
-from ..topology.run_topology import Topology
+from ..format.roots import Stage
+from ..layout.levels import BatchGroup, split
+from ..layout.placement import NoPlan, RankChunk
+from ..layout.rules import Batch
+from ..read.metadata import NONE, MetadataRows
+from ..sites import NUMBERS
+from .leaves import Comparison, Leaf, LeafAcrossSteps, Leaves
+from .row_groups import LABELS, GroupedRows
+from .run_topology import DataParallelGroup, Topology
+from .sharding import NO_BATCH, RootBatches, ShardingInference
 
 
 class ValueKey(NamedTuple):

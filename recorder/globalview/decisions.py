@@ -1,6 +1,6 @@
-"""What is asked of `layout` for one value: which rule, of which chunks, with which batch.
+"""Decides which rule of `layout` is asked for one value, and of which chunks; parses the user's overrides.
 
-Must never see rows: chunks, groups and comparisons alone.
+This module never sees rows. It sees chunks, groups of ranks and comparisons.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...layout.levels import BatchGroup, WholeTensors, compose, renumbered, within
-from ...layout.plans import RANK_BOUND, NoPlan, Plan, RankChunk
-from ...layout.rules import (
+from ..errors import LookupFailedError
+from ..layout.levels import BatchGroup, WholeTensors, compose, renumbered, within
+from ..layout.placement import RANK_BOUND, NoPlan, Plan, RankChunk
+from ..layout.rules import (
     Batch,
     Values,
     decide_activation,
@@ -20,10 +21,13 @@ from ...layout.rules import (
     decide_scalar,
     decide_state,
     mixed,
+    parse_override,
 )
-from ...sites import CALL, NUMBERS, SITES, STATES
-from ..infer.comparison import Comparison, UnrecordedValue
-from ..topology.data_parallel import DataParallelGroup
+from ..read.run import RecordedRun
+from ..rules import hint, matches, parse_patterns
+from ..sites import CALL, NUMBERS, SITES, STATES
+from .leaves import Comparison, UnrecordedValue
+from .run_topology import DataParallelGroup
 
 LOCAL_GRADIENT = "local_grad"
 """Stands for site `grad` of phase `backward`: before any reduction."""
@@ -162,3 +166,59 @@ def _of_batch_group(question: Question, batch_group: BatchGroup) -> Plan | NoPla
         return plan if isinstance(plan, NoPlan) else renumbered(plan, numbers)
     is_state = question.site in STATES
     return within(chunks, batch_group, is_state=is_state, among=question.comparison.among, infer=question.infer)
+
+
+Overrides = list[tuple[tuple[str, ...], str]]
+"""Patterns over ``module_path:site:name``, and the layout of what fits them; the last that fits wins."""
+_LEAF = ["module_path", "site", "name"]
+
+
+def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
+    """Refuse an override that would change nothing.
+
+    Args:
+        layouts: ``PATTERN=LAYOUT``; see `Run.view`.
+        runs: of the values that are meant.
+
+    Raises:
+        LookupFailedError: one is of another form, or no value of any run fits its pattern; the message says which.
+    """
+    try:
+        overrides = parse_overrides(layouts)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise LookupFailedError(str(error)) from error
+    if not overrides:
+        return
+    leaves = [leaf for run in runs for leaf in run.table(_LEAF).group_by(_LEAF).aggregate([]).to_pylist()]
+    there = list(dict.fromkeys(":".join(leaf[name] or "" for name in _LEAF) for leaf in leaves))
+    for patterns, wanted in overrides:
+        if not any(matches(patterns, leaf) for leaf in there):
+            pattern = ",".join(patterns)
+            near = hint(patterns[0], there)
+            raise LookupFailedError(
+                f"--layout '{pattern}={wanted}': no value fits {pattern!r}, patterns over module_path:site:name{near}"
+            )
+
+
+def parse_overrides(layouts: Sequence[str]) -> Overrides:
+    """``PATTERN=LAYOUT`` as patterns over ``module_path:site:name`` and layout; without a colon all of a module's.
+
+    Raises:
+        ValueError: one of them is not of this form.
+    """
+    overrides = []
+    for layout in layouts:
+        pattern, equals, wanted = layout.rpartition("=")
+        if not equals or not pattern:
+            raise ValueError(f"layout {layout!r}: expected PATTERN=LAYOUT, such as 'layers.*:output:=shard(1)'")
+        parse_override(wanted)
+        overrides.append((tuple(one if ":" in one else f"{one}:*" for one in parse_patterns(pattern)), wanted))
+    return overrides
+
+
+def find_override(overrides: Overrides, module_path: str, site: str, name: str) -> Override | None:
+    """The last override that fits a value; None where none does."""
+    for patterns, wanted in reversed(overrides):
+        if matches(patterns, f"{module_path}:{site}:{name}"):
+            return Override(wanted, f"{','.join(patterns)}={wanted}")
+    return None

@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ... import native
-from ...columns import parse_shape
-from ...config import is_native_wanted
-from ...errors import CorruptError, RunError
-from ...format.payload.codec import Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
-from ...layout.assemble import Items, Source, assemble
-from ...layout.plans import Fill, Plan
-from ...layout.regions import Ints
-from ...numerics.dtypes import item_bytes, numpy_dtype
-from ...read.metadata import NONE, MetadataRows, Positions
-from ...read.payload import Payloads
-from ...read.shards.decode import decode_payload
-from ...records import PART_BYTES
+from .. import native
+from ..columns import parse_shape
+from ..config import is_native_wanted
+from ..errors import CorruptError, RunError
+from ..format.payload.codec import Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
+from ..layout.placement import Fill, Plan
+from ..layout.regions import Ints, Items, Source, assemble
+from ..numerics.dtypes import item_bytes, numpy_dtype
+from ..read.metadata import NONE, MetadataRows, Positions
+from ..read.payload import Payloads
+from ..read.shards.decode import decode_payload
+from ..records import PART_BYTES
 
 _CACHE_BYTES = 512 << 20
 """Decoded parts kept at once: one of each rank, where a tensor is cut along an inner dim."""

@@ -1,4 +1,4 @@
-"""Which rows of several ranks are one value: rows grouped by value, with what the rows alone say of each.
+"""Groups the rows of several ranks by the value that they hold, and keeps the findings about these rows, each once.
 
 Must never mix two launches within a step, and never read a payload.
 """
@@ -6,18 +6,18 @@ Must never mix two launches within a step, and never read a payload.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ...columns import COUNTS, KEY, MEASURED, STATISTICS, note_members, parse_shape
-from ...format.roots import Stage
-from ...layout.plans import RANK_BOUND, RankChunk
-from ...numerics.keys import NULL, POSITIVE, Integers, bits_of, digest, pack
-from ...read.metadata import NONE, Keys, MetadataRows, Positions
-from ...read.stages import MicroBatches, in_order
-from ...sites import ACTIVATIONS, VALUE_OF
+from ..columns import COUNTS, KEY, MEASURED, STATISTICS, note_members, parse_shape
+from ..format.roots import Stage
+from ..layout.placement import RANK_BOUND, RankChunk
+from ..numerics.keys import NULL, POSITIVE, Integers, bits_of, digest, pack
+from ..read.metadata import NONE, Keys, MetadataRows, Positions
+from ..read.stages import MicroBatches, in_order
+from ..sites import ACTIVATIONS, VALUE_OF
 
 FORWARD_OF = {gradient: site for gradient, site in VALUE_OF.items() if gradient in ACTIVATIONS}
 """For each site of gradients of activations, the site of the values."""
@@ -190,3 +190,62 @@ class RowGrouper:
             next((member for member in RANK_BOUND if member in note), None),
             micro_step,
         )
+
+
+class Finding(NamedTuple):
+    """Something about the ranks' rows that the reader should know."""
+
+    kind: str
+    """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded``,
+    ``stranger``, ``layout_changes``: ranks have it alike at some steps and not at others, or ``alone``: the other
+    ranks never ran it."""
+    step: int
+    """The first step where it shows."""
+    module_path: str
+    site: str
+    name: str
+    ranks: tuple[int, ...]
+    text: str
+    num_rows: int = 1
+    """Values of which the same was found."""
+
+
+class FindingLog:
+    """Findings in the order in which they were made."""
+
+    def __init__(self, rows: MetadataRows) -> None:
+        """Begin without findings, for the rows that they will be about."""
+        self.findings: list[Finding] = []
+        self._rows = rows
+        self._index_of: dict[Any, int] = {}
+
+    def add(
+        self,
+        kind: str,
+        position: int | None,
+        ranks: tuple[int, ...],
+        text: str,
+        module_path: str = "",
+        site: str = "",
+        name: str = "",
+    ) -> None:
+        """Remember a finding once; where it is of many values, or of one value at many steps, it is counted.
+
+        Args:
+            kind: see `Finding.kind`.
+            position: of a row at whose step it shows; None where it is of no step.
+            ranks: that it is of.
+            text: for people.
+            module_path: of the value; like `site` and `name` empty where it is of the whole run.
+            site: of the value.
+            name: of the value.
+        """
+        key = (kind, ranks, text) if kind == "partial" else (kind, ranks, text, module_path, site, name)
+        index = self._index_of.get(key)
+        if index is not None:
+            known = self.findings[index]
+            self.findings[index] = known._replace(num_rows=known.num_rows + 1)
+            return
+        self._index_of[key] = len(self.findings)
+        step = int(self._rows.numbers("step")[position]) if position is not None else NONE
+        self.findings.append(Finding(kind, step, module_path, site, name, ranks, text))

@@ -9,24 +9,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ...columns import HANDED_ON
-from ...format.roots import Stage
-from ...layout.placement import reduce_op
-from ...layout.plans import NoPlan, Plan, RankChunk, named
-from ...layout.rules import Batch, Replication, copies_unless
-from ...read.metadata import NONE
-from ...read.stages import unseen
-from ...sites import NUMBERS, STATES
-from ...system.text import listed
-from ..grouping.findings import FindingLog
-from ..grouping.row_grouper import FORWARD_OF, GroupedRows
-from ..infer.batches import NO_BATCH
-from ..infer.comparison import Comparison, UnrecordedValue
-from ..infer.leaves import LeafAcrossSteps, keys_of
-from ..infer.sharding import Wanted
-from ..topology.own_parameters import BEGAN_ALIKE, NOT_OF_BATCH, NOT_SHARED
-from .decisions import LOCAL_GRADIENT, Override, Question, decide
-from .overrides import Overrides, find_override
+from ..columns import HANDED_ON
+from ..format.roots import Stage
+from ..layout.placement import NoPlan, Plan, RankChunk, named, reduce_op
+from ..layout.rules import Batch, Replication, copies_unless
+from ..read.metadata import NONE
+from ..read.stages import unseen
+from ..sites import NUMBERS, STATES
+from ..system.text import listed
+from .decisions import LOCAL_GRADIENT, Override, Overrides, Question, decide, find_override
+from .leaves import Comparison, LeafAcrossSteps, UnrecordedValue, keys_of
+from .own_parameters import BEGAN_ALIKE, NOT_OF_BATCH, NOT_SHARED
+from .row_groups import FORWARD_OF, FindingLog, GroupedRows
+from .sharding import NO_BATCH, Wanted
 from .value_rows import ValueReader, ValueRows
 
 _ADDED_UP = (

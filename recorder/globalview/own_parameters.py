@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...columns import COUNTS, MEASURED, STATISTICS, parse_shape
-from ...read.writers import RecordedWriter
+from ..columns import COUNTS, MEASURED, STATISTICS, parse_shape
+from ..read.writers import RecordedWriter
 
 _IGNORED = "ignored"
 NOT_SHARED = "each rank has a parameter of its own under this name, as its manifest says"

@@ -13,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ...columns import COLUMN_OF, COUNTS, DETAILS, NONFINITE, PLAIN, STATISTICS, Combine, note_members, parse_shape
-from ...errors import CorruptError
-from ...format.payload.fingerprint import combine_fingerprints
-from ...layout.plans import Plan, Term
-from ...numerics.dtypes import ITEM_BYTES, numpy_dtype
-from ...numerics.histogram import Histogram, added
-from ...numerics.moments import combine_chunks
-from ...numerics.units import ChunkUnits, Units, joined
-from ...read.metadata import MetadataRows
-from ..plan.planner import GlobalValue
+from ..columns import COLUMN_OF, COUNTS, DETAILS, NONFINITE, PLAIN, STATISTICS, Combine, note_members, parse_shape
+from ..errors import CorruptError
+from ..format.payload.fingerprint import combine_fingerprints
+from ..layout.placement import Plan, Term
+from ..numerics.dtypes import ITEM_BYTES, numpy_dtype
+from ..numerics.histogram import Histogram, added
+from ..numerics.moments import combine_chunks
+from ..numerics.units import ChunkUnits, Units, joined
+from ..read.metadata import MetadataRows
 from .assembler import Assembler
+from .planner import GlobalValue
 
 NO_VALUES = "no_values"
 """Member of a note: why a row has no values although ranks recorded some."""

@@ -1,1 +1,0 @@
-"""Values by their plans: payloads, global rows and their statistics."""

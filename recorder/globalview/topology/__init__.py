@@ -1,1 +1,0 @@
-"""Which ranks of a run stand where: which share a batch, which have a module, which attempt counts."""
