@@ -16,8 +16,8 @@ def main() -> None:
         from .lifecycle.launch import launch
 
         launch(arguments[1:])
+    from .cli import hide_pandas
     from .cli.app import run_command
-    from .cli.imports import hide_pandas
 
     hide_pandas()
     _open_closed_streams()

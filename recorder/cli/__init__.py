@@ -1,1 +1,29 @@
-"""The command line, which shows people and programs what was read. Only this room prints."""
+"""The command line, which shows people and programs what was read. Only this room prints.
+
+The command line needs no pandas, and keeps pyarrow from importing it. `hide_pandas` must never be called in the process
+of a user.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+class _Hidden:
+    """A finder that finds no pandas."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("the command line does without pandas", name=name)
+
+
+def show_pandas() -> None:
+    """Undo `hide_pandas`, before something is imported that wants to know whether pandas is there, as torch does."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Hidden]
+
+
+def hide_pandas() -> None:
+    """Keep pyarrow from importing pandas, whose types it looks for in its arguments: that costs each command 0.4 s."""
+    if "pandas" not in sys.modules:
+        sys.meta_path.insert(0, _Hidden)

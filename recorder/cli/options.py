@@ -1,31 +1,84 @@
-"""The options that several commands share, and the refusal of options that would change nothing."""
+"""The options that several commands share, the words that a shell is offered for them, and what `--scheduler` means.
+
+Words are offered while a command is typed: names of runs, and paths of modules. No shard is opened for them, and only
+words that mean nothing to any shell are offered, because the name of a module is untrusted input. What finds runs is
+imported when the shell asks.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import LookupFailedError
+from ..errors import LookupFailedError, RecorderError
+
+if TYPE_CHECKING:
+    from ..run.step_ranges import Mapper
+
+
+_HARMLESS = re.compile(r"[A-Za-z0-9._=+@/-]+")
+_MAX_BACK = 9
+"""The number of runs that are offered by their age."""
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Offer runs to the shell; like the other completions, it is imported only when the shell asks."""
-    from .completing import complete_run
-
-    return complete_run(incomplete)
+    """Offer runs by name, runs by age where ``@`` was typed, and folders."""
+    return _offered(incomplete, _runs)
 
 
 def _complete_run_or_module(incomplete: str) -> list[str]:
-    from .completing import complete_run_or_module
-
-    return complete_run_or_module(incomplete)
+    """Offer runs, and modules of the newest run, either of which may be the first word of `show`."""
+    return _offered(incomplete, _runs) + _offered(incomplete, lambda _: _modules(None))
 
 
 def _complete_module(context: typer.Context, incomplete: str) -> list[str]:
-    from .completing import complete_module
+    """Offer the modules of the run that was typed before."""
+    return _offered(incomplete, lambda _: _modules(context.params.get("path")))
 
-    return complete_module(context, incomplete)
+
+def _offered(incomplete: str, words: Callable[[str], Iterable[str]]) -> list[str]:
+    before = logging.root.manager.disable
+    logging.disable()  # a line of the log would break the line that is typed
+    try:
+        candidates = dict.fromkeys(words(incomplete))
+    except (RecorderError, OSError):
+        return []
+    finally:
+        logging.disable(before)
+    return [word for word in candidates if word.startswith(incomplete) and _HARMLESS.fullmatch(word)]
+
+
+def _runs(incomplete: str) -> Iterator[str]:
+    from ..run.finding import default_folder, has_manifest, runs_in, scheme_of
+
+    if scheme_of(incomplete) is not None:
+        return  # each key would be a request
+    folder, slash, _ = incomplete.rpartition("/")
+    typed = folder + slash
+    for folder_path in dict.fromkeys([Path(typed)] if typed else [Path(default_folder()), Path()]):
+        if folder_path.is_dir():
+            runs = runs_in(folder_path)[::-1]
+            yield from (f"{typed}{run.name}" for run in runs)
+            if incomplete.startswith(f"{typed}@"):
+                yield from (f"{typed}@-{number + 1}" for number in range(min(len(runs), _MAX_BACK)))
+            if runs:
+                yield f"{typed}latest"
+    yield from (f"{typed}{path.name}/" for path in Path(typed).iterdir() if path.is_dir() and not has_manifest(path))
+
+
+def _modules(run: str | None) -> Iterator[str]:
+    """Yield the modules of a run on a disk."""
+    from ..run.finding import find_run, first_modules
+
+    path_of_run, _ = find_run(run)
+    if isinstance(path_of_run, Path):
+        yield from first_modules(path_of_run)
 
 
 _RUNS = (
@@ -71,7 +124,9 @@ LayoutOption = Annotated[
         "partial(avg) or per_rank. Repeatable.",
     ),
 ]
-
+PartialOption = Annotated[
+    bool, typer.Option("--partial", help="Take values that lack ranks as the other ranks have them.")
+]
 SchedulerOption = Annotated[
     str | None,
     typer.Option(
@@ -80,6 +135,24 @@ SchedulerOption = Annotated[
         "need the same file system and the same versions; the result is the same to the last byte.",
     ),
 ]
+
+
+@contextmanager
+def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
+    """Yield the mapper that works on the ranges of a question: in this process, or on the workers of a Dask cluster.
+
+    Raises:
+        ClusterError: the cluster at this address cannot do it.
+    """
+    from ..run.spreading import spread_over
+    from ..run.step_ranges import map_serially
+    from ..system.executors import open_dask
+
+    if scheduler is None:
+        yield map_serially
+        return
+    with open_dask(scheduler) as (executor, num_workers):
+        yield spread_over(executor, num_workers)
 
 
 def refuse(why: str, **options: object) -> None:
@@ -91,8 +164,3 @@ def refuse(why: str, **options: object) -> None:
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
         raise LookupFailedError(f"{' and '.join(given)}: {why}")
-
-
-PartialOption = Annotated[
-    bool, typer.Option("--partial", help="Take values that lack ranks as the other ranks have them.")
-]

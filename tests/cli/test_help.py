@@ -11,7 +11,7 @@ import pytest
 
 import recorder.cli.commands
 from recorder.cli.commands import COMMANDS
-from recorder.cli.completing import complete_run
+from recorder.cli.options import complete_run
 from tests.rigs.command_line import Cli, module
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 

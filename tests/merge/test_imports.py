@@ -26,7 +26,7 @@ def test_a_command_loads_no_pandas(tmp_path: Path) -> None:
 def test_pandas_that_is_there_already_stays() -> None:
     code = (
         "import pandas, sys\n"
-        "from recorder.cli.imports import hide_pandas\n"
+        "from recorder.cli import hide_pandas\n"
         "before = list(sys.meta_path)\n"
         "hide_pandas()\n"
         "assert sys.meta_path == before\n"

@@ -23,10 +23,10 @@ from ..options import (
     SiteOption,
     StepOption,
     complete_run,
+    mapper_for,
 )
 from ..output import print_reply, progress
 from ..paths import local_path, other_runs, two_runs
-from ..scheduler import mapper_for
 
 EPILOG = "Examples: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6    recorder diff @-2 @-1 --site grad --brief"
 

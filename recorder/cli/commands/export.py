@@ -13,7 +13,7 @@ from ...analyze.export.export import Export, format_of
 from ...run.run import open_run
 from ...run.selection import GlobalOptions, Selection
 from ...system.text import counted, printable_line, size
-from ..imports import show_pandas
+from .. import show_pandas
 from ..options import (
     Json,
     LayoutOption,
@@ -26,10 +26,10 @@ from ..options import (
     SchedulerOption,
     SiteOption,
     StepOption,
+    mapper_for,
 )
 from ..output import print_json, progress, say
 from ..paths import local_path
-from ..scheduler import mapper_for
 
 EPILOG = (
     "Examples: recorder export recordings -o grads.parquet --site grad    "

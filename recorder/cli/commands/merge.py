@@ -26,7 +26,7 @@ from ...run.run import Run, open_run
 from ...system.executors import open_dask
 from ...system.processes import available_cores
 from ...system.text import counted, size
-from ..imports import hide_pandas
+from .. import hide_pandas
 from ..options import Json, LayoutOption, LossOption, RunPath, SchedulerOption, refuse
 from ..output import print_json, progress, say
 from ..paths import local_path

@@ -22,7 +22,7 @@ from ...analyze.replay.bundle import (
 from ...errors import LookupFailedError
 from ...run.run import open_run
 from ...system.text import counted, printable
-from ..imports import show_pandas
+from .. import show_pandas
 from ..options import Json, RunOrModule
 from ..output import print_json, say, say_state
 from ..paths import local_path

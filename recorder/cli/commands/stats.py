@@ -30,11 +30,11 @@ from ..options import (
     SchedulerOption,
     SiteOption,
     StepOption,
+    mapper_for,
     refuse,
 )
 from ..output import print_json, print_table, say
 from ..paths import run_and_module
-from ..scheduler import mapper_for
 
 EPILOG = (
     "Examples: recorder stats recordings 'blocks.*' --site grad --by module --sort -absmax --top 10    "
