@@ -22,13 +22,13 @@ from ..errors import ConfigError, StoreError
 from ..run.finding import FLEET
 from ..storage.kinds import DESTINATIONS
 from . import subcommands
-from .destination import Directory, Throttle, parse_destination
+from .destination import FolderDestination, Throttle, parse_destination
 from .metrics import DaemonCollector, MetricsServer, make_registry
 from .node import NODE, FleetDocument, held_lock, holds_folder, node_name, state_folder, write_state
 from .settings import DaemonSettings, reloaded
 from .shipping.run import RunShipper
 from .shipping.shipped import Shipping
-from .steering import Carrier, read_key
+from .steering import StoreCarrier, read_key
 from .telemetry import Counters, Health
 from .watching import Entries, Folder, find_runs
 
@@ -66,7 +66,7 @@ class Daemon:
         self._watched = _watched_folders(settings)
         self._throttle = Throttle(settings.max_bytes_per_s)
         destination = parse_destination(settings.to, self._throttle)
-        if isinstance(destination, Directory):
+        if isinstance(destination, FolderDestination):
             for folder in self._watched:
                 if holds_folder(folder, str(destination.path)) or holds_folder(str(destination.path), folder):
                     raise ConfigError(
@@ -90,7 +90,7 @@ class Daemon:
         }
         self._under_way: set[Future[None]] = set()
         self._errands: set[str] = set()
-        self._carriers: dict[RunShipper, Carrier] = {}
+        self._carriers: dict[RunShipper, StoreCarrier] = {}
         self._last_pass_s = time.monotonic()
         self._next_find_s = self._next_summary_s = self._next_state_s = 0.0
         self._has_found = False
@@ -385,7 +385,7 @@ class Daemon:
             return
         run.next_carry_s = now_s + settings.status_s
         run.is_carrying = True
-        carrier = self._carriers.setdefault(run, Carrier(run))
+        carrier = self._carriers.setdefault(run, StoreCarrier(run))
 
         def do() -> None:
             try:

@@ -52,7 +52,7 @@ class DamagedError(Exception):
     """The store has taken other bytes than were sent; what it took was removed again."""
 
 
-class Held(NamedTuple):
+class StoredObject(NamedTuple):
     """What a destination holds under a key."""
 
     size_bytes: int
@@ -125,7 +125,7 @@ class Destination(Protocol):
         One that the store has damaged, as the checksum that was put with it tells, is empty: it may be replaced.
         """
 
-    def listing(self, prefix: str) -> Iterator[tuple[str, Held]]:
+    def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
         """Yield all that lies below a prefix."""
 
     def folders(self, prefix: str) -> list[str]:
@@ -244,14 +244,14 @@ class Bucket:
         except FileNotFoundError:
             return None
 
-    def head(self, key: str) -> Held | None:
+    def head(self, key: str) -> StoredObject | None:
         """Return what is known of an object; None where there is none."""
         try:
             return self._ask(key, lambda store: _held(store.head(self._prefix + key)))
         except FileNotFoundError:
             return None
 
-    def listing(self, prefix: str) -> Iterator[tuple[str, Held]]:
+    def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
         wanted = (self._prefix + prefix).strip("/")
         metas = self._ask(prefix, lambda store: store.list(wanted or None).collect())
         for meta in metas:
@@ -319,7 +319,7 @@ class Bucket:
         return answer  # type: ignore[no-any-return]
 
 
-class Directory:
+class FolderDestination:
     """A folder, such as that of another machine's file system; what is confirmed was synced."""
 
     def __init__(self, path: Path, throttle: Throttle) -> None:
@@ -386,14 +386,14 @@ class Directory:
             raise _refused(error, self.path / key) from error
         return content, _md5(content)
 
-    def listing(self, prefix: str) -> Iterator[tuple[str, Held]]:
+    def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
         for folder, _, names in os.walk(self.path / prefix):
             for name in names:
                 path = Path(folder) / name
                 with contextlib.suppress(FileNotFoundError):
                     status = path.lstat()
                     if stat.S_ISREG(status.st_mode) and not name.endswith(".tmp"):
-                        yield str(path.relative_to(self.path)), Held(status.st_size, status.st_mtime, "")
+                        yield str(path.relative_to(self.path)), StoredObject(status.st_size, status.st_mtime, "")
 
     def folders(self, prefix: str) -> list[str]:
         try:
@@ -416,7 +416,7 @@ class Directory:
                 folder = folder.parent
 
 
-def parse_destination(text: str, throttle: Throttle) -> Bucket | Directory:
+def parse_destination(text: str, throttle: Throttle) -> Bucket | FolderDestination:
     """Return the destination that a URL names; nothing is asked of it yet.
 
     Raises:
@@ -425,11 +425,11 @@ def parse_destination(text: str, throttle: Throttle) -> Bucket | Directory:
     scheme = scheme_of(text)
     if scheme == "file":
         try:
-            return Directory(Path(os.path.realpath(folder_of_url(text))), throttle)
+            return FolderDestination(Path(os.path.realpath(folder_of_url(text))), throttle)
         except NotARunError as error:
             raise ConfigError(f"to = {error}") from None
     if scheme is None and text:
-        return Directory(Path(os.path.realpath(text)), throttle)
+        return FolderDestination(Path(os.path.realpath(text)), throttle)
     if scheme not in KINDS:
         raise ConfigError(f"to = {text!r}: expected a folder, or one of {SCHEMES}")
     try:
@@ -468,8 +468,8 @@ def _md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def _held(meta: Any) -> Held:
-    return Held(meta["size"], meta["last_modified"].timestamp(), bare_e_tag(meta["e_tag"]))
+def _held(meta: Any) -> StoredObject:
+    return StoredObject(meta["size"], meta["last_modified"].timestamp(), bare_e_tag(meta["e_tag"]))
 
 
 def _is_same_file(path: Path, file: LocalFile) -> bool:

@@ -16,7 +16,7 @@ from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, encode_manifest
 from ..run.finding import FLEET, runs_in
 from ..storage.locations import location_of, store_of
 from ..system.text import listed, moment, size
-from .destination import Destination, Held, TakenError
+from .destination import Destination, StoredObject, TakenError
 from .node import PRUNED, remove_from_fleet
 
 KEEP = "_keep"
@@ -35,7 +35,7 @@ class KeptRun(NamedTuple):
     is_kept: bool
 
 
-class Plan(NamedTuple):
+class PrunePlan(NamedTuple):
     """What a prune would do: a run, and why it goes or stays."""
 
     run: KeptRun
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 def list_runs(destination: Destination) -> list[KeptRun]:
     """Return all runs at a destination, the oldest first; one listing of all of it."""
-    folders: dict[str, list[tuple[str, Held]]] = {}
+    folders: dict[str, list[tuple[str, StoredObject]]] = {}
     everything = list(destination.listing(""))
     for key, _ in everything:
         folder, _, name = key.rpartition("/")
@@ -78,7 +78,7 @@ def plan_prune(
     max_bytes: int | None = None,
     names: Sequence[str] = (),
     now_s: float | None = None,
-) -> list[Plan]:
+) -> list[PrunePlan]:
     """Return what goes by age, by the bytes that may stay (the oldest go first), or by name.
 
     Raises:
@@ -102,15 +102,15 @@ def plan_prune(
         elif max_bytes is not None and left_bytes > max_bytes:
             why = f"the oldest of {size(left_bytes)}"
         else:
-            plans.append(Plan(run, False, age))
+            plans.append(PrunePlan(run, False, age))
             continue
         if run.is_kept:
-            plans.append(Plan(run, False, f"has a {KEEP} mark"))
+            plans.append(PrunePlan(run, False, f"has a {KEEP} mark"))
         elif now_s - run.changed_s < _QUIET_S:
-            plans.append(Plan(run, False, "may be under way: it has changed within the last hour"))
+            plans.append(PrunePlan(run, False, "may be under way: it has changed within the last hour"))
         else:
             left_bytes -= run.num_bytes
-            plans.append(Plan(run, True, why))
+            plans.append(PrunePlan(run, True, why))
     return plans
 
 

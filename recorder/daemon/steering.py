@@ -60,7 +60,7 @@ def _signature_name(number: int, command: Command) -> str:
     return f"{number:06d}-{command.id}.hmac"
 
 
-class Carrier:
+class StoreCarrier:
     """Carries the commands of one run. One job at a time."""
 
     def __init__(self, run: RunShipper) -> None:

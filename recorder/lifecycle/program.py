@@ -26,7 +26,7 @@ _MAX_SHOWN = 100
 """Letters of a name in a message."""
 
 
-class Recording(Protocol):
+class ProgramRecorder(Protocol):
     """The part of the recorder that calls of a program need; it may not have started."""
 
     settings: Settings
@@ -40,7 +40,7 @@ class Recording(Protocol):
 class ProgramCalls:
     """The calls of a program: handed to the capture once there is one, and counted before."""
 
-    def __init__(self, recorder: Recording) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
         self.first_step: int | None = None
         """The step that the program has named before there was a root."""

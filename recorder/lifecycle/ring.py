@@ -176,7 +176,7 @@ class Sender(Protocol):
     ) -> None: ...
 
 
-class Channel(Protocol):
+class DumpWriter(Protocol):
     """The writer, as far as triggers need it."""
 
     def dump(self, dump: Dump) -> None: ...
@@ -214,7 +214,7 @@ class Triggers:
         rank: int,
         world_size: int,
         window: RingWindow,
-        channel: Channel | None,
+        channel: DumpWriter | None,
         sender: Sender,
         events: Events,
         clock: Callable[[], float] = time.monotonic,

@@ -18,15 +18,15 @@ from ..numerics.moments import integers
 from ..read.manifests import list_paths
 from ..run.run import Run
 from ..sites import SITE_OF, Kind
-from .blocks import Block
-from .step_rows import SeriesKey, Values, keys_of
+from .blocks import PageBlock
+from .step_rows import DrawnSeries, SeriesValues, keys_of
 
 
 @dataclass(slots=True)
 class Axes:
     """What there is to draw. Numbers of the step, such as the loss, are apart: their steps are others."""
 
-    index: dict[SeriesKey, int] = field(default_factory=dict)
+    index: dict[DrawnSeries, int] = field(default_factory=dict)
     """By series its number, in the order in which each was first seen."""
     _of_any_root: dict[tuple[str, ...], int] = field(default_factory=dict)
     """By what names a series but its root, the number of the one that is called so; -1 where there are several. Stages
@@ -53,7 +53,7 @@ class Axes:
         of_table = [self.index[key] if key in self.index else self._of_any_root.get(key[1:], -1) for key in keys]
         return np.array([*of_table, -1], np.int64)[ids]
 
-    def _is_wanted(self, key: SeriesKey) -> bool:
+    def _is_wanted(self, key: DrawnSeries) -> bool:
         if not self.below or is_number(key.site):
             return True
         return key.module_path == self.below or key.module_path.startswith(f"{self.below}.")
@@ -93,7 +93,7 @@ def is_number(site: str) -> bool:
     return site in SITE_OF and SITE_OF[site].kind is Kind.NUMBER
 
 
-def modules_block(run: Run, series: list[SeriesKey]) -> tuple[Block, Mapping[str, int]]:
+def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mapping[str, int]]:
     """The modules, those that ran in the order of execution, and by path the number of each."""
     order = dict.fromkeys(dict.fromkeys(key.module_path for key in series))
     # What only contains others, or was not recorded, stands behind; the page puts it where its children are.
@@ -104,7 +104,7 @@ def modules_block(run: Run, series: list[SeriesKey]) -> tuple[Block, Mapping[str
         [path, infos[path].class_name if path in infos else "", infos[path].source if path in infos else ""]
         for path in paths
     ]
-    block = Block(name="modules", data={"modules": rows, "num_executed": len(order)})
+    block = PageBlock(name="modules", data={"modules": rows, "num_executed": len(order)})
     return block, {path: number for number, path in enumerate(paths)}
 
 
@@ -179,7 +179,7 @@ class Spread(NamedTuple):
     """For each value, not each series and step: how many quartile ranges it is from the median; NaN where unknown."""
 
 
-def spread_of(values: Values, judged_by: str | None) -> Spread:
+def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:
     """Order the ranks' values of each series and step; deviations are those of the statistic `judged_by`."""
     groups = group([values.series, values.steps - values.steps.min(initial=0)])
     ids = groups.ids
@@ -219,7 +219,7 @@ class OddRanks:
         """By rank, values that are not finite where most ranks' are."""
         self.compared = np.zeros(size, np.int64)
 
-    def add(self, values: Values, spread: Spread) -> None:
+    def add(self, values: SeriesValues, spread: Spread) -> None:
         """Values of all ranks, and how they lie."""
         is_own = values.ranks >= 0
         ranks, deviation = values.ranks[is_own], spread.deviation[is_own]

@@ -30,7 +30,7 @@ _TYPES = {"uint8", "uint16", "int16", "uint32", "int32", "float32", "float64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class PageBlock:
     """A named piece of what is drawn."""
 
     name: str

@@ -18,13 +18,13 @@ from ..run.notebook import span
 from ..run.run import Run
 from ..system.text import counted, size
 from .axes import Axes, is_number, modules_block
-from .blocks import Block
+from .blocks import PageBlock
 from .cube import Cube
 from .images import ImageFinder
 from .panes import panes_block, read_panes
 from .statistics import StatisticsBlocks, check_statistics
-from .step_rows import SeriesKey, StepRows, step_rows
-from .top import Finding, Told, facts_of, gaps_block, of_first, top_block
+from .step_rows import DrawnSeries, StepRows, step_rows
+from .top import DoctorLine, Highlight, facts_of, gaps_block, of_first, top_block
 
 _MAX_DIFFERING = 200
 Report = Callable[[int], None]
@@ -40,11 +40,11 @@ def collect(
     *,
     against: Run | None = None,
     statistics: Sequence[str] = (),
-    checks: Sequence[Told] | None = (),
-    judged: Sequence[Finding] = (),
+    checks: Sequence[DoctorLine] | None = (),
+    judged: Sequence[Highlight] = (),
     below: str | None = None,
     report: Report = lambda num_rows: None,
-) -> Iterator[Block]:
+) -> Iterator[PageBlock]:
     """The blocks of a page.
 
     Args:
@@ -87,7 +87,7 @@ def collect(
             rows=f"{run.num_rows:,}, {size_text}",
         )
         yield top_block(run, checks, stands_out, nonfinite.notes, collected, told, list(facts))
-        keys: list[SeriesKey] = [*axes.index, *other_axes.index]
+        keys: list[DrawnSeries] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)
         yield block
         yield from collected.blocks(modules)
@@ -116,11 +116,11 @@ def _axes(rows: StepRows, report: Report, images: ImageFinder | None, below: str
     return axes
 
 
-def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> Block:
+def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBlock:
     """How two runs compare."""
     names = ("step", "module_path", "site", "name", "kind", "max_abs", "of_max", "statistic", "statistic_rel")
     rows = compared.table.slice(0, _MAX_DIFFERING).select(list(names)).to_pylist()
-    return Block(
+    return PageBlock(
         name="against",
         data={
             "a": a.name,
@@ -159,7 +159,7 @@ def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
     return pairs
 
 
-def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> Iterator[Block]:
+def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> Iterator[PageBlock]:
     """By statistic, by which share of the larger one the two are apart: of all ranks together, or of the one rank."""
     names = [name for name in a.names if name in b.names]
     cube = Cube(
@@ -187,7 +187,7 @@ _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 def ranks_block(
     run: Run, axes: Axes, collected: StatisticsBlocks, layouts: Sequence[Mapping[str, Any]] | None = None
-) -> Block:
+) -> PageBlock:
     """The block of the ranks; `layouts` say who had which chunk, where that is known already."""
     odd = collected.odd
     rows = []
@@ -223,20 +223,20 @@ def ranks_block(
     else:
         layouts = layouts_of(run, axes, list(axes.index), set())
     titles = ["rank", "host", "local rank", "node", "attempt", "state", "rows", "dropped", "far", "alone", "compared"]
-    return Block(
+    return PageBlock(
         name="ranks",
         data={"titles": titles, "rows": rows, "odd": odd.found(), "layouts": list(layouts or ()), "why_none": why},
     )
 
 
-def layouts_of(run: Run, axes: Axes, keys: Sequence[SeriesKey], seen: set[tuple[str, ...]]) -> list[dict[str, Any]]:
+def layouts_of(run: Run, axes: Axes, keys: Sequence[DrawnSeries], seen: set[tuple[str, ...]]) -> list[dict[str, Any]]:
     """Who had which chunk of the first value of each kind, of some series. Kinds that were `seen` are left out."""
     return [_described(key, layout) for key, layout in _layouts(run, axes, keys, seen)]
 
 
 def _layouts(
-    run: Run, axes: Axes, some: Sequence[SeriesKey], seen: set[tuple[str, ...]]
-) -> Iterator[tuple[SeriesKey, TensorLayout]]:
+    run: Run, axes: Axes, some: Sequence[DrawnSeries], seen: set[tuple[str, ...]]
+) -> Iterator[tuple[DrawnSeries, TensorLayout]]:
     """The layout of the first value of each kind: the same class, site, name and shape are one kind."""
     classes = {path: info.class_name for (_, path), info in run.modules.items()}
     keys = sorted((key for key in some if key.site in _SHOWN_SITES and not is_number(key.site)), key=_order)
@@ -255,11 +255,11 @@ def _layouts(
             break
 
 
-def _order(key: SeriesKey) -> int:
+def _order(key: DrawnSeries) -> int:
     return _SHOWN_SITES.index(key.site)
 
 
-def _described(key: SeriesKey, layout: TensorLayout) -> dict[str, Any]:
+def _described(key: DrawnSeries, layout: TensorLayout) -> dict[str, Any]:
     chunks = [
         [chunk.rank, list(chunk.shape), None if chunk.offsets is None else list(chunk.offsets), int(chunk.is_copy),
          chunk.placements, chunk.reduce_op, chunk.micro_step]

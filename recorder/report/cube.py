@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..numerics.keys import Integers
-from .blocks import COARSE, FINE, Block, planes, quantise
+from .blocks import COARSE, FINE, PageBlock, planes, quantise
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -85,7 +85,7 @@ class Cube:
         self.values = {name: values[:, :num_lanes] for name, values in self.values.items()}
         self.has_row = self.has_row[:, :num_lanes]
 
-    def blocks(self, prefix: str, max_fine: int) -> list[Block]:
+    def blocks(self, prefix: str, max_fine: int) -> list[PageBlock]:
         """A block for each statistic; of no more than `max_fine` cells in all with the finer codes."""
         num = self.num_columns
         levels = FINE if self.shape[0] * self.shape[1] * num * len(self.values) <= max_fine else COARSE
@@ -196,7 +196,7 @@ class GrowingCube(Cube):
         self.version = older.version
         self.changed[:] = self.version
 
-    def grown(self, prefix: str, since: int) -> list[Block]:
+    def grown(self, prefix: str, since: int) -> list[PageBlock]:
         """A block for each statistic with the columns that were changed after a version."""
         columns = np.flatnonzero(self.changed[: self.num_columns] > since)
         if not len(columns) or not self.shape[0]:
@@ -235,9 +235,9 @@ def _block(
     has_row: npt.NDArray[np.bool_],
     levels: int,
     data: Mapping[str, Any],
-) -> Block:
+) -> PageBlock:
     coded = quantise(values, has_row, levels)
-    return Block(
+    return PageBlock(
         name=f"{prefix}/{name}",
         data={"statistic": name, "shape": list(values.shape), "levels": levels, **data},
         arrays={"codes": planes(coded.codes), "low": coded.low, "high": coded.high, "unit": coded.unit},

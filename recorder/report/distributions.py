@@ -23,7 +23,7 @@ from ..numerics.histogram import Histogram
 from ..numerics.keys import Integers
 from ..numerics.moments import integers
 from ..numerics.units import Units
-from .blocks import Block
+from .blocks import PageBlock
 
 _MAX_RANKS = 8
 _MAX_STEPS = 60
@@ -140,7 +140,7 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
             np.add.at(line, _NUM_BINS + 1 + at, one.counts[1])
             line[-1] += num_nonfinite
 
-    def block(self, name: str) -> Block | None:
+    def block(self, name: str) -> PageBlock | None:
         """Shares of all series that have histograms; None where none has."""
         if not self._collected:
             return None
@@ -159,7 +159,7 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
             "series": numbers, "steps": self.steps, "ranks": self.ranks, "levels": _SHARE_LEVELS, "least": _LEAST_SHARE,
             "shape": list(codes.shape), "first": first, "zero": _NUM_BINS, "lowest": _LOWEST,
         }  # fmt: skip
-        return Block(name=name, data=data, arrays={"codes": codes, "nonfinite": nonfinite})
+        return PageBlock(name=name, data=data, arrays={"codes": codes, "nonfinite": nonfinite})
 
 
 def _share_codes(shares: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
@@ -211,7 +211,7 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
             collected = self._collected.setdefault((number, step), _UnitsOfStep([], about))
             collected.squares.append(np.sort(squares)[indices])
 
-    def block(self, name: str) -> Block | None:
+    def block(self, name: str) -> PageBlock | None:
         """The sorted sizes of all series that have units; None where none has."""
         if not self._collected:
             return None
@@ -234,4 +234,4 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
             "series": numbers, "steps": self.steps, "ranks": self.ranks, "shape": list(codes.shape),
             "low": low, "high": high, "levels": _UNIT_LEVELS,
         }  # fmt: skip
-        return Block(name=name, data=data, arrays={"codes": codes, "about": about})
+        return PageBlock(name=name, data=data, arrays={"codes": codes, "about": about})

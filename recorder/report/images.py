@@ -16,7 +16,7 @@ from ..errors import RunError
 from ..numerics.keys import encode
 from ..numerics.moments import integers
 from ..run.run import Run
-from .blocks import Block
+from .blocks import PageBlock
 from .step_rows import keys_of
 
 _MAX_SERIES = 12
@@ -75,7 +75,7 @@ class ImageFinder:
         """Whether there is anything that may be a picture."""
         return bool(self._found)
 
-    def block(self, run: Run) -> Block:
+    def block(self, run: Run) -> PageBlock:
         """The pictures."""
         images: list[dict[str, Any]] = []
         arrays: dict[str, npt.NDArray[np.uint8]] = {}
@@ -109,7 +109,7 @@ class ImageFinder:
                     }
                 )  # fmt: skip
             num_series += bool(drawn)
-        return Block(name="images", data={"images": images}, arrays=arrays)
+        return PageBlock(name="images", data={"images": images}, arrays=arrays)
 
 
 def _dims(text: str) -> tuple[int, ...]:

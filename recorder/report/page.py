@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 
-from .blocks import Block
+from .blocks import PageBlock
 
 _SCRIPTS = (
     "vendor/uPlot.iife.min.js", "blocks.js", "format.js", "data.js", "state.js", "ui.js", "dumps.js", "heat.js",
@@ -83,7 +83,7 @@ def _end(last_script: str) -> bytes:
     return f"<script>{last_script}</script>\n</body></html>\n".encode()
 
 
-def page(title: str, blocks: Iterable[Block], *, address: str = "", panels: Sequence[str] = ()) -> Iterator[bytes]:
+def page(title: str, blocks: Iterable[PageBlock], *, address: str = "", panels: Sequence[str] = ()) -> Iterator[bytes]:
     """The whole file, piece by piece.
 
     Args:
@@ -100,7 +100,7 @@ def page(title: str, blocks: Iterable[Block], *, address: str = "", panels: Sequ
     yield _end(_LOADER)
 
 
-def _packed(block: Block) -> Iterator[bytes]:
+def _packed(block: PageBlock) -> Iterator[bytes]:
     return _base64(f'type="{BLOCK_TYPE}" data-name="{block.name}"', block.encoded())
 
 
@@ -121,7 +121,7 @@ def live_policy() -> str:
     return policy(f"{_SERVER_ALONE}; frame-ancestors 'self'")
 
 
-def live_page(title: str, blocks: Iterable[Block], *, kind: str) -> bytes:
+def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
     """The page that a server sends, which asks the server for what is new.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import RunError
 from ..format.rundir import encode_manifest
 from ..storage.locations import Location, store_of
-from .blocks import Block
+from .blocks import PageBlock
 
 VIEW = "_view.json"
 KINDS = ("map", "lines", "numbers", "histograms", "units", "graph")
@@ -61,14 +61,14 @@ def _state(pane: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (plain | lists).items() if len(json.dumps(value)) < MAX_BYTES // 8}
 
 
-def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -> Block:
+def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -> PageBlock:
     """The block of the panes.
 
     Args:
         panes: all of them.
         why_not_saved: why changes are not kept with the run; None where they are, or there is no server to save them.
     """
-    return Block(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})
+    return PageBlock(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})
 
 
 def why_not_saved(run: Location) -> str | None:

@@ -17,7 +17,7 @@ from ..run.run import Run
 from ..storage.locations import Location
 
 if TYPE_CHECKING:
-    from .top import Finding, Told
+    from .top import DoctorLine, Highlight
 
 
 class Written(NamedTuple):
@@ -33,8 +33,8 @@ def write_report(
     *,
     against: Run | None = None,
     statistics: Sequence[str] = (),
-    checks: Sequence[Told] = (),
-    judged: Sequence[Finding] = (),
+    checks: Sequence[DoctorLine] = (),
+    judged: Sequence[Highlight] = (),
     force: bool = False,
     report: Callable[[int], None] = lambda num_rows: None,
 ) -> Written:

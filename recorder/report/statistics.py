@@ -16,10 +16,10 @@ from ..globalview.view import GlobalView
 from ..numerics.keys import Integers
 from ..run.run import Run
 from .axes import Axes, Lanes, OddRanks, is_number, spread_of
-from .blocks import Block
+from .blocks import PageBlock
 from .cube import Cube, GrowingCube
 from .distributions import HistogramCollector, UnitsCollector
-from .step_rows import SeriesKey, StepRows, Values, values_of
+from .step_rows import DrawnSeries, SeriesValues, StepRows, values_of
 
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page holds, the most telling first; counts it always holds."""
@@ -206,14 +206,14 @@ class StatisticsBlocks:
         ids = self._axes.numbers_of(table)
         return np.asarray(np.where(self._is_scalar[ids], -1, self._number[ids]), np.int64)
 
-    def _put_own(self, values: Values, cube: Cube) -> None:
+    def _put_own(self, values: SeriesValues, cube: Cube) -> None:
         """Put the values of ranks that have lanes of their own into these."""
         lanes = self.lanes.of_ranks(values.ranks)
         chosen = np.flatnonzero(lanes >= 0)
         numbers = {name: column[chosen] for name, column in values.numbers.items()}
         cube.put(values.series[chosen], lanes[chosen], values.steps[chosen], numbers)
 
-    def _put_deviations(self, values: Values, deviation: Any) -> None:
+    def _put_deviations(self, values: SeriesValues, deviation: Any) -> None:
         assert self.by_rank is not None and self.rank_steps is not None
         is_own = values.ranks >= 0
         numbers = {name: values.numbers[name][is_own] for name in ("nan_count", "inf_count")}
@@ -222,7 +222,7 @@ class StatisticsBlocks:
         self.by_rank.put(series, np.zeros(len(series), np.int64), ranks, numbers)
         self.rank_steps.put(self._site_of[series], self.by_rank.columns_of(ranks), steps, numbers)
 
-    def _split(self, table: Any) -> Iterator[tuple[Values, Cube]]:
+    def _split(self, table: Any) -> Iterator[tuple[SeriesValues, Cube]]:
         """The values of a table that are tensors, and those that are numbers of the step."""
         ids = self._axes.numbers_of(table)
         for is_scalar, cube in ((False, self.cube), (True, self.scalar_cube)):
@@ -284,24 +284,24 @@ class StatisticsBlocks:
         """Whether any series has any of the statistics that are drawn, or counts at least: it may be all NaN."""
         return any(bool((~np.isnan(self.cube.values[name])).any()) for name in (*self.names, MEASURED))
 
-    def blocks(self, modules: Mapping[str, int]) -> Iterator[Block]:
+    def blocks(self, modules: Mapping[str, int]) -> Iterator[PageBlock]:
         """What was collected."""
         for cube in (self.cube, self.scalar_cube):
             cube.keep_lanes(len(self.lanes.described()))
         yield from self.step_blocks(modules)
         yield from self.further_blocks()
 
-    def step_blocks(self, modules: Mapping[str, int]) -> Iterator[Block]:
+    def step_blocks(self, modules: Mapping[str, int]) -> Iterator[PageBlock]:
         """What there is to draw, and all that grows with steps."""
         yield self._axes_block(modules)
         yield from self.cube.blocks(f"{self._prefix}values", _MAX_FINE_CELLS)
         if self.scalars:
             yield from self.scalar_cube.blocks(f"{self._prefix}scalars", _MAX_FINE_CELLS)
 
-    def _axes_block(self, modules: Mapping[str, int]) -> Block:
+    def _axes_block(self, modules: Mapping[str, int]) -> PageBlock:
         """What there is to draw; `modules` gives the number of each path."""
         axes = self._axes
-        return Block(
+        return PageBlock(
             name=f"{self._prefix}axes",
             data={
                 **self.steps_known(),
@@ -328,7 +328,7 @@ class StatisticsBlocks:
             "num_scalar_steps": self.scalar_cube.num_steps,
         }
 
-    def further_blocks(self) -> Iterator[Block]:
+    def further_blocks(self) -> Iterator[PageBlock]:
         """Histograms, and how far each of many ranks is from the others."""
         if (histograms := self.histograms.block(f"{self._prefix}histograms")) is not None:
             yield histograms
@@ -358,7 +358,7 @@ def check_statistics(run: Run, axes: Axes, collected: StatisticsBlocks) -> None:
         )
 
 
-def _described(axes: Axes, modules: Mapping[str, int], key: SeriesKey) -> list[Any]:
+def _described(axes: Axes, modules: Mapping[str, int], key: DrawnSeries) -> list[Any]:
     number = axes.index[key]
     numel = axes.numels[number]
     shown = [modules[key.module_path], key.site, key.name, key.mode, key.root]

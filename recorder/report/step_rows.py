@@ -36,7 +36,7 @@ _COLUMNS = (
 Steps = tuple[int, int]
 
 
-class SeriesKey(NamedTuple):
+class DrawnSeries(NamedTuple):
     """What a series of values is called."""
 
     root: str
@@ -118,7 +118,7 @@ def _tables(schema: Any, writers: Sequence[RecordedWriter], steps: Steps) -> Ite
                 yield pa.Table.from_arrays(columns, schema=schema)
 
 
-class Values(NamedTuple):
+class SeriesValues(NamedTuple):
     """One value a line: the statistics of a series at a step on a rank, of all calls and micro-steps together."""
 
     series: Integers
@@ -129,23 +129,23 @@ class Values(NamedTuple):
     """By statistic or count; NaN where there is none."""
 
 
-def keys_of(table: Any) -> tuple[Integers, list[SeriesKey], Integers]:
+def keys_of(table: Any) -> tuple[Integers, list[DrawnSeries], Integers]:
     """For each row the number of its series in this table, the series, and the first row of each."""
     coded = [encode(table.column(name)) for name in SERIES_KEY]
     groups = group([numbers + 1 for numbers, _ in coded])
     texts = [
         [words[number] if number >= 0 else "" for number in numbers[groups.firsts].tolist()] for numbers, words in coded
     ]
-    return groups.ids, [SeriesKey(*key) for key in zip(*texts, strict=True)], groups.firsts
+    return groups.ids, [DrawnSeries(*key) for key in zip(*texts, strict=True)], groups.firsts
 
 
-def values_of(table: Any, series: Integers, names: Sequence[str]) -> Values:
+def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValues:
     """The values of a table whose rows are of these series."""
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
     groups = group([series, codes(table.column("step")), ranks + 1])
     if groups.num_groups == table.num_rows:
         columns = {name: numbers(table.column(name)) for name in names}
-        return Values(series, steps, ranks, columns)
+        return SeriesValues(series, steps, ranks, columns)
     combined = combine_rows(table, groups.ids, groups.num_groups)
     columns = {name: numbers(combined[name]) for name in names}
-    return Values(series[groups.firsts], steps[groups.firsts], ranks[groups.firsts], columns)
+    return SeriesValues(series[groups.firsts], steps[groups.firsts], ranks[groups.firsts], columns)

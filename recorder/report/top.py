@@ -17,9 +17,9 @@ from ..read.manifests import RunDump
 from ..run.notebook import span
 from ..run.run import Run
 from ..system.text import counted, listed
-from .blocks import Block
+from .blocks import PageBlock
 from .statistics import StatisticsBlocks
-from .step_rows import SeriesKey
+from .step_rows import DrawnSeries
 
 _MAX_LISTED = 8
 _MAX_CHECKS = 200
@@ -38,7 +38,7 @@ _MANY = 1e6
 """From here on a ratio is told by its power of ten."""
 
 
-class Told(NamedTuple):
+class DoctorLine(NamedTuple):
     """One answer of `recorder doctor`."""
 
     state: str
@@ -48,7 +48,7 @@ class Told(NamedTuple):
     """Sites, modules, steps, ranks and reason of a gap."""
 
 
-class Finding(NamedTuple):
+class Highlight(NamedTuple):
     """Something that stands out."""
 
     text: str
@@ -66,15 +66,15 @@ class Finding(NamedTuple):
 
 def top_block(
     run: Run,
-    checks: Sequence[Told],
-    stands_out: Sequence[Finding],
+    checks: Sequence[DoctorLine],
+    stands_out: Sequence[Highlight],
     notes: Sequence[str],
     collected: StatisticsBlocks | None,
     numbers: Mapping[str, Any],
     facts: Sequence[tuple[str, str]] = (),
     *,
     is_growing: bool = False,
-) -> Block:
+) -> PageBlock:
     """The block of the head.
 
     Args:
@@ -89,12 +89,12 @@ def top_block(
     """
     listed = [*stands_out, *_of_dumps(run)]
     if collected is not None and not collected.series:
-        listed.insert(0, Finding(_NO_TENSOR, {}, "note"))
+        listed.insert(0, Highlight(_NO_TENSOR, {}, "note"))
     if collected is not None and not is_growing:
         listed += [*_of_ranks(collected), *_jumps(collected)]
     steps = [] if collected is None else collected.cube.first_steps or collected.scalar_cube.first_steps
     missing = [check for check in checks if check.state == "missing"]
-    return Block(
+    return PageBlock(
         name="top",
         data={
             "run": run.name,
@@ -109,11 +109,11 @@ def top_block(
     )
 
 
-def _packed(one: Finding) -> list[Any]:
+def _packed(one: Highlight) -> list[Any]:
     return [one.text, dict(one.link), one.mark]
 
 
-def faults(findings: Sequence[Finding], steps: Sequence[int]) -> list[list[Finding]]:
+def faults(findings: Sequence[Highlight], steps: Sequence[int]) -> list[list[Highlight]]:
     """Findings that share a cause, together: first the worst, as they are listed, then the others by step.
 
     A fault goes on while more is found at its last step or at the next one that was recorded: later values of the step,
@@ -141,7 +141,7 @@ class _Group:
     """Findings of one fault, which come in the order of steps."""
 
     def __init__(self) -> None:
-        self.findings: dict[int, Finding] = {}
+        self.findings: dict[int, Highlight] = {}
         """By the position in the list."""
         self._first = self._last = -1
         self._is_event = False
@@ -149,7 +149,7 @@ class _Group:
         self._around: set[str] = set()
         """What contains these modules."""
 
-    def holds(self, one: Finding, steps: Sequence[int]) -> bool:
+    def holds(self, one: Highlight, steps: Sequence[int]) -> bool:
         """Whether a finding is of this fault."""
         if one.steps is None or self._first < 0:
             return False
@@ -160,7 +160,7 @@ class _Group:
             return True
         return any(path in self._around or not self._paths.isdisjoint(_containers(path)) for path in one.paths)
 
-    def add(self, number: int, one: Finding) -> None:
+    def add(self, number: int, one: Highlight) -> None:
         """Take it in."""
         self.findings[number] = one
         if one.steps is not None:
@@ -177,7 +177,7 @@ def _containers(path: str) -> set[str]:
     return {"", *(".".join(parts[:end]) for end in range(1, len(parts) + 1))}
 
 
-def gaps_block(checks: Sequence[Told], modules: Mapping[str, int]) -> Block:
+def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> PageBlock:
     """Why values are not there, for the holes of the map."""
     gaps: list[dict[str, Any]] = []
     for check in checks:
@@ -197,7 +197,7 @@ def gaps_block(checks: Sequence[Told], modules: Mapping[str, int]) -> Block:
                 "ranks": _ranges(ranks),
             }
         )
-    return Block(name="gaps", data={"gaps": gaps})
+    return PageBlock(name="gaps", data={"gaps": gaps})
 
 
 def _ranges(numbers: Sequence[int]) -> list[int]:
@@ -245,7 +245,7 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
         yield "rule", rule
 
 
-def of_first(search: First) -> Iterator[Finding]:
+def of_first(search: First) -> Iterator[Highlight]:
     """What `recorder first` says."""
     if (bad := search.nonfinite) is not None:
         value = bad.value
@@ -253,41 +253,43 @@ def of_first(search: First) -> Iterator[Finding]:
         where = f"step {value.step}, {_named(value)}" + ("" if value.rank is None else f", rank {value.rank}")
         of_fault: dict[str, Any] = {"steps": (value.step, value.step), "paths": (value.module_path,)}
         rest = f"{counted(search.num_nonfinite, 'value')} of {counted(search.num_nonfinite_modules, 'module')}"
-        yield Finding(
+        yield Highlight(
             f"First NaN or infinity: {where} ({what} of {counted(bad.numel, 'element')})", _link(value), **of_fault
         )
         if search.num_nonfinite > 1:
-            yield Finding(f"From there on {rest} are not finite", {"view": "map", "site": value.site}, **of_fault)
+            yield Highlight(f"From there on {rest} are not finite", {"view": "map", "site": value.site}, **of_fault)
     if (differing := search.replica) is not None:
         groups = " | ".join(span(sorted(ranks)) for ranks in differing.groups[:_MAX_LISTED])
         at = differing.value
         where = f"step {at.step}, {_named(at)}, ranks {groups}"
         of_replica: dict[str, Any] = {"steps": (at.step, at.step), "paths": (at.module_path,), "lasts": True}
-        yield Finding(f"First replica that differs: {where}", _link(at), **of_replica)
+        yield Highlight(f"First replica that differs: {where}", _link(at), **of_replica)
     for one in search.buffers[:_MAX_LISTED]:
         if one.is_stale:
-            yield Finding(f"Ranks hold different buffers: step {one.value.step}, {_named(one.value)}", _link(one.value))
+            yield Highlight(
+                f"Ranks hold different buffers: step {one.value.step}, {_named(one.value)}", _link(one.value)
+            )
     if not search.is_found:
         for told in filter(None, (search.all_finite, search.replicas_agree)):
-            yield Finding(told[0].upper() + told[1:], {}, "right")
+            yield Highlight(told[0].upper() + told[1:], {}, "right")
         if search.why_none_compared:
-            yield Finding(f"Replicas were not compared: {search.why_none_compared}", {}, "note")
+            yield Highlight(f"Replicas were not compared: {search.why_none_compared}", {}, "note")
 
 
-def _of_dumps(run: Run) -> Iterator[Finding]:
+def _of_dumps(run: Run) -> Iterator[Highlight]:
     """What triggers had the ranks write, with a link to these steps."""
     for dump in run.dumps[:_MAX_LISTED]:
         link = {"view": "map", "from": dump.first_step, "to": dump.last_step}
-        yield Finding(f"{_of_dump(dump)}; {counted(dump.num_rows, 'row')}", link, "note")
+        yield Highlight(f"{_of_dump(dump)}; {counted(dump.num_rows, 'row')}", link, "note")
     if (num_more := len(run.dumps) - _MAX_LISTED) > 0:
-        yield Finding(f"and {counted(num_more, 'more dump')}: `recorder ls` says them", {}, "note")
+        yield Highlight(f"and {counted(num_more, 'more dump')}: `recorder ls` says them", {}, "note")
 
 
 def _of_dump(dump: RunDump) -> str:
     return f"dump of steps {dump.first_step} to {dump.last_step}: {dump.reason} ({dump.by})"
 
 
-def _of_ranks(collected: StatisticsBlocks) -> Iterator[Finding]:
+def _of_ranks(collected: StatisticsBlocks) -> Iterator[Highlight]:
     odd = collected.odd
     for rank in odd.found()[:_MAX_LISTED]:
         told = []
@@ -295,10 +297,10 @@ def _of_ranks(collected: StatisticsBlocks) -> Iterator[Finding]:
             told.append(f"{odd.far[rank]} of its {odd.compared[rank]} values are far from the median of all ranks")
         if odd.alone[rank]:
             told.append(f"{counted(int(odd.alone[rank]), 'value')} not finite where most ranks' are")
-        yield Finding(f"Rank {rank} is odd: {'; '.join(told)}", {"view": "ranks", "rank": rank})
+        yield Highlight(f"Rank {rank} is odd: {'; '.join(told)}", {"view": "ranks", "rank": rank})
 
 
-def _jumps(collected: StatisticsBlocks) -> Iterator[Finding]:
+def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
     """Values that jump; those that jump at the same step, or at the next one, are one finding."""
     cube = collected.cube
     name = next((name for name in ("l2", "absmax") if name in cube.values), None)
@@ -322,7 +324,9 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Finding]:
         text = f"{_of_key(key)} jumps: its {name} at step {step} is {times} times the largest of the records before it"
         if num_more := len({one.series for one in group}) - 1:
             text += f"; {counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
-        yield Finding(text, _link_of(key, step, name), steps=(step, int(steps[last.column])), paths=(key.module_path,))
+        yield Highlight(
+            text, _link_of(key, step, name), steps=(step, int(steps[last.column])), paths=(key.module_path,)
+        )
 
 
 class _Jump(NamedTuple):
@@ -350,7 +354,7 @@ def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> 
         yield int(known[index + _NUM_BEFORE]), float(ratio[index])
 
 
-def _of_key(key: SeriesKey) -> str:
+def _of_key(key: DrawnSeries) -> str:
     return " ".join(filter(None, (repr(key.module_path), key.site, key.name)))
 
 
@@ -363,6 +367,6 @@ def _link(value: RecordedValue) -> dict[str, Any]:
     return link if value.rank is None else {**link, "rank": value.rank}
 
 
-def _link_of(key: SeriesKey, step: int, statistic: str) -> dict[str, Any]:
+def _link_of(key: DrawnSeries, step: int, statistic: str) -> dict[str, Any]:
     where = {"module": key.module_path, "site": key.site, "name": key.name}
     return {"view": "lines", **where, "step": step, "stat": statistic}

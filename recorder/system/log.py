@@ -245,7 +245,7 @@ _MAX_LINES = 5
 """Lines of one kind that are logged in five minutes; one more line says how many were held back."""
 
 
-class _Held:
+class _HeldBack:
     """The events of one kind that were held back, because enough lines were logged."""
 
     __slots__ = ("level", "num_lines", "num_unkept")
@@ -265,7 +265,7 @@ class Events:
         self._num_kept: dict[str, int] = {}
         self._unsaid: deque[tuple[str, int, str, BaseException | None]] = deque()
         self._log = LimitedLog(_logger, clock, max_lines=_MAX_LINES)
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldBack] = {}
         self.has_changed = False
 
     def add(
@@ -301,7 +301,7 @@ class Events:
             return  # it stays unsaid; the manifest has it
         while self._unsaid:
             kind, level, message, exception = self._unsaid.popleft()
-            held = self._held.setdefault(kind, _Held())
+            held = self._held.setdefault(kind, _HeldBack())
             if self._log.begin_anew(kind):
                 self._say_rest(kind, held)
             if not self._log.say(kind, message, level=level, exception=exception):
@@ -315,7 +315,7 @@ class Events:
         """Return all events, as the manifest lists them."""
         return [dict(event) for event in list(self._kept.values())]
 
-    def _say_rest(self, kind: str, held: _Held) -> None:
+    def _say_rest(self, kind: str, held: _HeldBack) -> None:
         rest = self._kept.get((kind, _REST))
         num_unkept = rest["count"] if rest is not None else 0
         num_more, held.num_lines = held.num_lines + num_unkept - held.num_unkept, 0

@@ -80,7 +80,7 @@ class TappedRoot(Protocol):
         """Note that a graph shows a module."""
 
 
-class Nesting(Protocol):
+class ThreadInRoots(Protocol):
     """The depth of this thread inside calls of roots."""
 
     @property
@@ -94,18 +94,18 @@ class TapObserver(Observer, Protocol):
     """The part of the recording that taps need."""
 
     @property
-    def root_calls(self) -> Nesting: ...
+    def root_calls(self) -> ThreadInRoots: ...
 
     @property
     def roots(self) -> Sequence[TappedRoot]: ...
 
 
-class _Call:
+class _TappedCall:
     """One call of a tapped module, whose gradient may come."""
 
     __slots__ = ("call", "moment", "node", "num_gradients", "repeat", "tap")
 
-    def __init__(self, tap: _Tap, moment: Moment, call: int, repeat: int, node: int) -> None:
+    def __init__(self, tap: _RootTap, moment: Moment, call: int, repeat: int, node: int) -> None:
         self.tap = tap
         self.moment = moment
         self.call = call
@@ -115,7 +115,7 @@ class _Call:
         self.num_gradients = 0
 
 
-class _Tap:
+class _RootTap:
     """One tap under one root."""
 
     __slots__ = (
@@ -146,8 +146,8 @@ class TapRows:
 
     def __init__(self, capture: TapObserver) -> None:
         self._capture = capture
-        self._taps: dict[tuple[str, str, str], _Tap] = {}
-        self._calls: dict[_Key, list[_Call]] = {}
+        self._taps: dict[tuple[str, str, str], _RootTap] = {}
+        self._calls: dict[_Key, list[_TappedCall]] = {}
         self._step = -1
 
     def saw(self, value: torch.Tensor, key: _Key, root: TappedRoot, *, with_grad: bool) -> None:
@@ -173,7 +173,7 @@ class TapRows:
         if keep:
             self._observe(tap.origin, slice_.moment, phase, call, 0, keep, value, None)
 
-    def _remember(self, key: _Key, tap: _Tap, moment: Moment, call: int, repeat: int) -> None:
+    def _remember(self, key: _Key, tap: _RootTap, moment: Moment, call: int, repeat: int) -> None:
         if moment.step != self._step:
             self._step = moment.step
             kept = {old: [c for c in calls if c.moment.step >= moment.step] for old, calls in self._calls.items()}
@@ -184,7 +184,7 @@ class TapRows:
                 del self._calls[next(iter(self._calls))]
             calls = self._calls[key] = []
         # The node whose forward runs is the last that this thread has numbered.
-        calls.append(_Call(tap, moment, call, repeat, torch._C._autograd._get_sequence_nr() - 1))
+        calls.append(_TappedCall(tap, moment, call, repeat, torch._C._autograd._get_sequence_nr() - 1))
         del calls[:-_MAX_CALLS]
 
     def saw_gradient(self, gradient: torch.Tensor, key: _Key, *, is_total: bool) -> None:
@@ -245,19 +245,19 @@ class TapRows:
             made = self._make(name, where, tap.root)
             tap.rule_set, tap.gradient_rule_set = made.rule_set, made.gradient_rule_set
 
-    def _tap(self, name: str, where: str, root: TappedRoot) -> _Tap:
+    def _tap(self, name: str, where: str, root: TappedRoot) -> _RootTap:
         known = self._taps.get((name, where, root.name))
         if known is not None and known.root is root:
             return known
         made = self._taps[name, where, root.name] = self._make(name, where, root)
         return made
 
-    def _make(self, name: str, where: str, root: TappedRoot) -> _Tap:
+    def _make(self, name: str, where: str, root: TappedRoot) -> _RootTap:
         selection = self._capture.selection
         if not where:
             rule_set = selection.narrow(selection.rule_sets("", "", False)["tap"], name)
             unit_dim = unit_dim_of(selection, rule_set, None, "tap", name)
-            return _Tap(
+            return _RootTap(
                 root, None, Origin(root.name, root.path_of_tap(name), "tap", name, unit_dim), rule_set, rule_set
             )
         watch = root.modules_by_tap.get(where)
@@ -273,7 +273,7 @@ class TapRows:
             unit_dim = watch.unit_dim(rule_set, parsed.site, name)
         else:
             unit_dim = unit_dim_of(selection, rule_set, None, parsed.site, name)
-        return _Tap(
+        return _RootTap(
             root,
             watch,
             Origin(root.name, path, parsed.site, name, unit_dim),

@@ -71,11 +71,11 @@ def _see(x: torch.Tensor, name: str, where: str = "") -> torch.Tensor:
         number = next(_numbers)
         sink.tapped(x.detach(), name, where, number, torch.is_grad_enabled() and x.requires_grad)
         if x.requires_grad and torch.is_grad_enabled():
-            x.register_hook(_Seen(name, where, number))
+            x.register_hook(_EagerGradientHook(name, where, number))
     return x
 
 
-class _Seen:
+class _EagerGradientHook:
     """Tensor hook behind `recorder::see` and `recorder::watch`, where the code runs."""
 
     __slots__ = ("_key",)
@@ -95,7 +95,7 @@ def _watch(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_gr
         number = next(_numbers) if has_gradient else number
         sink.tapped(x.detach(), name, where, number, with_grad)
         if has_gradient:
-            x.register_hook(_Seen(name, where, number))
+            x.register_hook(_EagerGradientHook(name, where, number))
     return x.new_empty(0)
 
 
@@ -105,7 +105,7 @@ def _watch_grad(x: torch.Tensor, name: str, where: str = "", number: int = 0, wi
     return x.new_empty(0)
 
 
-class _SeenInGraph:
+class _GraphGradientHook:
     """Tensor hook behind `recorder::watch`, while a graph is made of the forward and the backward."""
 
     __slots__ = ("_key",)
@@ -202,7 +202,7 @@ def _watching(op: Any) -> Any:
         has_gradient = op is torch.ops.recorder.watch and torch.is_grad_enabled() and x.requires_grad and not x.is_leaf
         if has_gradient and _becomes_graph(x):
             with torch._C.DisableTorchFunctionSubclass():
-                x.register_hook(_SeenInGraph(name, where, number))
+                x.register_hook(_GraphGradientHook(name, where, number))
         with torch._C._AutoDispatchBelowAutograd():
             return op(x, name, where, number, with_grad)  # type: ignore[no-any-return]
 

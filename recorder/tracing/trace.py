@@ -26,7 +26,7 @@ from ..records import KEEP_STATS
 from ..rules import EVERY, Rule, parse_rules
 from ..sites import GRADIENTS, OF_CALLS, OF_MODULES, SITES, values_of
 from ..system.processes import comes_from_signal_handler
-from .values import Key, Seen, Values
+from .values import Key, TracedModule, Values
 
 __all__ = ["Key", "Trace", "Values", "trace"]
 
@@ -121,7 +121,7 @@ class Trace:
         self.selection = RuleSelection(rules, 0)
         self.selection.at_step(0)
         why = _why_no_hooks(nodes)
-        probes = [_Probe(self, node, why.get(node.path, "")) for node in shown]
+        probes = [_TracedModuleHooks(self, node, why.get(node.path, "")) for node in shown]
         problems = self.selection.unmatched([node.path for node in shown])
         if problems:
             hidden = f"; depth={depth} leaves out {len(nodes) - len(shown)} modules" if len(shown) < len(nodes) else ""
@@ -197,7 +197,7 @@ def _why_no_hooks(nodes: list[tree.Node]) -> dict[str, str]:
     return reasons
 
 
-class _Probe:
+class _TracedModuleHooks:
     """One module under the trace: its hooks, and the number of its current call."""
 
     def __init__(self, trace: Trace, node: tree.Node, why_no_hooks: str) -> None:
@@ -205,7 +205,7 @@ class _Probe:
         self._module, self._owner = node.module, node.owner
         is_callable = node.is_callable or node.hidden is not None
         self._rule_sets = trace.selection.rule_sets(node.path, node.class_name, node.is_leaf, is_callable=is_callable)
-        self.seen = Seen(
+        self.seen = TracedModule(
             path=node.path,
             class_name=node.class_name,
             sites=tuple(site for site in _SEEN_SITES if self._rule_sets[site]),

@@ -54,7 +54,7 @@ class Key(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Seen:
+class TracedModule:
     """What a trace wanted to see of one module, and the calls that it saw."""
 
     path: str
@@ -78,7 +78,7 @@ class Values(Mapping[Any, torch.Tensor]):
     when it was seen. Iteration gives whole keys.
     """
 
-    def __init__(self, *, seen: list[Seen], aliases: dict[str, str], keeps_graph: bool) -> None:
+    def __init__(self, *, seen: list[TracedModule], aliases: dict[str, str], keeps_graph: bool) -> None:
         self.skipped: dict[Key, str] = {}
         """Values that were seen and could not be kept, with the reasons."""
         self._tensors: dict[Key, torch.Tensor] = {}
@@ -129,7 +129,7 @@ class Values(Mapping[Any, torch.Tensor]):
             if not seen.num_calls and not set(OF_MODULES).issuperset(seen.sites)
         }
 
-    def _why_silent(self, seen: Seen) -> str:
+    def _why_silent(self, seen: TracedModule) -> str:
         if seen.why_no_hooks:
             return seen.why_no_hooks
         if seen.num_calls_elsewhere:

@@ -20,18 +20,18 @@ from ..analyze.check.reading import RunRows, columns_read
 from ..checks.book import RULES, make_rules
 from ..checks.engine import Engine
 from ..checks.rows import Catalog
-from ..checks.rule import Finding as Judgement
+from ..checks.rule import Finding
 from ..errors import NotARunError, RunError
 from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..globalview.leaves import Leaves
 from ..report.axes import Axes, modules_block
-from ..report.blocks import Block
+from ..report.blocks import PageBlock
 from ..report.collect import layouts_of, ranks_block
 from ..report.images import ImageFinder
 from ..report.statistics import StatisticsBlocks
 from ..report.step_rows import step_rows
-from ..report.top import Finding, Told, facts_of, gaps_block, top_block
+from ..report.top import DoctorLine, Highlight, facts_of, gaps_block, top_block
 from ..run.growing import NEVER, GrowingRun
 from ..run.run import Run
 from ..run.status import RankNow
@@ -62,8 +62,8 @@ _MAX_DOCTOR_ROWS = 300_000
 _MAX_TOLD = 200
 _BAD_STATES = ("killed", "failed", "silent")
 
-Judge = Callable[[Sequence[Judgement]], list[Finding]]
-Doctor = Callable[[Run], list[Told]]
+Judge = Callable[[Sequence[Finding]], list[Highlight]]
+Doctor = Callable[[Run], list[DoctorLine]]
 
 
 class Drawing:
@@ -97,7 +97,7 @@ class Drawing:
         """A look that rests."""
         self._look_at_s = 0.0
         """When the run is listed next; at once, unless there is enough to read without."""
-        self._checked: list[Told] | None = None
+        self._checked: list[DoctorLine] | None = None
         self.growing = GrowingRun(self.location, manifest)
         self.axes = Axes()
         self.collected: StatisticsBlocks | None = None
@@ -108,9 +108,9 @@ class Drawing:
         self._is_global_partial = False
         self._catalog: Catalog | None = None
         self._engine: Engine | None = None
-        self._found: list[Judgement] = []
-        self._first_images: Block | None = None
-        self._last_images: Block | None = None
+        self._found: list[Finding] = []
+        self._first_images: PageBlock | None = None
+        self._last_images: PageBlock | None = None
         self._layouts: list[dict[str, Any]] = []
         self._kinds_seen: set[tuple[str, ...]] = set()
         self._seen: deque[tuple[float, int]] = deque()
@@ -347,7 +347,7 @@ class Drawing:
             with suppress(RunError, OSError):
                 self._checked = self._doctor(Run(self.location, self.manifest))
 
-    def _keep(self, block: Block) -> None:
+    def _keep(self, block: PageBlock) -> None:
         data = block.encoded()
         if block.name not in self._kept or self._kept[block.name][1] != data:
             self.version += 1
@@ -375,7 +375,7 @@ class Drawing:
         told = (
             self._judge(self._found)
             if self._found
-            else [Finding("The rules of recorder check find nothing", {}, "right")]
+            else [Highlight("The rules of recorder check find nothing", {}, "right")]
         )
         is_growing = self.state == "live"
         self._keep(top_block(run, checks, told, (), self.collected, numbers, facts, is_growing=is_growing))
@@ -431,12 +431,12 @@ class Drawing:
             grown = [*cube.grown("values", version), *scalar_cube.grown("scalars", version)]
             if grown:
                 known = {**self.collected.steps_known(), "global_steps": self.collected.global_steps}
-                grown.append(Block(name="steps", data=known))
+                grown.append(PageBlock(name="steps", data=known))
             packed |= {block.name: _packed(block.encoded()) for block in grown}
         return packed
 
     @staticmethod
-    def packed(block: Block) -> dict[str, str]:
+    def packed(block: PageBlock) -> dict[str, str]:
         """A block as `blocks` gives it."""
         return {block.name: _packed(block.encoded())}
 
@@ -445,7 +445,7 @@ def _packed(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _with_status(block: Block, ranks: Sequence[RankNow]) -> Block:
+def _with_status(block: PageBlock, ranks: Sequence[RankNow]) -> PageBlock:
     """The block of the ranks, with what each shows of itself in place of what its manifest said when it was written."""
     of_rank = {rank.rank: rank for rank in ranks}
     rows = [list(row) for row in block.data["rows"]]
@@ -456,14 +456,14 @@ def _with_status(block: Block, ranks: Sequence[RankNow]) -> Block:
     return replace(block, data={**block.data, "rows": rows})
 
 
-def _told(ranks: Sequence[RankNow]) -> Iterator[Told]:
+def _told(ranks: Sequence[RankNow]) -> Iterator[DoctorLine]:
     """What ranks show of themselves."""
     for rank in ranks[:_MAX_TOLD]:
         dropped = ", ".join(f"{count} dropped: {reason}" for reason, count in rank.status.dropped.items())
         is_bad = rank.state in _BAD_STATES or rank.status.num_dropped
         step = f", step {rank.status.step}" if rank.status.has_step else ""
         text = f"rank {rank.rank}: {rank.state}{step}" + (f"; {dropped}" if dropped else "")
-        yield Told("missing" if is_bad else "ok", text, {})
+        yield DoctorLine("missing" if is_bad else "ok", text, {})
 
 
 def _verdict(state: str, ranks: Sequence[RankNow], bad: Sequence[RankNow], doctor: str) -> str:
@@ -476,7 +476,7 @@ def _verdict(state: str, ranks: Sequence[RankNow], bad: Sequence[RankNow], docto
     return f"{counted(len(ranks), 'rank')}, and none has dropped anything; `recorder doctor` {doctor}"
 
 
-def _images(first: Block | None, last: Block | None) -> Block:
+def _images(first: PageBlock | None, last: PageBlock | None) -> PageBlock:
     """The pictures of the first steps that had any, and of the last."""
     images: list[dict[str, Any]] = []
     arrays: dict[str, Any] = {}
@@ -486,4 +486,4 @@ def _images(first: Block | None, last: Block | None) -> Block:
             arrays[name] = block.arrays[one["array"]] if block is not None else None
             images.append({**one, "array": name})
     images.sort(key=lambda one: (one["kind"], one["module"], one["step"]))
-    return Block(name="images", data={"images": images}, arrays=arrays)
+    return PageBlock(name="images", data={"images": images}, arrays=arrays)

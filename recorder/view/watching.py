@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import RecorderError, RunError
 from ..format.manifest import RunManifest
-from ..report.blocks import Block
+from ..report.blocks import PageBlock
 from ..report.panes import checked_panes, panes_block, read_panes, save_panes, why_not_saved
 from ..run.finding import ListedRun, find_run, runs_in
 from ..run.status import RunWatch
@@ -195,6 +195,6 @@ class Watching:
             run.close()
 
 
-def listed_block(watching: Watching) -> Block:
+def listed_block(watching: Watching) -> PageBlock:
     """The list of runs as a block of its page."""
-    return Block(name="runs", data={"folder": str(watching.folder), "runs": watching.listed()})
+    return PageBlock(name="runs", data={"folder": str(watching.folder), "runs": watching.listed()})

@@ -15,7 +15,7 @@ import pytest
 
 import recorder
 from recorder.daemon import subcommands
-from recorder.daemon.destination import Held, Throttle, parse_destination
+from recorder.daemon.destination import StoredObject, Throttle, parse_destination
 from recorder.daemon.node import NODE
 from recorder.daemon.settings import DaemonSettings
 from recorder.daemon.shipping.opened import OpenShards
@@ -375,7 +375,7 @@ def test_what_is_put_while_the_store_lists_what_it_has_is_not_taken_for_lost(
     assert there.identify()
     listing = shared.destination.listing
 
-    def put_meanwhile(prefix: str) -> Iterator[tuple[str, Held]]:
+    def put_meanwhile(prefix: str) -> Iterator[tuple[str, StoredObject]]:
         before = list(listing(prefix))
         with there.open() as folder, folder.below(*below.split("/")[:-1]) as inner, inner.open(sealed.name) as file:
             assert there.put_new(below + sealed.name, file)

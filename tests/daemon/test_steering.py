@@ -13,7 +13,7 @@ from recorder.daemon.destination import Throttle, parse_destination
 from recorder.daemon.settings import DaemonSettings
 from recorder.daemon.shipping.run import RunShipper
 from recorder.daemon.shipping.shipped import Shipping
-from recorder.daemon.steering import Carrier, send_to_store, signature
+from recorder.daemon.steering import StoreCarrier, send_to_store, signature
 from recorder.errors import CommandError
 from recorder.format.commands import PAUSE, SET, UNDO, Command
 from recorder.format.rundir import encode_status
@@ -41,7 +41,7 @@ class Site:
         self.shared = Shipping(destination=self.destination, settings=settings)
         shipper = RunShipper(str(self.run.parent), ("run-a",), self.shared)
         shipper.there.run_id = "run-a"
-        self.carrier = Carrier(shipper)
+        self.carrier = StoreCarrier(shipper)
         shipper.close()
 
     def carried(self) -> tuple[dict[str, int], list[Command]]:
@@ -63,7 +63,7 @@ def test_a_command_is_carried_once_and_its_undo_names_the_number_here(tmp_path: 
     send_to_store(site.destination, "run-a", Command(kind=UNDO, from_step=20, undoes=sent.number), b"")
     counts, here = site.carried()
     assert (counts, here[2].undoes) == ({"carried": 2}, 2)
-    again = Carrier(site.carrier._run)
+    again = StoreCarrier(site.carrier._run)
     again.carry()
     assert site.shared.counters.of("commands") == {"carried": 2}, "a new daemon finds them here"
 
@@ -118,7 +118,7 @@ def test_nobody_is_told_of_a_run_that_is_not_there(tmp_path: Path) -> None:
 def test_a_run_in_a_store_is_told_there_and_signed(tmp_path: Path, cli: Cli, store: StoreServer, to: str) -> None:
     site = Site(tmp_path, KEY, to)
     (writer,) = (site.run / "rank=00000").iterdir()
-    members = {"writer": writer.name, "state": "recording", "step": 100, "attempt": 0}
+    members = {"writer": writer.name, "state": "recording", "step": 100, "attempt": 0, "interval_s": 1.0}
     site.destination.put_if(f"run-a/rank=00000/{writer.name}/_status.json", encode_status(members), None)
     key = ("--key-file", tmp_path / "key")
     told = cli("set", f"{to}/run-a", "pause", "--at", "+200", "--timeout", "0", *key)

@@ -25,8 +25,8 @@ from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
 from recorder.report.report import write_report
 from recorder.report.statistics import StatisticsBlocks
-from recorder.report.step_rows import SeriesKey
-from recorder.report.top import Finding, Told, faults
+from recorder.report.step_rows import DrawnSeries
+from recorder.report.top import DoctorLine, Highlight, faults
 from recorder.run.run import Run
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
@@ -98,7 +98,7 @@ def test_the_progress_begins_before_the_first_look_and_ends_at_its_total(
         totals.append(total)
         yield said.append
 
-    def doctor(run: Run) -> list[Told]:
+    def doctor(run: Run) -> list[DoctorLine]:
         assert totals, "recorder doctor is asked before anything is said"
         return told_by_doctor(run)
 
@@ -242,14 +242,17 @@ def test_one_fault_is_one_line_with_what_inherits_it_below(cli: Cli, tmp_path: P
 
 
 def test_faults_are_apart_where_steps_lie_between_them_or_they_last_in_other_modules() -> None:
-    at = {"a": Finding("a", {}, steps=(5, 5), paths=("a",)), "later": Finding("later", {}, steps=(9, 9), paths=("a",))}
-    at["dead"] = Finding("dead", {}, steps=(5, 5), paths=("b",), lasts=True)
-    at["dead below"] = Finding("dead below", {}, steps=(6, 6), paths=("a.x",), lasts=True)
-    at["none"] = Finding("none", {}, "note")
-    at["next"] = Finding("next", {}, steps=(6, 6), paths=("b",))
+    at = {
+        "a": Highlight("a", {}, steps=(5, 5), paths=("a",)),
+        "later": Highlight("later", {}, steps=(9, 9), paths=("a",)),
+    }
+    at["dead"] = Highlight("dead", {}, steps=(5, 5), paths=("b",), lasts=True)
+    at["dead below"] = Highlight("dead below", {}, steps=(6, 6), paths=("a.x",), lasts=True)
+    at["none"] = Highlight("none", {}, "note")
+    at["next"] = Highlight("next", {}, steps=(6, 6), paths=("b",))
     groups = [[one.text for one in group] for group in faults(list(at.values()), range(20))]
     assert groups == [["a", "next", "dead below"], ["later"], ["dead"], ["none"]]
-    first = [Finding("one", {}, steps=(0, 0), paths=("a",)), Finding("two", {}, steps=(0, 0), paths=("b",))]
+    first = [Highlight("one", {}, steps=(0, 0), paths=("a",)), Highlight("two", {}, steps=(0, 0), paths=("b",))]
     assert len(faults(first, range(20))) == 2  # what is there from the first step on has come from nothing
 
 
@@ -435,7 +438,7 @@ def test_an_odd_rank_has_a_line_of_its_own_and_stands_out_of_the_map_of_ranks(cl
 def test_a_thousand_modules_and_steps_fit_into_two_megabytes_whatever_their_numbers() -> None:
     """Numbers that no codec can compress; weights, as replicas, are equal on both ranks."""
     run = recorder.open_run(GOLDEN)
-    keys = [SeriesKey("", f"m{i}", site, "", "train") for i in range(1000) for site in ("output", "param", "grad")]
+    keys = [DrawnSeries("", f"m{i}", site, "", "train") for i in range(1000) for site in ("output", "param", "grad")]
     axes = Axes(
         index={key: number for number, key in enumerate(keys)}, is_scalar=[False] * 3000, steps=set(range(1000))
     )

@@ -10,12 +10,11 @@ import typer
 
 from ...analyze.check.check import check
 from ...analyze.doctor.reply import checks_of
-from ...checks.rule import Finding as Judgement
-from ...checks.rule import Severity
+from ...checks.rule import Finding, Severity
 from ...errors import LookupFailedError
 from ...report.collect import num_looks
 from ...report.report import write_report
-from ...report.top import Finding, Told
+from ...report.top import DoctorLine, Highlight
 from ...run.run import Run, open_run
 from ...system.text import size
 from ..options import Json, RunPath, complete_run
@@ -84,12 +83,12 @@ def command(
     return int(num_missing > 0)
 
 
-def told_by_doctor(run: Run) -> list[Told]:
+def told_by_doctor(run: Run) -> list[DoctorLine]:
     """What `recorder doctor` says of a run."""
-    return [Told(check.state, check.text, check.members) for check in checks_of(run)]
+    return [DoctorLine(check.state, check.text, check.members) for check in checks_of(run)]
 
 
-def told_by_check(findings: Sequence[Judgement]) -> list[Finding]:
+def told_by_check(findings: Sequence[Finding]) -> list[Highlight]:
     """What `recorder check` says of a run, with a link to the lines of the worst value of each sentence."""
     folded = fold(findings)
     told = []
@@ -99,7 +98,7 @@ def told_by_check(findings: Sequence[Judgement]) -> list[Finding]:
         at_step = {"step": worst.step} if worst.step >= 0 else {}
         mark = "note" if worst.severity is Severity.NOTE else "wrong"
         told.append(
-            Finding(
+            Highlight(
                 f"{sentence(one)}; {worst.advice}",
                 link | at_step if worst.site else {},
                 mark,
@@ -109,5 +108,5 @@ def told_by_check(findings: Sequence[Judgement]) -> list[Finding]:
             )
         )
     if len(folded) > _MAX_JUDGED:
-        told.append(Finding(f"and {len(folded) - _MAX_JUDGED} more findings: `recorder check` says them", {}, "note"))
+        told.append(Highlight(f"and {len(folded) - _MAX_JUDGED} more findings: `recorder check` says them", {}, "note"))
     return told

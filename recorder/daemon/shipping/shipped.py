@@ -20,7 +20,7 @@ from crc32c import crc32c
 
 from ...errors import RunError, StoreError
 from ...format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
-from ..destination import DamagedError, Destination, Held, TakenError
+from ..destination import DamagedError, Destination, StoredObject, TakenError
 from ..node import PRUNED
 from ..settings import DaemonSettings
 from ..telemetry import Counters, Health
@@ -225,7 +225,7 @@ class ShippedRun:
         self.was_pruned = False
         self.stamps: dict[str, Stamp] = {}
         """The run's own documents, as they were here at the last look."""
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, StoredObject] = {}
         """What the destination held below the run when it was last listed, by names below the run."""
         self.listed_s = 0.0
         """When that listing began, by the monotonic clock."""
@@ -269,7 +269,7 @@ class ShippedRun:
             logger.error("%s is not shipped: %s", self.path, self.conflict)
         return not self.conflict
 
-    def listed(self) -> dict[str, Held]:
+    def listed(self) -> dict[str, StoredObject]:
         """Ask the destination what it holds below the run."""
         prefix = f"{self.key}/"
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
