@@ -1,4 +1,4 @@
-"""Capture: the work of hooks when they fire, on the training thread.
+"""Capture: what hooks do with a value when they fire, on the training thread.
 
 `Capture.observe` numbers a value, copies it into the pool and puts it on the channel; everything else happens on the
 writer thread. Nothing here may open a file, print, issue a collective, sync a device, use a global random generator,
@@ -57,11 +57,11 @@ _MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
 """The most rows that one dropped tensor counts for: each row takes a number, and an expanded tensor has no bound."""
 _MAX_ERRORS = 20
-"""The number of our own errors at one site of one module after which the site is disarmed."""
+"""The number of errors of the recorder at one site of one module after which the site is disarmed."""
 
 
 class StagedChannel(Protocol):
-    """The way of staged records to the writer. Neither call blocks."""
+    """The way of staged records to the writer. No call blocks."""
 
     @property
     def refused(self) -> Mapping[str, str]:
@@ -73,7 +73,7 @@ class StagedChannel(Protocol):
 
 
 class _Nothing:
-    """Masks that select nothing."""
+    """The masks of a paused recording, all of which are 0."""
 
     def __getitem__(self, rule_set: int) -> int:
         return 0
@@ -98,7 +98,7 @@ class Capture:
         self.settings = settings
         self.selection = RuleSelection(settings.rules, rank)
         self.ring = ring
-        """The memory of values that wait for a trigger; None where no rule keeps any."""
+        """The memory for values that wait for a trigger; None where no rule keeps values in a ring."""
         self.selection.has_ring = ring is not None
         self.masks: list[int] | _Nothing = self.selection.masks
         self.clock = Clock()
@@ -126,7 +126,7 @@ class Capture:
         self._leaf_hooks: deque[Any] = deque()
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
-        """Numbers a value that is neither put nor dropped, as the ledger finds at its end. Needs no stack or memory."""
+        """Numbers a value that is neither put nor dropped; the ledger finds it at the end. Needs no stack or memory."""
         self.scalars = Scalars(self, self.roots)
         self.taps_by_hand = TapsByHand(self, self.roots)
         self.rule_commands = RuleCommands(
@@ -136,21 +136,21 @@ class Capture:
 
     @property
     def pools(self) -> list[Pool]:
-        """Return the parts of the pool: that of what is on its way to the disk, and the ring's, if there is one."""
+        """Return the parts of the pool: for values on their way to the disk, and for the ring if there is a ring."""
         return [self.pool] if self.ring is None else [self.pool, self.ring.pool]
 
     @property
     def observed(self) -> int:
-        """Return the number of rows so far; any thread. Only the counter's repr shows it without advancing it."""
+        """Return the number of rows so far. Any thread. Only the counter's repr shows the number without raising it."""
         return int(repr(self._sequence)[6:-1])
 
     @property
     def is_step_in_force(self) -> bool:
-        """Whether `step_changed` has run to its end for this step; an interrupt may have come before or within."""
+        """Whether `step_changed` has run to its end for this step; an interrupt may have come before its end."""
         return self._step_in_force == self.clock.step
 
     def step_changed(self) -> None:
-        """Work out what is kept at the new step, and drop what belonged to the old one."""
+        """Work out what is kept at the new step, and remove hooks that belonged to the old step."""
         self._step_in_force, step = None, self.clock.step
         self.scalars.step_changes(step)
         self.rule_commands.step_changes(step)
@@ -158,8 +158,8 @@ class Capture:
             self.selection.has_ring = False
             self.events.add("ring_refused", problem, level=logging.ERROR)
         self.selection.at_step(step)
-        # Hooks do not rest before the first step has told what runs, nor where only modules tell that the step has
-        # moved, nor once anything was compiled: dynamo would make a graph for modules with hooks and one without.
+        # Hooks do not rest before the first step has shown which modules run, nor where only the hooks of modules tell
+        # that the step has moved, nor once anything was compiled: dynamo would make two graphs, with and without hooks.
         may_rest = self.has_stepped and self.has_seen_forward and not has_compiled_anything()
         for root in self.roots:
             root.rest_or_wake(may_rest=may_rest)
@@ -170,21 +170,21 @@ class Capture:
         self.call_begins()
 
     def call_begins(self) -> None:
-        """Let stagers hand over what has arrived, as a call of a root or a step begins."""
+        """Let stagers hand over the values that have arrived, as a call of a root or a step begins."""
         for stager in list(self._stagers.values()):
             stager.look()
 
     def fetch(self) -> None:
-        """Hand over everything that waits for the end of a step, whatever that costs."""
+        """Hand over every value that waits for the end of a step, whatever the cost."""
         self.scalars.record_losses()
         self.aliases.flush()
         for stager in list(self._stagers.values()):
             stager.fetch()
 
     def forward_without_root(self) -> None:
-        """Move the step with a module that runs, where no root was ever seen to run.
+        """Move the step as a module runs, where no root was ever seen to run.
 
-        Such a root is called by ``.forward()``, or its modules run in a graph.
+        A root is not seen to run where it is called by ``.forward()``, or where it runs in a graph.
         """
         if self.every_call_is_a_step or self.root_calls.depth or not torch.is_grad_enabled():
             return
@@ -200,7 +200,7 @@ class Capture:
         self.masks = self.selection.masks
 
     def keep_of(self, rule_set: int, call: int) -> int:
-        """Return bits of KEEP_* for a rule set at this step and call."""
+        """Return the bits of KEEP_* of a rule set at this step and call."""
         keep = self.masks[rule_set]
         if keep and rule_set in self.selection.limited:
             return self.selection.mask_at_call(rule_set, call)
@@ -220,18 +220,18 @@ class Capture:
         note: str | None = None,
         put: Callable[[Staged], None] | None = None,
     ) -> None:
-        """Copy a tensor's values into the pool and hand them to the writer, or count them as dropped. Any thread.
+        """Copy the values of a tensor into the pool and put them on the channel, or count them as dropped. Any thread.
 
         Args:
-            origin: where the value comes from.
+            origin: root, module, site and name of the value.
             moment: step, micro-step and mode.
             phase: ``forward``, ``recompute``, ``backward`` or ``optimizer``.
-            call: n-th call of the module within the slice.
-            repeat: n-th row with an otherwise equal key.
-            keep: bits of KEEP_*; not 0.
+            call: the number of the module's call within the slice.
+            repeat: the number of the row among rows with an otherwise equal key.
+            keep: bits of KEEP_*, not 0.
             tensor: a tensor of any kind; it is read before this returns and never held.
-            scope: the scope of a gradient or parameter; None where it has no meaning.
-            chunk: the position in a global tensor, where the caller knows more than the tensor.
+            scope: the scope of a gradient or parameter; None where a scope has no meaning.
+            chunk: the position in a global tensor, where the caller knows it and the tensor does not tell.
             note: JSON text for the row.
             put: takes the record instead of the channel.
         """
@@ -246,7 +246,7 @@ class Capture:
             ):
                 self._drop(reason, min(_num_parts(local.numel() * local.itemsize, keep), _MAX_DROPPED_PARTS))
                 return
-            kind = "cpu" if local.is_cpu else local.device.type  # `device.type` costs 0.3 us
+            kind = "cpu" if local.is_cpu else local.device.type  # reading `device.type` costs 0.3 us
             stager = self._stagers.get(kind) or self._stager(kind)
             plan = None if keep & KEEP_VALUES else stager.plan(local, chunk, keep, origin.unit_dim)
             # `nbytes` of torch wraps at 2^64, which expanded tensors reach
@@ -302,11 +302,11 @@ class Capture:
             time.time_ns(),
             None if plan is None else plan.read,
         )
-        # As `Staged(*fields)` makes it, in a third of the time.
+        # The result is that of `Staged(*fields)`, in a third of the time.
         (put or self.channel.put)(tuple.__new__(Staged, fields))
 
     def _take_in_ring(self, nbytes: int, moment: Moment) -> PoolBlock | None:
-        """Take a block for a value that waits for a trigger. Training waits for none but those that were asked for."""
+        """Take a block for a value that waits for a trigger; wait for room only if a trigger has asked for its step."""
         ring = self.ring
         if ring is None:
             return None
@@ -316,7 +316,7 @@ class Capture:
         return block
 
     def _had_no_room(self, origin: Origin, keep: int, nbytes: int, parts: int) -> None:
-        """Count a value for which the pool had no room, and say so."""
+        """Count a value for which the pool had no room, and warn."""
         pool, reason = self.pool, "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
         if keep & KEEP_RING and self.ring is not None:
             pool, reason = self.ring.pool, "ring_full"
@@ -325,7 +325,7 @@ class Capture:
         self.events.add(reason, _NO_ROOM[reason].format(where=where, nbytes=nbytes, pool=pool), key=reason)
 
     def _take_later(self, nbytes: int, step: int) -> PoolBlock | None:
-        """Take a block when the pool is full, after a wait that the settings bound; None where that was in vain."""
+        """Wait for a block of the full pool as long as the settings allow; None where no block became free."""
         self.aliases.flush()  # records that wait there hold memory which the writer can give back
         settings = self.settings
         if settings.policy != "wait":
@@ -341,7 +341,7 @@ class Capture:
     def _summand(
         self, tensor: torch.Tensor, local: torch.Tensor, keep: int, note: str | None
     ) -> tuple[torch.Tensor, int, str | None]:
-        """Return values, keep bits and note of a value that is to be summed over ranks."""
+        """Return the values, keep bits and note of a summand, whose values are to be added over ranks."""
         masked = without_masked(tensor, local)
         if masked is not None:
             local, note = masked, merged_notes(note, _MASKED)
@@ -350,7 +350,7 @@ class Capture:
         return local, keep, note
 
     def _inside(self, origin: Origin, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
-        """Return the tensors inside a composite tensor; count a drop where there are none, or an error."""
+        """Return the tensors inside a composite tensor; count a drop or an error where there is none."""
         try:
             inside = inner_tensors(origin.name, tensor, chunk)
         except Exception as error:
@@ -370,7 +370,7 @@ class Capture:
         return self._stagers.setdefault(device_type, stager)  # a backward has a thread for each device
 
     def _number(self, num_rows: int) -> int:
-        """Take ``num_rows`` consecutive numbers; if another thread takes one in between, ours so far are dropped."""
+        """Take ``num_rows`` consecutive numbers; drop the numbers before one that another thread takes in between."""
         first = last = next(self._sequence)
         while last - first + 1 < num_rows:
             following = next(self._sequence)
@@ -386,10 +386,10 @@ class Capture:
         self.channel.count_drop(reason, num_rows)
 
     def hook_failed(self, where: str, error: Exception) -> None:
-        """Count a value as lost to an exception of ours inside a hook; training goes on.
+        """Count a value as lost to an exception of the recorder inside a hook; training goes on.
 
         Raises:
-            Exception: the exception is out of a signal handler of the user's, and goes on as without the recorder.
+            Exception: the exception comes out of a signal handler of the user's, and is raised again.
         """
         if comes_from_signal_handler(error):
             raise error
@@ -398,7 +398,7 @@ class Capture:
         self.events.add(kind, f"recording {where} failed: {type(error).__name__}: {error}", key=where, exception=error)
 
     def site_failed(self, origin: Origin, error: Exception) -> bool:
-        """Count an error of ours at a site of a module; return whether the site is disarmed, after too many."""
+        """Count an error of the recorder at a site of a module; return whether this error disarms the site."""
         where = f"{origin.module_path or origin.root}:{origin.site}"
         self.hook_failed(where, error)
         is_named = origin.site in OF_PROGRAM
@@ -414,29 +414,29 @@ class Capture:
         )
         for root in self.roots:
             if root.name == origin.root:
-                # A hook on the values of a call also puts the hooks on their gradients.
+                # The hook that sees a value of a call also puts the hook on the value's gradient.
                 with_gradient = origin.site in OF_CALLS and origin.site in GRADIENT_OF
                 sites = (origin.site, GRADIENT_OF[origin.site]) if with_gradient else (origin.site,)
                 root.disarm(origin.module_path, sites, self.clock.step)
         return True
 
     def is_disarmed(self, site: str, name: str) -> bool:
-        """Whether a tap or a scalar has failed too often, and is disarmed."""
+        """Whether a tap or a scalar is disarmed after too many errors."""
         return bool(self._errors) and any(
             count >= _MAX_ERRORS and (key[2], key[3]) == (site, name) for key, count in list(self._errors.items())
         )
 
     def keep_leaf_hook(self, handle: Any) -> None:
-        """Take a hook on a leaf, which outlives the graph, to remove it at the next step or when there are too many."""
+        """Take a hook on a leaf tensor, and remove the hook at the next step or when there are too many such hooks."""
         self._leaf_hooks.append(handle)
         if len(self._leaf_hooks) > _MAX_LEAF_HOOKS:
             self._leaf_hooks.popleft().remove()
 
     def add_root(self, module: nn.Module, name: str | None) -> Root:
-        """Put hooks on a model that may contain roots.
+        """Put hooks on a model that may contain roots already.
 
-        A wrapper under which the modules of a root keep their paths takes the root over, with its name. Any other root
-        goes on: a module has one path, and the new root has the modules that are in none yet.
+        A wrapper under which the modules of a root keep their paths takes the root over, with the root's name. Any
+        other root goes on. A module has one path, so the new root has the modules that are in no root yet.
         """
         for gone in [root for root in self.roots if root.module() is None]:
             self.remove_root(gone)
@@ -475,7 +475,7 @@ class Capture:
             self.events.add("too_large", _NO_ROOM["too_large"].format(where=name, nbytes=nbytes, pool=self.pool))
 
     def renew_grown_roots(self) -> bool:
-        """Put hooks on modules that joined a model after its first call; return whether there were any."""
+        """Put hooks on modules that joined a model after its first call; return whether a model had such modules."""
         grown = [root for root in self.roots if root.has_grown()]
         for root in grown:
             root.renew()
@@ -492,14 +492,14 @@ class Capture:
         return next(n for i in itertools.count() if (n := f"model_{i}" if i else "model") not in used)
 
     def root_of(self, module: nn.Module) -> Root | None:
-        """Return the root that a module lies in; None for another module."""
+        """Return the root that a module lies in; None for a module that lies in no root."""
         return next((root for root in self.roots if root.path_of(module) is not None), None)
 
     def _is_elsewhere(self, root: Root, module: nn.Module) -> bool:
         return any(other is not root and other.path_of(module) is not None for other in self.roots)
 
     def close(self) -> None:
-        """Remove every hook; what was put on the channel stays there."""
+        """Remove every hook; records that were put on the channel stay there."""
         self.scalars.record_losses()
         self.is_open = False
         self.aliases.flush()
@@ -518,7 +518,7 @@ def _num_parts(nbytes: int, keep: int) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether memory has run out; torch's allocator of host memory has no exception of its own."""
+    """Whether an error says that memory has run out; torch's allocator of host memory has no exception of its own."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )

@@ -32,9 +32,10 @@ _is_compiling = torch.compiler.is_compiling
 LOSS = "loss"
 """The name of the scalar for the loss, which is found where the program gives none of that name."""
 _MAX_LOSSES = 64
-"""The most losses of one step that wait for its end."""
+"""The most losses of one step that wait for the end of the step."""
 _MAX_NAME_LENGTH = 1_024
-"""A longer name is none that a person gave, and readers would take a batch with some of them for damaged."""
+"""The most letters of a name. No person gives a longer name, and readers would take a batch of longer names for
+damaged."""
 _FOUND = '{"found":"backward"}'
 
 
@@ -47,26 +48,26 @@ class Scalars:
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
-        """Losses that wait for the end of the step, because the program may yet give one: step, keep bits and value."""
+        """Step, keep bits and value of each loss that waits for the end of its step: the program may yet give one."""
         self._is_loss_given = False
         self._waits_for_loss = True
-        """True until a step ends in which a loss was found and the program gave none. From then on a loss is recorded
-        as it is found, so that a process that ends suddenly leaves the loss of its last step."""
+        """True until a step ends in which a loss was found and the program gave none. After such a step a loss is
+        recorded as it is found, so that a process that ends suddenly leaves the loss of its last step."""
 
     def step_changes(self, step: int) -> None:
         """Record waiting losses before the step changes, while masks are those of the last step."""
         if self._losses and self._losses[0][0] != step:
             self._waits_for_loss = False
             self.record_losses(until=step)
-        if step != self._step:  # the program may name the step that it is in
+        if step != self._step:  # the program may name the present step once more
             self._step = step
             self._repeats.clear()
 
     def record(self, name: str, value: Any, root_name: str | None = None) -> None:
-        """Record a number of this step: a float or a tensor of one element, which is not synced.
+        """Record a number of this step: a float, or a tensor of one element, which is not synced.
 
         Raises:
-            ValueError: the name is no text, with which no row of the batch could be written, or is far too long.
+            ValueError: the name is far too long, or is no text, so that no row of the batch could be written.
         """
         if not isinstance(name, str) or len(name) > _MAX_NAME_LENGTH:
             what = f"{len(name):,} letters long" if isinstance(name, str) else f"of type {type(name).__name__}"
@@ -82,7 +83,7 @@ class Scalars:
         return self.capture.selection.rule_set_of_name("scalar", name) != NOTHING
 
     def add_loss(self, value: torch.Tensor) -> None:
-        """Take a tensor of one element at which a backward begins: the loss, unless the program gives its own."""
+        """Take a tensor of one element at which a backward begins; it is the loss unless the program gives a loss."""
         if self._is_loss_given or not (keep := self._keep_of_scalar(LOSS)):
             return
         if value.is_cuda and torch.cuda.is_current_stream_capturing():  # a kernel that is launched now joins the graph
@@ -129,14 +130,14 @@ class Scalars:
 
 
 class TapsByHand:
-    """The taps by hand of a recording. Training threads call it."""
+    """The values that the program hands to `recorder.tap`. Training threads call it."""
 
     def __init__(self, capture: CaptureForHooks, roots: Sequence[Root]) -> None:
         self._capture = capture
         self._roots = roots
 
     def record(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Record a tensor by name, and the gradient that arrives at it (under the same key with phase ``backward``)."""
+        """Record a tensor by name, and the gradient that arrives at it (the same key with phase ``backward``)."""
         capture = self._capture
         root, path = self._locate(module)
         rule_set = capture.selection.rule_set_of_name("tap", name)
@@ -158,7 +159,7 @@ class TapsByHand:
             hook.chunk = None if chunk is None else chunk_of_gradient(chunk)
 
     def _locate(self, module: nn.Module | None) -> tuple[Root | None, str]:
-        """Return the root and path of a module; for an unknown module the first root and its top."""
+        """Return the root and path of a module; for an unknown module the first root and the empty path."""
         for root in self._roots:
             if module is not None and (path := root.path_of(module)) is not None:
                 return root, path
@@ -179,13 +180,13 @@ class LossFinder:
         self._scalars = scalars
         self._capture = scalars.capture
         self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        """The losses that `GradScaler` scaled last: the results, and the losses themselves without their graphs."""
+        """The losses that `GradScaler` scaled last: each result, and the loss without its graph."""
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         """The wrapped attributes: owner, name, the function that was there, and our wrapper."""
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
-        """Put the wrappers on, where a rule asks for the scalar and they are not on yet."""
+        """Put the wrappers on if a rule asks for the loss and the wrappers are not on yet."""
         if self._wrapped or not self._scalars.wants(LOSS):
             return
         if hasattr(torch.autograd, _ENGINE):
@@ -242,7 +243,7 @@ class LossFinder:
         return scale
 
     def _note(self, scaled: Any, outputs: Any) -> None:
-        """Note what the scaler has made of a loss, or of several."""
+        """Note the results that the scaler has made of one loss or of several losses."""
         if isinstance(outputs, torch.Tensor):
             scaled, outputs = [scaled], [outputs]
         if not isinstance(outputs, (list, tuple)):
@@ -266,7 +267,7 @@ class LossFinder:
         self._scaled = []
 
     def close(self) -> None:
-        """Take the wrappers off; a wrapper that somebody put around one of ours keeps working through it."""
+        """Take the wrappers off; a wrapper that the program put around one of them keeps working through it."""
         for owner, name, original, wrapper in self._wrapped:
             if getattr(owner, name) is wrapper:
                 setattr(owner, name, original)
@@ -275,13 +276,13 @@ class LossFinder:
 
 
 def _leave_own_frame_out(error: BaseException) -> None:
-    """Take the frame that caught an error of training out of its traceback; a bare `raise` does not put it back."""
+    """Take the frame of a wrapper out of the traceback of an error; a bare `raise` does not put the frame back."""
     trace = error.__traceback__
     error.__traceback__ = None if trace is None else trace.tb_next
 
 
 def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:
-    """Let dynamo run a function uncompiled, where a backward is called between two of its graphs."""
+    """Let dynamo run a function uncompiled where a backward is called between two of dynamo's graphs."""
     dynamo: Any = torch._C._dynamo.eval_frame
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
