@@ -1,7 +1,7 @@
 """Hooks on optimizers: the step, final gradients, parameters before and state after an update, learning rates.
 
 Hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a device except once at the
-start, change an argument other than wrapping a closure, or raise into training.
+start, change an argument except that a closure is wrapped, raise into training, or keep a parameter alive.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def find_live() -> list[Optimizer]:
-    """Return every live optimizer of this process; reads types only, so that no lazy object is loaded."""
+    """Return every live optimizer of this process. Only types are read, so that no lazy object is loaded."""
     return [item for item in gc.get_objects() if issubclass(type(item), Optimizer)]
 
 
 def last_step(optimizers: list[Optimizer]) -> int | None:
-    """Return the largest ``state["step"]``, or None where no state has one. This is the only read of a device.
+    """Return the largest ``state["step"]`` of optimizers, or None where no state has a step.
 
-    A device is not read while a graph is captured, or where the user forbids waiting; its steps do not count.
+    This is the only place that reads a device. A device is not read while a graph is captured, or where the user
+    forbids waiting; its steps do not count then.
     """
     recorded = [
         state["step"]
@@ -65,7 +66,7 @@ def wrap_closure(
     """Return arguments of ``Optimizer.step`` whose closure calls ``returned`` at its end; None without a closure."""
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
-    # A positional argument counts only if the signature calls it a closure: a user's step may take the model.
+    # A positional argument is a closure only if the signature names it so: a user's `step` may take the model.
     if len(args) > 1 and callable(args[1]) and not isinstance(args[1], torch.nn.Module):
         names = list(inspect.signature(type(args[0]).step).parameters)
         if names[1:2] == ["closure"]:
@@ -87,7 +88,7 @@ def _wrapped(closure: Callable[..., Any], returned: Callable[[], None]) -> Calla
 
 
 class _ClosureObject:
-    """A wrapper around a closure that is an object; everything but the call goes to the object."""
+    """A wrapper around a closure that is an object; every use but the call goes to the object."""
 
     def __init__(self, closure: Any, returned: Callable[[], None]) -> None:
         self.__dict__.update(_closure=closure, _returned=returned)
@@ -115,7 +116,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 def _num_steps_under_way(optimizer: Optimizer) -> int:
     """Return how many calls of this optimizer's step are on the stack: 2 where a subclass calls ``super().step()``.
 
-    The stack is right also after a step that raised, of which no hook is told.
+    A count of hooks would be wrong after a step that raised, because no hook is called then; the stack is right.
     """
     count = 0
     frame = sys._getframe(1)
@@ -127,7 +128,7 @@ def _num_steps_under_way(optimizer: Optimizer) -> int:
 
 
 class OptimizerHooks:
-    """Hooks on all optimizers and on GradScaler, from the first root call to the end of the recording."""
+    """The hooks on all optimizers and on GradScaler, from the first call of a root to the end of the recording."""
 
     def __init__(
         self, capture: Capture, *, on_step: Callable[[Optimizer], None], on_new: Callable[[Optimizer], None]
@@ -145,7 +146,7 @@ class OptimizerHooks:
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
-        """Parameters that came after this step's scan of the modules; the next scan looks for them."""
+        """The parameters that came after this step's scan of the modules; the next scan looks for them."""
         self._learned_at = -1
         self._has_rescanned = False
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
@@ -154,7 +155,7 @@ class OptimizerHooks:
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
         self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
-        """By site and a parameter's id the last `repeat` of its rows in this step; all buffers count as one, 0."""
+        """For each site and parameter's id the last `repeat` in this step; all buffers count under the id 0."""
         self._repeats_step = -1
         self.num_steps = 0
         self._handles = [
@@ -177,9 +178,9 @@ class OptimizerHooks:
         ]
 
     def name_of(self, optimizer: Optimizer) -> str:
-        """Return the class name of an optimizer, numbered where several live optimizers share it.
+        """Return the class name of an optimizer, with a number where several live optimizers share the class name.
 
-        One that is made anew each step goes on under the name of the one before.
+        An optimizer that is made anew each step has the name of the optimizer before it.
         """
         known = self.known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
@@ -195,7 +196,7 @@ class OptimizerHooks:
         return name
 
     def holds(self, parameters: set[int]) -> bool:
-        """Whether a live optimizer holds one of these parameters (by id)."""
+        """Whether a live optimizer holds a parameter with one of these ids."""
         for reference, _ in self.known.values():
             optimizer = reference()
             if optimizer is not None and any(
@@ -212,7 +213,7 @@ class OptimizerHooks:
     def has_root(self, optimizer: Optimizer) -> bool:
         """Whether every parameter of an optimizer is under a root."""
         for parameter in _parameters(optimizer):
-            rows = self._rows.get(id(parameter))  # as in `_rows_of`, without its call: this runs at every step
+            rows = self._rows.get(id(parameter))  # `_rows_of` does the same, but its call costs time at every step
             if (rows is None or rows.reference() is not parameter) and self._rows_of(parameter) is None:
                 return False
         return True
@@ -240,7 +241,7 @@ class OptimizerHooks:
         self._late.clear()
         roots = self._capture.roots
         names = {root.name for root in roots}
-        # DDP around tensor parallel modules takes parameters out of them for good when they first run.
+        # DDP around tensor parallel modules takes parameters out of the modules for good when these first run.
         kept = {key: o for key, o in self._rows.items() if o.root_name in names and id(o.reference()) == key}
         self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root)}
 
@@ -251,7 +252,7 @@ class OptimizerHooks:
         self._has_rescanned = False
 
     def _rescan_after_first_step(self) -> None:
-        """Look for wrappers at the first step after a new root: the model may have been wrapped meanwhile."""
+        """Look for wrappers at the first step after a new root, because the model may have been wrapped meanwhile."""
         self._has_rescanned = True
         for root in self._capture.roots:
             root.find_wrappers()
@@ -259,10 +260,10 @@ class OptimizerHooks:
         self._learn()
 
     def _repeats_at(self, site: str) -> dict[int, int]:
-        """Return this step's part of `_repeats`.
+        """Return this step's counts of a site.
 
-        The count is a parameter's, not an optimizer's: optimizers may share parameters, take more of them later, and
-        come and go within a step.
+        The counts belong to parameters and not to optimizers, because optimizers may share parameters, take more
+        parameters later, and come and go within a step.
         """
         if self._repeats_step != self._capture.clock.step:
             self._repeats_step = self._capture.clock.step
@@ -272,7 +273,7 @@ class OptimizerHooks:
 
     def _counts(self, optimizer: Optimizer) -> bool:
         """Whether this is the optimizer whose steps count as steps."""
-        if self._counting is None or self._counting() is None:  # there is none yet, or it was deleted
+        if self._counting is None or self._counting() is None:  # no optimizer counts yet, or it was deleted
             wanted = self._capture.settings.step_optimizer
             if wanted and wanted not in (self.name_of(optimizer), type(optimizer).__name__):
                 return False
@@ -280,7 +281,7 @@ class OptimizerHooks:
         return self._counting() is optimizer
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record what the update will use, or wrap the closure that makes it. The pre-step hook."""
+        """Record the values that the update will use, or wrap the closure that makes them. The pre-step hook."""
         if _is_compiling() or not self._capture.is_open:
             return None
         try:
@@ -292,7 +293,7 @@ class OptimizerHooks:
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         active = self._active() if self._active is not None else None
         if active is not None and _num_steps_under_way(active) > (active is optimizer):
-            return None  # nested: a container's own optimizer, or a subclass that calls its base
+            return None  # a nested step: of an optimizer inside another one, or of a subclass that calls its base
         self._active = weakref.ref(optimizer)
         for call in self._scaler_calls:
             call["stepped"] = True
@@ -300,7 +301,7 @@ class OptimizerHooks:
             self._rescan_after_first_step()
         capture = self._capture
         if not capture.has_seen_forward and self._counts(optimizer):
-            # No forward can move the step: the root's own hooks are compiled away, or it takes none.
+            # No forward can move the step: the root's own hooks are compiled away, or the root takes no hooks.
             moved = capture.clock.advance_if_stepped()
             if moved:
                 capture.step_changed()
@@ -317,7 +318,7 @@ class OptimizerHooks:
         return wrapped
 
     def closure_returned(self, optimizer: Optimizer) -> None:
-        """Record the gradients that a closure has made, which the optimizer will use next."""
+        """Record the gradients that a closure has made; the optimizer uses these next."""
         try:
             if self._active is None:  # the first root was found inside this very closure
                 self._active = weakref.ref(optimizer)
@@ -350,7 +351,7 @@ class OptimizerHooks:
         self._on_step(optimizer)
 
     def record_before(self, optimizer: Optimizer) -> None:
-        """Record parameters and final gradients of one optimizer, and once a step the buffers."""
+        """Record the parameters and final gradients of one optimizer, and once a step the buffers."""
         capture = self._capture
         moment = Moment(capture.clock.step, None, "train")
         repeats = self._repeats_at("grad")
@@ -389,9 +390,9 @@ class OptimizerHooks:
             self._record_empty_state(optimizer, moment, repeats)
 
     def _record_empty_state(self, optimizer: Optimizer, moment: Moment, repeats: dict[int, int]) -> None:
-        """Record empty state of an FSDP1 parameter that lies on other ranks, for which the optimizer has no state here.
+        """Record empty state for FSDP1 parameters that lie on other ranks: the optimizer has no state for them here.
 
-        The names of that state are those of the optimizer's other parameters.
+        The names of the state are taken from the optimizer's other parameters.
         """
         slices = {
             key: value
@@ -418,40 +419,40 @@ class OptimizerHooks:
                 )
 
     def _wrap_scaler(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `GradScaler.step`, which has no hook: a step that it skips fires no hook of the optimizer."""
-        hooked = self
+        """Wrap `GradScaler.step`, because a step that the scaler skips calls no hook of the optimizer."""
+        hooks = self
 
         @functools.wraps(step)
         def wrapped(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if _is_compiling() or not hooked._capture.is_open or not scaler.is_enabled():
+            if _is_compiling() or not hooks._capture.is_open or not scaler.is_enabled():
                 return step(scaler, optimizer, *args, **kwargs)
             call = {"stepped": False}
-            hooked._scaler_calls.append(call)
+            hooks._scaler_calls.append(call)
             try:
-                hooked._scaler_begins(scaler)
+                hooks._scaler_begins(scaler)
                 result = step(scaler, optimizer, *args, **kwargs)
             finally:
-                hooked._scaler_calls.remove(call)
+                hooks._scaler_calls.remove(call)
             if not call["stepped"]:
-                hooked._skipped(optimizer)
+                hooks._skipped(optimizer)
             return result
 
         return wrapped
 
     def _wrap_init(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Wrap `Optimizer.__init__`: no hook tells of a new optimizer before the first forward of its model."""
-        hooked = self
+        """Wrap `Optimizer.__init__`, because no hook tells of a new optimizer before its model's first forward."""
+        hooks = self
 
         @functools.wraps(init)
         def wrapped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             init(optimizer, *args, **kwargs)
-            if not hooked._capture.is_open:
+            if not hooks._capture.is_open:
                 return
             try:
-                hooked.name_of(optimizer)
-                hooked._on_new(optimizer)
+                hooks.name_of(optimizer)
+                hooks._on_new(optimizer)
             except Exception as error:
-                hooked._capture.hook_failed(type(optimizer).__name__, error)
+                hooks._capture.hook_failed(type(optimizer).__name__, error)
 
         return wrapped
 
@@ -464,7 +465,7 @@ class OptimizerHooks:
             self._capture.hook_failed("GradScaler.step", error)
 
     def _skipped(self, optimizer: Optimizer) -> None:
-        """Record a step that the scaler has skipped for an infinity, which is an attempted step all the same."""
+        """Record a step that the scaler has skipped for an infinity; it counts as an attempted step."""
         try:
             self._capture.nonfinite.skipped(self._capture.clock.step)
             self._record_rates(optimizer)
@@ -475,7 +476,7 @@ class OptimizerHooks:
             self._capture.hook_failed("GradScaler.step", error)
 
     def close(self) -> None:
-        """Take every hook off; a wrapper that somebody put around one of ours keeps working through it."""
+        """Take every hook off; a wrapper that the program put around one of ours keeps working through it."""
         for handle in self._handles:
             handle.remove()
         if GradScaler.step is self._wrapper:
