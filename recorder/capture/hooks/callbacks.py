@@ -71,10 +71,10 @@ class CaptureForHooks(Observer, Protocol):
         """Work out what is kept at the new step."""
 
     def call_begins(self) -> None:
-        """Let stagers hand over what has arrived, as a call of a root begins."""
+        """Let stagers hand over the values that have arrived, as a call of a root begins."""
 
     def forward_without_root(self) -> None:
-        """Move the step with a module that runs, where no root was ever seen to run."""
+        """Move the step as a module runs, where no root was ever seen to run."""
 
     def pause(self) -> None:
         """Keep nothing until `resume`."""
@@ -144,12 +144,12 @@ MODULES: dict[int, CalledModule] = {}
 ROOTS: dict[int, CalledRoot] = {}
 
 _NO_ROOM = (MemoryError, RecursionError)
-"""Errors that even the handling of an error may meet, at the end of memory or of the stack."""
+"""The errors that even the handling of an error may raise, at the end of memory or of the stack."""
 _is_compiling = torch.compiler.is_compiling
 
 
 class NumberedHook(Hook):
-    """A hook that finds its module or root by a number."""
+    """A hook that finds its module or root by the number that it carries."""
 
     __slots__ = ("number",)
 
@@ -158,12 +158,12 @@ class NumberedHook(Hook):
 
 
 class BeforeForward(NumberedHook):
-    """Forward pre-hook with kwargs, registered last, which sees the arguments as the module's forward does."""
+    """The forward pre-hook of a module. It is registered last and sees the arguments as the forward sees them."""
 
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Hand the arguments over. Torch leaves `kwargs` out if the hook was removed while torch called the hooks."""
+        """Hand over the arguments. Torch leaves `kwargs` out where the hook was removed while torch called hooks."""
         try:
             if _is_compiling():
                 return
@@ -181,7 +181,7 @@ class BeforeForward(NumberedHook):
 
 
 class AfterForward(NumberedHook):
-    """Forward hook, registered first, which sees the output as the module's forward returned it."""
+    """The forward hook of a module. It is registered first and sees the output as the forward returned it."""
 
     __slots__ = ()
 
@@ -205,7 +205,7 @@ class AfterForward(NumberedHook):
 
 
 class RootBegins(NumberedHook):
-    """Forward pre-hook of a root, registered first."""
+    """The forward pre-hook of a root, registered first."""
 
     __slots__ = ()
 
@@ -227,7 +227,7 @@ class RootBegins(NumberedHook):
 
 
 class RootEnds(NumberedHook):
-    """Forward hook of a root, always called and registered last."""
+    """The forward hook of a root. It is registered last and called even if the forward raises."""
 
     __slots__ = ()
 
@@ -249,11 +249,11 @@ class RootEnds(NumberedHook):
 
 
 _NO_HANDLE = "recorder"
-"""The key of a hook that nobody removes, because it goes with its graph. Handles have numbers as keys."""
+"""The key of a hook that nobody removes, because the hook goes with its graph. Hooks with handles have numbers."""
 
 
 class GradientArrives:
-    """Tensor hook that records the gradient of one observed value. It fires once per backward through the value."""
+    """The hook on a tensor that records the gradient of an observed value. It fires in each backward of the value."""
 
     __slots__ = ("_call", "_capture", "_is_once", "_keep", "_moment", "_origin", "_repeat", "_scope", "chunk", "handle")
 
@@ -274,13 +274,13 @@ class GradientArrives:
         self._keep = keep
         self._scope = scope
         self._repeat = repeat
-        # A zero-bubble schedule goes back twice, for the inputs and then for the weights. On the second way the same
-        # gradient passes, or a sum that torch corrects behind this hook.
+        # A zero-bubble schedule goes back twice, for the inputs and then for the weights. The second time the same
+        # gradient passes, or a sum that torch corrects after this hook.
         self._is_once = capture.is_in_stage
         self.chunk: Chunk | None = None
         """The chunk of a gradient that is a plain tensor."""
         self.handle: Any = None
-        """The handle of a hook on a leaf, which outlives the step: the hook is removed once it has fired."""
+        """The handle of a hook on a leaf tensor, which outlives the step: the hook is removed once it has fired."""
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         try:
@@ -311,7 +311,7 @@ class GradientArrives:
 
 
 class GradientSeen:
-    """Tensor hook on an output of a root, which notes that the slice has had its backward."""
+    """The hook on an output of a root that notes that the slice has had its backward."""
 
     __slots__ = ("_clock", "_slice")
 
@@ -334,7 +334,7 @@ def watch_gradient(
     scope: str | None = None,
     repeat: int = 0,
 ) -> GradientArrives:
-    """Record the gradient that arrives at ``tensor``, each time one does; the first has the number ``repeat``."""
+    """Record each gradient that arrives at ``tensor``; the first gradient has the number ``repeat``."""
     hook = GradientArrives(capture, origin, moment, call, keep, scope, repeat)
     node = tensor.grad_fn if type(tensor) is torch.Tensor else None
     if node is not None and type(node).__name__ == WRAPPED and (made := wrapped(tensor, node)) is not None:
@@ -350,9 +350,8 @@ def watch_gradient(
         node._register_hook_dict(tensor)
         registered[_NO_HANDLE] = hook
         return hook
-    with (
-        torch._C.DisableTorchFunctionSubclass()
-    ):  # a subclass's own `register_hook` may count calls, or refuse this one
+    # The `register_hook` of a subclass may count calls, or refuse this call.
+    with torch._C.DisableTorchFunctionSubclass():
         handle = tensor.register_hook(hook)
         is_leaf = tensor.is_leaf
     if is_leaf:
@@ -364,7 +363,10 @@ def watch_gradient(
 def watch_argument_gradient(
     capture: CaptureForHooks, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int, repeat: int
 ) -> None:
-    """Record the gradient of a DTensor argument; if it was made for one module, that of the tensor it was made of."""
+    """Record the gradient of a DTensor argument.
+
+    If the DTensor was made for one module, the gradient of the tensor that it was made of is recorded instead.
+    """
     source = made_of(tensor)
     if source is None:
         watch_gradient(capture, tensor, origin, moment, call, keep, repeat=repeat)

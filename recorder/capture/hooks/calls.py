@@ -1,7 +1,7 @@
-"""What a call of a module needs to be run again, besides its tensor arguments: `record_call`, where a rule asks for it.
+"""Records the facts that a replay of a module's call needs besides the tensor arguments, where a rule asks for them.
 
-Rows of site ``call``: one named ``""`` is a JSON document (FORMAT.md), the others are the parameters and buffers as the
-call finds them. Must never open a file, run a module, or change a random state.
+The rows have the site ``call``. The row with the name ``""`` is a JSON document (FORMAT.md); the other rows are the
+parameters and buffers as the call finds them. Nothing here may open a file, run a module, or change a random state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FREED = "freed"
 _NO_SETTINGS = frozenset(("self", "device", "dtype", "args", "kwargs", "mode", "_weight", "_freeze"))
 _PLAIN = (bool, int, str, type(None))
 _OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
-"""Arguments of torch.nn's constructors that say whether there is a parameter, with its names."""
+"""The arguments of torch.nn's constructors that say whether the module has a parameter, with the parameter's names."""
 
 
 def record_call(
@@ -69,7 +69,7 @@ def record_call(
 
 
 def signature_tree(signature: tree.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments as trees, whose leaves name the tensors as their rows of site ``input`` are named."""
+    """Return the arguments as trees. A leaf has the name that the tensor's row of site ``input`` has."""
     return {
         "args": [_tree(value, signature.name_at(i), 0) for i, value in enumerate(args)],
         "kwargs": [[key, _tree(value, key, 0)] for key, value in kwargs.items()],
@@ -141,16 +141,16 @@ def _facts(module: nn.Module) -> dict[str, Any]:
 
 
 def _own_class(module: nn.Module) -> type[Any]:
-    """Return the class that the user wrote; `fully_shard` makes one of it."""
+    """Return the class that the user wrote; `fully_shard` derives another class from it."""
     cls = type(module)
     is_sharded = cls.__name__.startswith("FSDP") and len(cls.__bases__) == 2
     return cls.__bases__[1] if is_sharded and cls.__bases__[0].__name__ == "FSDPModule" else cls
 
 
 def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
-    """Return the arguments that make such a module of torch.nn; None where only its program can make one.
+    """Return the arguments that make an equal module of torch.nn; None where only the program can make the module.
 
-    Those of them that are kept as attributes are asked of the module, and whether there is a bias of its parameters.
+    An argument that the module keeps as an attribute is read from there. The parameters tell whether there is a bias.
     """
     is_made_of_others = bool(module._modules) and cls is not nn.MultiheadAttention
     if not cls.__module__.startswith("torch.nn.modules.") or is_made_of_others:
@@ -172,13 +172,13 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
             return None
     if cls is nn.RNN:
         arguments["nonlinearity"] = module.nonlinearity
-    if cls in (nn.RNN, nn.GRU):  # which refuse it
+    if cls in (nn.RNN, nn.GRU):  # both refuse the argument
         del arguments["proj_size"]
     return arguments
 
 
 def _setting(value: Any) -> Any:
-    """Return a setting as JSON has it; None where it is none of those (a setting of None is left at its default)."""
+    """Return a setting as JSON has it; None for other values (a setting of None is left at its default)."""
     if type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, (tuple, list)) and all(type(item) in (bool, int, float, str) for item in value):
@@ -187,7 +187,7 @@ def _setting(value: Any) -> Any:
 
 
 def code_digest(cls: type[Any]) -> str:
-    """Return a digest of the code of a class and of those that it inherits from, but for torch's own and Python's."""
+    """Return a digest of the code of a class and its bases, except for the bases that belong to torch or Python."""
     digest = hashlib.sha256()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
@@ -210,5 +210,5 @@ def _parts(code: types.CodeType) -> Iterator[str]:
 
 
 def _canonical(name: str) -> str:
-    """Return a name without what wrappers inside the module add to it."""
+    """Return a name without the parts that wrappers inside the module add."""
     return ".".join(part for part in name.split(".") if part not in tree.TRANSPARENT)

@@ -1,10 +1,10 @@
-"""Finds the roots: outermost modules that an optimizer trains, at their first call, with no line of user code.
+"""Finds the roots, outermost modules that an optimizer trains, at their first call, without a line of user code.
 
-Where the program calls a module of a root outside of the root's own calls, that is a call of the root.
+A call of a module inside a root that does not come from a call of the root counts as a call of the root.
 
-One global forward pre-hook. It costs about 2 us a module call and stays until the first optimizer step whose parameters
-are all under a root; for good if anything was compiled by then, since dynamo guards on the number of global hooks and
-its removal would recompile every graph. Nothing here may raise into training.
+There is one global forward pre-hook, which costs about 2 us a module call. It stays until the first optimizer step
+whose parameters are all under a root. It stays for good if anything was compiled by then, because dynamo guards on the
+number of global hooks, so that its removal would recompile every graph. Nothing here may raise into training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OTHER_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks", "_global
 
 
 class RecorderForDiscovery(Protocol):
-    """The recorder as discovery asks it; it may not have started yet."""
+    """The part of the recorder that discovery needs; the recorder may not have started yet."""
 
     def is_inside_root(self) -> bool:
         """Whether this thread is inside a root's call."""
@@ -34,7 +34,7 @@ class RecorderForDiscovery(Protocol):
         """Whether an outermost module should become a root."""
 
     def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Make a module a root; its call goes on with these arguments, or with those returned."""
+        """Make a module a root; its call goes on with these arguments, or with the arguments that are returned."""
 
     def discovery_failed(self, error: Exception) -> None:
         """Report an error of the recorder's own, once; training goes on."""
@@ -43,10 +43,10 @@ class RecorderForDiscovery(Protocol):
 class Discovery:
     """The global forward pre-hook, which stays on while it is needed."""
 
-    def __init__(self, maker: RecorderForDiscovery) -> None:
-        self._maker = maker
+    def __init__(self, recorder: RecorderForDiscovery) -> None:
+        self._recorder = recorder
         self._rejected: dict[bool, weakref.WeakSet[nn.Module]] = {}
-        """Rejected modules, by whether gradients were enabled: one that an evaluation calls may yet be trained."""
+        """The rejected modules, by whether gradients were enabled: an evaluation may call a module before training."""
         self._handle: Any = None
         self.start()
 
@@ -72,26 +72,26 @@ class Discovery:
         if _is_compiling():
             return None
         try:
-            maker = self._maker
-            if maker.is_inside_root() or torch._C._current_graph_task_id() != -1:
+            recorder = self._recorder
+            if recorder.is_inside_root() or torch._C._current_graph_task_id() != -1:
                 return None
             rejected = self._rejected[torch.is_grad_enabled()]
             if module in rejected:
                 return None
             if is_traced():
                 return None
-            if not maker.wants(module):
+            if not recorder.wants(module):
                 rejected.add(module)
                 return None
             # A global pre-hook is given no kwargs; they are a local of the frame that calls it.
             kwargs = sys._getframe(1).f_locals.get("kwargs")
-            return maker.make_root(module, args, kwargs if isinstance(kwargs, dict) else {})
+            return recorder.make_root(module, args, kwargs if isinstance(kwargs, dict) else {})
         except Exception as error:
-            self._maker.discovery_failed(error)
+            self._recorder.discovery_failed(error)
             return None
 
     def reconsider(self) -> None:
-        """Forget which modules were rejected: with a new optimizer they may be roots."""
+        """Forget which modules were rejected, because with a new optimizer they may be roots."""
         self._rejected = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
     @property

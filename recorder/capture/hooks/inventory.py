@@ -40,11 +40,11 @@ _HIDDEN = {
     "root_not_called": "its modules ran, and its own call was never seen ({}): call it, not .forward(); of a model "
     "that torch.fx traced, attach what came out",
 }
-"""The warnings of modules whose calls nobody sees, each of which is given once."""
+"""The warnings about modules whose calls nobody sees. Each warning is given once."""
 
 
 class DescribedRoot(callbacks.CalledRoot, Protocol):
-    """The part of a root that its inventory needs."""
+    """The part of `Root` that the inventory needs."""
 
     @property
     def modules(self) -> list[HookedModule]: ...
@@ -65,18 +65,18 @@ class Inventory:
     """The modules of a root as they were attached, with what graphs and steps have shown later."""
 
     def __init__(self, root: DescribedRoot, *, began_late: bool) -> None:
-        """Begin empty, until `describe`.
+        """Begin empty; `describe` fills the inventory.
 
         Args:
             root: the root whose modules these are.
-            began_late: whether something, perhaps this root, had been compiled when the root was attached.
+            began_late: whether anything, perhaps this root, had been compiled when the root was attached.
         """
         self._root = root
         self._began_late = began_late
         self._modules: list[dict[str, Any]] = []
-        """See `described`."""
+        """The manifest's entry of each module, without the sites that only graphs show."""
         self._seen_at_taps: dict[str, tuple[str, ...]] = {}
-        """The sites, by path, at which graphs have shown modules whose hooks had not run."""
+        """For each path the sites at which graphs have shown a module whose hooks had not run."""
         self._scripted_with_taps: list[str] = []
         self._late: list[str] = []
         """The paths of modules that were compiled before they had hooks."""
@@ -87,7 +87,7 @@ class Inventory:
         return [described["path"] for described in self._modules]
 
     def describe(self, nodes: Sequence[tree.Node], flats: Sequence[FlatParameter]) -> None:
-        """Describe the modules of a model as they are now; each is under hooks."""
+        """Describe the modules of a model as they are now."""
         modules = self._root.modules
         ties = find_ties(modules, flats)
         self._modules = [
@@ -104,7 +104,7 @@ class Inventory:
         """
         untapped: list[str] = []
         self._late = late
-        # Where there are taps, the first step tells whether they are in the graph.
+        # Of modules with taps, the first step tells whether the taps are in the graph.
         self._say("late", [path for path in late if not self._is_tapped_below(path)])
         scripted = {node.path: node.owner for node in nodes if node.hidden == "scripted"}
         for path in list(scripted):
@@ -133,7 +133,7 @@ class Inventory:
         ]
 
     def add_seen_at_tap(self, where: Where, path: str) -> None:
-        """Note that a graph shows a module, which may be missing in the model's tree, or a container there."""
+        """Note that a graph shows a module. The module may be missing in the model's tree, or be a container there."""
         hooked = self._root.module_at(path)
         if hooked is None or not hooked.has_entered:
             known_sites = self._seen_at_taps.get(path, ())
@@ -167,11 +167,11 @@ class Inventory:
         )
 
     def step_is_over(self, *, has_compiled: bool) -> None:
-        """Warn, after the first step, of modules with hooks that never ran in it, and say why.
+        """Warn, after the first step, of modules with hooks that were not seen to run, and say why.
 
-        Where something was compiled, but no part of this model is marked as compiled, a module that has gradients
-        without a call ran in the graph of a user's function, without its hooks. A root that never ran while its modules
-        did is not the module that was called.
+        Where anything was compiled, but no part of this model is marked as compiled, a module that has gradients
+        without a call ran in the graph of a user's function, without its hooks. A root that never ran although its
+        modules did is not the module that the program calls.
         """
         self.look_for_foreign_hooks()
         seen = [hooked.node_path for hooked in self._root.modules if hooked.was_called]
@@ -184,17 +184,17 @@ class Inventory:
                     self._modules[i] = {**described, "compiled": True, **why}
             if why:
                 self._say("late", sorted(silent))
-            elif not self._seen_at_taps:  # a user who tapped a part of a compiled model has chosen that part
+            elif not self._seen_at_taps:  # a user who has tapped a part of a compiled model has chosen the part
                 self._say_compiled(sorted(silent))
         elif seen and "" not in seen and self._is_root_unseen():
             self._say("root_not_called", [""])
 
     def _is_root_unseen(self) -> bool:
-        """Whether the root's own call was never seen, and no tap stands for it."""
+        """Whether neither a hook nor a tap has seen a call of the root itself."""
         return self._root.num_calls == 0 and self._root.artefact is None and not self._seen_at_taps
 
     def look_for_foreign_hooks(self) -> None:
-        """Add hooks that the program has put on modules since the last look; removed ones stay listed."""
+        """Add the hooks that the program has put on modules since the last look; removed hooks stay listed."""
         for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
             known = described.get("foreign_hooks", [])
             module = hooked.module()
@@ -204,7 +204,7 @@ class Inventory:
                 self._root.capture.events.has_changed = True
 
     def _silent(self) -> set[str]:
-        """Return the paths of modules that must have run and were not seen to, for no reason in themselves."""
+        """Return the paths of modules that must have run without being seen, and whose own kind does not explain it."""
         explained = {described["path"] for described in self._modules if "hidden" in described}
         explained |= (
             {hooked.node_path for hooked in self._root.modules_by_tap.values()} if self._seen_at_taps else set()
@@ -219,14 +219,14 @@ class Inventory:
         return {hooked.node_path for hooked in silent}
 
     def reselect(self) -> None:
-        """Note the sites of modules by the rules that there are now; a site that was selected once stays listed."""
+        """Note the sites of modules by the present rules; a site that was selected once stays listed."""
         for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
             sites = [site for site, rule_set in hooked.rule_sets.items() if rule_set or site in described["sites"]]
             if sites != described["sites"]:  # another dict: the writer thread may be reading this one
                 self._modules[i] = {**described, "sites": sites}
 
     def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
-        """Note that some sites of one module are not recorded any more, from a step on."""
+        """Note that some sites of one module are not recorded from a step on."""
         for i, described in enumerate(self._modules):
             if described["path"] == path:  # another dict: the writer thread may be reading this one
                 self._modules[i] = {
@@ -235,11 +235,11 @@ class Inventory:
                 }
 
     def disarm_all(self, step: int) -> None:
-        """Note that no module is recorded any more, from a step on."""
+        """Note that no module is recorded from a step on."""
         self._modules = [{**described, "disarmed": dict.fromkeys(SITES, step)} for described in self._modules]
 
     def close(self) -> None:
-        """Keep what the hooks have shown, before they are removed."""
+        """Keep the facts that hooks and taps have shown, before they are removed."""
         self._modules = self.described
         self._seen_at_taps.clear()
 
@@ -269,17 +269,17 @@ def _is_below(path: str, above: str) -> bool:
 
 
 def ids_of(flats: Iterable[FlatParameter]) -> set[int]:
-    """Return the ids of flat parameters and of their originals."""
+    """Return the ids of flat parameters and of the original parameters inside them."""
     references = [reference for flat in flats for reference in (flat.reference, *(o.reference for o in flat.originals))]
     return {id(parameter) for reference in references if (parameter := reference()) is not None}
 
 
 Ties = dict[str, dict[str, str]]
-"""The full name under which a tied parameter is recorded, by module path and by its name there."""
+"""For each module path and name of a tied parameter, the full name under which the parameter is recorded."""
 
 
 def find_ties(modules: Iterable[HookedModule], flats: Iterable[FlatParameter]) -> Ties:
-    """Return the second and further names of parameters; rows have the first name in the order of modules."""
+    """Return all names of tied parameters but the first in the order of modules; rows have the first name."""
     ties: Ties = {}
     first_names: dict[int, str] = {}
     for hooked in modules:
@@ -295,7 +295,7 @@ def find_ties(modules: Iterable[HookedModule], flats: Iterable[FlatParameter]) -
 
 
 def about_state(module: nn.Module, tied: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the members that the manifest has of a module's state dict; empty without ties and omissions."""
+    """Return the manifest's members on a module's state dict: tied parameters, and buffers that are not saved."""
     unsaved = getattr(module, "_non_persistent_buffers_set", ())  # modules of scripts and packages may lack it
     left_out = sorted(name for name in unsaved if name in module._buffers)
     return {**({"tied": dict(tied)} if tied else {}), **({"non_persistent": left_out} if left_out else {})}
@@ -307,11 +307,11 @@ def full_name(path: str, name: str) -> str:
 
 
 _KNOWN = ("torch", "torchao", "torch_xla", "contextlib", __name__.partition(".")[0])
-"""Packages whose hooks are not the program's; an inert copy of one of ours is `contextlib`'s."""
+"""The packages whose hooks are not the program's; `contextlib` has the inert copies of the recorder's hooks."""
 
 
 def foreign_hooks(module: nn.Module) -> list[str]:
-    """Return, for each hook of the program on a module, when it runs, its name, and file and line of its code."""
+    """Return for each hook of the program on a module when the hook runs, its name, and file and line of its code."""
     if isinstance(module, torch.jit.ScriptModule):
         return []  # TorchScript has its own hooks, and none of Python's
     after = list(module._forward_hooks.values())
@@ -333,7 +333,7 @@ def _descriptions(when: str, registered: list[Any]) -> Iterator[str]:
 
 
 def _function(hook: Any) -> Any:
-    """Return the function that a hook calls: behind a partial or a method, or the ``__call__`` of an object."""
+    """Return the function that a hook calls: inside a partial or a method, or the ``__call__`` of an object."""
     while isinstance(hook, (functools.partial, types.MethodType)):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
     if isinstance(hook, (types.FunctionType, types.BuiltinFunctionType)):

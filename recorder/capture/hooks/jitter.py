@@ -1,10 +1,11 @@
-"""Moves inputs of a root by a last place, to show the effect of noise: the one thing that changes training on purpose.
+"""Moves the inputs of a root by a last place, to show the effect of noise; nothing else changes training on purpose.
 
-The last place is that of the type in which the model computes, which autocast may make shorter than the input's own.
-The seed and the shape alone decide what is moved and how. So a recomputed block sees what its forward saw, ranks that
-share a batch see the same values, and the global random state is left alone. Each rank moves its own part of a DTensor,
-by the shape of that part: replicas have one shape, so they stay replicas; summands have one shape, too, and their sum
-is moved as each of them is. No collective is issued. The root is told which of its values were moved.
+The last place is that of the type in which the model computes; autocast may make this type shorter than the input's own
+type. The seed and the shape alone decide how each element is moved. So a recomputed block sees the values that its
+forward saw, ranks that share a batch see the same values, and the global random state is left alone. Each rank moves
+its own part of a DTensor by the shape of that part. Replicas have one shape, so they stay replicas. Summands have one
+shape, too, so their sum is moved as each summand is. No collective is issued. The root is told which of its values were
+moved.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from . import callbacks
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INPUTS, EMBEDDINGS = "inputs", "embeddings"
-"""The values of a root that can be moved."""
+"""The two kinds of values of a root that can be moved."""
 
 
 def jittered(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch.Tensor:
-    """Return a tensor, each element multiplied by 1 + or - `eps`, by default the machine epsilon of its type."""
+    """Return a tensor with each element multiplied by 1 + or - `eps`, by default the machine epsilon of its type."""
     return tensor * _factors(tensor, seed, eps)
 
 
@@ -40,8 +41,8 @@ def _factors(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch
 def _working_eps(module: nn.Module, value: torch.Tensor) -> float:
     """Return the machine epsilon of the type in which a module computes with an input.
 
-    Autocast, the mixed precision of FSDP2 and a model whose parameters are all of a shorter type round a value before
-    its first use: a last place of the longer type would vanish there, and the twin would show no noise at all.
+    Autocast, the mixed precision of FSDP2, and a model whose parameters are all of a shorter type round a value before
+    its first use. A last place of the longer type would vanish there, and the twin would show no noise at all.
     """
     eps = torch.finfo(value.dtype).eps
     device = value.device.type
@@ -62,7 +63,7 @@ def _can_move(value: Any) -> bool:
 
 
 def _is_awaited(value: Any) -> bool:
-    """Whether a value is the pending result of a collective; using it waits, as the next operation would."""
+    """Whether a value is the pending result of a collective; using the value waits, as the next operation would."""
     awaited = loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     return awaited is not None and type(value) is awaited
 
@@ -88,7 +89,7 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a DTensor, with its graph."""
+    """Return a copy of a DTensor that is part of the DTensor's graph."""
     if not any(placement.is_partial() for placement in value.placements):
         return value.clone()
     # A clone of a summand would be reduced by torch first.
@@ -98,7 +99,7 @@ def _copied(value: Any) -> Any:
 
 
 class JitterInputs(callbacks.NumberedHook):
-    """Forward pre-hook of a root with kwargs, which moves its floating inputs."""
+    """The forward pre-hook of a root that moves the root's floating inputs."""
 
     __slots__ = ("is_used", "seed")
 
@@ -106,7 +107,7 @@ class JitterInputs(callbacks.NumberedHook):
         super().__init__(number)
         self.seed = seed
         self.is_used = False
-        """Whether the latest call had a floating input."""
+        """Whether the latest call of the root had a floating input."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         root = callbacks.ROOTS.get(self.number)
@@ -129,7 +130,7 @@ class JitterInputs(callbacks.NumberedHook):
 
 
 class JitterEmbedding(callbacks.NumberedHook):
-    """Forward hook of an embedding, which moves its output where the root has no floating input."""
+    """The forward hook of an embedding that moves the embedding's output where the root has no floating input."""
 
     __slots__ = ("_inputs",)
 
@@ -152,7 +153,7 @@ class JitterEmbedding(callbacks.NumberedHook):
 
 
 def add_jitter(nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:
-    """Put hooks on the embeddings of a root; return the hook for its inputs, and the handles of the others."""
+    """Put hooks on the embeddings of a root; return their handles behind the hook for the root's inputs."""
     inputs = JitterInputs(number, seed)
     embeddings = {id(n.owner): n.owner for n in nodes if isinstance(n.owner, (nn.Embedding, nn.EmbeddingBag))}
     return inputs, [module.register_forward_hook(JitterEmbedding(inputs)) for module in embeddings.values()]

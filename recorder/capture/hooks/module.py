@@ -1,4 +1,4 @@
-"""A module under hooks: the selection of its values, and the work of its hooks when they fire.
+"""A module under hooks: which of its values are recorded, and what its hooks do when they fire.
 
 Nothing here may raise into training or keep a module alive.
 """
@@ -29,13 +29,13 @@ from .callbacks import watch_argument_gradient, watch_gradient
 from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
-"""A call of a module: its slice, its phase, its number, and of its new graph what `Slice.new_graph` says."""
+"""A call of a module: slice, phase, number, and the result of `Slice.new_graph` for the call's new graph."""
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
 
 
 class HookedModule:
-    """One module under hooks: the selection of its values, and the number of its current call."""
+    """One module under hooks, with the rules that select its values and its calls that are under way."""
 
     __slots__ = (
         "_call_key",
@@ -52,7 +52,6 @@ class HookedModule:
         "_signature",
         "_tapped_slice",
         "_wants_local",
-        "_was_called",
         "capture",
         "class_name",
         "has_entered",
@@ -63,6 +62,7 @@ class HookedModule:
         "root",
         "root_name",
         "rule_sets",
+        "was_called",
     )
 
     def __init__(self, root: callbacks.CalledRoot, node: tree.Node, *, wants_hooks: bool) -> None:
@@ -74,23 +74,24 @@ class HookedModule:
         self.module: Callable[[], nn.Module | None] = weakref.ref(node.module)
         self._owner: Callable[[], nn.Module | None] = weakref.ref(node.owner)
         self._call_key = f"{root.name}:{node.path}"
-        """Names the module in the counts of a slice, which a root and the roots inside it share."""
+        """The name of the module in the counts of a slice, which a root shares with the roots inside it."""
         self._is_leaf = node.is_leaf
         self._is_callable = node.is_callable or node.hidden is not None
         self._disarmed: tuple[str, ...] = ()
         self.rule_sets = self._find_rule_sets()
         self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
         self._open_calls: dict[int, list[_Call]] = {}
-        """The calls of each thread that have begun and not returned: a module may call itself."""
+        """For each thread the calls that have begun and not returned: a module may call itself."""
         self.has_entered = False
         """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
         self._handles: list[Any] = []
         self._resting: list[tuple[Any, module_hooks.Hook]] = []
-        """Hooks that are off until a step at which they have something to do, with their handles."""
-        self._was_called = False
+        """The hooks that are off until a step at which they have something to record, with their handles."""
+        self.was_called = False
+        """Whether a hook or a tap has ever seen the module run."""
         self._tapped_slice: Slice | None = None
-        """The slice in which the op in a graph has shown this call's output; the hook around the graph skips it."""
+        """The slice in which an op in a graph has shown this call's output; the hook around the graph skips it."""
         self._number = next(_numbers)
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
@@ -111,7 +112,7 @@ class HookedModule:
         return self.capture.settings.local_gradients and has_parameters and bool(rule_sets["grad"])
 
     def _put_hooks(self, module: nn.Module) -> None:
-        """Put on the hooks that have something to do by some rule, and that are not on the module yet."""
+        """Put on the hooks that some rule needs and that are not on the module yet."""
         needs_before, needs_after = self._needs(self.rule_sets)
         if needs_before and self.pre_hook is None:
             self.pre_hook = callbacks.BeforeForward(self._number)
@@ -123,23 +124,23 @@ class HookedModule:
             module_hooks.keep_first(module._forward_hooks)
 
     def _needs(self, rule_sets: Mapping[str, int]) -> tuple[bool, bool]:
-        """Return whether rule sets need a hook before the module's forward, and one after it."""
+        """Return whether rule sets need a hook before the module's forward, and whether they need a hook after it."""
         needs_before = bool(rule_sets["input"] or rule_sets["grad_input"] or self._asks_for_local(rule_sets))
         return needs_before, bool(needs_before or rule_sets["output"] or rule_sets["grad_output"])
 
     def is_meant_by(self, rules: Sequence[Rule]) -> bool:
-        """Whether one of some rules selects anything of the module."""
+        """Whether one of these rules selects a value of the module."""
         return any(rule.matches_module(self.node_path, self.class_name, self._is_leaf) for rule in rules)
 
     def lacks_hooks(self) -> bool:
-        """Whether the rules that there are now ask for hooks that are not on the module."""
+        """Whether the present rules ask for hooks that are not on the module."""
         needs_before, needs_after = self._needs(self._find_rule_sets())
         return not self.is_hidden and (
             (needs_before and self.pre_hook is None) or (needs_after and not self._has_after)
         )
 
     def reselect(self) -> None:
-        """Take the rules that there are now, between two steps, and put on the hooks that they ask for."""
+        """Take the present rules, between two steps, and put on the hooks that these rules need."""
         rule_sets = self._find_rule_sets()
         if rule_sets is self.rule_sets:
             return
@@ -150,7 +151,7 @@ class HookedModule:
             self._put_hooks(module)
 
     def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
-        """Return the origin of a leaf and the rules that select it, which are made when it is first seen."""
+        """Return the origin of a leaf and the rules that select it. Both are made when the leaf is first seen."""
         key = (site, name)
         leaf = self._leaves.get(key)
         if leaf is None:
@@ -166,7 +167,6 @@ class HookedModule:
         return unit_dim_of(self.capture.selection, rule_set, self._owner(), site, name)
 
     def _enter(self) -> _Call:
-        """Count a call that begins."""
         slice_, phase = self.root.slice_now()
         call = slice_.enter(phase, self._call_key)
         self.has_entered = True
@@ -178,12 +178,12 @@ class HookedModule:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this thread is in a call of the module whose begin its hook has seen."""
+        """Whether this thread is in a call of the module that began with the module's hook."""
         return bool(self._open_calls.get(threading.get_ident()))
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
         """Note that a graph made of the module has shown its input or its output."""
-        self._was_called = True
+        self.was_called = True
         if is_output:
             self._tapped_slice = slice_
 
@@ -215,7 +215,7 @@ class HookedModule:
             self._see("input", name, tensor, slice_.moment, phase, call, value_mask, graph)
 
     def _record_call(self, moment: Moment, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record what this call needs to be run again, where the rules ask for it at this call."""
+        """Record the facts that a replay of this call needs, where a rule asks for this call."""
         module = self._owner()
         if module is not None and self._signature and self.capture.keep_of(self.rule_sets["input"], call) & KEEP_REPLAY:
             origin = Origin(self.root.name, self.node_path, CALL, "")
@@ -232,7 +232,7 @@ class HookedModule:
 
     def after_forward(self, output: Any) -> None:
         """Record the output that the module's forward has returned."""
-        self._was_called = True
+        self.was_called = True
         if not self.capture.has_seen_forward:
             self.capture.forward_without_root()
         masks = self.capture.masks
@@ -303,7 +303,7 @@ class HookedModule:
             waiting.hook = hook
 
     def _chunk_or_wait(self, tensor: torch.Tensor) -> tuple[Chunk | None, Waiting | None]:
-        """Return the chunk of a plain tensor in a tensor parallel region, or a `Waiting` that may learn it later."""
+        """Return the chunk of a plain tensor in a tensor parallel region, or a `Waiting` that may get one later."""
         aliases = self.capture.aliases
         if is_dtensor(tensor):
             aliases.saw(tensor)
@@ -314,7 +314,7 @@ class HookedModule:
         return chunk, None if chunk is not None else Waiting(tensor)
 
     def stay_last(self) -> None:
-        """Make our pre-hook the last again, where others have put pre-hooks on the module since."""
+        """Make our pre-hook the last again if the program has put pre-hooks on the module since."""
         module = self.module()
         if self.pre_hook is not None and module is not None:
             registered = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
@@ -324,14 +324,15 @@ class HookedModule:
 
     @property
     def rule_sets_of_hooks(self) -> frozenset[int]:
-        """Return the rule sets that give the module's hooks something to do; none where it has no hooks."""
+        """Return the rule sets for which the module's hooks record values; none where the module has no hooks."""
         sites = [*OF_CALLS, *(["grad"] if self._wants_local else [])] if self._handles else []
         return frozenset(self.rule_sets[site] for site in sites) - {NOTHING}
 
     def rest(self) -> None:
-        """Take the hooks off until `wake`: torch calls a module without hooks directly, which is cheaper than any hook.
+        """Take the hooks off until `wake`. Torch calls a module without hooks directly, which is cheaper than any hook.
 
-        This writes to torch's dicts, at a tenth of the cost of handles, since it may happen at every other step.
+        The hooks are taken out of torch's dicts, at a tenth of the cost of handles, because modules may rest at every
+        other step.
         """
         for handle in self._handles:
             registered = handle.hooks_dict_ref()
@@ -348,7 +349,7 @@ class HookedModule:
                 if hook is not self.pre_hook:
                     registered.move_to_end(handle.id, last=False)
                     module_hooks.keep_first(registered)
-                if self._number not in callbacks.MODULES:  # closed meanwhile, by a signal's handler or another thread
+                if self._number not in callbacks.MODULES:  # a signal's handler or another thread has closed it
                     registered.pop(handle.id, None)
         self._resting.clear()
 
@@ -359,7 +360,7 @@ class HookedModule:
             yield from ((name, value) for name, value in getattr(module, kind).items() if value is not None)
 
     def keeps(self, site: str) -> bool:
-        """Whether anything of a site may be kept at this step; name and call may still exclude it."""
+        """Whether a value of a site may be kept at this step; its name or call may still exclude it."""
         return self.capture.masks[self.rule_sets[site]] != 0
 
     def record_state(self, site: str, moment: Moment, phase: str, repeat: int, *, without: Container[int] = ()) -> None:
@@ -396,7 +397,7 @@ class HookedModule:
                 self.failed(site, error)
 
     def failed(self, site: str, error: Exception) -> None:
-        """Count an error of ours; a site that keeps failing is disarmed."""
+        """Count an error of the recorder; a site that keeps failing is disarmed."""
         self.capture.site_failed(Origin(self.root.name, self.node_path, site, ""), error)
 
     def disarm(self, sites: tuple[str, ...]) -> None:
@@ -406,14 +407,9 @@ class HookedModule:
         self._leaves.clear()
 
     @property
-    def was_called(self) -> bool:
-        """Whether a hook or a tap has ever seen the module run."""
-        return self._was_called
-
-    @property
     def is_silent(self) -> bool:
-        """Whether the module has hooks, but was never seen to run."""
-        return bool(self._handles) and not self._was_called
+        """Whether the module has hooks but was never seen to run."""
+        return bool(self._handles) and not self.was_called
 
     def remove(self) -> None:
         """Take the hooks off again."""

@@ -27,7 +27,7 @@ _NAME = "_flat_param"
 
 
 class ParameterRows(Protocol):
-    """The rows of a parameter for an optimizer's hooks: a module's, an FSDP1 flat parameter, or its original."""
+    """The rows of a parameter for the hooks on optimizers; there is one class for each way to hold a parameter."""
 
     reference: Callable[[], torch.Tensor | None]
 
@@ -49,11 +49,11 @@ class ParameterRows(Protocol):
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        """Record the parameter, its gradient or its state; ``suffix`` follows the parameter's name."""
+        """Record the parameter, its gradient or its state. ``suffix`` is appended to the parameter's name."""
 
 
 class ModuleParameter:
-    """A parameter as its module has registered it: plain, or a DTensor."""
+    """The rows of a parameter as its module has registered it: a plain tensor, or a DTensor."""
 
     __slots__ = ("_module", "_name", "reference")
 
@@ -95,22 +95,23 @@ class ModuleParameter:
 
 
 class OriginalSlice(NamedTuple):
-    """An original parameter within a flat one."""
+    """An original parameter inside a flat parameter."""
 
     hooked: HookedModule
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
-    """The number of its first element in the unsharded flat parameter."""
+    """The index of the original's first element in the unsharded flat parameter."""
     begin: int
-    """The first of its own elements in this rank's shard; `end` is one past the last, and equal where there is none."""
+    """The index, within the original, of its first element in this rank's part of the flat parameter."""
     end: int
+    """The index after the original's last element in this rank's part; equal to `begin` where the rank has none."""
     chunk: Chunk | None
-    """The slice's chunk; None where the rank holds the whole parameter, or the slice is no run in C order."""
+    """The chunk of the slice; None where the rank holds the whole parameter, or the slice is no run in C order."""
     note: str | None
     local: Chunk | None = None
-    """The chunk of the whole that FSDP1 was given, where that is part of a tensor parallel parameter."""
+    """The chunk of the original itself, where FSDP1 was given a part of a tensor parallel parameter."""
 
 
 class _Mesh(NamedTuple):
@@ -127,7 +128,7 @@ class _Mesh(NamedTuple):
         return compact(self._asdict() | {"ranks": written_ranks(self.ranks, self.shape)})
 
     def with_axes(self, more: Any) -> _Mesh:
-        """Return this mesh with the axes of a tensor parallel mesh behind its own, as one regular grid."""
+        """Return this mesh with the axes of a tensor parallel mesh appended, as one regular grid."""
         coordinate = more.get_coordinate()
         own_rank = int(more.mesh[tuple(coordinate)])
         beside = [int(rank) - own_rank for rank in more.mesh.flatten().tolist()]
@@ -142,13 +143,13 @@ class _Mesh(NamedTuple):
 
 
 class FlatParameter:
-    """One flat parameter, which an optimizer updates where ``use_orig_params`` is False.
+    """The rows of one flat parameter, which an optimizer updates where ``use_orig_params`` is False.
 
-    Its tensors (values, gradient, optimizer state) become a row for each original parameter.
+    Each tensor of the flat parameter (values, gradient, optimizer state) becomes a row for each original parameter.
     """
 
     def __init__(self, wrapper: Any, module_of: Callable[[nn.Module], HookedModule | None]) -> None:
-        """Read the metadata of a wrapper that has a handle.
+        """Read the metadata of a wrapper that has flattened parameters.
 
         Args:
             wrapper: the FullyShardedDataParallel module.
@@ -174,7 +175,7 @@ class FlatParameter:
             for info in flat._shared_param_infos
             if (hooked := module_of(info.module)) is not None and (first := module_of(info.prim_module)) is not None
         ]
-        """Tied names: the module and its name there, and the module and the name under which it is recorded."""
+        """For each tied name the module and the name, and the module and name under which the parameter is recorded."""
         originals = flat._params or [None] * len(flat._shapes)
         mesh, is_hybrid = _mesh(wrapper)
         self.slices: list[OriginalSlice] = []
@@ -236,7 +237,7 @@ class FlatParameter:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        """Record a tensor of the flat parameter, split; a single number is recorded for every original parameter."""
+        """Split and record a tensor of the flat parameter; a single number is recorded for every original parameter."""
         values = tensor.detach()
         is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
         if values.dim() and not is_slices and not is_whole:
@@ -261,7 +262,7 @@ class FlatParameter:
 
 
 class OriginalParameter:
-    """An original parameter that an optimizer updates slice by slice, because ``use_orig_params`` is True."""
+    """The rows of an original parameter that an optimizer updates itself, because ``use_orig_params`` is True."""
 
     def __init__(self, flat: FlatParameter, slice_: OriginalSlice, index: int, parameter: torch.Tensor) -> None:
         self.reference: Callable[[], torch.Tensor | None] = weakref.ref(parameter)
@@ -274,7 +275,7 @@ class OriginalParameter:
         return self._slice.hooked.root_name
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient; an empty slice where only other ranks hold elements of the parameter."""
+        """Return the gradient; an empty tensor where only other ranks hold elements of the parameter."""
         gradient, flat = parameter.grad, self._flat.reference()
         if gradient is not None or flat is None or flat.grad is None or self._slice.begin < self._slice.end:
             return gradient
@@ -294,7 +295,7 @@ class OriginalParameter:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        """Record the slice of the parameter, of its gradient, or of its state."""
+        """Record this rank's slice of the parameter, of its gradient, or of its state."""
         slice_, flat = self._slice, self._flat.reference()
         is_slice = self._flat.is_sharded and tuple(tensor.shape) == (slice_.end - slice_.begin,)
         if site == "grad" and flat is not None and flat.grad is not None:
@@ -317,7 +318,7 @@ class OriginalParameter:
 def find_flat_parameters(
     wrappers: Sequence[nn.Module], module_of: Callable[[nn.Module], HookedModule | None]
 ) -> Iterator[FlatParameter]:
-    """Yield the flat parameters of FSDP1 wrappers among some modules."""
+    """Yield the flat parameters of the FSDP1 wrappers among some modules."""
     kind = loaded(*FSDP1)
     for module in wrappers:
         if kind is not None and isinstance(module, kind) and getattr(module, "_handle", None) is not None:
@@ -335,12 +336,12 @@ def meshes_of_flat(wrappers: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def unsharded_scope(site: str, scope: str | None) -> str | None:
-    """Return the scope of a whole tensor: gradients under `no_sync` are this rank's own, parameters are gathered."""
+    """Return the scope of an unsharded tensor: a gradient is this rank's own (`no_sync`), a parameter is gathered."""
     return {"grad": "local", "param": "unsharded"}.get(site, scope)
 
 
 def _starts(flat: Any) -> Iterator[int]:
-    """Yield where each original parameter begins in the unsharded flat parameter; padding may lie between them."""
+    """Yield the start of each original parameter in the unsharded flat parameter; padding may lie between two."""
     start = 0
     for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
         if not is_padding:
@@ -349,7 +350,7 @@ def _starts(flat: Any) -> Iterator[int]:
 
 
 def _chunk_of_local(spec: Any, shape: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a tensor parallel parameter's local values; None where they are no single box."""
+    """Return the chunk of the local values of a tensor parallel parameter; None where they are no single box."""
     if not isinstance(getattr(spec, "placements", None), tuple):
         return None
     chunk = chunk_of(tuple(spec.shape), spec.mesh, spec.placements)

@@ -1,4 +1,4 @@
-"""A root: an outermost module with its hooks, and its calls.
+"""A root: an outermost module, its hooks and its calls.
 
 Nothing here may raise into training, keep a model alive, or read a tensor's values.
 """
@@ -44,7 +44,8 @@ from .module import HookedModule
 from .parameter_rows import FlatParameter, find_flat_parameters, meshes_of_flat
 
 _MAX_LATE_LOOKS = 5
-"""The calls of a root at which a data-parallel wrapper is looked for: it may be made during the first, or after it."""
+"""The first calls of a root at which a data-parallel wrapper is looked for; it may be made during the first call or
+after it."""
 _numbers = itertools.count(1)
 
 
@@ -73,9 +74,9 @@ class Root:
             capture: takes the values.
             module: the outermost module.
             name: the name of the root.
-            clock: that of an earlier root of the name, whose counts go on, so that no key comes again.
-            is_elsewhere: whether a module belongs to another root than this one, which records it under its own path.
-            inner_roots: the roots that the module contains; their calls and its own are in the same slices.
+            clock: the clock of an earlier root with this name; its counts go on, so that no key comes again.
+            is_elsewhere: returns whether a module belongs to another root, which records it under a path of its own.
+            inner_roots: the roots that the module contains; their calls share the slices of this root's calls.
         """
         self.capture = capture
         self.name = name
@@ -87,44 +88,45 @@ class Root:
             inner.clock = self.clock
         self._is_elsewhere = is_elsewhere
         self._entries: list[weakref.ref[nn.Module]] = []
-        """The modules whose outermost calls are calls of the root: the root's module, and those of its modules that the
-        program calls directly."""
+        """The modules whose outermost calls are calls of the root: the root's own module, and the modules inside it
+        that the program calls directly."""
         self._entered: Callable[[], nn.Module | None] = lambda: None
         """The module that the current or last call of the root has entered."""
         self.num_calls = 0
         self.attachments: list[Callable[[], Any]] = []
-        """Weak references to the handles of this root that were given out and not closed."""
+        """Weak references to the handles of this root that the program holds and has not closed."""
         self.is_kept = False
-        """True where a handle was thrown away at once: nobody can close it, so the recording was meant to last."""
+        """True where the program threw a handle away at once: nobody can close the root, so it is meant to last."""
         self._number = next(_numbers)
         self._began_late = has_compiled_anything()
-        """Whether something, perhaps this model, had been compiled when the root was attached."""
+        """Whether anything in the process, perhaps this model, had been compiled when the root was attached."""
         self.artefact: str | None = None
-        """The name of the model behind a loaded artefact, where the root stands for an artefact."""
-        self._is_stand_in = False
+        """The name of the model in a loaded artefact, where the root stands for the artefact; else None."""
+        self.is_stand_in = False
+        """Whether the root has no module, so that nobody can close the root."""
         self._by_path: dict[str, HookedModule] = {}
         self._tap_paths: dict[str, str] = {}
         self.data_parallel: DataParallel | None = None
-        """The ranks that split the batch, for the manifest; None where no wrapper names them."""
+        """The ranks that split the batch, for the manifest; None where no wrapper names such ranks."""
         self.model_parallel: ModelParallel | None = None
-        """The ranks that work on the same part of the batch, for the manifest; None where no parameter names them."""
+        """The ranks with the same part of the batch, for the manifest; None where no parameter names such ranks."""
         self.rank_local: dict[str, str] | None = None
         """The reasons why parameters, by full name, differ on ranks with other batches, for the manifest."""
         self.pipeline: Pipeline | None = None
         """The stage of a pipeline that this root is, for the manifest; None where no stage was seen to call it."""
         self._named: set[tuple[str, str]] | None = None
-        """The module paths and names under which parameters are recorded, of which a tied one has several."""
+        """The pairs of module path and name under which parameters are recorded; None until the first question."""
         self.jitter: JitterInputs | None = None
-        """The hook that moves the root's inputs, where the settings ask for it."""
+        """The hook that moves the root's inputs, where the setting `jitter` asks for it."""
         self.moved: dict[str, float] | None = None
-        """The values that were moved, with the largest share; None while that is not known, or without `jitter`."""
+        """For each kind of value that `jitter` has moved, the largest share; None before anything was moved."""
         self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
         self._install(module)
         self._learn_groups(module)
 
     @property
     def shared_work(self) -> dict[str, dict[str, Any] | None]:
-        """Return how the root shares work with other ranks, for the manifest; None where nothing tells. Any thread."""
+        """Return how the root shares work with other ranks, for the manifest; None for unknown parts. Any thread."""
         return {
             "data_parallel": self.data_parallel,
             "model_parallel": self.model_parallel,
@@ -136,13 +138,13 @@ class Root:
         }
 
     def has_moved(self, kind: str, eps: float) -> None:
-        """Note that the setting `jitter` has moved inputs or embeddings by this share of their values."""
+        """Note that the setting `jitter` has moved inputs or embeddings by a share `eps` of their values."""
         if self.moved is None or self.moved.get(kind, 0.0) < eps:
             self.moved = {**(self.moved or {}), kind: eps}
             self.capture.events.has_changed = True
 
     def jitter_failed(self, error: Exception) -> None:
-        """Report an error of ours while a value was moved; the value is left as it was."""
+        """Report an error of the recorder while a value was moved; the value stays as it was."""
         if comes_from_signal_handler(error):
             raise error
         text = f"{self.name}: jitter failed: {type(error).__name__}: {error}"
@@ -187,7 +189,7 @@ class Root:
         self._located[id(module)] = weakref.ref(module), ""
         self.modules: list[HookedModule] = []
         self.modules_by_tap: dict[str, HookedModule] = {}
-        """Modules that have a tap, by the text of its `Where`."""
+        """The modules that have a tap, by the text of the tap's `Where`."""
         self._own_taps: list[Callable[[], nn.Module | None]] = []
         self._handles: list[Any] = []
         callbacks.ROOTS[self._number] = self
@@ -196,7 +198,7 @@ class Root:
         self.inventory.describe(nodes, self.flats)
 
     def _find_flats(self, module: nn.Module) -> list[FlatParameter]:
-        """Return FSDP1's flat parameters, whose values are split as soon as they are seen."""
+        """Return the flat parameters of FSDP1 in and around a module; none where they cannot be read."""
         modules = {hooked.node_path: hooked for hooked in self.modules}
 
         def module_of(owner: nn.Module) -> HookedModule | None:
@@ -211,7 +213,7 @@ class Root:
             return []
 
     def find_wrappers(self) -> None:
-        """Look for wrappers again: a model that was wrapped after it was attached may have other parameters."""
+        """Look for wrappers again: a model that was wrapped after it was attached may have other parameters now."""
         module = self.module()
         if module is not None:
             self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
@@ -225,7 +227,7 @@ class Root:
             self._install(module)
 
     def has_grown(self) -> bool:
-        """Whether the model has modules that it did not have when it was attached."""
+        """Whether the model has modules that it did not have when hooks were put on it."""
         module = self.module()
         return module is not None and any(
             self.path_of(inner) is None and not self._is_elsewhere(self, inner) for inner in module.modules()
@@ -252,9 +254,9 @@ class Root:
                 self._tap(node, self.modules[-1])
             self.modules_by_tap |= {where.text: self.modules[-1] for where in module_taps.where_tapped(node.owner)}
         self._with_hooks: dict[frozenset[int], list[HookedModule]] = {}
-        """Modules below the root that have hooks, by the rule sets that give these something to do."""
+        """The modules below the root that have hooks, by the rule sets for which the hooks record values."""
         self._resting: set[frozenset[int]] = set()
-        """The rule sets of modules whose hooks are off."""
+        """The keys of `_with_hooks` whose modules rest, that is, whose hooks are off."""
         self._group_modules()
         if not isinstance(module, torch.jit.ScriptModule):
             if self.capture.settings.jitter:
@@ -267,7 +269,7 @@ class Root:
         self.inventory.say_hidden(nodes, compiled, late)
 
     def enter_at(self, module: nn.Module) -> None:
-        """Take outermost calls of a module of this root as calls of the root from now on."""
+        """From now on take the outermost calls of a module of this root as calls of the root."""
         self._entries.append(weakref.ref(module))
         if self.jitter is not None:
             self._handles.append(module.register_forward_pre_hook(self.jitter, prepend=True, with_kwargs=True))
@@ -277,7 +279,7 @@ class Root:
         self._handles.append(module_hooks.put_on(module.register_forward_hook, ends, always_call=True))
 
     def can_enter_at(self, module: nn.Module) -> bool:
-        """Whether `enter_at` can take a module of this root that is no entry yet; a graph would see hooks inside it."""
+        """Whether `enter_at` can take a module: it is no entry yet, and its hooks lie inside no graph."""
         path = self.path_of(module)
         hooked = self.module_at(path) if path is not None else None
         outermost = self.module()
@@ -287,7 +289,7 @@ class Root:
         return is_hooked and any(inner is module for inner in outermost.modules())  # else it was removed from the model
 
     def go_on_from(self, before: Root) -> None:
-        """Enter calls where a root did that this one takes over."""
+        """Enter calls at the modules where the root entered them that this root takes over."""
         for entry in [entry() for entry in before._entries]:
             if entry is not None and self.can_enter_at(entry):
                 self.enter_at(entry)
@@ -311,7 +313,7 @@ class Root:
         return any(one is hooked for one in self.modules_by_tap.values())
 
     def reselect(self, rules: Sequence[Rule]) -> None:
-        """Have the modules that new rules are for take them, between two steps."""
+        """Give new rules to the modules that the rules select, between two steps."""
         for modules in self._with_hooks.values():
             for hooked in modules:
                 hooked.wake()
@@ -323,7 +325,7 @@ class Root:
         self.inventory.reselect()
 
     def _tap(self, node: tree.Node, hooked: HookedModule) -> None:
-        """Put taps on a module, as the settings ask, so that a graph shows what its hooks cannot see."""
+        """Put taps on a module, so that a graph shows the values that hooks on the module cannot see."""
         tapped_sites = {where.site for where in module_taps.where_tapped(node.owner)}
         if not node.is_callable or tapped_sites:
             return
@@ -333,17 +335,12 @@ class Root:
                 self._own_taps.append(weakref.ref(node.owner))
 
     def stands_for(self, where: str) -> None:
-        """Let the root, which has no module, stand for the loaded artefact that shows this tap."""
+        """Let the root, which has no module, stand for the loaded artefact that shows a tap."""
         self.artefact = Where.from_text(where).root if where else ""
-        self._is_stand_in = True
-
-    @property
-    def is_stand_in(self) -> bool:
-        """Whether the root has no module, so that nobody can close it."""
-        return self._is_stand_in
+        self.is_stand_in = True
 
     def has_tap(self, where: str) -> bool:
-        """Whether a tap is on a module of this root, in its TorchScript, or in the artefact that it stands for."""
+        """Whether a tap is on a module of this root, in TorchScript, or in the artefact that the root stands for."""
         if where in self.modules_by_tap:
             return True
         parsed = Where.from_text(where) if where else None
@@ -359,9 +356,9 @@ class Root:
         return self._by_path.get(path)
 
     def path_of_tap(self, name: str) -> str:
-        """Return the path of the module with a tap by hand in a graph; the root where several modules have such a tap.
+        """Return the path of the module with a tap by hand in a graph; empty where several modules have such a tap.
 
-        The op knows its name; no graph remembers the module that called it.
+        The op in the graph knows the name of the tap; no graph remembers the module that called `recorder.tap`.
         """
         if name not in self._tap_paths:
             module = self.module()
@@ -384,12 +381,12 @@ class Root:
         self.inventory.add_seen_at_tap(where, path)
 
     def begins(self, module: nn.Module) -> None:
-        """Begin a call of the root, which enters at a module of it."""
+        """Begin a call of the root; the call enters at one of the root's modules."""
         if torch._C._current_graph_task_id() != -1:
             return
         root_calls = self.capture.root_calls
         if root_calls.depth == 1 and root_calls.outermost is self and self.is_entered_at(module):
-            root_calls.depth = 0  # its last call was interrupted, as by Ctrl-C in a notebook
+            root_calls.depth = 0  # the last call was interrupted, as by Ctrl-C in a notebook
         root_calls.depth += 1
         if root_calls.depth > 1:
             return
@@ -425,7 +422,7 @@ class Root:
             self.capture.step_changed()
 
     def ends(self, output: Any) -> None:
-        """End a call of the root, which has returned, or raised (then ``output`` is None)."""
+        """End a call of the root that has returned, or that has raised (then ``output`` is None)."""
         root_calls = self.capture.root_calls
         if torch._C._current_graph_task_id() != -1 or root_calls.depth == 0:
             return
@@ -447,13 +444,13 @@ class Root:
                     if is_leaf:
                         self.capture.keep_leaf_hook(handle)
         if current is not None and self.capture.every_call_is_a_step:
-            repeat = current.enter("forward", HELD_BY_MODULES)  # other than 0 where the program names the steps
+            repeat = current.enter("forward", HELD_BY_MODULES)  # not 0 where the program has named the step
             for root in (self, *self._inner_roots):
                 root.record_state(HELD_BY_MODULES, current.moment, "forward", repeat)
 
     @property
     def _is_training(self) -> bool:
-        """The training flag of the module inside any wrapper: a wrapper's own may have been left behind."""
+        """The training flag of the module inside all wrappers; the flag of a wrapper may be out of date."""
         module = self._innermost()
         return module is None or module.training
 
@@ -485,20 +482,20 @@ class Root:
         return active, "forward"
 
     def gradient_at_tap(self, moment: Moment) -> None:
-        """Note that a gradient has come to a tap, so that the next forward is of another slice."""
+        """Note that a gradient has come to a tap, so that the next forward begins another slice."""
         slice_ = self.clock.recomputed()
         if self.num_calls == 0 and slice_.moment == moment:
             self.clock.gradient_arrived(slice_)
 
     def failed(self, error: Exception) -> None:
-        """Count an error of ours; a root that keeps failing, and so knows no step any more, is removed."""
+        """Count an error of the recorder; remove a root that keeps failing, as it no longer knows the step."""
         if self.capture.site_failed(Origin(self.name, "", "root", ""), error):
             step = self.capture.clock.step
             self.inventory.disarm_all(step)
             self.remove()
 
     def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
-        """Record nothing any more at some sites of one module, and note from which step on."""
+        """Record nothing any more at some sites of one module, and note the first step of that in the inventory."""
         for hooked in self.modules:
             if hooked.node_path == path:
                 hooked.disarm(sites)
@@ -516,7 +513,7 @@ class Root:
                 flat.record("param", "", parameter, moment, phase, repeat)
 
     def parameters(self) -> Iterator[tuple[HookedModule, str, nn.Parameter]]:
-        """Yield every parameter once, except flat ones, with its module and its name there."""
+        """Yield every parameter once, except flat parameters, with its module and its name there."""
         seen = ids_of(self.flats)
         for hooked in self.modules:
             for name, parameter in hooked.own("_parameters"):
@@ -533,9 +530,9 @@ class Root:
         return is_first
 
     def rest_or_wake(self, *, may_rest: bool) -> None:
-        """Take hooks off modules of whose calls the new step records nothing, and put them back on others.
+        """Take the hooks off modules whose calls the new step does not record, and put them back on other modules.
 
-        The root's own hooks stay: they tell of steps, and one of them has called this.
+        The root's own hooks stay, because they tell of steps, and one of them has called this method.
         """
         masks = self.capture.selection.masks
         for rule_sets, modules in self._with_hooks.items():
@@ -551,7 +548,7 @@ class Root:
                 self._resting.discard(rule_sets)
 
     def remove(self) -> None:
-        """Take every hook off again."""
+        """Take off every hook and tap that the root has put on."""
         self.inventory.close()
         for handle in self._handles:
             handle.remove()
