@@ -1,7 +1,7 @@
-"""Stagers, which bring the bytes of a tensor into a block of the pool: a class for each kind of device.
+"""Stagers bring the bytes of a tensor into a block of the pool; there is a class for each kind of device.
 
-A stager runs on the training thread. It may not wait for a device while values are seen; where a copy is not over when
-it returns, the record carries a `Ready` that the writer waits on. When that is over is a property of the device: at
+A stager runs on the training thread. It may not wait for a device while values are seen. Where a copy is not over when
+the stager returns, the record carries a `Ready` that the writer waits on. The device decides when the copy is over: at
 once, or once a step's graph has run. A new device is one class here and one entry of `STAGERS`.
 """
 
@@ -30,20 +30,20 @@ from .streams import COPY_FAILED, CUDA_GRAPH, NO_DEVICE_ROOM, StreamStager
 
 _NO_BOUNDARY = "no_step_boundary"
 _MEMMOVE_BYTES = 1 << 20
-"""Below this memmove wins over the dispatcher (0.3 us a call against 6); above it torch copies with all its threads."""
+"""Below this size memmove beats torch's dispatcher (0.3 us a call against 6); above it torch uses all its threads."""
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
-"""Unlike `ctypes.memmove` it keeps the interpreter's lock, which the writer would have to give back first."""
+"""A memmove that keeps the interpreter's lock; after `ctypes.memmove` the writer would have to give the lock back."""
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
 
 
 class MeasurePlan(Protocol):
-    """The plan to measure a tensor, whose payload is not kept, before the writer has it."""
+    """How a tensor whose payload is not kept is measured on its device, before the writer has it."""
 
     nbytes: int
-    """Bytes of the block that the results take."""
+    """The bytes that the results take in the block."""
 
     def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
-        """Return the statistics in the block's `data`. Called on the writer thread."""
+        """Return the statistics from the results in the block's `data`. Writer thread."""
 
 
 class Stager(Protocol):
@@ -52,9 +52,9 @@ class Stager(Protocol):
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         """Copy a dense tensor's elements in C order into ``block``.
 
-        Training may change the tensor as soon as this returns (on its own stream, in program order), and must not find
-        the copy changed by that. None means that the bytes are there already. Raises what the copy raises, and
-        `LostError` where there is a reason not to copy.
+        Training may change the tensor as soon as this method returns (on its own stream, in program order), and such a
+        change must not reach the copy. None means that the bytes are there already. The method raises what the copy
+        raises, and `LostError` where there is a reason not to copy.
         """
 
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> MeasurePlan | None:
@@ -66,11 +66,11 @@ class Stager(Protocol):
         raise LostError(COPY_FAILED)
 
     def look(self) -> None:
-        """Hand over what has arrived, as a call of a root begins, so that a step may have ended. Never waits."""
+        """Hand over the values that have arrived, as a call of a root begins and a step may have ended. Never waits."""
         return
 
     def fetch(self) -> None:
-        """Hand over every value that was seen so far, whatever that costs, for `flush`. May wait."""
+        """Hand over every value that was seen so far, whatever the cost, for `flush`. May wait."""
         return
 
     def close(self) -> None:
@@ -79,10 +79,10 @@ class Stager(Protocol):
 
 
 class HostStager(Stager):
-    """Host memory to host memory: one copy, complete on return. The writer thread measures and encodes.
+    """Copies host memory to host memory; the copy is complete on return. The writer thread measures and encodes.
 
-    Doing that in the hook, with all of training's threads, was measured where training fills every core: it saves
-    nothing of statistics, and a tenth of a step that keeps 190 MB of payloads.
+    To measure and encode in the hook, with all of training's threads, was tried where training fills every core. It
+    saves nothing where statistics are kept, and a tenth of a step that keeps 190 MB of payloads.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -105,12 +105,13 @@ class HostStager(Stager):
 
 
 class XlaStager(Stager):
-    """XLA's lazy tensors: a copy on the device in the hook, and to the host once the step's own graph has run.
+    """Copies XLA's lazy tensors on the device in the hook, and to the host once the step's own graph has run.
 
-    A host copy in the hook would cut the graph in two. The copy on the device becomes one more output of the graph that
-    the program runs at its next step boundary (`torch_xla.sync`), so nothing is compiled or run that was not before.
-    What a call of a root left behind, because the program read other values and ended no step, is fetched when the next
-    call begins, with a graph of its own: else it would pile up in the one that the program runs at last.
+    A copy to the host in the hook would cut the graph in two. The copy on the device becomes one more output of the
+    graph that the program runs at its next step boundary (`torch_xla.sync`), so no further graph is compiled or run. If
+    the program reads other values and ends no step, the copies of a root's call are left behind. They are fetched with
+    a graph of their own when the next call begins, because they would pile up in the graph that the program runs at
+    last.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -165,7 +166,7 @@ class XlaStager(Stager):
             pass  # the writer may be reading one
 
     def _bring(self, values: list[_LazyCopy]) -> None:
-        """Bring values to the host, with one graph for all that were not computed yet; the writer counts failures."""
+        """Bring values to the host, with one graph for all values not computed yet; the writer counts failures."""
         lazy = [(value, tensor) for value in values if (tensor := value.tensor) is not None]
         if not lazy:
             return
@@ -186,7 +187,7 @@ class XlaStager(Stager):
 
 
 class _LazyCopy:
-    """A value on its way. Only its record holds it, so that a dropped value is not computed."""
+    """A lazy value on its way to the host. Only its record holds it, so that a dropped value is not computed."""
 
     __slots__ = (
         "__weakref__",
@@ -236,7 +237,7 @@ def _unread(seen: list[weakref.ref[_LazyCopy]]) -> list[_LazyCopy]:
 
 
 class CudaStager(StreamStager, Stager):
-    """NVIDIA GPUs: copies on a stream of the recorder's."""
+    """Copies from NVIDIA GPUs on a stream of the recorder's."""
 
     def __init__(self, pool: Pool, settings: Settings, say: Callable[[str], None]) -> None:
         if torch.version.hip is not None:
@@ -249,11 +250,11 @@ STAGERS: dict[str, Callable[[Pool, Settings, Callable[[str], None]], Stager]] = 
     "xla": lambda pool, settings, say: XlaStager(pool),
     "cuda": CudaStager,
 }
-"""Makes the stager of a device type out of the pool, the settings and a way to say something; each is made once, when
-its first tensor comes."""
+"""For each device type the function that makes its stager of the pool, the settings and a function that logs a line. A
+stager is made once, when its first tensor comes."""
 
 WHY_LOST = {
     CUDA_GRAPH: "a CUDA graph was being captured, in which nothing can be recorded, nor when it is replayed",
     NO_DEVICE_ROOM: "the device's pool had no room for it; a larger RECORDER_DEVICE_POOL_BYTES helps",
 }
-"""The meaning of each `LostError` that `Stager.copy` raises."""
+"""For each reason of a `LostError` of `Stager.copy` a sentence that explains the reason."""

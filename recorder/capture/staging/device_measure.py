@@ -1,7 +1,8 @@
 """Computes statistics and fingerprint of one tensor by torch's kernels, on its device, as `measure` does on the host.
 
-A few numbers for each box of the tensor cross the bus, and the writer thread puts them together. Sums are in float64
-as there, in another order; counts, extremes and fingerprints are equal. Nothing here may look at a value on the device.
+A few numbers for each box of the tensor cross the bus, and the writer thread puts them together. Sums are in float64 as
+on the host, but in another order; counts, extremes and fingerprints are equal. Nothing here may read a value on the
+device.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
 _BOX_ITEMS = 1 << 22
-"""Elements looked at together: their float64 copies, three at a time, take 100 MB of the device."""
+"""The most elements of a box: their float64 copies, three at a time, take 100 MB of the device."""
 _MAX_WEIGHTS = 1 << 16
-"""Weights of one factor of the fingerprint that are kept."""
+"""The most weights of one factor of the fingerprint that are kept."""
 _MAX_KEPT = 64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _DTYPES = (
@@ -33,7 +34,7 @@ _DTYPES = (
 """The dtypes that torch's kernels turn into float64; others are measured on the host."""
 
 Weights = dict[tuple[tuple[int, int], ...], torch.Tensor]
-"""Factors of the fingerprint's weights, for each group of (dim, length). Good on one stream alone."""
+"""The factors of the fingerprint's weights, by groups of (dim, length). They may be used on one stream alone."""
 
 
 class DeviceMeasure:
@@ -43,7 +44,7 @@ class DeviceMeasure:
         """Plan the measuring.
 
         Args:
-            dtype: one that `can_measure` knows.
+            dtype: a dtype that `can_measure` knows.
             shape: the shape of the tensor, which has elements.
             keep: bits of KEEP_STATS, KEEP_UNITS and KEEP_FINGERPRINT.
             unit_dim: the dim along which units lie; a negative one counts from the last.
@@ -61,10 +62,10 @@ class DeviceMeasure:
 
         Args:
             tensor: contiguous, of the dtype and shape that were planned; it is not changed.
-            weights: those of earlier calls on the same stream, to which others are added.
+            weights: the weights of earlier calls on the same stream; this call adds new weights.
 
         Returns:
-            The results on the device, int64, flat: those of each box, then those of the units.
+            The results on the device, as a flat int64 tensor: the results of each box, then those of the units.
         """
         flat = tensor.reshape(-1)
         nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -94,7 +95,7 @@ class DeviceMeasure:
         return sums
 
     def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
-        """Return the statistics in the results. Called on the writer thread."""
+        """Return the statistics from the results. Writer thread."""
         words = data.view(np.int64)
         num_words = len(self._boxes) * _NUM_COLUMNS
         rows = words[:num_words].reshape(-1, _NUM_COLUMNS)
@@ -123,7 +124,7 @@ def can_measure(tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> bool:
 
 
 class _BoxResult(NamedTuple):
-    """The results of one box; from `low` on they are over its finite values."""
+    """The results of one box; `low` and the fields after it are over the finite values of the box."""
 
     num_nonzero: float
     num_nan: float
@@ -137,12 +138,12 @@ class _BoxResult(NamedTuple):
 
 
 _NUM_COLUMNS = len(_BoxResult._fields) + 1
-"""The number of columns of the results: those of a box, and its fingerprint."""
+"""The number of columns of the results: the fields of a box, and its fingerprint."""
 _SUMS_OF_UNIT = 4
 
 
 def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield first element, offsets and shape of boxes that each lie in one run of a contiguous tensor, in order."""
+    """Yield first element, offsets and shape of boxes in order; each box is one run of a contiguous tensor."""
     split = len(shape)
     while split and math.prod(shape[split - 1 :]) <= max_items:
         split -= 1
@@ -160,7 +161,7 @@ def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tu
 
 
 def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the numbers of `_BoxResult`, each a float64 as the bits of int64."""
+    """Return the fields of `_BoxResult` as float64 numbers whose bits are taken as int64."""
     wide = values.to(torch.float64)
     num_nonzero = (wide != 0).sum(dtype=torch.float64)
     finite = torch.isfinite(wide)

@@ -1,7 +1,7 @@
 """The operations of a device whose work goes on in streams, and their CUDA versions: the only module that calls CUDA.
 
-Every call is made in a hook of training or on the writer thread. None of them waits for the device, but for
-`Device.fetch`, which the writer alone may call.
+Every call is made in a hook of training or on the writer thread. No call waits for the device except `Device.fetch`,
+which the writer alone may call.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ _RELAXED = 2
 
 
 class Device(Protocol):
-    """One device. Streams, and events on them, are whatever it makes of them."""
+    """One device. The class of its streams and events is its own affair."""
 
     def is_capturing(self) -> bool:
-        """Whether what this thread launches now becomes part of a graph, instead of being done."""
+        """Whether the work that this thread launches now becomes part of a graph instead of being done."""
 
     def current_stream(self) -> Any:
         """Return the stream that takes the work of training on this thread."""
 
     def new_stream(self) -> Any:
-        """Make a stream that does not wait for other streams by itself."""
+        """Make a stream that does not wait for other streams of its own accord."""
 
     def new_event(self) -> Any: ...
 
     def record(self, event: Any, stream: Any) -> None:
-        """Let the event happen once the stream has done all its work so far."""
+        """Let the event happen once the stream has done all the work that it has so far."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Let later work of the stream begin only after the event, as last recorded."""
+        """Let later work of the stream begin only after the event as it was last recorded."""
 
     def is_done(self, event: Any) -> bool:
         """Whether the event has happened. Any thread; raises an earlier error of the device."""
 
     def run(self, stream: Any, work: Callable[[], None]) -> None:
-        """Launch the work on the stream; when this returns it may not have begun."""
+        """Launch the work on the stream; the work may not have begun when this method returns."""
 
     def fetch(self, stream: Any, host: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy to memory that is not page-locked, and wait until it has arrived. Writer thread."""
+        """Copy to memory that is not page-locked, and wait until the bytes have arrived. Writer thread."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Allocate bytes of the device's memory."""
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Page-lock memory of the host, so that copies into it need not wait; return False where that is refused."""
+        """Page-lock memory of the host, so that copies into it need not wait; return False where it is refused."""
 
     def unpin(self, address: int) -> None: ...
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU, through torch; and through the driver where torch offers no call, or one with a side effect."""
+    """One NVIDIA GPU, through torch, or through the driver where torch has no call without a side effect."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -106,13 +106,13 @@ class CudaDevice(Device):
             host.copy_(source)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        # Not one of inference mode, in which the first value may be seen: those take no copies later.
+        # Not in inference mode, in which the first value may be seen: a tensor of that mode takes no copies later.
         with torch.inference_mode(False), undisturbed():
             return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        # Not by torch.cuda.cudart(): where that refuses, its error stays behind and the next kernel of training is
-        # blamed for it. The driver keeps none.
+        # Not by torch.cuda.cudart(): where it refuses, its error stays behind, and the next kernel of training is
+        # blamed for the error. The driver keeps no error.
         with self._beside_captures():
             return int(self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
 
@@ -122,12 +122,12 @@ class CudaDevice(Device):
 
     @contextmanager
     def _beside_captures(self) -> Iterator[None]:
-        """Let this thread ask while another captures a graph, whose capture the question would spoil otherwise.
+        """Let this thread ask the driver while another thread captures a graph, without spoiling the capture.
 
-        A thread that never used the device has no context, without which the driver refuses.
+        A thread that never used the device has no context, and the driver refuses questions without a context.
 
         Raises:
-            RuntimeError: the driver refuses; then nothing may be asked.
+            RuntimeError: the driver refuses, so that nothing may be asked.
         """
         mode, popped = ctypes.c_int(_RELAXED), ctypes.c_void_p()
         self._call("cuCtxPushCurrent_v2", self._context)

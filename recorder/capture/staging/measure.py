@@ -1,8 +1,8 @@
 """Computes statistics and fingerprint of one tensor, for the writer thread; never calls torch.
 
-The compiled loops of `recorder.native` do all of it in one pass, 4 to 9 times as fast; what is here does the same
-without them, to the same bits. numpy's reductions run on the calling thread alone whatever the size, know no global
-modes, and cannot touch the threads or generators that training uses.
+The compiled loops of `recorder.native` compute all results in one pass, 4 to 9 times as fast. The functions here
+compute the same bits where there are no compiled loops. numpy's reductions run on the calling thread alone whatever the
+size, know no global modes, and cannot touch the threads or generators that training uses.
 
 `recorder/numerics/histogram.py` says what each count of a histogram means, and `recorder/numerics/units.py` what the
 sums of units mean.
@@ -28,11 +28,11 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured, Staged
 
 _CHUNK_ITEMS = 1 << 15
-"""Elements looked at together: with their float64 copy they stay in the second-level cache."""
+"""The number of elements that are read together: with their float64 copy they stay in the second-level cache."""
 
 _NOTHING = Measured()
 _TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
-"""Element types that `Kernels.measure_small` takes."""
+"""The element types that `Kernels.measure_small` takes."""
 _Values = npt.NDArray[Any]
 
 
@@ -46,13 +46,13 @@ def measure(
     *,
     kernels: Kernels | None = None,
 ) -> Measured:
-    """Compute statistics, histogram, sums of each unit and fingerprint: each where `keep` has its bit.
+    """Compute statistics, histogram, sums of each unit and fingerprint: each of these where `keep` has its bit.
 
     Args:
         data: the tensor's bytes.
-        dtype: its element type.
-        shape: its shape.
-        chunk: its position in a global tensor.
+        dtype: the tensor's element type.
+        shape: the tensor's shape.
+        chunk: the tensor's position in a global tensor.
         keep: bits of KEEP_*.
         unit_dim: the dim along which units lie; a negative one counts from the last.
         kernels: the compiled loops, where they are to be used.
@@ -102,7 +102,7 @@ def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) 
     """Measure records of few bytes as `measure` does, most of them with one call of the compiled loops.
 
     Args:
-        records: records of which statistics are kept, and perhaps the fingerprint.
+        records: records whose statistics are kept, and perhaps their fingerprints.
         kernels: the compiled loops, where they are to be used.
     """
     tensors: list[SmallTensor | None] = [None if kernels is None else _small_tensor(staged) for staged in records]
@@ -117,7 +117,7 @@ def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) 
 
 
 def _small_tensor(staged: Staged) -> SmallTensor | None:
-    """Return what the compiled loops ask about a record; None where they must be asked about it alone."""
+    """Return a record as the compiled loops take many at once; None where the record must be measured alone."""
     block, dtype = staged.block, staged.dtype
     if not block.num_bytes or staged.chunk is not None or dtype not in _TOGETHER_KINDS:
         return None
@@ -133,7 +133,7 @@ def _small_tensor(staged: Staged) -> SmallTensor | None:
 def _units(
     dtype: str, shape: tuple[int, ...], chunk: Chunk | None, unit_dim: int
 ) -> tuple[Sides | str, UnitSums | None]:
-    """Return where the units of a tensor lie, with sums to be filled; or why it has none, if its note does not say."""
+    """Return where the units of a tensor lie, with sums to fill; or why it has none, empty if its note says so."""
     if dtype not in NUM_BINS:
         return "", None
     if chunk is not None and chunk.flat_start is not None:
@@ -143,7 +143,7 @@ def _units(
 
 
 def _with_units(statistics: Measured, sides: Sides | str, units: UnitSums | None) -> Measured:
-    """Add the sums of each unit, or why there are none."""
+    """Return statistics with the sums of each unit, or with the reason why there are none."""
     if units is not None:
         return statistics._replace(units=packed(units.sides.dim, units.sums, units.zeros))
     return statistics._replace(note=f"no_units:{sides}") if sides else statistics
@@ -172,7 +172,7 @@ def _statistics(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
     if dtype.startswith("complex"):
         return _count_complex(data, dtype)
     moments = _Chunks(min(len(data), _CHUNK_ITEMS))
-    # Values near the largest double overflow to inf, which is then what the row says.
+    # Values near the largest double overflow to inf, and the row says inf then.
     with np.errstate(all="ignore"):
         for values in _chunks(data, dtype):
             moments.add(values)
@@ -180,7 +180,7 @@ def _statistics(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
 
 
 class _Chunks(Moments):
-    """Takes in the values of a tensor, chunk by chunk."""
+    """The moments of a tensor, whose values come chunk by chunk."""
 
     def __init__(self, max_items: int) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class _Chunks(Moments):
         self._mask = np.empty(max_items, np.bool_)
 
     def add(self, values: _Values) -> None:
-        """Take in one chunk of at least one value."""
+        """Add a chunk that has at least one value."""
         mask = self._mask[: len(values)]
         self.zero_count += len(values) - int(np.count_nonzero(np.not_equal(values, 0, out=mask)))
         low, high = float(values.min()), float(values.max())
@@ -247,7 +247,7 @@ def _decoded(dtype: str) -> npt.NDArray[np.float32]:
 
 
 def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
-    """Return counts only: an element is NaN if a part of it is, else infinite if a part of it is."""
+    """Return counts alone: an element is NaN if one of its parts is NaN, else infinite if a part is infinite."""
     parts = data.view(np.dtype(f"<f{item_bytes(dtype) // 2}"))
     nan_count = inf_count = zero_count = 0
     for start in range(0, len(parts), 2 * _CHUNK_ITEMS):
@@ -265,17 +265,17 @@ def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
 
 Bins = npt.NDArray[np.uint64]
 _FLOATS = {"bfloat16": (2, 7), "float32": (4, 23), "float64": (8, 52)}
-"""Bytes of an element, and below which bit its exponent ends."""
+"""For each type the bytes of an element, and the number of bits below the exponent."""
 _ITEMS = 1 << 15
 
 
 def count(data: npt.NDArray[np.uint8], dtype: str, decoded: Iterable[npt.NDArray[Any]]) -> Bins:
-    """Count the values of a tensor.
+    """Count the values of a tensor by sign and power of two, for its histogram.
 
     Args:
-        data: its bytes.
-        dtype: its element type, one of `NUM_BINS`.
-        decoded: its values chunk by chunk, of float16 as float32; looked at for float16 and integers.
+        data: the tensor's bytes.
+        dtype: the tensor's element type, one of `NUM_BINS`.
+        decoded: the tensor's values chunk by chunk, float16 as float32; read for float16 and integers only.
     """
     bins = np.zeros(NUM_BINS[dtype], np.uint64)
     if dtype in BY_PATTERN:
@@ -317,26 +317,26 @@ _LANES = 8
 
 
 class UnitSums:
-    """Sums over the finite values of each unit, and how many values are zero."""
+    """The sums over the finite values of each unit, and the number of values that are zero."""
 
     def __init__(self, sides: Sides) -> None:
         self.sides = sides
         self.sums = np.zeros((3, sides.num))
-        """Of x and x^2, and the largest magnitude."""
+        """For each unit the sum of x, the sum of x^2 and the largest magnitude."""
         self.zeros = np.zeros(sides.num, np.int64)
 
     def add_all(self, chunks: Iterable[npt.NDArray[Any]]) -> None:
-        """Take in a whole tensor, chunk by chunk."""
+        """Add a whole tensor, chunk by chunk."""
         first = 0
         for values in chunks:
             self.add(values, first)
             first += len(values)
 
     def add(self, values: npt.NDArray[Any], first: int) -> None:
-        """Take in a chunk of the flattened tensor, of which `first` elements come before it.
+        """Add a chunk of the flattened tensor; `first` elements of the tensor come before the chunk.
 
-        `bincount` adds in the order of the elements: the values of a unit that lie side by side in eight partial sums,
-        which are joined by halves, and what that makes to the unit's sum.
+        `bincount` adds in the order of the elements. The values of a unit that lie side by side are added in eight
+        partial sums, these are joined by halves, and the result is added to the unit's sum.
         """
         num, inner = self.sides.num, self.sides.inner
         is_zero = np.equal(values, 0)

@@ -28,18 +28,16 @@ from ...system.processes import private_memory
 from ...system.text import size
 
 GRAIN_BYTES = 1024
-"""Every record takes a multiple of this: about what its Python objects weigh, so that the pool bounds those too."""
-
-
+"""Every record takes a multiple of this size, which its Python objects need about, so that the pool bounds them too."""
 _NAP_S = 0.002
-"""A thread that waits for room looks again after this."""
+"""The time after which a thread that waits for room looks again."""
 
 
 class UnfinishedCopy(Protocol):
-    """A device that may still write into a block."""
+    """A copy that a device may still write into a block."""
 
     def released(self) -> None:
-        """Give the block back, with which its record is done, as soon as the device is done, too. Any thread, once."""
+        """Note that the record is done with the block; give it back once the device is done, too. Any thread, once."""
 
 
 class PoolBlock:
@@ -50,14 +48,14 @@ class PoolBlock:
     def __init__(self, pool: Pool, offset: int, size: int, num_bytes: int) -> None:
         self._pool = pool
         self.size = size
-        """The bytes that it takes of the pool."""
+        """The bytes that the block takes of the pool."""
         self.offset = offset
         self.num_bytes = num_bytes
         self.unfinished_copy: UnfinishedCopy | None = None
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """Return the block's bytes; the array is made here, which is on the writer thread."""
+        """Return the block's bytes. The array is made here, on the writer thread, and not in a hook."""
         return self._pool._bytes[self.offset : self.offset + self.num_bytes]  # type: ignore[no-any-return]
 
     @property
@@ -65,7 +63,7 @@ class PoolBlock:
         return self._pool.address + self.offset
 
     def release(self) -> None:
-        """Give the bytes back, once nothing writes into them any more; any thread, once."""
+        """Give the bytes back once nothing writes into them any more. Any thread, once."""
         if self.unfinished_copy is None:
             self.give_back()
         else:
@@ -76,12 +74,15 @@ class PoolBlock:
         self._pool._returned.append(self)
 
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """Return the block as a tensor of the pool's memory; shape and dtype must fit its bytes."""
+        """Return the block as a tensor in the pool's memory; shape and dtype must fit the block's bytes."""
         return self._pool.tensor[self.offset : self.offset + self.num_bytes].view(dtype).view(shape)
 
 
 class Pool:
-    """Address-ordered first fit with coalescing: what is used stays at the low end, other pages stay untouched."""
+    """A region of memory, given out by address-ordered first fit with coalescing.
+
+    So the blocks in use stay at the low end, and the pages behind them stay untouched.
+    """
 
     def __init__(
         self,
@@ -90,11 +91,11 @@ class Pool:
         progress_s: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
-        """Reserve address space; pages are touched as they are used.
+        """Reserve address space; a page is touched when it is first used.
 
         Args:
             capacity_bytes: the whole budget.
-            progress_s: when the writer last finished a batch, on `clock`.
+            progress_s: returns the time on `clock` at which the writer last finished a batch.
             clock: a monotonic clock in seconds.
         """
         self.capacity_bytes = capacity_bytes - capacity_bytes % GRAIN_BYTES
@@ -111,7 +112,7 @@ class Pool:
         self._begin(progress_s, clock)
 
     def split(self, nbytes: int) -> Pool:
-        """Take a part off the end, as a pool of its own in the same memory. Called once, before anything is taken."""
+        """Cut a part off the end as a pool of its own in the same memory. Called once, before any block is taken."""
         part = copy(self)
         part.capacity_bytes = min(nbytes, self.capacity_bytes) // GRAIN_BYTES * GRAIN_BYTES
         self.capacity_bytes -= part.capacity_bytes
@@ -122,7 +123,7 @@ class Pool:
 
     @property
     def region_bytes(self) -> int:
-        """Return the bytes of the memory that the pool lies in, which it may share."""
+        """Return the bytes of the whole region, which the pool may share with another pool."""
         return len(self._bytes)
 
     def _begin(self, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
@@ -149,7 +150,7 @@ class Pool:
     def take(self, nbytes: int) -> PoolBlock | None:
         """Take a block of exactly ``nbytes``; None where there is no room now. Never waits for the writer.
 
-        A call from a signal handler or finalizer that interrupts another take in the same thread gets None.
+        A call from a signal handler or a finalizer that interrupts another call in the same thread gets None.
         """
         size = -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
         # `with` and plain stores, no calls: Ctrl-C and handlers that raise come between calls, never in here.
@@ -179,7 +180,7 @@ class Pool:
         return None
 
     def _collect(self) -> None:
-        """Put returned blocks into the free list, joined with free memory beside them."""
+        """Put returned blocks into the free list, and join them with the free memory beside them."""
         free, returned = self._free, self._returned
         while returned:
             block = returned.popleft()
@@ -200,14 +201,14 @@ class Pool:
     def take_or_wait(
         self, nbytes: int, *, step: int, per_step_s: float, stalled_s: float, per_run_s: float
     ) -> PoolBlock | None:
-        """Take a block, after waiting at most ``per_step_s`` in this step; None means to drop and count.
+        """Take a block, after a wait of at most ``per_step_s`` in this step; None means to drop the value and count it.
 
-        After a wait in vain nothing waits until half of the pool is free: a dead disk must not stop training.
+        After a wait in vain no call waits until half of the pool is free, because a dead disk must not stop training.
         """
         block = self.take(nbytes)
         if block is not None or nbytes > self.capacity_bytes:
             return block
-        with self._lock:  # so it is not another thread that is taking
+        with self._lock:  # while this thread holds the lock, no other thread can be taking
             if self._is_taking:
                 return None
         if self._is_dropping:
@@ -239,7 +240,7 @@ class Pool:
 
 
 class DevicePool(Pool):
-    """A fixed region of a device's memory; its blocks have a length, and no bytes that the host may touch."""
+    """A fixed region of a device's memory. Its blocks have a length, and no bytes that the host may touch."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.capacity_bytes = tensor.numel() - tensor.numel() % GRAIN_BYTES
@@ -256,27 +257,27 @@ def default_capacity_bytes(local_world_size: int) -> int:
 
 
 class RingMemory:
-    """The share of the pool that belongs to the ring. The training thread calls all methods."""
+    """The share of the pool in which values wait for a trigger. The training thread calls all methods."""
 
     def __init__(self, pool: Pool, window: RingWindow, *, is_wanted: Callable[[int], bool]) -> None:
         """Begin with nothing taken.
 
         Args:
-            pool: the share.
+            pool: the ring's share of the pool.
             window: the steps around a trigger that the ring is to hold.
-            is_wanted: whether a trigger has asked for a step, so that it is on its way to the disk like any other.
+            is_wanted: returns whether a trigger has asked for a step, whose values are then on their way to the disk.
         """
         self.pool = pool
         self.window = window
         self.is_wanted = is_wanted
         self._first: int | None = None
-        """The first step of training of which a value came."""
+        """The first step of training that had a value for the ring; None before."""
         self._step_bytes = 0
-        """What training took in that step, or would have."""
+        """The bytes that training asked for in the first step."""
         self._is_judged = False
 
     def take(self, nbytes: int, moment: Moment) -> PoolBlock | None:
-        """Take a block; None where there is no room, which only steps that pass can make."""
+        """Take a block; None where there is no room, because only steps that pass make room."""
         if not self._is_judged and moment.mode == "train":  # an evaluation before training is no measure of a step
             if self._first is None:
                 self._first = moment.step
@@ -285,11 +286,11 @@ class RingMemory:
         return self.pool.take(nbytes)
 
     def judge(self, step: int, num_steps: Callable[[int, int], int]) -> str | None:
-        """Judge, once the first step is over, whether the window fits; return why not.
+        """Return, once the first step is over, why the window does not fit into the ring; None where it fits.
 
         Args:
             step: the step that begins.
-            num_steps: returns at how many of so many steps from a step on the rules keep values in the ring.
+            num_steps: returns at how many steps the rules keep values in the ring, of a number of steps from a step on.
         """
         if self._is_judged or self._first is None or step <= self._first:
             return None

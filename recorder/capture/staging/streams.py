@@ -1,13 +1,13 @@
-"""Copies from a device whose work goes on in streams: training waits for none of them, and can change none.
+"""Copies from a device whose work goes on in streams: training waits for no copy, and can change no copy.
 
-A value is cloned on training's own stream, in program order, into a room of a fixed part of the device's memory. From
-there a stream of the recorder's takes it to the host. So what training does to the tensor next, in place or by freeing
-it, comes after the clone on its stream and cannot reach the copy. The clone costs training twice the value's bytes of
-the device's own memory traffic, some thirtieth of what the copy over the bus takes.
+A value is cloned on training's own stream, in program order, into a room in a fixed part of the device's memory. From
+there a stream of the recorder's takes the clone to the host. If training then changes the tensor in place or frees it,
+that comes after the clone on training's stream and cannot reach the copy. The clone costs twice the value's bytes of
+the device's own memory traffic, about a thirtieth of the time that the copy over the bus takes.
 
 Where the device has no room, training's stream makes the copy itself: still in order, still without the host waiting,
-at the speed of the bus. Events say when a copy is over; the writer asks for them, and rooms, events and blocks go back
-once it is. A block that a device may still write into is never given to another record.
+but at the speed of the bus. Events tell when a copy is over. The writer asks for the events, and rooms, events and
+blocks go back once the copy is over. A block that a device may still write into is never given to another record.
 
 Nothing here may wait for a device, launch anything while a graph is captured, or allocate memory in each step.
 """
@@ -37,15 +37,15 @@ CUDA_GRAPH = "cuda_graph"
 NO_DEVICE_ROOM = "device_pool_full"
 
 _MIN_MEASURED_BYTES = 1 << 20
-"""Below this a copy is cheaper for the training thread than the launches of twenty kernels. Not measured."""
+"""Below this size a copy is cheaper for the training thread than the launches of twenty kernels. Not measured."""
 _MANY = 64
 """The number of copies under way above which the training thread checks whether some are over."""
 _unfinished: set[StreamStager] = set()
-"""Stagers that were closed while a device was still writing: it must stop before their memory is freed."""
+"""The stagers that were closed while a device was still writing: the device must end before their memory is freed."""
 
 
 class StreamStager:
-    """Copies tensors of one kind of device into the pool; see `staging.Stager` for the calls."""
+    """Copies tensors of one kind of device into the pool; `copies.Stager` describes the methods."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class StreamStager:
             open_device: returns the device with an index.
             room_bytes: memory of each device for values on their way.
             say: takes a line that a person should know.
-            min_measured_bytes: from this size on, statistics are computed on the device.
+            min_measured_bytes: the size from which on statistics are computed on the device.
         """
         self._pool = pool
         self._open_device = open_device
@@ -103,7 +103,9 @@ class StreamStager:
         except (LostError, torch.OutOfMemoryError):
             raise
         except RuntimeError:
-            self._unmeasurable.add(tensor.dtype)  # no kernel for it on this device: from now on the host measures
+            self._unmeasurable.add(
+                tensor.dtype
+            )  # the device has no kernel for the dtype: from now on the host measures
             raise
 
     def look(self) -> None:
@@ -115,7 +117,7 @@ class StreamStager:
         """Do nothing: copies are on their way already, and the writer waits for them."""
 
     def close(self) -> None:
-        """Free the memory; while copies are under way, the thread that sees the last one end frees it."""
+        """Free the memory; while copies are under way, the thread that sees the last copy end frees the memory."""
         if os.getpid() != self._pid:
             return
         self._is_closed = True
@@ -186,7 +188,7 @@ class _DeviceCopies:
         self._is_pinned = is_pinned
         self._under_way: deque[_Arrival] = deque()
         self._launching: set[_Arrival] = set()
-        """Copies that may be on their way, but have no event that tells their end."""
+        """The copies that may be on their way but have no event that tells their end."""
         self._weights: Weights = {}
 
     @property
@@ -194,7 +196,7 @@ class _DeviceCopies:
         return bool(self._launching) or any(not arrival.is_over for arrival in list(self._under_way))
 
     def stage(self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure | None) -> _Arrival:
-        """Send a tensor, or its measures, on its way into the block."""
+        """Send a tensor, or the results of its measuring, on the way into the block."""
         self._forget_what_is_over()
         room = self._take_room(tensor.numel() * tensor.itemsize)
         if room is not None:
@@ -237,7 +239,7 @@ class _DeviceCopies:
         return self._bring(current, made, block, None, self._event())
 
     def _make(self, stream: Any, work: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        """Launch the work that makes a tensor; the list has the tensor as soon as the work was launched."""
+        """Launch the work that makes a tensor; return a list that has the tensor once the work is launched."""
         made: list[torch.Tensor] = []
         self.device.run(stream, lambda: made.append(work()))
         return made
@@ -245,7 +247,7 @@ class _DeviceCopies:
     def _bring(
         self, stream: Any, made: list[torch.Tensor], block: PoolBlock, room: PoolBlock | None, event: Any
     ) -> _Arrival:
-        """Copy a tensor to the host; the event, the room and the block go back once the copy is over, not before."""
+        """Copy a tensor to the host; event, room and block go back once the copy is over, and not before."""
         device = self.device
         arrival = _Arrival(self, event, block, room)
         if self._is_pinned:
@@ -266,7 +268,7 @@ class _DeviceCopies:
         self._launching.discard(arrival)
 
     def _keep_until_done(self, room: PoolBlock, stream: Any, event: Any) -> None:
-        """Keep the room of a failed copy until its work is done, which may still use it."""
+        """Keep the room of a failed copy until the copy's work is done, because the work may still use the room."""
         arrival = _Arrival(self, event, None, room)
         with contextlib.suppress(RuntimeError):
             self.device.record(event, stream)
@@ -297,7 +299,7 @@ class _DeviceCopies:
                 under_way[1].poll()
 
     def poll_oldest(self) -> None:
-        """Check which copies are over, oldest first, as they end about in order. Never while a graph is captured."""
+        """Check which copies are over, oldest first, as copies end about in order. Not while a graph is captured."""
         for arrival in list(self._under_way):
             if not arrival.poll():
                 break
@@ -305,7 +307,7 @@ class _DeviceCopies:
 
 
 class _Arrival:
-    """One copy under way; the thread that first sees its end gives back what it holds."""
+    """One copy under way. The thread that first sees its end gives back event, room and block."""
 
     __slots__ = (
         *("_block", "_blocks_left", "_event", "_copies", "_room", "_may_end"),
@@ -317,11 +319,11 @@ class _Arrival:
         self._event = event
         self._block = block
         self._room = room
-        # Popped by one thread alone, without a lock that an interrupt could leave held.
+        # Only one thread can pop the entry, without a lock that an interrupt could leave held.
         self._may_end = [True]
         self._blocks_left = [block] if block is not None else []
         self.fetch: Callable[[], None] | None = None
-        """The copy that the writer makes once the value is there, where the device cannot write to the host itself."""
+        """Makes the copy on the writer thread, where the device cannot write to the host itself; else None."""
         self.error: Exception | None = None
         self.is_launched = False
         self.is_over = False
@@ -338,7 +340,7 @@ class _Arrival:
         return True
 
     def poll(self, *, is_reader: bool = False) -> bool:
-        """Check whether the copy is over; end it if so. Any thread."""
+        """Return whether the copy is over; the first call that sees the end gives back what it holds. Any thread."""
         if self.is_over or not self.is_launched:
             return self.is_over
         error: Exception | None = None
