@@ -1,14 +1,20 @@
 """The ledger of one writer: observed = written + dropped (by reason) + passed; it also counts what retention removed.
 
-`drop` is called from hooks, signal handlers and finalizers: it takes no lock and never waits.
+`drop` is called from hooks, signal handlers and finalizers: it takes no lock and never waits. An error of the disk
+becomes a reason here, a pause before the next attempt, and one line for each kind of trouble: the log never raises and
+never waits, because standard error may lie on the same sick disk, or be a pipe that nobody reads.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from ..system.log import LimitedLog
 
 INTERRUPTED = "interrupted"
 """The reason of rows that were numbered, but neither put nor dropped, because the capture was cut off."""
@@ -121,3 +127,63 @@ class Ledger:
             **({"suspect": self._suspect} if self._suspect else {}),
             **({"synced": self._synced} if self._synced else {}),
         }
+
+
+class Notices(LimitedLog):
+    """A log in which each kind of trouble appears at most once in five minutes. Writer thread only."""
+
+    def failed(self, problem: str, error: BaseException, *, is_aside: bool = False) -> None:
+        """Log that something failed, once for each kind of failure.
+
+        Args:
+            problem: the thing that failed, and the consequence.
+            error: the cause; errors of the disk have the kind of their errno, whatever was tried.
+            is_aside: True where no rows are lost. A first line of that sort must not silence a line about lost rows.
+        """
+        kind = f"{drop_reason(error)} {is_aside}" if isinstance(error, OSError) else problem
+        self.say(kind, f"{problem} ({type(error).__name__}: {error})")
+
+    @contextlib.contextmanager
+    def on_error(self, problem: str, *, is_aside: bool = False) -> Iterator[None]:
+        """Log an OSError of the body and go on after it."""
+        try:
+            yield
+        except OSError as error:
+            self.failed(problem, error, is_aside=is_aside)
+
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+
+
+class Backoff:
+    """The reason why rows are dropped for now, and the end of the pause, which each failure in a row doubles."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.reason: str | None = None
+        """The reason why the last attempt failed; None where it succeeded."""
+        self._clock = clock
+        self._pause_s = _FIRST_PAUSE_S
+        self._until_s = float("-inf")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the pause is over, so that another attempt is worth it."""
+        return self._clock() >= self._until_s
+
+    def failed(self, reason: str) -> None:
+        self.reason = reason
+        self._until_s = self._clock() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def succeeded(self) -> None:
+        self.reason, self._pause_s, self._until_s = None, _FIRST_PAUSE_S, float("-inf")
+
+
+def drop_reason(error: OSError) -> str:
+    """Return the reason in the ledger for rows that were lost to an error of the disk."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DISK_FULL
+    if error.errno == errno.ENOMEM:
+        return NO_MEMORY
+    return f"{WRITE_ERROR}:{errno.errorcode.get(error.errno or 0, 'UNKNOWN')}"

@@ -13,13 +13,10 @@ from pathlib import Path
 from ..format.rundir import open_name, shard_name
 from ..records import KEEP_TENSOR, Measured, Staged
 from ..rules import Schedule
-from .backoff import Backoff, drop_reason
-from .files.file import Disk, PageMemory
+from .files.file import Disk, PageMemory, StuckError
 from .files.ipc import IpcFormat
 from .files.shard import BatchFile, Index, StoredShard
-from .files.syncing import StuckError
-from .ledger import NO_MEMORY, QUOTA, WRITER_ERROR, Ledger
-from .notices import Notices
+from .ledger import NO_MEMORY, QUOTA, WRITER_ERROR, Backoff, Ledger, Notices, drop_reason
 from .quota import DiskFloor, HeldShard, Quota
 from .rows import BuiltBatch, RowBatch
 from .settings import WriteSettings

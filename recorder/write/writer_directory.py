@@ -22,16 +22,12 @@ from ..format.payload.codec import Encoder
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, index_name, open_name, rank_dir, read_json
 from ..rules import Schedule
 from ..sites import FORMAT_NAME, FORMAT_VERSION
-from .backoff import Backoff, drop_reason
-from .earlier import EarlierShard, find_earlier
 from .files.file import Disk, PageMemory
 from .files.ipc import IpcFormat
-from .files.manifest import create_manifest, replace_manifest
+from .files.manifest import StatusFile, create_manifest, replace_manifest
 from .files.shard import StoredShard
-from .files.status import StatusFile
-from .ledger import Ledger
-from .notices import Notices
-from .quota import DiskFloor, HeldShard, Quota
+from .ledger import Backoff, Ledger, Notices, drop_reason
+from .quota import DiskFloor, EarlierShard, HeldShard, Quota, find_earlier
 from .ring import Dump
 from .rotation import RotatingShards
 from .rows import MAX_ROWS, RowBatch

@@ -320,9 +320,9 @@ def run(name: str, out: Path, *, is_recorded: bool) -> None:
 
     if is_recorded:
         from recorder.lifecycle import active as training_side
-        from recorder.write import backoff
+        from recorder.write import ledger as accounts
 
-        backoff._LONGEST_PAUSE_S = backoff._FIRST_PAUSE_S  # nobody waits here for half a minute
+        accounts._LONGEST_PAUSE_S = accounts._FIRST_PAUSE_S  # nobody waits here for half a minute
         training_side.start_from_environment()  # where torch was there before the flag was
     saved = train(rank, world_size, case, folder)
     torch.save(saved, out / f"rank{rank}.pt")

@@ -16,7 +16,7 @@ import pytest
 import recorder
 from recorder.analyze.doctor import reply
 from recorder.upkeep.verify import verify
-from recorder.write import backoff
+from recorder.write import ledger as accounts
 from recorder.write.files.file import Disk
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.writer import Rig
@@ -106,7 +106,7 @@ def test_a_final_name_that_is_not_visible_yet_leaves_the_row_under_the_open_one(
 
 @pytest.mark.parametrize("method", ["is_linked", "write", "sync", "free_bytes"])
 def test_a_stale_handle_begins_another_file(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(accounts, "_FIRST_PAUSE_S", 0.0)
     disk = FaultyDisk()
     rig = begin(tmp_path / "run", disk, min_free_bytes=1)
     put(rig, range(3))
@@ -130,7 +130,7 @@ def test_a_stale_handle_begins_another_file(tmp_path: Path, method: str, monkeyp
 def test_a_sync_without_a_descriptor_for_it_is_done_later_and_nothing_is_suspect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backoff, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(accounts, "_FIRST_PAUSE_S", 0.0)
     disk = FaultyDisk()
     rig = begin(tmp_path / "run", disk)
     rig.drain()
@@ -207,8 +207,8 @@ def test_a_shard_that_a_failed_write_ends_is_synced_before_it_is_left(tmp_path: 
 
 
 def test_a_writer_that_runs_out_of_memory_drops_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backoff, "_FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(backoff, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(accounts, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(accounts, "_LONGEST_PAUSE_S", 0.05)
     is_short = threading.Event()
 
     class Hungry(FaultyDisk):

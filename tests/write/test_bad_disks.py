@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from recorder.records import KEEP_STATS
-from recorder.write.files import syncing
+from recorder.write.files import file
 from recorder.write.files.file import Disk
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.waiting import wait_until
@@ -192,7 +192,7 @@ def test_a_disk_that_never_syncs_loses_no_row_and_says_which_are_at_risk(
 def test_a_sync_that_hangs_holds_up_no_row_and_is_not_repeated(
     tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(syncing, "_LONGEST_S", 0.1)
+    monkeypatch.setattr(file, "_LONGEST_SYNC_S", 0.1)
     rig = quick(tmp_path, disk)
     rig.put(KILOBYTE)
     wait_until(lambda: rig.writer.stats().ledger["written"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from recorder.records import KEEP_STATS
-from recorder.write import backoff
+from recorder.write import ledger as accounts
 from recorder.write.files.shard import StoredShard
 from recorder.write.quota import HeldShard, Quota
 from tests.rigs.fakes import FaultyDisk
@@ -152,7 +152,7 @@ def test_an_abandoned_open_shard_is_retired_in_its_turn(tmp_path: Path) -> None:
 def test_the_quota_knows_what_is_on_the_disk_whatever_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backoff, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(accounts, "_FIRST_PAUSE_S", 0.0)
     disk = FaultyDisk()
     rig = Rig(tmp_path, disk=disk, max_bytes=8 * MEGABYTE, shard_bytes=150_000, codec="none", batch_bytes=1).start()
     for number in range(40):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recorder.format.rundir import STATUS, STATUS_BYTES, encode_status, read_json
 from recorder.write.files.file import Disk
-from recorder.write.files.status import StatusFile
+from recorder.write.files.manifest import StatusFile
 from tests.rigs.fakes import FaultyDisk
 from tests.rigs.waiting import wait_until
 from tests.rigs.writer import Rig
