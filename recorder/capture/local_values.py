@@ -8,8 +8,8 @@ raises `UnsupportedKind` with a reason for the ledger.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, cast
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -183,7 +183,7 @@ def _inside(tensor: torch.Tensor) -> _Inner:
         with torch._C._DisableTorchDispatch():
             if tensor.is_quantized:
                 return _quantized(tensor)
-            return {name: read(tensor) for name, read in _SPARSE.get(tensor.layout, {}).items()}
+            return {name.lstrip("_"): getattr(tensor, name)() for name in _SPARSE.get(tensor.layout, ())}
     if (value := arrived(tensor)) is not tensor:
         return {"": value}
     known = _KNOWN.get((type(tensor).__module__, type(tensor).__name__))
@@ -217,32 +217,16 @@ def _quantized(tensor: torch.Tensor) -> _Inner:
     }
 
 
-_Readers = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
-_CSR = cast(
-    "_Readers",
-    {
-        "crow_indices": torch.Tensor.crow_indices,
-        "col_indices": torch.Tensor.col_indices,
-        "values": torch.Tensor.values,
-    },
-)
-_CSC = cast(
-    "_Readers",
-    {
-        "ccol_indices": torch.Tensor.ccol_indices,
-        "row_indices": torch.Tensor.row_indices,
-        "values": torch.Tensor.values,
-    },
-)
-_SPARSE: dict[torch.layout, _Readers] = {
+_CSR, _CSC = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE: dict[torch.layout, tuple[str, ...]] = {
     # The private readers, because an uncoalesced tensor, such as an embedding's gradient, refuses the public ones.
-    torch.sparse_coo: cast("_Readers", {"indices": torch.Tensor._indices, "values": torch.Tensor._values}),
+    torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: _CSR,
     torch.sparse_bsr: _CSR,
     torch.sparse_csc: _CSC,
     torch.sparse_bsc: _CSC,
 }
-"""For each layout the names of the inner tensors, with functions that read these without a copy."""
+"""For each layout the methods that return the inner tensors without a copy."""
 
 _STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 

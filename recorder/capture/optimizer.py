@@ -195,20 +195,16 @@ class OptimizerHooks:
         self.num_named += 1
         return name
 
+    def _live(self) -> list[Optimizer]:
+        return [optimizer for reference, _ in self.known.values() if (optimizer := reference()) is not None]
+
     def holds(self, parameters: set[int]) -> bool:
         """Whether a live optimizer holds a parameter with one of these ids."""
-        for reference, _ in self.known.values():
-            optimizer = reference()
-            if optimizer is not None and any(
-                id(p) in parameters for group in optimizer.param_groups for p in group["params"]
-            ):
-                return True
-        return False
+        return any(id(parameter) in parameters for live in self._live() for parameter in _parameters(live))
 
     def all_have_roots(self) -> bool:
         """Whether every parameter of every live optimizer is under a root."""
-        live = [optimizer for reference, _ in self.known.values() if (optimizer := reference()) is not None]
-        return all(self.has_root(optimizer) for optimizer in live)
+        return all(self.has_root(optimizer) for optimizer in self._live())
 
     def has_root(self, optimizer: Optimizer) -> bool:
         """Whether every parameter of an optimizer is under a root."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -82,13 +82,10 @@ def has_compiled(module: nn.Module, wrapper: nn.Module) -> bool:
     For torch's own classes dynamo compiles a function around the forward that all of these classes share.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None:
-        return False
     functions: list[Any] = [type(module).forward]
-    if wrapper is not module:
+    if frames is not None and wrapper is not module:
         functions.append(frames.innermost_fn(wrapper.forward))
-    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    return any(bool(frames._debug_get_cache_entry_list(code)) for code in codes)
+    return _have_code(functions)
 
 
 def has_compiled_anything() -> bool:
@@ -99,8 +96,10 @@ def has_compiled_anything() -> bool:
 
 def is_compiled_already(model: nn.Module) -> bool:
     """Whether dynamo has compiled a forward in this model already, so that no hook can enter the code any more."""
+    return _have_code(type(module).forward for module in model.modules())
+
+
+def _have_code(functions: Iterable[Any]) -> bool:
     frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None:
-        return False
-    codes = {getattr(type(module).forward, "__code__", None) for module in model.modules()}
-    return any(code is not None and bool(frames._debug_get_cache_entry_list(code)) for code in codes)
+    codes = {function.__code__ for function in functions if hasattr(function, "__code__")}
+    return frames is not None and any(bool(frames._debug_get_cache_entry_list(code)) for code in codes)

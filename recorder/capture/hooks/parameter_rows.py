@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,32 +24,6 @@ from .module import HookedModule
 
 _NAME = "_flat_param"
 """FSDP1's name for a flat parameter."""
-
-
-class ParameterRows(Protocol):
-    """The rows of a parameter for the hooks on optimizers; there is one class for each way to hold a parameter."""
-
-    reference: Callable[[], torch.Tensor | None]
-
-    @property
-    def root_name(self) -> str | None: ...
-
-    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient that the update will use."""
-
-    def record(
-        self,
-        site: str,
-        suffix: str,
-        tensor: torch.Tensor,
-        moment: Moment,
-        phase: str,
-        repeat: int,
-        *,
-        scope: str | None = None,
-        note: str | None = None,
-    ) -> None:
-        """Record the parameter, its gradient or its state. ``suffix`` is appended to the parameter's name."""
 
 
 class ModuleParameter:
@@ -315,24 +289,31 @@ class OriginalParameter:
         )
 
 
+ParameterRows = ModuleParameter | FlatParameter | OriginalParameter
+"""The rows of a parameter for the hooks on optimizers. `record` appends a suffix to the parameter's name."""
+
+
 def find_flat_parameters(
-    wrappers: Sequence[nn.Module], module_of: Callable[[nn.Module], HookedModule | None]
+    wrappers: Iterable[nn.Module], module_of: Callable[[nn.Module], HookedModule | None]
 ) -> Iterator[FlatParameter]:
     """Yield the flat parameters of the FSDP1 wrappers among some modules."""
-    kind = loaded(*FSDP1)
-    for module in wrappers:
-        if kind is not None and isinstance(module, kind) and getattr(module, "_handle", None) is not None:
-            yield FlatParameter(module, module_of)
+    for wrapper in _flattening(wrappers):
+        yield FlatParameter(wrapper, module_of)
 
 
 def meshes_of_flat(wrappers: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield the meshes of parameters that were DTensors until FSDP1 flattened them."""
+    for wrapper in _flattening(wrappers):
+        for spec in wrapper._handle.flat_param._param_extensions:
+            if (mesh := getattr(spec, "mesh", None)) is not None:
+                yield mesh
+
+
+def _flattening(wrappers: Iterable[nn.Module]) -> Iterator[Any]:
     kind = loaded(*FSDP1)
     for module in wrappers if kind is not None else ():
         if isinstance(module, kind) and getattr(module, "_handle", None) is not None:
-            for spec in module._handle.flat_param._param_extensions:
-                if (mesh := getattr(spec, "mesh", None)) is not None:
-                    yield mesh
+            yield module
 
 
 def unsharded_scope(site: str, scope: str | None) -> str | None:
