@@ -22,7 +22,7 @@ from ..records import Moment, Origin
 from ..system.processes import loaded
 from ..taps.graphs import in_functorch, is_traced
 from .aliases import chunk_of_gradient, has_owner
-from .hooks.callbacks import CaptureForHooks, watch_gradient
+from .hooks.callbacks import CaptureForHooks, GradientArrives, watch_gradient
 from .hooks.root import Root
 from .local_values import UnsupportedKind, plain, requires_gradient
 
@@ -155,8 +155,9 @@ class TapsByHand:
         chunk = capture.aliases.chunk_of_alias(tensor) if is_in_region else None
         capture.observe(origin, slice_.moment, phase, call, 0, keep, tensor, chunk=chunk)
         if graph is not None and requires_gradient(tensor):
-            hook = watch_gradient(capture, tensor, origin, slice_.moment, graph[0], keep, repeat=graph[1])
+            hook = GradientArrives(capture, origin, slice_.moment, graph[0], keep, repeat=graph[1])
             hook.chunk = None if chunk is None else chunk_of_gradient(chunk)
+            watch_gradient(tensor, hook)
 
     def _locate(self, module: nn.Module | None) -> tuple[Root | None, str]:
         """Return the root and path of a module; for an unknown module the first root and the empty path."""

@@ -255,7 +255,7 @@ _NO_HANDLE = "recorder"
 class GradientArrives:
     """The hook on a tensor that records the gradient of an observed value. It fires in each backward of the value."""
 
-    __slots__ = ("_call", "_capture", "_is_once", "_keep", "_moment", "_origin", "_repeat", "_scope", "chunk", "handle")
+    __slots__ = ("_call", "_is_once", "_keep", "_moment", "_origin", "_repeat", "_scope", "capture", "chunk", "handle")
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class GradientArrives:
         scope: str | None = None,
         repeat: int = 0,
     ) -> None:
-        self._capture = capture
+        self.capture = capture
         self._origin = origin
         self._moment = moment
         self._call = call
@@ -286,7 +286,7 @@ class GradientArrives:
         try:
             if _is_compiling() or gradient is None:  # DDP passes None for an output that the loss does not use
                 return
-            capture = self._capture
+            capture = self.capture
             if not capture.is_open or (self._is_once and self._repeat):
                 return
             capture.observe(
@@ -305,9 +305,9 @@ class GradientArrives:
                 self.handle.remove()
         except Exception as error:
             try:
-                self._capture.site_failed(self._origin, error)
+                self.capture.site_failed(self._origin, error)
             except _NO_ROOM:
-                self._capture.lost()
+                self.capture.lost()
 
 
 class GradientSeen:
@@ -324,18 +324,8 @@ class GradientSeen:
             self._clock.gradient_arrived(self._slice)
 
 
-def watch_gradient(
-    capture: CaptureForHooks,
-    tensor: torch.Tensor,
-    origin: Origin,
-    moment: Moment,
-    call: int,
-    keep: int,
-    scope: str | None = None,
-    repeat: int = 0,
-) -> GradientArrives:
-    """Record each gradient that arrives at ``tensor``; the first gradient has the number ``repeat``."""
-    hook = GradientArrives(capture, origin, moment, call, keep, scope, repeat)
+def watch_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
+    """Have a hook record each gradient that arrives at a tensor."""
     node = tensor.grad_fn if type(tensor) is torch.Tensor else None
     if node is not None and type(node).__name__ == WRAPPED and (made := wrapped(tensor, node)) is not None:
         if isinstance(made, torch.Tensor):
@@ -343,35 +333,30 @@ def watch_gradient(
         else:
             node, number = made
             node.register_prehook(lambda gradients: hook(gradients[number]))
-            return hook
+            return
     if node is not None and tensor._backward_hooks is None:
         # As `register_hook` does, but without the handle, which takes four fifths of its 2.6 us.
         tensor._backward_hooks = registered = OrderedDict()
         node._register_hook_dict(tensor)
         registered[_NO_HANDLE] = hook
-        return hook
+        return
     # The `register_hook` of a subclass may count calls, or refuse this call.
     with torch._C.DisableTorchFunctionSubclass():
         handle = tensor.register_hook(hook)
         is_leaf = tensor.is_leaf
     if is_leaf:
         hook.handle = handle
-        capture.keep_leaf_hook(handle)
-    return hook
+        hook.capture.keep_leaf_hook(handle)
 
 
-def watch_argument_gradient(
-    capture: CaptureForHooks, tensor: torch.Tensor, origin: Origin, moment: Moment, call: int, keep: int, repeat: int
-) -> None:
-    """Record the gradient of a DTensor argument.
+def watch_argument_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
+    """Have a hook record the gradient of a DTensor argument.
 
     If the DTensor was made for one module, the gradient of the tensor that it was made of is recorded instead.
     """
     source = made_of(tensor)
     if source is None:
-        watch_gradient(capture, tensor, origin, moment, call, keep, repeat=repeat)
+        watch_gradient(tensor, hook)
         return
-    node, number, chunk = source
-    hook = GradientArrives(capture, origin, moment, call, keep, repeat=repeat)
-    hook.chunk = chunk
+    node, number, hook.chunk = source
     node.register_prehook(lambda gradients: hook(gradients[number]))

@@ -25,7 +25,7 @@ from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..dtensors import is_dtensor
 from ..local_values import requires_gradient
 from . import callbacks
-from .callbacks import watch_argument_gradient, watch_gradient
+from .callbacks import GradientArrives, watch_argument_gradient, watch_gradient
 from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
@@ -228,7 +228,7 @@ class HookedModule:
             if is_plain and self.root.is_first_use(self.node_path, name, parameter, slice_):
                 origin, rule_set = self._leaf("grad", name)
                 if keep := self.capture.keep_of(rule_set, 0):
-                    watch_gradient(self.capture, parameter, origin, slice_.moment, 0, keep, "local")
+                    watch_gradient(parameter, GradientArrives(self.capture, origin, slice_.moment, 0, keep, "local"))
 
     def after_forward(self, output: Any) -> None:
         """Record the output that the module's forward has returned."""
@@ -292,11 +292,11 @@ class HookedModule:
         chunk: Chunk | None,
         waiting: Waiting | None,
     ) -> None:
-        call, repeat = graph
+        hook = GradientArrives(self.capture, origin, moment, graph[0], keep, None, graph[1])
         if origin.site == "grad_input" and type(tensor) is not torch.Tensor and is_dtensor(tensor):
-            watch_argument_gradient(self.capture, tensor, origin, moment, call, keep, repeat)
+            watch_argument_gradient(tensor, hook)
             return
-        hook = watch_gradient(self.capture, tensor, origin, moment, call, keep, repeat=repeat)
+        watch_gradient(tensor, hook)
         if chunk is not None:
             hook.chunk = chunk_of_gradient(chunk)
         elif waiting is not None:
