@@ -249,7 +249,7 @@ class Capture:
             kind = "cpu" if local.is_cpu else local.device.type  # reading `device.type` costs 0.3 us
             stager = self._stagers.get(kind) or self._stager(kind)
             plan = None if keep & KEEP_VALUES else stager.plan(local, chunk, keep, origin.unit_dim)
-            # `nbytes` of torch wraps at 2^64, which expanded tensors reach
+            # `Tensor.nbytes` wraps at 2^64 bytes, and expanded tensors have as many.
             nbytes = local.numel() * local.itemsize if plan is None else plan.nbytes
         except UnsupportedKind as error:
             for name, inner, its_chunk, why in self._inside(origin, tensor, chunk, str(error)):
@@ -326,7 +326,7 @@ class Capture:
 
     def _take_later(self, nbytes: int, step: int) -> PoolBlock | None:
         """Wait for a block of the full pool as long as the settings allow; None where no block became free."""
-        self.aliases.flush()  # records that wait there hold memory which the writer can give back
+        self.aliases.flush()  # records that wait there hold memory of the pool
         settings = self.settings
         if settings.policy != "wait":
             return None
@@ -367,7 +367,7 @@ class Capture:
         if factory is None:
             raise UnsupportedKind(f"unsupported_device:{device_type}")
         stager = factory(self.pool, self.settings, lambda text: self.events.add("device", text))
-        return self._stagers.setdefault(device_type, stager)  # a backward has a thread for each device
+        return self._stagers.setdefault(device_type, stager)  # each device has a thread of its own in a backward
 
     def _number(self, num_rows: int) -> int:
         """Take ``num_rows`` consecutive numbers; drop the numbers before one that another thread takes in between."""

@@ -62,7 +62,9 @@ def mesh_of(parameter: torch.Tensor) -> Any:
 
 def chunk_of(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chunk:
     """Return this rank's chunk of a tensor with the global ``shape``."""
-    if any(type(p).__name__ == "_MaskPartial" for p in placements):  # each call has its own, with a mask
+    if any(
+        type(p).__name__ == "_MaskPartial" for p in placements
+    ):  # each call of an embedding has a placement with a mask
         return _chunk(shape, mesh, placements)
     key = (id(mesh), shape, tuple(placements))
     cached = _known.get(key)
@@ -113,7 +115,8 @@ def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[
 def _placement(placement: Any, num_ranks: int) -> dict[str, Any]:
     kind = type(placement).__name__.lstrip("_")
     if kind == "MaskPartial" and (placement.mask_buffer.data is not None or num_ranks == 1):
-        kind = "Partial"  # the mask is applied, see `without_masked`, or one rank has all rows
+        # `without_masked` applies the mask; a mesh of one rank has all rows and needs no mask.
+        kind = "Partial"
     details = {key: getattr(placement, key) for key in ("dim", "split_factor", "reduce_op") if hasattr(placement, key)}
     return {"kind": kind, **details}
 

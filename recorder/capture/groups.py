@@ -98,7 +98,7 @@ def wrappers_around(root: nn.Module) -> list[nn.Module]:
         item
         for item in gc.get_objects()
         if issubclass(type(item), kinds)
-        and "_modules" in vars(item)  # else its __init__ has only begun
+        and "_modules" in vars(item)  # without `_modules`, `__init__` has only begun
         and any(inner is root for inner in item.modules())
     ]
 
@@ -113,7 +113,7 @@ def _data_parallel(module: nn.Module) -> DataParallel | None:
     if fsdp2 is not None and isinstance(module, fsdp2):
         state = module._get_fsdp_state()
         group = next(iter(getattr(state, "_fsdp_param_groups", ())), None)
-        group = group or getattr(state, "_fsdp_param_group", None)  # the only one, in torch 2.9
+        group = group or getattr(state, "_fsdp_param_group", None)  # torch 2.9 has only this one
         return {"kind": "fsdp2", "ranks": _mesh_ranks(group.mesh_info)} if group is not None else None
     replicate = loaded("torch.distributed._composable.replicate", "replicate")
     state = replicate.state(module) if replicate is not None and type(module).__name__.startswith("DDP") else None
@@ -276,7 +276,7 @@ def _managed_by_fsdp2(module: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     for group in groups:
         for managed in group.fsdp_params if group is not None else ():
             info = managed._module_info
-            # The second name is that of torch 2.9.
+            # Torch 2.9 has the second name.
             spec = getattr(managed, "_unsharded_dtensor_spec", getattr(managed, "_tp_spec", None))
             for owner, name in zip(
                 (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True

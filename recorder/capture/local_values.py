@@ -64,7 +64,7 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
         raise UnsupportedKind("unsupported_type:" + ("quantized" if tensor.is_quantized else "nested"))
     if _is_functorch_wrapped(tensor):
         raise UnsupportedKind("unsupported_type:functorch")
-    if tensor._is_zerotensor():  # zeros without memory, which autograd hands out
+    if tensor._is_zerotensor():  # autograd hands out zeros that have no memory
         return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
     # FSDP frees storages; reading a freed storage on a GPU would break the CUDA context of the process.
     if (tensor.is_cpu or tensor.is_cuda) and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
@@ -84,7 +84,7 @@ def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Ch
     if is_lazy(tensor):
         raise UnsupportedKind("unsupported_type:uninitialized")
     if hasattr(tensor, "__torch_dispatch__") and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        with torch._C.DisableTorchFunctionSubclass():  # a subclass that only adds Python methods
+        with torch._C.DisableTorchFunctionSubclass():  # the subclass only adds Python methods
             return tensor.as_subclass(torch.Tensor), chunk
     raise UnsupportedKind(f"unsupported_type:{type(tensor).__name__}")
 
@@ -219,7 +219,7 @@ def _quantized(tensor: torch.Tensor) -> _Inner:
 
 _CSR, _CSC = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE: dict[torch.layout, tuple[str, ...]] = {
-    # The private readers, because an uncoalesced tensor, such as an embedding's gradient, refuses the public ones.
+    # Private methods, because an uncoalesced tensor, such as an embedding's gradient, refuses the public methods.
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: _CSR,
     torch.sparse_bsr: _CSR,
@@ -231,13 +231,13 @@ _SPARSE: dict[torch.layout, tuple[str, ...]] = {
 _STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
 _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
-    # A weight in full precision, marked to be cast later. Its own flattening asks for the truth of a tensor, which
-    # would wait for the device.
+    # A weight in full precision that is marked to be cast later. Its own flattening asks for the truth of a tensor,
+    # which would wait for the device.
     ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): {
         "": "_tensor",
         "_precomputed_scale": "_precomputed_scale",
     },
-    # Its other tensors are empty; their shapes cache lengths, once somebody has asked for these.
+    # The other tensors of a NestedTensor are empty; their shapes cache lengths once somebody has asked for lengths.
     ("torch.nested._internal.nested_tensor", "NestedTensor"): {
         "_values": "_values",
         "_offsets": "_offsets",

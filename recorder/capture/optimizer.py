@@ -221,7 +221,7 @@ class OptimizerHooks:
         unknown = self._unknown.get(id(parameter))
         if unknown is not None and unknown() is parameter:
             return None
-        if self._learned_at == self.num_steps:  # one scan of all modules a step; this parameter came after it
+        if self._learned_at == self.num_steps:  # one scan of all modules a step is enough
             self._late[id(parameter)] = weakref.ref(parameter)
             return None
         self._learn()

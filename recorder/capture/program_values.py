@@ -90,7 +90,7 @@ class Scalars:
             return
         try:
             local, chunk = plain(value)
-        except UnsupportedKind:  # such as a meta tensor, which has no value
+        except UnsupportedKind:  # for example a meta tensor, which has no values
             return
         if chunk is not None and 'Partial"' in chunk.placements:
             return

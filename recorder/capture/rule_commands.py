@@ -97,7 +97,7 @@ class RuleCommands:
         rules = rules_of(command)
         if (problem := self._problem_of_ring(rules)) is not None:
             return problem
-        if self._selection.num_rules == self._changes.num_rules:  # else an interrupt came after this
+        if self._selection.num_rules == self._changes.num_rules:  # else an interrupt came after this line
             self._selection.extend(rules)
         meant = [(root, one) for root in self._roots for one in root.modules if one.is_meant_by(rules)]
         if has_compiled_anything() and (lacking := [one.node_path for _, one in meant if one.lacks_hooks()]):

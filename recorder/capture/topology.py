@@ -146,7 +146,7 @@ def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] |
     if _UUID.fullmatch(elastic):
         return elastic.lower(), True
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
-    # A batch script's own shell has no step: two commands there are two runs. Of MPI's ranks only some have one.
+    # A batch script's own shell has no step: two commands there are two runs. Only some of MPI's ranks have a step.
     if job.isdigit() and _is_slurm_task(environ):
         return f"slurm-{job}-{step}", True
     fresh = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(4)
@@ -170,12 +170,12 @@ def _agree(fresh: str, deadline_s: float) -> str | None:
         store: Any = _get_default_store()
         clone: Callable[[], Any] | None = getattr(store, "clone", None)
         if clone is not None:
-            store = clone()  # a connection of its own: the training thread may hold the other one in a barrier
+            store = clone()  # the training thread may hold the present connection in a barrier
         store.set_timeout(timedelta(seconds=max(0.1, deadline_s)))
         answer = store.compare_set(_STORE_KEY, "", fresh)
         text = answer.decode() if isinstance(answer, bytes) else str(answer)
         return text if re.fullmatch(r"[0-9A-Za-z-]{1,80}", text) else None
-    except Exception:  # a store that is gone, or of a kind without compare-and-set: the caller has a name without it
+    except Exception:  # the store is gone or has no compare-and-set: the caller has another name
         return None
 
 

@@ -335,7 +335,7 @@ def watch_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
             node.register_prehook(lambda gradients: hook(gradients[number]))
             return
     if node is not None and tensor._backward_hooks is None:
-        # As `register_hook` does, but without the handle, which takes four fifths of its 2.6 us.
+        # This is what `register_hook` does, without the handle, which takes four fifths of the 2.6 us.
         tensor._backward_hooks = registered = OrderedDict()
         node._register_hook_dict(tensor)
         registered[_NO_HANDLE] = hook

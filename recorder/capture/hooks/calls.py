@@ -101,7 +101,7 @@ def _about(tensor: torch.Tensor) -> dict[str, Any]:
     if tensor.layout is not torch.strided:
         return {"layout": str(tensor.layout)}
     if tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().size():
-        return {"layout": _FREED}  # by FSDP; reading it would end the process
+        return {"layout": _FREED}  # FSDP has freed the memory; reading it would end the process
     return {
         "stride": list(tensor.stride()),
         "offset": tensor.storage_offset(),

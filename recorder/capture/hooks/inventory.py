@@ -222,13 +222,13 @@ class Inventory:
         """Note the sites of modules by the present rules; a site that was selected once stays listed."""
         for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
             sites = [site for site, rule_set in hooked.rule_sets.items() if rule_set or site in described["sites"]]
-            if sites != described["sites"]:  # another dict: the writer thread may be reading this one
+            if sites != described["sites"]:  # a new dict, because the writer thread may be reading the old one
                 self._modules[i] = {**described, "sites": sites}
 
     def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
         """Note that some sites of one module are not recorded from a step on."""
         for i, described in enumerate(self._modules):
-            if described["path"] == path:  # another dict: the writer thread may be reading this one
+            if described["path"] == path:  # a new dict, because the writer thread may be reading the old one
                 self._modules[i] = {
                     **described,
                     "disarmed": {**described.get("disarmed", {}), **dict.fromkeys(sites, step)},
@@ -313,7 +313,7 @@ _KNOWN = ("torch", "torchao", "torch_xla", "contextlib", __name__.partition(".")
 def foreign_hooks(module: nn.Module) -> list[str]:
     """Return for each hook of the program on a module when the hook runs, its name, and file and line of its code."""
     if isinstance(module, torch.jit.ScriptModule):
-        return []  # TorchScript has its own hooks, and none of Python's
+        return []  # TorchScript has hooks of its own, and no hooks of Python
     after = list(module._forward_hooks.values())
     ours = [i for i, hook in enumerate(after) if isinstance(hook, callbacks.AfterForward)]
     after = after[ours[0] + 1 :] if ours else after

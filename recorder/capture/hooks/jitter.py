@@ -49,7 +49,7 @@ def _working_eps(module: nn.Module, value: torch.Tensor) -> float:
     if value.dtype != torch.float64 and torch.is_autocast_enabled(device):
         eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
     dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
-    state = getattr(module, "_get_fsdp_state", None)  # of a module that fully_shard has changed
+    state = getattr(module, "_get_fsdp_state", None)  # a module that `fully_shard` has changed has one
     policy: Any = getattr(state(), "_mp_policy", None) if state is not None else None
     if policy is not None and policy.param_dtype is not None:
         dtypes = [policy.param_dtype]

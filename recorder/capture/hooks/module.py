@@ -156,7 +156,8 @@ class HookedModule:
         leaf = self._leaves.get(key)
         if leaf is None:
             if len(self._leaves) >= _MAX_LEAVES:
-                self._leaves.clear()  # names that change with the data, such as keys of samples
+                # Names may change with the data: keys of samples, for example.
+                self._leaves.clear()
             rule_set = self.capture.selection.narrow(self.rule_sets[site], name)
             origin = Origin(self.root.name, self.node_path, site, name, self.unit_dim(rule_set, site, name))
             leaf = self._leaves[key] = origin, rule_set
@@ -337,7 +338,8 @@ class HookedModule:
         for handle in self._handles:
             registered = handle.hooks_dict_ref()
             if registered is not None and (hook := registered.get(handle.id)) is not None:
-                self._resting.append((handle, hook))  # first, because an interrupt may come between the two lines
+                # This line is first, because an interrupt may come between the two lines.
+                self._resting.append((handle, hook))
                 registered.pop(handle.id, None)
 
     def wake(self) -> None:
@@ -413,6 +415,6 @@ class HookedModule:
 
     def remove(self) -> None:
         """Take the hooks off again."""
-        callbacks.MODULES.pop(self._number, None)  # first, see `wake`
+        callbacks.MODULES.pop(self._number, None)  # this is first because of `wake`
         for handle in self._handles:
             handle.remove()

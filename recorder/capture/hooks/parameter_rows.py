@@ -55,7 +55,7 @@ class ModuleParameter:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        if not self._module.keeps(site):  # most steps, and most sites
+        if not self._module.keeps(site):  # true at most steps and for most sites
             return
         chunk, name = self._chunk_of(tensor), self._name + suffix
         self._module.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
@@ -157,7 +157,7 @@ class FlatParameter:
         for index, (start, info) in enumerate(zip(_starts(flat), flat._param_infos, strict=True)):
             hooked = module_of(info.module)
             if hooked is None:
-                continue  # its module is outside the root
+                continue  # the parameter's module is outside the root
             shape, numel = tuple(flat._shapes[index]), flat._numels[index]
             begin, end = (
                 min(max(edge - start, 0), numel) for edge in (self._shard_start, self._shard_start + self._num_sharded)
@@ -216,7 +216,7 @@ class FlatParameter:
         is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
         if values.dim() and not is_slices and not is_whole:
             hooked = self._module or (self.slices[0].hooked if self.slices else None)
-            if hooked is not None:  # state of another shape, which only the optimizer can split
+            if hooked is not None:  # only the optimizer can split state of another shape
                 hooked.record(site, _NAME + suffix, values, moment, phase, repeat, scope=scope, note=note)
             return
         if is_whole and self.is_sharded:

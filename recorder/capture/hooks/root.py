@@ -250,7 +250,7 @@ class Root:
                 compiled.append(node.path)
                 if not inside and has_compiled(node.owner, node.module):
                     late.append(node.path)
-            if self.capture.settings.compiled == "tap":  # also where `torch.compile` may come later
+            if self.capture.settings.compiled == "tap":  # `torch.compile` may come later
                 self._tap(node, self.modules[-1])
             self.modules_by_tap |= {where.text: self.modules[-1] for where in module_taps.where_tapped(node.owner)}
         self._with_hooks: dict[frozenset[int], list[HookedModule]] = {}
@@ -286,7 +286,8 @@ class Root:
         if hooked is None or outermost is None or hooked.is_hidden or self.is_entry(module):
             return False
         is_hooked = hooked.module() is module or len(tree.unwrapped(module)) > 1
-        return is_hooked and any(inner is module for inner in outermost.modules())  # else it was removed from the model
+        # A module that was removed from the model is in the inventory still, but not among its modules.
+        return is_hooked and any(inner is module for inner in outermost.modules())
 
     def go_on_from(self, before: Root) -> None:
         """Enter calls at the modules where the root entered them that this root takes over."""
@@ -434,7 +435,7 @@ class Root:
         current = self.clock.active
         self.clock.end()
         if current is not None and current.moment.micro_step is None:
-            return  # a trial
+            return  # the call was a trial
         if current is not None and torch.is_grad_enabled():
             for _, tensor in tree.tensor_leaves(output):
                 if not current.has_gradient and requires_gradient(tensor):
@@ -539,9 +540,8 @@ class Root:
             is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
             if is_idle == (rule_sets in self._resting):
                 continue
-            self._resting.add(
-                rule_sets
-            )  # until the last module is awake, so that after an interrupt the rest is done again
+            # The entry stays until the last module is awake, so that after an interrupt the rest is done again.
+            self._resting.add(rule_sets)
             for hooked in modules:
                 (hooked.rest if is_idle else hooked.wake)()
             if not is_idle:

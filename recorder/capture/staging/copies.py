@@ -115,14 +115,14 @@ class XlaStager(Stager):
     """
 
     def __init__(self, pool: Pool) -> None:
-        lazy = sys.modules["torch_xla"]._XLAC  # torch has no such tensors without it
+        lazy = sys.modules["torch_xla"]._XLAC  # torch has no lazy tensors without torch_xla
         self._needs_graph: Callable[[list[torch.Tensor]], list[bool]] = lazy._check_tensor_need_materialization
         self._to_host: Callable[[list[torch.Tensor]], list[torch.Tensor]] = lazy._xla_get_cpu_tensors
         self._counter: Callable[[str], int | None] = lazy._xla_counter_value
         self._copying = threading.Lock()
         self._seen: list[weakref.ref[_LazyCopy]] = []
         self._pid = os.getpid()
-        atexit.register(self.close)  # before torch_xla takes its runtime down, which it registered earlier
+        atexit.register(self.close)  # runs before torch_xla takes its runtime down
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
@@ -163,7 +163,7 @@ class XlaStager(Stager):
             return
         self._bring(values)
         with self._copying:
-            pass  # the writer may be reading one
+            pass  # the writer may be reading a tensor
 
     def _bring(self, values: list[_LazyCopy]) -> None:
         """Bring values to the host, with one graph for all values not computed yet; the writer counts failures."""
@@ -217,7 +217,7 @@ class _LazyCopy:
 
     def wait(self, timeout_s: float) -> bool:
         if not self.is_free and self.lost_for is None:
-            time.sleep(timeout_s)  # no lock of Python's: an interrupt of training could leave it held
+            time.sleep(timeout_s)  # an interrupt of training could leave a lock of Python's held
         if self.lost_for is not None:
             raise LostError(self.lost_for) from self.error
         tensor = self.tensor

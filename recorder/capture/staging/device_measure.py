@@ -166,14 +166,14 @@ def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
     num_nonzero = (wide != 0).sum(dtype=torch.float64)
     finite = torch.isfinite(wide)
     num_nan, num_finite = torch.isnan(wide).sum(dtype=torch.float64), finite.sum(dtype=torch.float64)
-    # Not `torch.where`: it brings a number to the device by a copy, and waits for it.
+    # `torch.where` would bring a number to the device by a copy and wait for the copy.
     others = finite.logical_not_()
     low, high = wide.masked_fill(others, math.inf).amin(), wide.masked_fill(others, -math.inf).amax()
     known = wide.masked_fill(others, 0.0)
     total, sum_abs = known.sum(), known.abs_().sum()
     known.mul_(known)
     sum_fourth = known.mul_(known).sum()
-    away = (wide - total / num_finite).masked_fill_(others, 0.0)  # `wide` of a float64 is the value itself
+    away = (wide - total / num_finite).masked_fill_(others, 0.0)  # `wide` is the value itself if the value is float64
     deviations = away.mul_(away).sum()
     columns = (num_nonzero, num_nan, num_finite, low, high, total, deviations, sum_abs, sum_fourth)
     return [number.view(torch.int64) for number in columns]

@@ -62,13 +62,13 @@ class CudaDevice(Device):
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._driver = driver = ctypes.CDLL("libcuda.so.1")  # loaded already: CUDA works through it
+        self._driver = driver = ctypes.CDLL("libcuda.so.1")  # the library is loaded already: CUDA works through it
         driver.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
         driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
         driver.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), index)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # torch's own, kept as long
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # torch's own context lives as long
 
     def is_capturing(self) -> bool:
         if torch.cuda.is_current_stream_capturing():

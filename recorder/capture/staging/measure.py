@@ -253,7 +253,7 @@ def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
     for start in range(0, len(parts), 2 * _CHUNK_ITEMS):
         chunk = parts[start : start + 2 * _CHUNK_ITEMS]
         is_nan, is_inf, is_zero = (
-            # Two flags an element, read as one number.
+            # The two flags of an element are read as one number.
             flags.view(np.uint16)
             for flags in (np.isnan(chunk), np.isinf(chunk), np.equal(chunk, 0))
         )

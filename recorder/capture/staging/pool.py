@@ -153,7 +153,7 @@ class Pool:
         A call from a signal handler or a finalizer that interrupts another call in the same thread gets None.
         """
         size = -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
-        # `with` and plain stores, no calls: Ctrl-C and handlers that raise come between calls, never in here.
+        # `with` and plain stores, and no calls: Ctrl-C and handlers that raise come between calls, never in here.
         with self._lock:
             if self._is_taking:
                 return None
@@ -168,7 +168,7 @@ class Pool:
     def _first_fit(self, nbytes: int, size: int) -> PoolBlock | None:
         for i, (offset, free) in enumerate(self._free):
             if free >= size:
-                # One store an entry, so that an interrupt can lose a block but never hand it out twice.
+                # Each entry takes one store, so that an interrupt can lose a block but never hand it out twice.
                 if free == size:
                     del self._free[i]
                 else:

@@ -82,7 +82,10 @@ class StreamStager:
         """Return how the device measures a tensor whose payload is not kept; None to copy the tensor instead."""
         if tensor.numel() * tensor.itemsize < self._min_measured_bytes or tensor.dtype in self._unmeasurable:
             return None
-        from .device_measure import DeviceMeasure, can_measure  # with pyarrow, which `import torch` need not wait for
+        from .device_measure import (
+            DeviceMeasure,
+            can_measure,
+        )  # it loads pyarrow, and `import torch` need not wait for that
 
         if not can_measure(tensor, chunk, keep):
             return None
@@ -103,9 +106,8 @@ class StreamStager:
         except (LostError, torch.OutOfMemoryError):
             raise
         except RuntimeError:
-            self._unmeasurable.add(
-                tensor.dtype
-            )  # the device has no kernel for the dtype: from now on the host measures
+            # The device has no kernel for the dtype: from now on the host measures.
+            self._unmeasurable.add(tensor.dtype)
             raise
 
     def look(self) -> None:
@@ -251,7 +253,7 @@ class _DeviceCopies:
         device = self.device
         arrival = _Arrival(self, event, block, room)
         if self._is_pinned:
-            self._launching.add(arrival)  # stays there where this fails half-way
+            self._launching.add(arrival)  # the entry stays there if the launch fails half-way
             block.unfinished_copy = arrival
             device.run(stream, lambda: _bring_now(block, made))
             device.record(event, stream)
@@ -294,7 +296,7 @@ class _DeviceCopies:
         while under_way and under_way[0].is_over:
             under_way.popleft()
         if len(under_way) > _MANY:
-            with contextlib.suppress(IndexError):  # others pop, too
+            with contextlib.suppress(IndexError):  # other threads pop, too
                 under_way[0].poll()
                 under_way[1].poll()
 
