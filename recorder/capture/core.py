@@ -513,7 +513,6 @@ class Capture:
 
 
 def _num_parts(nbytes: int, keep: int) -> int:
-    """Return the number of rows that a tensor of ``nbytes`` bytes makes."""
     return -(-nbytes // PART_BYTES) if keep & KEEP_VALUES and nbytes > PART_BYTES else 1
 
 

@@ -369,7 +369,6 @@ class OptimizerHooks:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
 
     def _record_state(self, optimizer: Optimizer) -> None:
-        """Record every tensor of the optimizer's state under its parameter."""
         if not self._capture.selection.keeps("optim"):
             return
         moment = Moment(self._capture.clock.step, None, "train")

@@ -255,7 +255,6 @@ class LossFinder:
         ]
 
     def _begins(self, outputs: Iterable[Any], *, accumulates: bool) -> None:
-        """Record the losses among the tensors at which a backward begins."""
         capture = self._capture
         if not accumulates and not capture.is_in_stage:
             return

@@ -56,14 +56,17 @@ class Node:
     """The reason why no call is seen, by the kind of module: ``scripted``, ``inlined`` in a graph, or ``fused``."""
 
 
-def class_name(module: nn.Module) -> str:
-    """Return the name of the class that the user wrote; `fully_shard` puts ``FSDP`` in front of it."""
+def own_class(module: nn.Module) -> type[Any]:
+    """Return the class that the user wrote; `fully_shard` derives a class whose name has ``FSDP`` in front."""
     cls = type(module)
-    if isinstance(module, torch.jit.ScriptModule):
-        return str(getattr(module, "original_name", cls.__name__))
-    if cls.__name__.startswith("FSDP") and len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule":
-        return cls.__bases__[1].__name__
-    return cls.__name__
+    is_sharded = cls.__name__.startswith("FSDP") and len(cls.__bases__) == 2
+    return cls.__bases__[1] if is_sharded and cls.__bases__[0].__name__ == "FSDPModule" else cls
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of the class that the user wrote."""
+    name = own_class(module).__name__
+    return str(getattr(module, "original_name", name)) if isinstance(module, torch.jit.ScriptModule) else name
 
 
 def source_line(module: nn.Module) -> str | None:

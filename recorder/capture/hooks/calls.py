@@ -111,7 +111,7 @@ def _about(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _facts(module: nn.Module) -> dict[str, Any]:
-    cls = _own_class(module)
+    cls = tree.own_class(module)
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.get_rng_state()
@@ -138,13 +138,6 @@ def _facts(module: nn.Module) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
-
-
-def _own_class(module: nn.Module) -> type[Any]:
-    """Return the class that the user wrote; `fully_shard` derives another class from it."""
-    cls = type(module)
-    is_sharded = cls.__name__.startswith("FSDP") and len(cls.__bases__) == 2
-    return cls.__bases__[1] if is_sharded and cls.__bases__[0].__name__ == "FSDPModule" else cls
 
 
 def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:

@@ -190,7 +190,6 @@ class Inventory:
             self._say("root_not_called", [""])
 
     def _is_root_unseen(self) -> bool:
-        """Whether neither a hook nor a tap has seen a call of the root itself."""
         return self._root.num_calls == 0 and self._root.artefact is None and not self._seen_at_taps
 
     def look_for_foreign_hooks(self) -> None:

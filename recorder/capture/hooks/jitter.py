@@ -89,7 +89,6 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a DTensor that is part of the DTensor's graph."""
     if not any(placement.is_partial() for placement in value.placements):
         return value.clone()
     # A clone of a summand would be reduced by torch first.

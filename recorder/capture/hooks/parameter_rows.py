@@ -61,7 +61,6 @@ class ModuleParameter:
         self._module.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
 
     def _chunk_of(self, tensor: torch.Tensor) -> Chunk | None:
-        """Return the chunk of a parameter, gradient or state tensor."""
         if getattr(tensor, "placements", None) is not None:
             return dtensor_chunk(tensor)
         parameter = self.reference()

@@ -198,7 +198,6 @@ class Root:
         self.inventory.describe(nodes, self.flats)
 
     def _find_flats(self, module: nn.Module) -> list[FlatParameter]:
-        """Return the flat parameters of FSDP1 in and around a module; none where they cannot be read."""
         modules = {hooked.node_path: hooked for hooked in self.modules}
 
         def module_of(owner: nn.Module) -> HookedModule | None:

@@ -143,7 +143,6 @@ def _units(
 
 
 def _with_units(statistics: Measured, sides: Sides | str, units: UnitSums | None) -> Measured:
-    """Return statistics with the sums of each unit, or with the reason why there are none."""
     if units is not None:
         return statistics._replace(units=packed(units.sides.dim, units.sums, units.zeros))
     return statistics._replace(note=f"no_units:{sides}") if sides else statistics

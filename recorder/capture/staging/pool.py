@@ -127,7 +127,6 @@ class Pool:
         return len(self._bytes)
 
     def _begin(self, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
-        """Start with everything free."""
         self._lock = threading.RLock()
         self._is_taking = False
         self._free = [(0, self.capacity_bytes)]
