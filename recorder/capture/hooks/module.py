@@ -278,30 +278,18 @@ class HookedModule:
             if graph is not None and requires_gradient(tensor):
                 origin, rule_set = self._leaf(GRADIENT_OF[site], name)
                 if keep := capture.keep_of(rule_set, graph[0]):
-                    self._see_gradient(origin, tensor, moment, graph, keep, chunk, waiting)
+                    hook = GradientArrives(capture, origin, moment, graph[0], keep, None, graph[1])
+                    if site == "input" and type(tensor) is not torch.Tensor and is_dtensor(tensor):
+                        watch_argument_gradient(tensor, hook)
+                    else:
+                        watch_gradient(tensor, hook)
+                        if chunk is not None:
+                            hook.chunk = chunk_of_gradient(chunk)
+                        elif waiting is not None:
+                            waiting.hook = hook
         finally:
             if waiting is not None:
                 self.capture.aliases.wait(waiting)
-
-    def _see_gradient(
-        self,
-        origin: Origin,
-        tensor: torch.Tensor,
-        moment: Moment,
-        graph: tuple[int, int],
-        keep: int,
-        chunk: Chunk | None,
-        waiting: Waiting | None,
-    ) -> None:
-        hook = GradientArrives(self.capture, origin, moment, graph[0], keep, None, graph[1])
-        if origin.site == "grad_input" and type(tensor) is not torch.Tensor and is_dtensor(tensor):
-            watch_argument_gradient(tensor, hook)
-            return
-        watch_gradient(tensor, hook)
-        if chunk is not None:
-            hook.chunk = chunk_of_gradient(chunk)
-        elif waiting is not None:
-            waiting.hook = hook
 
     def _chunk_or_wait(self, tensor: torch.Tensor) -> tuple[Chunk | None, Waiting | None]:
         """Return the chunk of a plain tensor in a tensor parallel region, or a `Waiting` that may get one later."""
