@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .analyze.first.first import first as first
     from .analyze.stats import stats as stats
     from .lifecycle.attachment import Attachment
-    from .read.shards.decode import decode as decode
+    from .read.payload import decode as decode
     from .report.report import open_run as open_run
     from .run.run import Run as Run
     from .taps.instrument import instrument as instrument
@@ -64,7 +64,7 @@ _LAZY = {
     "open_run": "report.report",
     "Run": "run.run",
     "check": "analyze.check.check",
-    "decode": "read.shards.decode",
+    "decode": "read.payload",
     "diff": "analyze.diff.diff",
     "export": "analyze.export.export",
     "first": "analyze.first.first",

@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 from ..columns import COUNTS, STATISTICS, note_members
 from ..errors import LookupFailedError, not_installed
 from ..layout.placement import reduce_op
-from ..numerics.apart import added_by_group
+from ..numerics.distributions import added_by_group
 from ..numerics.keys import VALUE_KEY, codes, group, group_rows, holds
 from ..numerics.moments import combine_rows
-from ..run.problems import Partial, Problems, without_numbers
+from ..run.notes import Partial, Problems, without_numbers
 from ..run.run import Run
 from ..run.selection import RANKS_OWN, GlobalOptions, Selection
 from ..run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially

@@ -144,8 +144,7 @@ def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
     Raises:
         ClusterError: the cluster at this address cannot do it.
     """
-    from ..run.spreading import spread_over
-    from ..run.step_ranges import map_serially
+    from ..run.step_ranges import map_serially, spread_over
     from ..system.executors import open_dask
 
     if scheduler is None:

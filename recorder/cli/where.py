@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
-from ..merge.findings import is_problem
+from ..merge.unit import is_problem
 from ..run.run import Run, TensorLayout
 from ..run.selection import Selection
 from ..system.text import grouped

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, StoreError
 from ..run.finding import FLEET
-from ..storage.kinds import DESTINATIONS
+from ..storage.clients import DESTINATIONS
 from . import subcommands
 from .destination import FolderDestination, Throttle, parse_destination
 from .metrics import DaemonCollector, MetricsServer, make_registry

@@ -21,8 +21,7 @@ from crc32c import crc32c
 
 from ..errors import ConfigError, NotARunError, StoreError
 from ..run.finding import FLEET
-from ..storage.clients import Client, bare_e_tag
-from ..storage.kinds import KINDS, SCHEMES
+from ..storage.clients import KINDS, SCHEMES, Client, bare_e_tag
 from ..storage.locations import folder_of_url, scheme_of
 from ..storage.objects import ObjectPath
 from .telemetry import Requests

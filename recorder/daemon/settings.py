@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError
-from ..storage.kinds import DESTINATIONS
+from ..storage.clients import DESTINATIONS
 
 PREFIX = "RECORDERD_"
 KEEP_ALL = "all"

@@ -18,13 +18,12 @@ from .. import native
 from ..columns import parse_shape
 from ..config import is_native_wanted
 from ..errors import CorruptError, RunError
-from ..format.payload.codec import Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
+from ..format.codec import Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
 from ..layout.placement import Fill, Plan
 from ..layout.regions import Ints, Items, Source, assemble
 from ..numerics.dtypes import item_bytes, numpy_dtype
 from ..read.metadata import NONE, MetadataRows, Positions
-from ..read.payload import Payloads
-from ..read.shards.decode import decode_payload
+from ..read.payload import Payloads, decode_payload
 from ..records import PART_BYTES
 
 _CACHE_BYTES = 512 << 20

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ..columns import COLUMN_OF, COUNTS, DETAILS, NONFINITE, PLAIN, STATISTICS, Combine, note_members, parse_shape
 from ..errors import CorruptError
-from ..format.payload.fingerprint import combine_fingerprints
+from ..format.fingerprint import combine_fingerprints
 from ..layout.placement import Plan, Term
 from ..numerics.dtypes import ITEM_BYTES, numpy_dtype
 from ..numerics.histogram import Histogram, added

@@ -13,8 +13,8 @@ from ..columns import HANDED_ON
 from ..format.roots import Stage
 from ..layout.placement import NoPlan, Plan, RankChunk, named, reduce_op
 from ..layout.rules import Batch, Replication, copies_unless
+from ..read.manifests import unseen
 from ..read.metadata import NONE
-from ..read.stages import unseen
 from ..sites import NUMBERS, STATES
 from ..system.text import listed
 from .decisions import LOCAL_GRADIENT, Override, Overrides, Question, decide, find_override

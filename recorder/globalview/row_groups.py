@@ -15,8 +15,8 @@ from ..columns import COUNTS, KEY, MEASURED, STATISTICS, note_members, parse_sha
 from ..format.roots import Stage
 from ..layout.placement import RANK_BOUND, RankChunk
 from ..numerics.keys import NULL, POSITIVE, Integers, bits_of, digest, pack
+from ..read.manifests import MicroBatches, in_order
 from ..read.metadata import NONE, Keys, MetadataRows, Positions
-from ..read.stages import MicroBatches, in_order
 from ..sites import ACTIVATIONS, VALUE_OF
 
 FORWARD_OF = {gradient: site for gradient, site in VALUE_OF.items() if gradient in ACTIVATIONS}

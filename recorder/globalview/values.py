@@ -15,8 +15,8 @@ import pyarrow as pa
 from ..layout.levels import BatchGroup
 from ..layout.placement import NoPlan, RankChunk
 from ..numerics.keys import pack
+from ..read.manifests import MicroBatches, missing_stages
 from ..read.metadata import NONE, MetadataRows, Positions, text_keys
-from ..read.stages import MicroBatches, missing_stages
 from ..read.writers import RecordedWriter
 from ..sites import ACTIVATIONS, GRADIENTS, NUMBERS, STATES
 from .decisions import Overrides

@@ -22,12 +22,11 @@ from ..layout.placement import NoPlan, Plan
 from ..layout.regions import Region
 from ..layout.rules import AS_ASKED, LOSSES
 from ..numerics.dtypes import ITEM_BYTES, as_array
-from ..read.metadata import NONE, MetadataRows, Positions, text_keys
+from ..read.manifests import mark_stage, whole_roots
+from ..read.metadata import NONE, SIZE_COLUMNS, MetadataRows, Positions, StepSizes, text_keys
 from ..read.payload import Payloads, is_same
 from ..read.run import RecordedRun
-from ..read.shards.rows import ShardRows
-from ..read.stages import mark_stage, whole_roots
-from ..read.step_sizes import SIZE_COLUMNS, StepSizes
+from ..read.shard_rows import ShardRows
 from .assembler import Assembler, PayloadPart, as_items
 from .decisions import parse_overrides
 from .global_columns import NO_VALUES, GlobalColumns, as_json, with_member

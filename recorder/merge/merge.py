@@ -20,13 +20,21 @@ from typing import Any
 from ..errors import ClusterError, NotARunError, WriteError
 from ..globalview.decisions import check_overrides
 from ..run.run import Run
-from ..run.spreading import SEES_AS_HERE, RunAsOpened
+from ..run.step_ranges import SEES_AS_HERE, RunAsOpened
 from ..system.executors import worker_name
-from .findings import Summary, combine, num_problems, of_damage, of_unknown_columns
-from .manifests import of_run, of_source, of_units
-from .output import Output, open_output
+from .output import Output, of_run, of_source, of_units, open_output
 from .plan import Inputs, Unit
-from .unit import UNKNOWN, UnitBuilder, UnitReport, read_report
+from .unit import (
+    UNKNOWN,
+    Summary,
+    UnitBuilder,
+    UnitReport,
+    combine,
+    num_problems,
+    of_damage,
+    of_unknown_columns,
+    read_report,
+)
 
 Report = Callable[[int], None]
 """Takes the number of bytes that were merged since the last call."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..format.rundir import rank_dir
-from ..read.step_sizes import SIZE_COLUMNS, StepSizes
+from ..read.metadata import SIZE_COLUMNS, StepSizes
 from ..read.writers import GLOBAL_DIR, RecordedWriter
 from ..run.run import Run
 

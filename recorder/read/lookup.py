@@ -16,8 +16,8 @@ from ..errors import LookupFailedError
 from ..format.roots import Stage
 from ..rules import hint
 from ..system.text import listed
+from .manifests import stages_of_rows
 from .metadata import NONE, POSITION_COLUMNS, TEXT_COLUMNS, Keys, MetadataRows, Positions
-from .stages import stages_of_rows
 from .writers import RecordedWriter
 
 QUALIFIERS = (

@@ -31,7 +31,7 @@ from ..format.rundir import (
     shard_name,
 )
 from ..storage.locations import Location, OpenLocation, store_of
-from .shards.rows import ShardRows, each_of, load_open, load_sealed
+from .shard_rows import ShardRows, each_of, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
 

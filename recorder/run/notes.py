@@ -1,13 +1,34 @@
-"""Sentences about a run that several commands print: its jitter, its dumps, and the commands that were sent to it."""
+"""Sentences about a run and its rows that several commands print, such as missing ranks, jitter, dumps and commands."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..columns import OF_FIRST_PART, note_members
+from ..errors import NotARunError
 from ..format.commands import DUMP, ENDED, MISSED, PAUSE, REFUSED, SET, WAITING, Answer, Command
-from ..system.text import counted, printable, size, span
+from ..format.encodings import ENCODING_OF
+from ..format.rundir import parse_shard_name
+from ..globalview.row_groups import Finding
+from ..globalview.values import GlobalValues, load_sample
+from ..numerics.keys import encode
+from ..numerics.moments import integers
+from ..read.run import RecordedRun
+from ..run.finding import typed_for
+from ..sites import FORMAT_VERSION, SITE_OF
+from ..storage.locations import Location, store_of
+from ..system.text import counted, named, printable, size, span
 from .run import Run, RunDump
+from .selection import Selection
 from .status import CHANGED, UNCHANGED, Proof, RankNow
 
 
@@ -168,3 +189,201 @@ def _outcomes(command: Command, answers: dict[int, Answer]) -> list[str]:
         word = state_word(command.kind, state)
         outcomes.append(f"{counted(len(ranks), 'rank')} ({span(ranks)}): {word}{steps}{because}")
     return outcomes
+
+
+def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
+    """For each row of all ranks those that are missing in it, as JSON; else an empty text."""
+    ids, notes = encode(table.column("note"))
+    missing = np.array([*map(_missing, notes), ""], object)[ids]
+    missing[table.column("rank").is_valid().to_numpy()] = ""
+    return missing
+
+
+def without_numbers(table: Any) -> Any:
+    """Rows as they are, but those that lack ranks have no statistics: they would be of the other ranks alone."""
+    is_whole = pa.array(missing_ranks(table) == "")
+    for name in OF_FIRST_PART.intersection(table.column_names):
+        column = table.column(name)
+        kept = pc.if_else(is_whole, column, pa.scalar(None, column.type))
+        table = table.set_column(table.schema.get_field_index(name), name, kept)
+    return table
+
+
+def _missing(note: str) -> str:
+    """What an untrusted note says of missing ranks."""
+    ranks = note_members(note).get("partial")
+    if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+        return ""
+    return json.dumps(ranks) if ranks else ""
+
+
+class Partial:
+    """Values that lack ranks, added up over tables of rows."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+        self._found: dict[str, tuple[int, int, int]] = {}
+        """By the ranks missing: values, first and last step."""
+
+    def add(self, table: Any) -> None:
+        """Rows with `rank`, `step` and `note`."""
+        missing, steps = missing_ranks(table), integers(table.column("step"))
+        self._num_values += table.num_rows
+        for ranks in dict.fromkeys(missing[missing != ""].tolist()):
+            of = steps[missing == ranks]
+            known = self._found.get(ranks, (0, int(of[0]), int(of[0])))
+            self._found[ranks] = known[0] + len(of), min(known[1], int(of.min())), max(known[2], int(of.max()))
+
+    def join(self, other: Partial) -> None:
+        """What was added to another one, after what was added here."""
+        self._num_values += other._num_values
+        for ranks, (num, first, last) in other._found.items():
+            known = self._found.get(ranks, (0, first, last))
+            self._found[ranks] = known[0] + num, min(known[1], first), max(known[2], last)
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def notes(self, *, is_taken: bool) -> list[str]:
+        """One for each set of ranks that is missing, and whether such values were taken as they are."""
+        end = "they are of the other ranks alone" if is_taken else "they are left out; --partial takes what there is"
+        return [
+            f"partial: {num_values} of {self._num_values} values lack {named('rank', json.loads(ranks))}, "
+            f"step{_span(first, last)}: {end}"
+            for ranks, (num_values, first, last) in self._found.items()
+        ]
+
+
+def _span(first: int, last: int) -> str:
+    return f" {first}" if first == last else f"s {first}..{last}"
+
+
+KNOWN_WORDS: Mapping[str, Collection[str]] = {"site": SITE_OF, "encoding": ENCODING_OF}
+"""The words of columns that this version knows; a later version may have more."""
+_CONTRADICTIONS = ("inconsistent", "layout_changes")
+_MAX_NAMED = 8
+_MAX_LOADED_ROWS = 1_000_000
+"""Rows come in batches, of which some lie at other steps; a million take seconds."""
+
+
+def left_out(run: Run) -> str:
+    """Which rows of a run no answer is about, because they are not there, as a sentence; empty where there are none."""
+    run.load_balances()
+    balances = [writer.balance for writer in run.writers]
+    counts = (
+        (sum(one.num_dropped for one in balances), "dropped while recording"),
+        (sum(one.passed for one in balances), "kept in memory alone, because no trigger asked for their steps"),
+        (sum(one.retired_rows for one in balances), "removed for the quota"),
+    )
+    told = [f"{counted(number, 'row')} {what}" for number, what in counts if number]
+    return f"not looked at: {'; '.join(told)} (recorder doctor says of what)" if told else ""
+
+
+class Problems:
+    """Contradictions in what is selected, added up over ranges of steps."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = Selection(module=selection.module, site=selection.site, name=selection.name)
+        self._found: dict[str, None] = {}
+
+    def add(self, findings: Sequence[Finding]) -> None:
+        """What the global view found in some steps."""
+        wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
+        columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
+        texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
+        table = pa.table({name: pa.array(values, pa.string()) for name, values in (columns | {"text": texts}).items()})
+        stages = [one.text for one in findings if one.kind == "partial" and not one.site]
+        self._found |= dict.fromkeys([*stages, *self._selection.narrow(table).column("text").to_pylist()])
+
+    def join(self, other: Problems) -> None:
+        """What was added to another one, after what was added here."""
+        self._found |= other._found
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def texts(self) -> list[str]:
+        """One for each, the first few."""
+        more = len(self._found) - _MAX_NAMED
+        return [*list(self._found)[:_MAX_NAMED], *([f"and {more} more of these"] if more > 0 else [])]
+
+
+def layout_problems(run: Run) -> list[str] | None:
+    """Contradictions in the steps by which the layouts are known; None where these are too many rows.
+
+    What is so at some steps mostly stays so. A merged run has none: they were told when it was merged.
+    """
+    if run.is_merged:
+        return []
+    view = run.view()
+    metadata, steps = view.sample_batches()
+    if metadata.num_rows > _MAX_LOADED_ROWS:
+        return None
+    positions = load_sample(metadata, steps)
+    values = GlobalValues(
+        metadata, run.topology, loss="mean", overrides=[], is_same=_unknown, items_of=_unknown, leaves=view.leaves
+    )
+    for _ in values.values(positions):
+        pass
+    problems = Problems(Selection())
+    problems.add(values.findings)
+    return problems.texts()
+
+
+def _unknown(*_: object) -> None:
+    """Stands for payloads, which nobody reads here except where the layout depends on them."""
+
+
+class Unsealed(NamedTuple):
+    """Rows in open shards of writers that are not recording any more."""
+
+    num_rows: int
+    num_files: int
+
+
+def unsealed(run: RecordedRun) -> Unsealed:
+    """Count them; a merged run has none, and no writer that could be repaired."""
+    over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
+    rows = [shard.num_rows for writer in over for shard in writer.shards if not shard.is_sealed]
+    return Unsealed(sum(rows), sum(number > 0 for number in rows))
+
+
+def unsealed_note(run: RecordedRun) -> str:
+    """What they mean and what to do, as a sentence; empty where there are none."""
+    num_rows, num_files = unsealed(run)
+    if not num_rows:
+        return ""
+    rows = "1 row is" if num_rows == 1 else f"{num_rows} rows are"
+    files = "1 open file" if num_files == 1 else f"{num_files} open files"
+    them = "it" if num_rows == 1 else "them"
+    target = typed_for(run.path, run.name) if isinstance(run.path, Path) else "COPY"
+    seals = f"`{shlex.join(['recorder', 'repair', target])}` seals {'it' if num_files == 1 else 'them'}"
+    if target == "COPY":
+        seals += " in a copy on a disk"
+    return f"{rows} in {files}: recorder reads {them}, other readers do not; {seals}"
+
+
+def strays(run: Run) -> Iterator[str]:
+    """Yield a sentence for each file of a run whose name ends with ``.arrow`` and that is none of the run's shards.
+
+    A reader that finds files by ``*.arrow`` takes such a file for rows of the run. A later version of the format may
+    have files of its own, whose names begin with ``_``.
+    """
+    store = store_of(run.path)
+    is_later = run.version > FORMAT_VERSION
+    folders = {writer.directory for writer in run.writers}
+    for folder in sorted({run.path, *(one.parent for one in folders), *folders}, key=str):
+
+        def is_stray(name: str, folder: Location = folder) -> bool:
+            is_shard = folder in folders and parse_shard_name(name) is not None
+            return name.endswith(".arrow") and not is_shard and not (is_later and name.startswith("_"))
+
+        try:
+            files = store.list_directory(folder, directories=False, is_part=is_stray)
+        except NotARunError as error:  # a link, a pipe or a device
+            yield f"{error}; it is none of the run's shards, and who reads the run by *.arrow reads it"
+            files = store.list_directory(folder, directories=False)
+        directories = store.list_directory(folder, directories=True)
+        named = [name for name in files if is_stray(name)] + [name for name in directories if name.endswith(".arrow")]
+        for name in named:
+            yield f"{folder / name}: none of the run's shards, and who reads the run by *.arrow reads it; move it away"

@@ -1,4 +1,4 @@
-"""The ranges of steps by which a whole run is read: how a run is cut, who works on the ranges, and the rows of each.
+"""The ranges of steps by which a whole run is read: how a run is cut, and which processes work on the ranges.
 
 The ranges are the same wherever they are worked on, and the answers are put together in the order of the ranges: no bit
 of an answer depends on the machine. A mapper must never hold the answers of more than a few ranges.
@@ -6,9 +6,17 @@ of an answer depends on the machine. A mapper must never hold the answers of mor
 
 from __future__ import annotations
 
+import copyreg
+import hashlib
+import json
+import logging
+import pickle
 import shutil
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -17,10 +25,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ..errors import ClusterError, RecorderError, RunError
 from ..globalview.view import GlobalView
 from ..numerics.moments import integers
-from ..read.step_sizes import SIZE_COLUMNS, StepSizes
-from .run import RecordedWriter, Run
+from ..read.metadata import SIZE_COLUMNS, StepSizes
+from ..system.executors import check_versions, keep, versions, worker_name
+from .run import RecordedWriter, Run, open_run
 
 MAX_ROWS = 200_000
 """Rows in a range, of all ranks: this bounds the memory for their columns."""
@@ -217,3 +227,149 @@ class Attempts:
             self._newest |= {step: winners.get(step, -1) for step in distinct.tolist()}
         newest = np.array([self._newest[step] for step in distinct.tolist()], np.int64)[step_indices]
         return np.asarray((attempts == newest) | (newest < 0))
+
+
+SEES_AS_HERE = "every worker has to see runs and output as the process does that hands out the work"
+
+
+class ChangedError(RunError):
+    """A run is not any more, or not yet, what it was where it was opened first: it is still recorded, most likely."""
+
+
+class RunAsOpened(NamedTuple):
+    """A run for another process, and the versions that this process has to have."""
+
+    path: str
+    identity: tuple[object, ...]
+    digest: str
+    versions: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, run: Run) -> RunAsOpened:
+        return cls(str(run.path.absolute()), _identity(run), digest(run), tuple(versions().items()))
+
+    def open(self) -> Run:
+        """The run, as it is now.
+
+        Raises:
+            ClusterError: this process has other versions, or sees no run or another run under this path.
+        """
+        check_versions(worker_name(), versions(), dict(self.versions))
+        try:
+            run = open_run(self.path)
+        except (RecorderError, OSError) as error:
+            raise ClusterError(f"{worker_name()}: does not see the run ({error}); {SEES_AS_HERE}") from error
+        if _identity(run) != self.identity:
+            raise ClusterError(f"{worker_name()}: sees another run at {self.path}; {SEES_AS_HERE}")
+        return run
+
+    def open_unchanged(self) -> Run:
+        """The run, as it was when it was opened first.
+
+        Raises:
+            ClusterError: as of `open`.
+            ChangedError: it holds something else by now.
+        """
+        run = self.open()
+        if digest(run) != self.digest:
+            raise ChangedError(f"{self.path}: is not what it was when it was opened")
+        return run
+
+
+def digest(run: Run) -> str:
+    """A digest of what the opening of a run has found: its writers, what they say, and their files."""
+    writers = [
+        [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.shards]]
+        for one in run.writers
+    ]
+    text = json.dumps([run.manifest.members, writers], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()
+
+
+def _identity(run: Run) -> tuple[object, ...]:
+    return run.manifest.run_id, run.manifest.created_ns
+
+
+_RANGES_PER_WORKER = 2
+"""One that a worker works on, and one that waits."""
+_LOGGER = (__package__ or "recorder").partition(".")[0]
+
+logger = logging.getLogger(__name__)
+
+
+def spread_over(executor: Executor, num_workers: int) -> Mapper:
+    """A mapper that gives ranges to an executor, whose workers see the runs under the paths that they have here.
+
+    A range of a run that a worker finds changed, because the run is being recorded, is worked on here. What a worker
+    warns of is logged here, each text once. Besides what a range raises, the mapper raises ClusterError: a worker sees
+    no run or another one, has other versions, or was lost.
+
+    Args:
+        executor: it is not shut down.
+        num_workers: how many calls the executor does at once.
+    """
+
+    def spread(
+        make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
+    ) -> Iterator[T]:
+        shipped = pickle.dumps((make, arguments))
+        left, running, work, told = iter(ranges), deque[Any](), None, set[str]()
+        try:
+            while True:
+                while len(running) < _RANGES_PER_WORKER * num_workers and (wanted := next(left, None)) is not None:
+                    running.append((executor.submit(_work_on, shipped, wanted), wanted))
+                if not running:
+                    return
+                future, wanted = running.popleft()
+                try:
+                    answer, messages = future.result()
+                except ChangedError:
+                    work = work or make(*arguments)
+                    answer, messages = work(*wanted), []
+                for level, text in messages:
+                    if text not in told:
+                        told.add(text)
+                        logger.log(level, "%s", text)
+                yield answer
+        finally:
+            for future, _ in running:
+                future.cancel()
+
+    return spread
+
+
+copyreg.pickle(Run, lambda run: (RunAsOpened.open_unchanged, (RunAsOpened.of(run),)))
+
+
+# What follows is called by the workers.
+
+
+def _work_on(shipped: bytes, wanted: tuple[Any, ...]) -> tuple[Any, list[tuple[int, str]]]:
+    """The answer to a range, and what was warned of."""
+    with _heard() as messages:
+        return keep(shipped, lambda: _made(shipped))(*wanted), messages
+
+
+def _made(shipped: bytes) -> Callable[..., Any]:
+    make, arguments = pickle.loads(shipped)
+    made: Callable[..., Any] = make(*arguments)
+    return made
+
+
+@contextmanager
+def _heard() -> Iterator[list[tuple[int, str]]]:
+    """Collects what this thread logs: it is for whoever asked, not for the log of a worker."""
+    messages: list[tuple[int, str]] = []
+    thread = threading.get_ident()
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.thread == thread:
+                messages.append((record.levelno, record.getMessage()))
+
+    library, handler = logging.getLogger(_LOGGER), Collector(logging.WARNING)
+    library.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        library.removeHandler(handler)

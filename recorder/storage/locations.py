@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from ..errors import NotARunError
 from ..format.rundir import MAX_MANIFEST_BYTES, read_json
-from .kinds import KINDS, SCHEMES
+from .clients import KINDS, SCHEMES
 from .objects import ObjectPath
 from .protocol import Found, IsPart, Item, Seen, Store
 from .untrusted_files import ByteSource, GrowingFile, MappedFile

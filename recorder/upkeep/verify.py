@@ -16,7 +16,7 @@ from crc32c import crc32c
 from ..errors import CorruptError, RunError
 from ..format.integrity import FILE_CRC_KEY, NO_DIGITS
 from ..format.rundir import index_name
-from ..read.shards.messages import (
+from ..read.messages import (
     CONTINUATION,
     FIRST_MESSAGE,
     MAGIC,
@@ -27,11 +27,11 @@ from ..read.shards.messages import (
     footer_bytes,
     footer_text,
 )
-from ..read.shards.rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
-from ..read.shards.salvage import salvage
-from ..read.shards.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
+from ..read.salvage import salvage
+from ..read.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
+from ..read.shard_rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
 from ..read.writers import RecordedWriter
-from ..run.problems import strays, unsealed_note
+from ..run.notes import strays, unsealed_note
 from ..run.run import Run
 from ..storage.locations import LOCAL, Location, store_of
 from ..storage.untrusted_files import ByteSource

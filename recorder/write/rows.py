@@ -18,8 +18,8 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from ..columns import SCHEMA
+from ..format.codec import Encoder, max_encoded_bytes
 from ..format.integrity import Crcs, column_crcs
-from ..format.payload.codec import Encoder, max_encoded_bytes
 from ..records import PART_BYTES, Chunk, Measured, Moment, Origin, Staged
 from .files.file import PageMemory
 from .files.ipc import Payload

@@ -22,7 +22,7 @@ class WriteSettings:
     batch_bytes: int = 8 << 20
     """A batch is written once its payload has this size."""
     codec: str = "auto"
-    """``auto``, ``none`` or ``zstd``; see `format.payload.codec`."""
+    """``auto``, ``none`` or ``zstd``; see `format.codec`."""
     codec_level: int = 1
     """zstd's level."""
     max_bytes: int = 16 << 30

@@ -17,8 +17,8 @@ from typing import Any
 from .. import native
 from ..columns import SCHEMA
 from ..errors import RunError, WriteError
+from ..format.codec import Encoder
 from ..format.manifest import RunManifest
-from ..format.payload.codec import Encoder
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, index_name, open_name, rank_dir, read_json
 from ..rules import Schedule
 from ..sites import FORMAT_NAME, FORMAT_VERSION

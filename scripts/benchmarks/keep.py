@@ -51,7 +51,7 @@ CASES = {
 NUM_STEPS, NUM_CPU_STEPS, NUM_LAYERS = 8, 60, 40
 WORK_FILES = (
     "write/rows.py",
-    *(f"format/payload/{name}.py" for name in ("codec", "encodings", "frames", "planes", "fingerprint")),
+    *(f"format/{name}.py" for name in ("codec", "encodings", "fingerprint")),
     *(f"numerics/{name}.py" for name in ("histogram", "units")),
     "staging/measure.py",
 )

@@ -22,8 +22,8 @@ import numpy as np
 
 from recorder import native
 from recorder.capture.staging.measure import measure
-from recorder.format.payload.codec import Encoder, max_encoded_bytes
-from recorder.format.payload.encodings import PayloadWriter
+from recorder.format.codec import Encoder, max_encoded_bytes
+from recorder.format.encodings import PayloadWriter
 from recorder.numerics.dtypes import item_bytes
 from recorder.records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS
 

@@ -19,7 +19,7 @@ import zstandard
 from crc32c import crc32c
 
 from recorder import native
-from recorder.format.payload.codec import Encoder, max_encoded_bytes
+from recorder.format.codec import Encoder, max_encoded_bytes
 
 from .stopwatch import Stopwatch
 

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recorder.format.payload.codec import decode
+from recorder.format.codec import decode
 from recorder.numerics.dtypes import item_bytes
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Chunk, Staged
 from recorder.run.run import open_run

@@ -22,9 +22,9 @@ import ctypes, sys, numpy as np, zstandard
 from pathlib import Path
 from recorder import native
 from recorder.capture.staging.measure import _decoded
-from recorder.format.payload.codec import decode, max_encoded_bytes
+from recorder.format.codec import decode, max_encoded_bytes
 from recorder.numerics.dtypes import item_bytes
-from recorder.format.payload.fingerprint import compiled_weights
+from recorder.format.fingerprint import compiled_weights
 from recorder.numerics.histogram import NUM_BINS
 
 random = np.random.default_rng(0)

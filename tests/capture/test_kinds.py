@@ -24,7 +24,7 @@ from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map_only
 
 import recorder
-from recorder.format.payload.fingerprint import fingerprint
+from recorder.format.fingerprint import fingerprint
 from recorder.numerics.dtypes import item_bytes
 from tests.rigs.capturing import Recording, Tiny, batch, flagged
 

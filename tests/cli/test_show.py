@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.numerics.spark import spark_line
+from recorder.numerics.distributions import spark_line
 from recorder.run.run import open_run
 from recorder.system.text import number
 from tests.rigs.command_line import Cli, module, on_a_terminal

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import recorder
-from recorder.format.payload.fingerprint import MODULUS, fingerprint
+from recorder.format.fingerprint import MODULUS, fingerprint
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS, Finished
 

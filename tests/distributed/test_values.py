@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import recorder
-from recorder.format.payload.fingerprint import MODULUS, fingerprint
+from recorder.format.fingerprint import MODULUS, fingerprint
 from tests.rigs.jobs import Finished
 
 from .conftest import Train

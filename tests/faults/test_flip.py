@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recorder.format import integrity
-from recorder.read.shards import shard
+from recorder.read import shard
 from tests.campaigns.fuzz.flip import Flips, flip
 
 NUM_FLIPS = 150

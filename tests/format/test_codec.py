@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.errors import CorruptError, UnsupportedError
-from recorder.format.payload.codec import CODECS, Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
-from recorder.format.payload.encodings import ALL_ENCODINGS, target_of
+from recorder.format.codec import CODECS, Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
+from recorder.format.encodings import ALL_ENCODINGS, target_of
 from recorder.numerics.dtypes import ITEM_BYTES
 
 Bytes = npt.NDArray[np.uint8]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from recorder.format.payload import fingerprint as module
-from recorder.format.payload.fingerprint import MODULUS, fingerprint, to_text
+from recorder.format import fingerprint as module
+from recorder.format.fingerprint import MODULUS, fingerprint, to_text
 from tests.rigs import independent
 
 _ITEM_BYTES = st.sampled_from([1, 2, 4, 8, 16])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from recorder.format.payload.fingerprint import MODULUS, fingerprint, flat_fingerprint
+from recorder.format.fingerprint import MODULUS, fingerprint, flat_fingerprint
 
 _SHAPES = hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=5)
 

@@ -14,10 +14,10 @@ import pytest
 
 from recorder import columns as columns_registry
 from recorder.columns import SCHEMA
+from recorder.format.codec import Encoder, max_encoded_bytes
+from recorder.format.encodings import ALL_ENCODINGS, ENCODINGS
+from recorder.format.fingerprint import fingerprint, to_text
 from recorder.format.integrity import batch_metadata, seal_metadata
-from recorder.format.payload.codec import Encoder, max_encoded_bytes
-from recorder.format.payload.encodings import ALL_ENCODINGS, ENCODINGS
-from recorder.format.payload.fingerprint import fingerprint, to_text
 from recorder.numerics import dtypes
 from recorder.sites import ALL_SITES, FORMAT_VERSION, SITE_OF
 from tests.rigs import independent

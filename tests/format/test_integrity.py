@@ -23,8 +23,8 @@ from recorder.format.integrity import (
     check_batch,
     seal_metadata,
 )
-from recorder.read.shards.messages import parse_message
-from recorder.read.shards.shard import Layout
+from recorder.read.messages import parse_message
+from recorder.read.shard import Layout
 
 _SCHEMA = pa.schema(
     [

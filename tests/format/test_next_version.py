@@ -19,7 +19,7 @@ import pytest
 import recorder
 from recorder.columns import COLUMN_OF, METADATA_COLUMNS
 from recorder.errors import UnsupportedError
-from recorder.format.payload.encodings import ENCODINGS
+from recorder.format.encodings import ENCODINGS
 from recorder.format.rundir import open_name
 from recorder.sites import FORMAT_VERSION, SITES
 from tests.golden.coming import COLUMN, ENCODING, MINOR, MIRRORED, REPOSITORY, RUN, SITE, patched_package, updates

@@ -8,7 +8,7 @@ import pytest
 
 from recorder.analyze.doctor.slots import SLOT_SITES
 from recorder.columns import COLUMNS, KEY, NONFINITE, PHASES, SCHEMAS, Column, Role, schema_of
-from recorder.format.payload.encodings import ALL_ENCODINGS, ENCODINGS
+from recorder.format.encodings import ALL_ENCODINGS, ENCODINGS
 from recorder.records import Measured
 from recorder.sites import ALL_SITES, FORMAT_VERSION, OF_PROGRAM, SITE_OF, SITES, Kind, Site, values_of
 

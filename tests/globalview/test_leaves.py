@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.merge.findings import is_problem
-from recorder.run.problems import layout_problems
+from recorder.merge.unit import is_problem
+from recorder.run.notes import layout_problems
 from recorder.run.run import Run
 from tests.rigs.handmade import Row
 from tests.rigs.meshes import Mesh, grid_facts, mesh_run, plain, shard
@@ -268,7 +268,7 @@ class TestCopies:
         if keep != "tensor alone":  # of which nothing but the values would tell, and these are not read there
             assert "alike at other steps" in (layout_problems(run) or [""])[0]
             with pytest.MonkeyPatch.context() as patch:  # too many rows are not even loaded
-                patch.setattr("recorder.run.problems._MAX_LOADED_ROWS", run.num_rows - 1)
+                patch.setattr("recorder.run.notes._MAX_LOADED_ROWS", run.num_rows - 1)
                 patch.setattr("recorder.read.metadata.MetadataRows.load", None)
                 assert layout_problems(run) is None
         layout = run.layout("layers.0", step=3)

@@ -16,8 +16,8 @@ import pytest
 
 from recorder.columns import STATISTICS
 from recorder.errors import LookupFailedError
-from recorder.format.payload.codec import decode
-from recorder.format.payload.fingerprint import fingerprint, to_text
+from recorder.format.codec import decode
+from recorder.format.fingerprint import fingerprint, to_text
 from recorder.globalview.view import GlobalRows
 from recorder.numerics.dtypes import item_bytes
 from recorder.run.run import Run, open_run

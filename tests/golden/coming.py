@@ -32,7 +32,7 @@ ENTRIES = {
         '    Site(name="tap",',
         f'    Site(name="{SITE}", kind=Kind.STATE, phase="optimizer", expected=Expected.PARAMETER, since={MINOR}),\n',
     ),
-    "format/payload/encodings.py": (
+    "format/encodings.py": (
         "    Encoding(name=REF,",
         f'    Encoding(name="{ENCODING}", since={MINOR}, check=_check_plain,\n'
         "             read=lambda *payload: _read_plain(*payload)[::-1].copy()),\n",

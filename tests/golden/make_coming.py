@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from recorder.capture.staging.measure import measure
 from recorder.columns import PLAIN, SCHEMA, VERSION_KEY
-from recorder.format.payload.fingerprint import to_text
+from recorder.format.fingerprint import to_text
 from recorder.format.rundir import encode_manifest, index_name, open_name, read_json
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, Chunk
 from recorder.sites import FORMAT_VERSION

@@ -142,7 +142,7 @@ def test_warnings_of_workers_reach_who_asked(cli: Cli, cluster: Workers, run: Pa
 def test_what_is_still_recorded_is_looked_at_here(cli: Cli, cluster: Workers, run: Path, monkeypatch: Any) -> None:
     """A worker finds another run than this process had opened."""
     here = cli("stats", run, "--json")
-    monkeypatch.setattr("recorder.run.spreading.digest", lambda run: "other")
+    monkeypatch.setattr("recorder.run.step_ranges.digest", lambda run: "other")
     assert cli("stats", run, "--json", "--scheduler", cluster.address) == here
 
 

@@ -10,10 +10,10 @@ import pyarrow.dataset as ds
 import pytest
 
 from recorder.errors import CorruptError
-from recorder.format.payload.codec import Encoder, Payload, concatenate, decode, max_encoded_bytes
+from recorder.format.codec import Encoder, Payload, concatenate, decode, max_encoded_bytes
 from recorder.merge.merge import merge_run
 from recorder.merge.plan import Inputs
-from recorder.read.shards.shard import CheckedBatch, Shard
+from recorder.read.shard import CheckedBatch, Shard
 from recorder.run.run import open_run
 from tests.rigs.handmade import HandmadeWriter, make_parts, make_ref, make_row, make_run
 from tests.rigs.merging import add_steps, assert_is_merge, batch, content, make_small_run, roots, units, weight

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 
 from recorder import native
-from recorder.format.payload.codec import check_size, decode, max_encoded_bytes
-from recorder.format.payload.encodings import PLANES, PLANES_PLAIN
+from recorder.format.codec import check_size, decode, max_encoded_bytes
+from recorder.format.encodings import PLANES, PLANES_PLAIN
 
 pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the compiled loops were not built")
 

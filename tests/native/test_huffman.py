@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from recorder import native
 from recorder.errors import CorruptError
-from recorder.format.payload.codec import Encoder, Payload, _sample, check_size, concatenate, decode, max_encoded_bytes
+from recorder.format.codec import Encoder, Payload, _sample, check_size, concatenate, decode, max_encoded_bytes
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))) and not native.LIBRARY.exists(),

@@ -22,9 +22,9 @@ from hypothesis.extra import numpy as hnp
 
 from recorder import native
 from recorder.capture.staging.measure import measure, measure_small
-from recorder.format.payload import fingerprint as fingerprints
-from recorder.format.payload.codec import Encoder, decode, max_encoded_bytes
-from recorder.format.payload.fingerprint import flat_fingerprint
+from recorder.format import fingerprint as fingerprints
+from recorder.format.codec import Encoder, decode, max_encoded_bytes
+from recorder.format.fingerprint import flat_fingerprint
 from recorder.numerics.dtypes import ITEM_BYTES, item_bytes
 from recorder.numerics.units import MAX_UNITS
 from recorder.records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured

@@ -11,9 +11,15 @@ import pyarrow as pa
 import pytest
 
 from recorder.capture.staging.measure import measure
-from recorder.numerics.apart import added_by_group, bins_of, share_apart, subnormal_count
+from recorder.numerics.distributions import (
+    added_by_group,
+    bins_of,
+    extent,
+    histogram_line,
+    share_apart,
+    subnormal_count,
+)
 from recorder.numerics.histogram import Histogram
-from recorder.numerics.spark import extent, histogram_line
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run

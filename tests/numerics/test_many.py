@@ -11,8 +11,8 @@ import pytest
 
 from recorder.capture.staging.measure import measure
 from recorder.errors import RunError
+from recorder.numerics.distributions import histograms_of, units_of
 from recorder.numerics.histogram import Histogram
-from recorder.numerics.many import histograms_of, units_of
 from recorder.numerics.units import Units
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS
 

@@ -13,7 +13,7 @@ import pytest
 
 from recorder.columns import SCHEMA
 from recorder.errors import CorruptError, LookupFailedError, UnsupportedError
-from recorder.read.shards.decode import decode
+from recorder.read.payload import decode
 from recorder.run.run import open_run
 from tests.rigs.handmade import make_parts, make_ref, make_row
 

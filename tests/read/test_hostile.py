@@ -14,8 +14,8 @@ import zstandard
 
 from recorder.columns import SCHEMA
 from recorder.errors import CorruptError, NotARunError, RunError
-from recorder.read.shards.messages import MAX_BATCH_BYTES, block_at, footer_blocks, footer_bytes
-from recorder.read.shards.shard import open_sealed
+from recorder.read.messages import MAX_BATCH_BYTES, block_at, footer_blocks, footer_bytes
+from recorder.read.shard import open_sealed
 from recorder.run.run import open_run
 from recorder.storage.untrusted_files import MappedFile
 from recorder.upkeep.verify import verify

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recorder.columns import METADATA_COLUMNS, SCHEMA
+from recorder.format.codec import Encoder, max_encoded_bytes
 from recorder.format.integrity import batch_metadata, seal_metadata
-from recorder.format.payload.codec import Encoder, max_encoded_bytes
 from recorder.format.rundir import index_name, open_name, rank_dir, shard_name
 from recorder.numerics.dtypes import item_bytes
 

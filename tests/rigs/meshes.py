@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recorder.format.payload.fingerprint import fingerprint, to_text
+from recorder.format.fingerprint import fingerprint, to_text
 from recorder.run.run import Run, open_run
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 

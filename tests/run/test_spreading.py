@@ -13,9 +13,9 @@ import pytest
 import recorder
 from recorder.analyze.stats import statistics
 from recorder.errors import ClusterError
-from recorder.run import spreading
+from recorder.run import step_ranges
 from recorder.run.selection import Selection
-from recorder.run.spreading import spread_over
+from recorder.run.step_ranges import spread_over
 from tests.rigs.merging import make_small_run
 
 
@@ -47,7 +47,7 @@ def test_an_executor_that_ended_is_no_damage(run: recorder.Run) -> None:
 def test_a_process_of_other_versions_is_refused(
     executor: Executor, run: recorder.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spreading, "versions", lambda: {"pyarrow": "1.0"})
+    monkeypatch.setattr(step_ranges, "versions", lambda: {"pyarrow": "1.0"})
     expected = rf"worker {socket.gethostname()} .*but this machine has 1.0; install the same version"
     with pytest.raises(ClusterError, match=expected):
         statistics(run, Selection(), by=["step"], mapper=spread_over(executor, 2))
@@ -60,8 +60,8 @@ def test_a_process_that_sees_other_files_is_refused(
     """It is told another path, as under which another file system may be mounted."""
     if other == "another":
         make_small_run(tmp_path / "another", steps=2)
-    opened = spreading.RunAsOpened.of(run)
+    opened = step_ranges.RunAsOpened.of(run)
     wrong = opened._replace(path=str(tmp_path / other))
-    monkeypatch.setattr(spreading.RunAsOpened, "of", classmethod(lambda cls, run: wrong))
+    monkeypatch.setattr(step_ranges.RunAsOpened, "of", classmethod(lambda cls, run: wrong))
     with pytest.raises(ClusterError, match=f"worker {socket.gethostname()} .*{said}"):
         statistics(run, Selection(), by=["step"], mapper=spread_over(executor, 2))

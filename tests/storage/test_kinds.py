@@ -10,7 +10,7 @@ import pytest
 
 import recorder
 from recorder.errors import StoreError
-from recorder.storage import kinds
+from recorder.storage import clients
 from tests.rigs.command_line import Cli
 from tests.rigs.server import BUCKET, SECRET_KEY, StoreServer
 from tests.storage.runs import NUM_RANKS, make_large_run
@@ -78,13 +78,13 @@ def test_no_other_module_asks_which_scheme_it_is() -> None:
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.rstrip(":/") in kinds.KINDS
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.rstrip(":/") in clients.KINDS
     }
-    assert asking == {"storage/kinds.py"}
+    assert asking == {"storage/clients.py"}
 
 
 def test_every_kind_is_on_the_page_and_in_the_docstring_of_open_run() -> None:
     page = (Path(__file__).parents[2] / "docs" / "object-stores.md").read_text()
-    for scheme in kinds.KINDS:
+    for scheme in clients.KINDS:
         assert f"| `{scheme}://" in page
         assert f"``{scheme}://" in (recorder.open_run.__doc__ or "")

@@ -14,7 +14,7 @@ import pytest
 import recorder
 from recorder.config import load_settings
 from recorder.errors import ConfigError, NotARunError, StoreError, install_line
-from recorder.storage.kinds import KINDS
+from recorder.storage.clients import KINDS
 from tests.rigs.command_line import Cli, Result
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.server import ACCESS_KEY, BUCKET, SECRET_KEY, StoreServer

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from recorder.format.rundir import encode_status
-from recorder.read.shards.messages import footer_blocks
-from recorder.read.shards.shard import CheckedBatch, Shard
+from recorder.read.messages import footer_blocks
+from recorder.read.shard import CheckedBatch, Shard
 from recorder.run.run import open_run
 from recorder.storage.untrusted_files import MappedFile
 from recorder.upkeep.verify import Finding, verify

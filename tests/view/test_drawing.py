@@ -16,7 +16,7 @@ import pytest
 import recorder
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.numerics.histogram import Histogram
-from recorder.read.shards.rows import ShardRows
+from recorder.read.shard_rows import ShardRows
 from recorder.report.collect import collect
 from recorder.report.cube import GrowingCube
 from recorder.report.distributions import HistogramCollector

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recorder.format.payload.codec import decode
+from recorder.format.codec import decode
 from tests.rigs.writer import read_open, read_sealed
 
 _RECORD_FOR_EVER = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
-from recorder.format.payload.codec import Encoder
+from recorder.format.codec import Encoder
 from recorder.records import KEEP_TENSOR, Measured, Staged
 from recorder.write import rows
 from recorder.write.rows import NOT_MEASURED, RowBatch

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recorder.columns import METADATA_COLUMNS, SCHEMA
-from recorder.format.payload.codec import decode
+from recorder.format.codec import decode
 from recorder.format.rundir import index_name
 from recorder.numerics.dtypes import item_bytes
 from recorder.records import (

@@ -18,7 +18,7 @@ from ...checks.rule import Finding, Replicas, Rule, Setting, Severity
 from ...checks.rules.baseline import Width
 from ...checks.rules.ranks import Replica
 from ...errors import ConfigError
-from ...run.problems import left_out
+from ...run.notes import left_out
 from ...run.run import Run
 from ...system.text import counted
 from ..first.replica_groups import Differing

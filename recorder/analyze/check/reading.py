@@ -22,9 +22,9 @@ import pyarrow.compute as pc
 from ...checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
 from ...columns import COUNTS, SCHEMA, parse_shape
 from ...errors import RunError
+from ...numerics.distributions import Histograms, ManyUnits, histograms_of, units_of
 from ...numerics.histogram import NORMAL_EXPONENTS
 from ...numerics.keys import encode, group
-from ...numerics.many import Histograms, ManyUnits, histograms_of, units_of
 from ...numerics.moments import integers, numbers
 from ...run.run import GlobalView, RecordedWriter, Run
 from ...run.step_ranges import Attempts, cut_rows

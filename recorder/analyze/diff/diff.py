@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import LookupFailedError
-from ...run.problems import Problems
+from ...run.notes import Problems
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially

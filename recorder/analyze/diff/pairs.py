@@ -19,10 +19,10 @@ import pyarrow.compute as pc
 
 from ...columns import HANDED_ON, NONFINITE, note_members, stage_of
 from ...errors import RunError
-from ...numerics.apart import UnitsApart, units_apart, units_of_row
+from ...numerics.distributions import UnitsApart, units_apart, units_of_row
 from ...numerics.keys import VALUE_KEY, Integers, common_ids, group_rows, holds
 from ...numerics.moments import Floats, integers, numbers
-from ...run.problems import missing_ranks
+from ...run.notes import missing_ranks
 from ...run.selection import Selection
 from ...sites import GIVEN
 from .align import PART, Alignment, align

@@ -7,8 +7,17 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from ...numerics.apart import UnitsApart, bins_of, histogram_of_row, share_apart, subnormal_count
-from ...numerics.spark import HISTOGRAM_LEGEND, HISTOGRAM_WIDTH, extent, histogram_line
+from ...numerics.distributions import (
+    HISTOGRAM_LEGEND,
+    HISTOGRAM_WIDTH,
+    UnitsApart,
+    bins_of,
+    extent,
+    histogram_line,
+    histogram_of_row,
+    share_apart,
+    subnormal_count,
+)
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, moment, number, span

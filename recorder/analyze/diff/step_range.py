@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...numerics.keys import VALUE_KEY, group_rows
-from ...run.problems import Problems
+from ...run.notes import Problems
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from .align import align

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...numerics.dtypes import item_bytes
-from ...run.problems import KNOWN_WORDS
+from ...run.notes import KNOWN_WORDS
 from ...run.run import RecordedWriter
 from ...sites import OF_CALLS
 from .accounts import ANYTIME, BACKWARD, FORWARD, TOTAL, UPDATE, WHEN_OF_SITES, NumberedRows

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from ...config import FLAG
 from ...run.finding import typed_for
-from ...run.notes import describe, dump_members, dump_note, proof_state, told
-from ...run.problems import layout_problems, strays, unsealed_note
+from ...run.notes import describe, dump_members, dump_note, layout_problems, proof_state, strays, told, unsealed_note
 from ...run.reply import Reply, StateLine
 from ...run.run import Balance, Module, Run
 from ...system.text import counted, grouped, listed, printable, span

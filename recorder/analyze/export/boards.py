@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...errors import CorruptError, LookupFailedError, RunError, UnsupportedError, not_installed
 from ...numerics.dtypes import as_array
 from ...numerics.histogram import Histogram
-from ...run.problems import Partial
+from ...run.notes import Partial
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import Mapper, map_serially

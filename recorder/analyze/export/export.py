@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from ...columns import METADATA_COLUMNS, OF_FIRST_PART, PLAIN, SCHEMA
 from ...errors import LookupFailedError, RunError
-from ...run.problems import Partial, missing_ranks, without_numbers
+from ...run.notes import Partial, missing_ranks, without_numbers
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially

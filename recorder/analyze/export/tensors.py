@@ -21,7 +21,7 @@ import pyarrow as pa
 from ...columns import parse_shape
 from ...errors import CorruptError, LookupFailedError, RunError
 from ...numerics.dtypes import item_bytes
-from ...run.problems import Partial, Problems, missing_ranks, without_numbers
+from ...run.notes import Partial, Problems, missing_ranks, without_numbers
 from ...run.run import GlobalView, Run
 from ...run.selection import PER_RANK, GlobalOptions, Selection
 from ...run.step_ranges import Mapper, global_step_ranges, map_serially

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...run.problems import layout_problems, left_out
+from ...run.notes import layout_problems, left_out
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...system.text import counted, steps_in_words

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...format.payload.fingerprint import MODULUS, constant, moved
+from ...format.fingerprint import MODULUS, constant, moved
 from ...numerics.moments import Moments, measured
 from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured

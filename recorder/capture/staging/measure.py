@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...format.payload.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
+from ...format.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
 from ...native import KINDS, TABLE_KINDS, Kernels, SmallTensor
 from ...native import Units as NativeUnits
 from ...numerics.dtypes import item_bytes, numpy_dtype

@@ -10,8 +10,17 @@ import typer
 
 from ...errors import RunError
 from ...run.finding import FLEET, Location, find_folder, fleet_runs, runs_in
-from ...run.notes import answer_members, command_members, describe, dump_members, dump_note, jitter_note, told
-from ...run.problems import unsealed, unsealed_note
+from ...run.notes import (
+    answer_members,
+    command_members,
+    describe,
+    dump_members,
+    dump_note,
+    jitter_note,
+    told,
+    unsealed,
+    unsealed_note,
+)
 from ...run.reply import Table, TableColumn
 from ...run.run import RecordedWriter, Run, open_location, open_run
 from ...system.text import counted, moment, printable, size, span

@@ -13,8 +13,16 @@ import typer
 from ...analyze.stats import REASON_COLUMNS, WHY, inner_leaves, with_why
 from ...columns import COUNTS, STATISTICS, parse_shape
 from ...errors import LookupFailedError, RunError
-from ...numerics.apart import bins_of, histogram_of_row
-from ...numerics.spark import HISTOGRAM_LEGEND, HISTOGRAM_WIDTH, NOT_FINITE, extent, histogram_line, spark_line
+from ...numerics.distributions import (
+    HISTOGRAM_LEGEND,
+    HISTOGRAM_WIDTH,
+    NOT_FINITE,
+    bins_of,
+    extent,
+    histogram_line,
+    histogram_of_row,
+    spark_line,
+)
 from ...numerics.units import Units
 from ...rules import hint
 from ...run.notes import dump_members, dump_note, jitter_note, told_note

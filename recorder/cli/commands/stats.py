@@ -11,9 +11,16 @@ import typer
 from ...analyze.stats import HISTOGRAM, INNER, WHY, statistics
 from ...columns import COUNTS, STATISTICS
 from ...errors import LookupFailedError
-from ...numerics.apart import bins_of, histogram_of_row, subnormal_count
+from ...numerics.distributions import (
+    HISTOGRAM_LEGEND,
+    HISTOGRAM_WIDTH,
+    bins_of,
+    extent,
+    histogram_line,
+    histogram_of_row,
+    subnormal_count,
+)
 from ...numerics.histogram import Histogram
-from ...numerics.spark import HISTOGRAM_LEGEND, HISTOGRAM_WIDTH, extent, histogram_line
 from ...rules import hint
 from ...run.reply import Table, TableColumn
 from ...run.selection import GlobalOptions, Selection

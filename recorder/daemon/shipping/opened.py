@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from crc32c import crc32c
 
 from ...errors import CorruptError
-from ...read.shards.messages import FIRST_MESSAGE, block_at
+from ...read.messages import FIRST_MESSAGE, block_at
 from ..destination import TakenError
 from ..watching import Folder, LocalFile, Stamp, sealed_name
 from .shipped import ShippedRun

@@ -15,7 +15,7 @@ import recorder
 from recorder.analyze.diff import pairs
 from recorder.analyze.diff.diff import diff, payload_bytes
 from recorder.errors import LookupFailedError
-from recorder.format.payload.fingerprint import fingerprint, to_text
+from recorder.format.fingerprint import fingerprint, to_text
 from recorder.merge.merge import merge_run
 from recorder.numerics.dtypes import item_bytes
 from recorder.run.step_ranges import global_step_ranges

@@ -28,7 +28,7 @@ import pyarrow as pa
 import recorder
 from recorder.errors import RunError
 from recorder.format.rundir import open_name
-from recorder.read.shards.rows import ShardRows, load_open, load_sealed
+from recorder.read.shard_rows import ShardRows, load_open, load_sealed
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
 from tests.rigs.writer import Rig
 

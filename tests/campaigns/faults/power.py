@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from recorder.errors import NotARunError, RunError
-from recorder.format.payload.codec import decode
+from recorder.format.codec import decode
 from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.run.run import Run, open_run
 from recorder.upkeep.repair import repair_run

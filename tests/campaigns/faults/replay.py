@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from recorder.format.payload.codec import decode
-from recorder.format.payload.fingerprint import fingerprint, to_text
+from recorder.format.codec import decode
+from recorder.format.fingerprint import fingerprint, to_text
 
 from .training import batch, make
 

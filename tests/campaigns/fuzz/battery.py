@@ -30,7 +30,7 @@ from recorder.analyze.export.export import export
 from recorder.cli import app as command_line
 from recorder.errors import RecorderError, RunError
 from recorder.globalview.view import GlobalRows
-from recorder.read.shards.decode import decode
+from recorder.read.payload import decode
 from recorder.run.run import Run, open_run
 from recorder.upkeep.verify import verify
 from tests.campaigns.fuzz.child import reaching

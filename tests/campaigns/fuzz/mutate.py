@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recorder.columns import COUNTS, SCHEMA, STATISTICS
-from recorder.format.payload.encodings import ENCODINGS
+from recorder.format.encodings import ENCODINGS
 from tests.campaigns.fuzz.recipe import Step, messages, read_rows
 
 INTS = (-1, 0, 1, 2, 3, 7, 64, 255, 256, 65536, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 32, 1 << 40, 1 << 53, 1 << 61,

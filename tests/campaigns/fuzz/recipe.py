@@ -22,7 +22,7 @@ from recorder.columns import SCHEMA
 from recorder.errors import RunError
 from recorder.format.integrity import METADATA_CRC_KEY, METADATA_KEY
 from recorder.format.rundir import CHECKSUM, index_name
-from recorder.read.shards.messages import PREFIX_BYTES, Block, Message, block_at
+from recorder.read.messages import PREFIX_BYTES, Block, Message, block_at
 from recorder.storage.untrusted_files import MappedFile
 from tests.rigs.handmade import Row, index_bytes, shard_bytes
 

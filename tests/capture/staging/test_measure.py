@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recorder.capture.staging import measure as module
 from recorder.capture.staging.measure import measure
 from recorder.errors import UnsupportedError
-from recorder.format.payload.fingerprint import MODULUS
+from recorder.format.fingerprint import MODULUS
 from recorder.numerics.dtypes import ITEM_BYTES
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Chunk, Measured
 from tests.rigs import independent

@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...columns import COLUMN_OF, SCHEMA
-from ...errors import CorruptError, NotARunError, RunError, UnsupportedError
-from ...format.integrity import BatchHeader
-from ...format.rundir import ShardName, index_name, open_name, parse_shard_name
-from ...storage.locations import Location, OpenLocation, store_of
-from ...storage.protocol import Found
-from ...storage.untrusted_files import ByteSource
+from ..columns import COLUMN_OF, SCHEMA
+from ..errors import CorruptError, NotARunError, RunError, UnsupportedError
+from ..format.integrity import BatchHeader
+from ..format.rundir import ShardName, index_name, open_name, parse_shard_name
+from ..storage.locations import Location, OpenLocation, store_of
+from ..storage.protocol import Found
+from ..storage.untrusted_files import ByteSource
 from .salvage import Salvaged, salvage
 from .shard import Layout, Shard, open_sealed
 

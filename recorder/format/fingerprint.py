@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...native import Kernels, Weights
+from ..native import Kernels, Weights
 
 MODULUS = 1 << 64
 _WORD_BYTES = 4

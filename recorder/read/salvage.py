@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...columns import METADATA_COLUMNS, SCHEMA, SCHEMAS
-from ...errors import CorruptError, RunError
-from ...format.integrity import BatchHeader, read_header
-from ...storage.untrusted_files import ByteSource
+from ..columns import METADATA_COLUMNS, SCHEMA, SCHEMAS
+from ..errors import CorruptError, RunError
+from ..format.integrity import BatchHeader, read_header
+from ..storage.untrusted_files import ByteSource
 from .messages import (
     BATCH_MESSAGE,
     CONTINUATION,

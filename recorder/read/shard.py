@@ -16,11 +16,11 @@ import numpy.typing as npt
 import pyarrow as pa
 from crc32c import crc32c
 
-from ...columns import COLUMN_OF, COLUMNS, SCHEMA, lacks_rightly
-from ...errors import CorruptError, RunError, UnsupportedError
-from ...format.integrity import BatchHeader, ColumnKind, buffer_crcs, check_batch, column_kind
-from ...storage.locations import Location, store_of
-from ...storage.untrusted_files import ByteSource
+from ..columns import COLUMN_OF, COLUMNS, SCHEMA, lacks_rightly
+from ..errors import CorruptError, RunError, UnsupportedError
+from ..format.integrity import BatchHeader, ColumnKind, buffer_crcs, check_batch, column_kind
+from ..storage.locations import Location, store_of
+from ..storage.untrusted_files import ByteSource
 from .messages import (
     CONTINUATION,
     FIRST_MESSAGE,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from ...errors import CorruptError
-from ...storage.untrusted_files import ByteSource
+from ..errors import CorruptError
+from ..storage.untrusted_files import ByteSource
 
 MAGIC = b"ARROW1"
 TAIL_BYTES = 4 + len(MAGIC)

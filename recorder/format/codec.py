@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...columns import PLAIN
-from ...errors import CorruptError, UnsupportedError
-from ...native import Kernels
-from .encodings import ENCODING_OF, PLANES, PLANES_PLAIN, RAW, PayloadWriter, encoding_of
-from .frames import Bytes
+from ..columns import PLAIN
+from ..errors import CorruptError, UnsupportedError
+from ..native import Kernels
+from .encodings import ENCODING_OF, PLANES, PLANES_PLAIN, RAW, Bytes, PayloadWriter, encoding_of
 
 CODECS = ("auto", "none", "zstd")
 

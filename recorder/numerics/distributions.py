@@ -1,0 +1,386 @@
+"""Compares, counts and draws the histograms and units of rows: shares, dead units, distances, lines of blocks.
+
+A histogram that a row lacks, or has damaged, is None here; `recorder verify` reports damage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..columns import parse_shape
+from ..errors import CorruptError
+from ..sites import MAX_COUNT
+from .histogram import HIGHEST, LOWEST, NORMAL_EXPONENTS, Histogram
+from .moments import Floats, Integers
+from .units import Units
+
+
+class Bins(NamedTuple):
+    """Shares of the values of several tensors by magnitude, in the same bins."""
+
+    first: int
+    """The exponent of the first bin: its values are from 2^first on."""
+    exponents_per_bin: int
+    """How many powers of two each bin has."""
+    shares: list[list[float]]
+    """For each tensor the share of its values, of all signs and with those that are zero or not finite counted, that
+    lies in each bin; all of the same length, which is 0 where every value is zero or not finite."""
+
+    @property
+    def last(self) -> int:
+        """The exponent of the last power of two."""
+        return self.first + self.exponents_per_bin * max(map(len, self.shares), default=0) - 1
+
+
+def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | None:
+    """That of a row, by the names of its columns; None where it has none.
+
+    Args:
+        row: with `histogram`, `zero_count` and `nan_count`.
+        suffix: what follows these names.
+    """
+    data = row[f"histogram{suffix}"]
+    if data is None:
+        return None
+    counts = {name: row[f"{name}{suffix}"] or 0 for name in ("zero_count", "nan_count")}
+    try:
+        return Histogram.from_bytes(data, **counts)
+    except CorruptError:
+        return None
+
+
+def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes | None]:
+    """Add up the histograms of each group; None where none of its rows has one.
+
+    Args:
+        column: the column `histogram` of the rows.
+        groups: which group each row is of.
+        num_groups: how many there are.
+    """
+    totals: list[Histogram | None] = [None] * num_groups
+    indices = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
+    rows = column.take(pa.array(indices, pa.int64())).to_pylist()
+    for group, data in zip(groups[indices].tolist(), rows, strict=True):
+        one = histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
+        if one is not None:
+            known = totals[group]
+            totals[group] = one if known is None else known + one
+    return [None if one is None else one.to_bytes() for one in totals]
+
+
+def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
+    """The shares of each in the same bins, no more than `max_bins`."""
+    used = [one.exponents[one.counts.any(axis=0)] for one in histograms]
+    known = [exponents for exponents in used if len(exponents)]
+    if not known:
+        return Bins(0, 1, [[] for _ in histograms])
+    first = int(min(exponents[0] for exponents in known))
+    length = int(max(exponents[-1] for exponents in known)) + 1 - first
+    width = -(-length // max_bins)
+    shares = []
+    for one, exponents in zip(histograms, used, strict=True):
+        binned = np.zeros(-(-length // width))
+        counts = one.counts.sum(axis=0)[exponents - one.first]
+        np.add.at(binned, (exponents - first) // width, counts)
+        shares.append((binned / max(1, _num_all(one))).tolist())
+    return Bins(first, width, shares)
+
+
+def share_apart(a: Histogram, b: Histogram) -> float | None:
+    """Which share of the values would have to change sign or power of two for the two to be spread alike.
+
+    From 0 for the same shares to 1 where no bin has values of both. None where there are no values.
+    """
+    if not _num_all(a) or not _num_all(b):
+        return None
+    both = a + b
+    shares = [_all_counts(one, both) / _num_all(one) for one in (a, b)]
+    return float(np.abs(shares[0] - shares[1]).sum() / 2)
+
+
+def subnormal_count(histogram: Histogram, dtype: str) -> int | None:
+    """How many values that are not zero are below the least normal number of a type; None for other types."""
+    if dtype not in NORMAL_EXPONENTS:
+        return None
+    return int(histogram.counts[:, histogram.exponents < NORMAL_EXPONENTS[dtype][0]].sum())
+
+
+def _num_all(histogram: Histogram) -> int:
+    return histogram.num_values + histogram.nan_count
+
+
+def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
+    """Its counts in the bins of `frame`, which has all of its bins, and behind them what is zero or not finite."""
+    counts = np.zeros(frame.counts.shape)
+    at = histogram.first - frame.first
+    counts[:, at : at + histogram.counts.shape[1]] = histogram.counts
+    rest = [*histogram.infinite, histogram.zero_count, histogram.nan_count]
+    return np.concatenate((counts.reshape(-1), np.array(rest, np.float64)))
+
+
+class UnitsApart(NamedTuple):
+    """How the units of two values compare."""
+
+    units_a: int
+    """How many there are."""
+    units_b: int
+    units_dead_a: int
+    """How many have no value but zero."""
+    units_dead_b: int
+    units_apart: int | None
+    """How many have other sums; None where the two have not as many units, or have them along other dims."""
+    unit: int | None
+    """The unit whose root of the mean square is farthest apart; None where none has another."""
+    unit_rms_a: float | None
+    """The root of its mean square."""
+    unit_rms_b: float | None
+
+
+def units_of_row(data: bytes | None, shape: Any) -> Units | None:
+    """Those of a row; None where it has none.
+
+    Args:
+        data: the column `units`.
+        shape: the column `shape`.
+    """
+    if data is None:
+        return None
+    try:
+        return Units.from_bytes(data, parse_shape(shape))
+    except CorruptError:
+        return None
+
+
+def units_apart(a: Units | None, b: Units | None) -> UnitsApart | None:
+    """How they compare; None where one of them is not there."""
+    if a is None or b is None:
+        return None
+    counts = (len(a), len(b), a.num_dead, b.num_dead)
+    if (a.dim, len(a)) != (b.dim, len(b)):
+        return UnitsApart(*counts, None, None, None, None)
+    pairs = ((a.sum, b.sum), (a.sum_sq, b.sum_sq), (a.absmax, b.absmax), (a.zero_count, b.zero_count))
+    differs = ~np.logical_and.reduce([np.equal(one, two) | (np.isnan(one) & np.isnan(two)) for one, two in pairs])
+    with np.errstate(invalid="ignore"):
+        away = np.abs(a.rms - b.rms)
+    away = np.nan_to_num(np.where(a.rms == b.rms, 0.0, away), nan=np.inf)
+    unit = int(away.argmax()) if away.any() else None
+    rms = (None, None) if unit is None else (float(a.rms[unit]), float(b.rms[unit]))
+    return UnitsApart(*counts, int(differs.sum()), unit, *rms)
+
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+_HEAD_BYTES = 4
+_TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+_MOST_BYTES = 1 << 20
+"""The bytes of the rows that are looked at together: what is made of them fits into a cache."""
+
+
+class Histograms(NamedTuple):
+    """Histograms of rows that have the same number of bins."""
+
+    rows: Ints
+    """Which rows of the column."""
+    exponents: Ints
+    """Shape (rows, bins)."""
+    counts: Ints
+    """Shape (rows, 2, bins): of the negative values and of the positive ones."""
+    infinite: Ints
+    """Shape (rows, 2)."""
+
+
+class ManyUnits(NamedTuple):
+    """Sums of units of rows that have the same number of units."""
+
+    rows: Ints
+    """Which rows of the column."""
+    sum: Floats
+    """Shape (rows, units), as the three that follow."""
+    sum_sq: Floats
+    absmax: Floats
+    zero_count: Ints
+    num_values: Ints
+    """How many elements each unit of a row has."""
+
+
+class _Alike(NamedTuple):
+    """Rows whose bytes have the same length and the same beginning."""
+
+    rows: Ints
+    width: int
+    """Bytes of a count."""
+    second: int
+    """The byte behind that."""
+    data: Bytes
+    """Shape (rows, bytes)."""
+
+
+def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
+    """Those of rows of a column of bytes, which are not null there."""
+    for alike in _alike(column, rows, head_bytes=2):
+        num_bytes = alike.data.shape[1] - _HEAD_BYTES
+        if alike.second or num_bytes % (2 * alike.width) or num_bytes < 2 * alike.width:
+            continue
+        numbers = _counts(alike.data[:, _HEAD_BYTES:], alike.width)
+        num_bins = numbers.shape[1] // 2 - 1
+        first = _view(alike.data[:, 2:_HEAD_BYTES], np.dtype("<i2"))[:, 0].astype(np.int64)
+        is_one = ((numbers >= 0) & (numbers < MAX_COUNT)).all(axis=1)
+        if num_bins:
+            is_one &= (first >= LOWEST) & (first <= HIGHEST + 1 - num_bins)
+        numbers, first = numbers[is_one], first[is_one]
+        yield Histograms(
+            rows=alike.rows[is_one],
+            exponents=first[:, None] + np.arange(num_bins),
+            counts=numbers[:, 2:].reshape(len(numbers), 2, num_bins),
+            infinite=numbers[:, :2],
+        )
+
+
+def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], shape_of: Ints) -> Iterator[ManyUnits]:
+    """Those of rows of a column of bytes, which are not null there.
+
+    Args:
+        column: of bytes, as a batch or a table has it.
+        rows: indices in the column.
+        shapes: of tensors; None for one that is none.
+        shape_of: by index in the column, which of these the row's tensor has.
+    """
+    for alike in _alike(column, rows, head_bytes=_HEAD_BYTES):
+        num, rest = divmod(alike.data.shape[1] - _HEAD_BYTES, 24 + alike.width)
+        dim, has_layout = alike.second, alike.data[0, 2:_HEAD_BYTES].any()
+        sizes = [shape[dim] if shape is not None and dim < len(shape) else -1 for shape in shapes]
+        numels = [_numel(shape) for shape in shapes]
+        is_one = np.array(sizes, np.int64)[shape_of[alike.rows]] == num
+        if rest or has_layout or not num or not is_one.any():
+            continue
+        num_values = np.array(numels, np.int64)[shape_of[alike.rows]] // num
+        end = _HEAD_BYTES + 24 * num
+        sums = _view(alike.data[:, _HEAD_BYTES:end], np.dtype("<f8")).astype(np.float64, copy=False).reshape(-1, 3, num)
+        zeros = _counts(alike.data[:, end:], alike.width)
+        is_one &= ((zeros >= 0) & (zeros <= np.minimum(num_values, MAX_COUNT)[:, None])).all(axis=1)
+        is_one &= (sums[:, 1:] >= 0).all(axis=(1, 2))
+        sums, zeros = sums[is_one], zeros[is_one]
+        yield ManyUnits(alike.rows[is_one], sums[:, 0], sums[:, 1], sums[:, 2], zeros, num_values[is_one])
+
+
+def _numel(shape: tuple[int, ...] | None) -> int:
+    numel = 0 if shape is None else 1
+    for size in shape or ():
+        numel *= size
+    return min(numel, np.iinfo(np.int64).max)
+
+
+def _alike(column: Any, rows: Ints, head_bytes: int) -> Iterator[_Alike]:
+    """Rows of a column by how many bytes they have and how these begin, a bounded number of bytes at a time."""
+    if not len(rows):
+        return
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    _, offsets, buffer = array.buffers()
+    if buffer is None:
+        return
+    data = np.frombuffer(buffer, np.uint8)
+    ends = np.frombuffer(offsets, "<i4", len(array) + 1, 4 * array.offset).astype(np.int64)
+    sizes = ends[1:] - ends[:-1]
+    rows = rows[sizes[rows] >= _HEAD_BYTES]
+    if not len(rows):
+        return
+    heads = np.lib.stride_tricks.sliding_window_view(data, _HEAD_BYTES)[ends[rows]]
+    numbers = _view(heads[:, :head_bytes], _TYPES[head_bytes])[:, 0].astype(np.int64)
+    keys = sizes[rows] << 32 | numbers
+    order = np.argsort(keys, kind="stable")
+    for some in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
+        first = int(some[0])
+        width, second = heads[first, :2].tolist()
+        if width not in _TYPES:
+            continue
+        size = int(sizes[rows[first]])
+        windows = np.lib.stride_tricks.sliding_window_view(data, size)
+        num_rows = max(_MOST_BYTES // size, 1)
+        for start in range(0, len(some), num_rows):
+            own = rows[some[start : start + num_rows]]
+            yield _Alike(own, width, second, windows[ends[own]])
+
+
+def _view(data: Bytes, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(data).view(dtype)
+
+
+def _counts(data: Bytes, width: int) -> Ints:
+    return np.asarray(_view(data, _TYPES[width]).astype(np.int64))
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+NOT_FINITE = "!"
+"""The mark where a tensor held a NaN or an infinity."""
+_LOG_RATIO = 1000.0
+
+
+def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int = 24) -> str:
+    """Draw a series, the largest value of each bucket where it is longer than `width`.
+
+    Args:
+        values: the series; None and non-finite values leave a gap.
+        bad: True where a mark stands instead; as long as `values`.
+        width: characters at most.
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    largest = max(map(abs, known), default=0.0) or 1.0
+    is_log = bool(known) and min(known) > 0 and largest > _LOG_RATIO * min(known)
+    scaled = [_scale(value, largest, is_log) for value in values]
+    low = min((value for value in scaled if value is not None), default=0.0)
+    high = max((value for value in scaled if value is not None), default=0.0)
+    line = []
+    for start, stop in _buckets(len(values), width):
+        bucket = [value for value in scaled[start:stop] if value is not None]
+        if any(bad[start:stop]):
+            line.append(NOT_FINITE)
+        elif not bucket:
+            line.append(" ")
+        else:
+            share = (max(bucket) - low) / (high - low) if high > low else 0.0
+            line.append(BLOCKS[min(int(share * len(BLOCKS)), len(BLOCKS) - 1)])
+    return "".join(line)
+
+
+def _scale(value: float | None, largest: float, is_log: bool) -> float | None:
+    """Scale a value to -1 to 1, so that no difference overflows; or return its logarithm."""
+    if value is None or not math.isfinite(value):
+        return None
+    return math.log(value) if is_log else value / largest
+
+
+def _buckets(length: int, width: int) -> list[tuple[int, int]]:
+    count = min(length, width)
+    return [(length * i // count, length * (i + 1) // count) for i in range(count)]
+
+
+HISTOGRAM_WIDTH = 24
+"""Characters at most."""
+_LEAST = 1e-6
+HISTOGRAM_LEGEND = "the lowest block is one in a million, each higher one 5.6 times more, the full one all"
+
+
+def histogram_line(shares: Sequence[float]) -> str:
+    """Draw shares on a logarithmic scale, so that a single outlier shows; a bin without values is a gap."""
+    return "".join(_block(share) for share in shares)
+
+
+def extent(bins: Bins) -> str:
+    """Return which magnitudes the line is of: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
+    if not any(bins.shares):
+        return "of no finite value but zero"
+    wide = f", {bins.exponents_per_bin} powers of two a character" if bins.exponents_per_bin > 1 else ""
+    return f"|x| from 2^{bins.first} to 2^{bins.last + 1}{wide}"
+
+
+def _block(share: float) -> str:
+    if share <= 0:
+        return " "
+    height = 1 - math.log(min(share, 1.0)) / math.log(_LEAST)
+    return BLOCKS[max(0, min(math.floor(height * len(BLOCKS)), len(BLOCKS) - 1))]
