@@ -42,6 +42,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
 def _one_thread() -> Any:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.compiler.reset()  # what an earlier file of tests has compiled may have left no room for another graph
     yield
     torch.set_num_threads(before)
     torch.compiler.reset()
