@@ -24,10 +24,10 @@ from .step_rows import DrawnSeries, SeriesValues, keys_of
 
 @dataclass(slots=True)
 class Axes:
-    """What there is to draw. Numbers of the step, such as the loss, are apart: their steps are others."""
+    """The series, steps and shapes to draw. Numbers of the step, such as the loss, have steps of their own."""
 
     index: dict[DrawnSeries, int] = field(default_factory=dict)
-    """By series its number, in the order in which each was first seen."""
+    """The number of each series, in the order in which the series were first seen."""
     _of_any_root: dict[tuple[str, ...], int] = field(default_factory=dict)
     """By what names a series but its root, the number of the one that is called so; -1 where there are several. Stages
     of a pipeline are roots of their own, and a value of the whole model has the root of one of them, or none."""
@@ -40,15 +40,15 @@ class Axes:
     steps: set[int] = field(default_factory=set)
     scalar_steps: set[int] = field(default_factory=set)
     num_steps: int = 0
-    """Steps that have a row, of a module or a number of the step."""
+    """How many steps have a row, either of a module or of a number of the step."""
     first_step: int | None = None
     last_step: int | None = None
     num_rows: int = 0
     below: str | None = None
-    """Only this module and what is below it, and numbers of the step; None: all."""
+    """Only this module, the modules below it and numbers of the step are drawn; None draws everything."""
 
     def numbers_of(self, table: Any) -> Integers:
-        """For each row of a table the number of its series; -1 where it is none of these."""
+        """Return for each row of a table the number of its series; -1 where the series is not drawn."""
         ids, keys, _ = keys_of(table)
         of_table = [self.index[key] if key in self.index else self._of_any_root.get(key[1:], -1) for key in keys]
         return np.array([*of_table, -1], np.int64)[ids]
@@ -59,7 +59,7 @@ class Axes:
         return key.module_path == self.below or key.module_path.startswith(f"{self.below}.")
 
     def add(self, table: Any) -> None:
-        """Learn from the rows of a range of steps, which are by rank and `seq`."""
+        """Add the rows of a range of steps, which are sorted by rank and `seq`."""
         ids, keys, firsts = keys_of(table)
         steps, sequence = integers(table.column("step")), integers(table.column("seq"))
         self.num_rows += table.num_rows
@@ -94,7 +94,7 @@ def is_number(site: str) -> bool:
 
 
 def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mapping[str, int]]:
-    """The modules, those that ran in the order of execution, and by path the number of each."""
+    """Return the block of the modules, in the order of execution, and the number of each module by its path."""
     order = dict.fromkeys(dict.fromkeys(key.module_path for key in series))
     # What only contains others, or was not recorded, stands behind; the page puts it where its children are.
     known = list_paths((path for _, path in run.modules), order)
@@ -109,23 +109,24 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
 
 
 MAX_RANKS = 8
-"""More are summed up."""
+"""The most ranks that each have a lane of their own; a larger number of ranks is summed up in three lanes."""
 MAX_ODD = 4
 SPREAD = ("low", "median", "high")
 _GLOBAL = "global"
 _FAR = 8.0
-"""A value so many quartile ranges from the median of the ranks is far from it."""
+"""A value is far from the median of the ranks where the two lie this many quartile ranges apart."""
 _LEAST_SHARE = 1e-3
-"""What quartiles are apart at least, as a share of the median's magnitude: ranks that agree differ by roundings."""
+"""The least distance that quartiles are taken to have, as a share of the median: ranks that agree differ by
+roundings."""
 _MIN_RANKS = 3
-"""Fewest ranks: where two differ, nobody can say which of them is odd."""
+"""The fewest ranks that are compared: where two ranks differ, nobody can say which of the two is odd."""
 
 
 class Lanes:
     """The lanes of a run, by number."""
 
     def __init__(self, run: Run, *, can_have_global: bool = True) -> None:
-        """Lanes for the ranks that a run has, and for all of them together unless that would take too long."""
+        """Make lanes for the ranks of a run, and one lane for all ranks together unless that would take too long."""
         self.ranks: list[int] = run.ranks
         self.is_merged = run.is_merged
         self.has_spread = len(self.ranks) > MAX_RANKS
@@ -142,7 +143,7 @@ class Lanes:
             self._lane_of_rank[-1] = 0  # a value of all ranks has rank -1
 
     def __len__(self) -> int:
-        """How many there are, and room for those of odd ranks."""
+        """Return the number of lanes, with the lanes that are kept free for odd ranks."""
         return len(self.kinds) + MAX_ODD * self.has_spread
 
     def set_odd(self, ranks: Sequence[int]) -> None:
@@ -152,7 +153,7 @@ class Lanes:
             self._lane_of_rank[rank] = len(self.kinds) + index
 
     def of_ranks(self, ranks: Integers) -> Integers:
-        """The lane of each rank; -1 for one without."""
+        """Return the lane of each rank; -1 for a rank without a lane."""
         return np.asarray(self._lane_of_rank[ranks], np.int64)
 
     @property
@@ -160,7 +161,7 @@ class Lanes:
         return range(self._first, self._first + len(SPREAD))
 
     def described(self) -> list[dict[str, Any]]:
-        """What the page knows of each."""
+        """Return the kind and the rank of each lane, for the page."""
         ranks = [None] * len(self.kinds)
         own = [*(() if self.has_spread else self.ranks)]
         described = [{"kind": kind, "rank": None} for kind in self.kinds[: len(ranks) - len(own)]]
@@ -169,12 +170,12 @@ class Lanes:
 
 
 class Spread(NamedTuple):
-    """How the ranks' values of each series and step lie."""
+    """How far apart the ranks' values of each series and step are."""
 
     series: Integers
     steps: Integers
     numbers: dict[str, tuple[npt.NDArray[np.float64], ...]]
-    """By statistic the lowest, the median and the highest; NaN where no rank has one."""
+    """The lowest, the median and the highest value of each statistic; NaN where no rank has a value."""
     deviation: npt.NDArray[np.float64]
     """For each value, not each series and step: how many quartile ranges it is from the median; NaN where unknown."""
 
@@ -214,13 +215,13 @@ class OddRanks:
     def __init__(self, ranks: Sequence[int]) -> None:
         size = max(ranks, default=0) + 1
         self.far = np.zeros(size, np.int64)
-        """By rank, values far from the median of all."""
+        """The number of values of each rank that are far from the median of all ranks."""
         self.alone = np.zeros(size, np.int64)
-        """By rank, values that are not finite where most ranks' are."""
+        """The number of values of each rank that are not finite where most ranks' values are."""
         self.compared = np.zeros(size, np.int64)
 
     def add(self, values: SeriesValues, spread: Spread) -> None:
-        """Values of all ranks, and how they lie."""
+        """Count the values of all ranks that are far from the median in `spread`, or alone in not being finite."""
         is_own = values.ranks >= 0
         ranks, deviation = values.ranks[is_own], spread.deviation[is_own]
         size = len(self.far)
@@ -235,7 +236,7 @@ class OddRanks:
             self.alone += np.bincount(values.ranks[is_own & bad & (share < 0.5)[groups.ids]], minlength=size)
 
     def found(self) -> list[int]:
-        """The odd ranks, the oddest first; none where all are alike."""
+        """Return the odd ranks, the oddest first; an empty list where all ranks are alike."""
         score = self.far + self.alone
         usual = float(np.median(score)) if len(score) else 0.0
         order = np.argsort(-score, kind="stable")

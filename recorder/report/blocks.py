@@ -26,7 +26,7 @@ VERSION = 1
 _LEVEL = 9
 _ALIGN_BYTES = 8
 _TYPES = {"uint8", "uint16", "int16", "uint32", "int32", "float32", "float64"}
-"""Those that have a typed array in a browser."""
+"""The element types that have a typed array in a browser."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +34,14 @@ class PageBlock:
     """A named piece of what is drawn."""
 
     name: str
-    """Letters, digits, ``-``, ``.`` and ``/``: ours, and never a text from a run."""
+    """The name has letters, digits, ``-``, ``.`` and ``/``; the package chooses it, and it never holds a text from a
+    run."""
     data: Mapping[str, Any]
-    """What becomes JSON; numbers that are not finite become null."""
+    """The part that becomes JSON; numbers that are not finite become null."""
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """Its bytes, deflated without a header (`deflate-raw` of a browser).
+        """Return the bytes of the block, deflated without a header (`deflate-raw` of a browser).
 
         Inside: the length of a JSON document as a little-endian uint32, the document, zeros up to a multiple of 8, and
         the arrays one after the other, each from such a multiple on, where the document says.
@@ -76,7 +77,7 @@ FINE, COARSE = 65534, 254
 """How many numbers a code tells apart: with two bytes, and with one."""
 _WIDE = 64.0
 _MAX_SPAN = 1e9
-"""What is so much smaller than the largest of its series is drawn as if it were zero."""
+"""A value that is this many times smaller than the largest value of its series is drawn as zero."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -88,11 +89,11 @@ class Quantised(NamedTuple):
     low: npt.NDArray[np.float32]
     high: npt.NDArray[np.float32]
     unit: npt.NDArray[np.float32]
-    """What the inverse hyperbolic sine is taken of is measured in this; 0 where a series is linear."""
+    """The unit of the values of which the inverse hyperbolic sine is taken; 0 where a series is linear."""
 
 
 def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], levels: int) -> Quantised:
-    """Codes of numbers.
+    """Return the codes of numbers.
 
     Args:
         values: by series, lane and column; NaN where there is none.
@@ -130,7 +131,7 @@ def _differences(codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def planes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """The bytes of codes, the low ones first: alike bytes together, which deflate better."""
+    """Return the bytes of codes, all low bytes first: similar bytes stand together, which deflates better."""
     if codes.dtype == np.uint8:
         return codes.reshape(-1)
     return np.concatenate([(codes & 0xFF).reshape(-1), (codes >> 8).reshape(-1)]).astype(np.uint8)

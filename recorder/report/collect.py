@@ -31,7 +31,7 @@ Report = Callable[[int], None]
 
 
 def num_looks(run: Run, against: Run | None) -> int:
-    """How many rows `collect` will say that it looked at: `first` looks at those of the run, too."""
+    """Return the number of rows that `collect` reports in all; the rows of the run are read for `first`, too."""
     return 3 * run.num_rows + (2 * against.num_rows if against is not None else 0)
 
 
@@ -45,7 +45,7 @@ def collect(
     below: str | None = None,
     report: Report = lambda num_rows: None,
 ) -> Iterator[PageBlock]:
-    """The blocks of a page.
+    """Yield the blocks of a page.
 
     Args:
         run: what is drawn.
@@ -106,7 +106,7 @@ def collect(
 
 
 def _axes(rows: StepRows, report: Report, images: ImageFinder | None, below: str | None) -> Axes:
-    """Look over all rows once."""
+    """Return the axes of a run after one look over all its rows."""
     axes = Axes(below=below)
     for table in rows:
         axes.add(table)
@@ -117,7 +117,7 @@ def _axes(rows: StepRows, report: Report, images: ImageFinder | None, below: str
 
 
 def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBlock:
-    """How two runs compare."""
+    """Return the block that says how two runs compare."""
     names = ("step", "module_path", "site", "name", "kind", "max_abs", "of_max", "statistic", "statistic_rel")
     rows = compared.table.slice(0, _MAX_DIFFERING).select(list(names)).to_pylist()
     return PageBlock(
@@ -147,7 +147,7 @@ def _culprit(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
-    """For each series of the first run its number in the second, whatever its root is called; -1 where it has none."""
+    """Return the number in `b` of each series of `a`, whatever `b` calls the root; -1 where `b` lacks the series."""
     numbers = {key: number for number, key in enumerate(b.series)}
     of_any_root: dict[tuple[str, ...], list[int]] = {}
     for number, key in enumerate(b.series):
@@ -160,7 +160,7 @@ def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
 
 
 def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> Iterator[PageBlock]:
-    """By statistic, by which share of the larger one the two are apart: of all ranks together, or of the one rank."""
+    """Yield for each statistic a block of the relative differences between two runs, in the first lane of each."""
     names = [name for name in a.names if name in b.names]
     cube = Cube(
         steps=a.cube.steps.tolist(), num_columns=a.cube.shape[2], num_series=len(a.series), num_lanes=1,
@@ -181,7 +181,7 @@ def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> 
 _MAX_LAYOUTS = 24
 _MAX_CHUNKS = 128
 _MAX_ROWS = 1_000_000
-"""Who had which chunk takes long to say for a run with more rows; `recorder show --where` says it."""
+"""A run with more rows shows no layouts, which would take long to find; `recorder show --where` prints the layouts."""
 _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 
@@ -230,14 +230,14 @@ def ranks_block(
 
 
 def layouts_of(run: Run, axes: Axes, keys: Sequence[DrawnSeries], seen: set[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Who had which chunk of the first value of each kind, of some series. Kinds that were `seen` are left out."""
+    """Return which rank had which chunk of the first value of each kind of series; kinds in `seen` are left out."""
     return [_described(key, layout) for key, layout in _layouts(run, axes, keys, seen)]
 
 
 def _layouts(
     run: Run, axes: Axes, some: Sequence[DrawnSeries], seen: set[tuple[str, ...]]
 ) -> Iterator[tuple[DrawnSeries, TensorLayout]]:
-    """The layout of the first value of each kind: the same class, site, name and shape are one kind."""
+    """Yield the layout of the first value of each kind: series of one class, site, name and shape are one kind."""
     classes = {path: info.class_name for (_, path), info in run.modules.items()}
     keys = sorted((key for key in some if key.site in _SHOWN_SITES and not is_number(key.site)), key=_order)
     for key in keys:

@@ -19,7 +19,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Cube:
-    """Numbers by statistic, series, lane and column."""
+    """Holds a number for each statistic, series, lane and column."""
 
     def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
                  statistics: Sequence[str]) -> None:  # fmt: skip
@@ -40,17 +40,17 @@ class Cube:
 
     @property
     def num_columns(self) -> int:
-        """How many columns steps were put into."""
+        """The number of columns that hold steps."""
         return self.shape[2]
 
     @property
     def num_steps(self) -> int:
-        """How many steps the columns stand for."""
+        """The number of steps that the columns stand for."""
         return len(self.steps)
 
     @property
     def last_step(self) -> int | None:
-        """The last of them; None where there are none."""
+        """The last step of the cube; None where the cube has no step."""
         return int(self.steps[-1]) if len(self.steps) else None
 
     @property
@@ -59,14 +59,14 @@ class Cube:
         return self.steps[np.searchsorted(self._column, np.arange(self.shape[2]))].tolist() if self.shape[2] else []
 
     def columns_of(self, steps: Integers) -> Integers:
-        """The column of each step, all of which are known."""
+        """Return the column of each step; the cube knows all of these steps."""
         columns: Integers = self._column[np.searchsorted(self.steps, steps)]
         return columns
 
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
     ) -> None:
-        """Put values in, of which those of one cell may be several; NaN where there is a row without a number."""
+        """Add values, also several of one cell; a row without a number is NaN."""
         cells = (series * self.shape[1] + lanes) * self.shape[2] + self.columns_of(steps)
         self.has_row.reshape(-1)[cells] = True
         for name, values in self.values.items():
@@ -80,13 +80,13 @@ class Cube:
             flat[at[order]] = new[order]  # of several the last stays
 
     def keep_lanes(self, num_lanes: int) -> None:
-        """Leave out lanes that there was room for, and that nothing was put into."""
+        """Keep only the first `num_lanes` lanes; the cube had room for more, and nothing was added to these."""
         self.shape = self.shape[0], num_lanes, self.shape[2]
         self.values = {name: values[:, :num_lanes] for name, values in self.values.items()}
         self.has_row = self.has_row[:, :num_lanes]
 
     def blocks(self, prefix: str, max_fine: int) -> list[PageBlock]:
-        """A block for each statistic; of no more than `max_fine` cells in all with the finer codes."""
+        """Return a block for each statistic, with two-byte codes where the cube has no more than `max_fine` cells."""
         num = self.num_columns
         levels = FINE if self.shape[0] * self.shape[1] * num * len(self.values) <= max_fine else COARSE
         has_row = self.has_row[:, :, :num]
@@ -94,7 +94,7 @@ class Cube:
 
 
 class GrowingCube(Cube):
-    """A cube of which more and more steps become known, in as many columns as there were room for from the beginning.
+    """A cube to which steps are added while a run grows; its number of columns is fixed from the beginning.
 
     A column is made for each step as long as there is room. Then two columns become one, and so on.
     """
@@ -106,11 +106,11 @@ class GrowingCube(Cube):
             steps=(), num_columns=max(num_columns, 2), num_series=num_series, num_lanes=num_lanes, statistics=statistics
         )
         self.changed = np.zeros(self.shape[2], np.int64)
-        """By column the version in which it was changed last."""
+        """The version in which each column changed last."""
         self.version = 0
-        """What is changed now is of this version."""
+        """The version that a change now belongs to."""
         self.num_halved = 0
-        """How often columns were put together: each time all of them are others."""
+        """Counts up whenever pairs of columns become one, which changes every column."""
         self._first_steps: list[int] = []
         self._width = 1
         self._num_in_last = 0
@@ -136,12 +136,12 @@ class GrowingCube(Cube):
         return self._last_step if self._first_steps else None
 
     def columns_of(self, steps: Integers) -> Integers:
-        """The column of each step; one that is not known is of the column before it."""
+        """Return the column of each step; a step that the cube does not know lies in the column before it."""
         columns = np.searchsorted(np.array(self._first_steps, np.int64), steps, side="right") - 1
         return np.maximum(columns, 0)
 
     def add_steps(self, steps: Sequence[int]) -> None:
-        """Make columns for those of ascending steps that lie behind all that are known."""
+        """Make columns for the steps that lie behind all known steps; `steps` ascends."""
         for step in steps:
             if step <= self._last_step:
                 continue
@@ -161,18 +161,18 @@ class GrowingCube(Cube):
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
     ) -> None:
-        """Put values in, and note which columns they change."""
+        """Add values, and note the columns that the values change."""
         super().put(series, lanes, steps, numbers)
         self.changed[self.columns_of(steps)] = self.version
 
     def save_from(self, step: int) -> None:
-        """What is put in from now on, at this step or later, is not final: `restore` takes it out again."""
+        """Mark values that are added from now on at this step or later as not final: `restore` removes these values."""
         first = int(self.columns_of(np.array([step]))[0])
         values = {name: array[:, :, first:].copy() for name, array in self.values.items()}
         self._saved = first, values, self.has_row[:, :, first:].copy()
 
     def restore(self) -> None:
-        """Take out what was put in since `save_from`."""
+        """Remove the values that were added since `save_from`."""
         if self._saved is None:
             return
         first, values, has_row = self._saved
@@ -183,7 +183,7 @@ class GrowingCube(Cube):
         self._saved = None
 
     def adopt(self, older: GrowingCube) -> None:
-        """Take over what a cube holds whose series, lanes and statistics are among the first of this one's."""
+        """Take over the values of an older cube, whose series, lanes and statistics are the first ones of this cube."""
         while older.num_columns > self.shape[2]:
             older._halve()
         num_series, num_lanes, num = older.shape[0], older.shape[1], older.num_columns
@@ -197,7 +197,7 @@ class GrowingCube(Cube):
         self.changed[:] = self.version
 
     def grown(self, prefix: str, since: int) -> list[PageBlock]:
-        """A block for each statistic with the columns that were changed after a version."""
+        """Return a block for each statistic with the columns that changed after the version `since`."""
         columns = np.flatnonzero(self.changed[: self.num_columns] > since)
         if not len(columns) or not self.shape[0]:
             return []
@@ -208,7 +208,7 @@ class GrowingCube(Cube):
         ]
 
     def _halve(self) -> None:
-        """Make one column of two, which holds the value that stands out."""
+        """Join pairs of columns; the joined column holds the value that stands out more."""
         assert self._saved is None, "what is not final is taken out first"
         num = len(self._first_steps)
         num_pairs, num_left = num // 2, -(-num // 2)  # the last of an odd number stays as it is
@@ -245,7 +245,7 @@ def _block(
 
 
 def _weight(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """By how much a value stands out of those of other steps."""
+    """Return how much a value stands out from the values of other steps."""
     if name == "min":
         return -values
     return values if name == "max" else np.abs(values)

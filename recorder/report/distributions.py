@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class ThinnedSteps:
-    """Steps that are drawn of a run to which more are added: all of the first, then every second one, and so on."""
+    """The steps that are drawn of a growing run: at first every step, then every second step, and so on."""
 
     def __init__(self) -> None:
         self._num_seen, self._stride, self._last = 0, 1, -1
         self.steps: list[int] = []
 
     def see(self, steps: Sequence[int]) -> None:
-        """Look at some more, ascending; those that are not behind all before were seen already."""
+        """Add ascending steps; a step that does not lie behind all steps before was seen already."""
         for step in steps:
             if step <= self._last:
                 continue
@@ -50,7 +50,7 @@ class ThinnedSteps:
                 self.halve()
 
     def halve(self) -> None:
-        """Leave out every second one from now on."""
+        """Keep only every second step from now on."""
         self.steps, self._stride = self.steps[::2], 2 * self._stride
 
 
@@ -58,9 +58,9 @@ class StepsCollector(ABC, Generic[T]):
     """Collects what one column says, range by range of steps, of no more steps and ranks than are drawn."""
 
     column: str
-    """Of rows that have it."""
+    """The column of the rows that is collected; rows without it are passed over."""
     max_collected: int
-    """For how many values, each of a series at a step, there is room; there is for two steps in any case."""
+    """The most values, each of a series at a step, that are kept; two steps are always kept."""
 
     def __init__(self, steps: Sequence[int] | None, ranks: Sequence[int], num_series: int) -> None:
         """Choose the steps and ranks.
@@ -77,10 +77,10 @@ class StepsCollector(ABC, Generic[T]):
         self.steps = [] if steps is None else [steps[index] for index in indices]
         self.ranks = list(ranks[:: -(-len(ranks) // _MAX_RANKS)]) if ranks else []
         self._collected: dict[tuple[int, int], T] = {}
-        """By series and step."""
+        """The collected values by series and step."""
 
     def add(self, table: Any, number_of: Callable[[Any], Integers]) -> None:
-        """Rows of a range of steps behind all before; `number_of` gives the series of each, -1 for none."""
+        """Add rows of steps that lie behind all steps before; `number_of` gives the series of each row, or -1."""
         some = table.filter(pc.is_valid(table.column(self.column)))
         if self._thinned is not None:
             self._thinned.see(sorted(pc.unique(some.column("step")).to_pylist()))
@@ -118,7 +118,7 @@ _SHARE_LEVELS = 31
 
 
 class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
-    """Collects the bins of each: negative values from the largest magnitude on, zeros, positive, not finite."""
+    """Collects bins: negative values from the largest magnitude on, zeros, positive values, values not finite."""
 
     column = "histogram"
     max_collected = _MAX_BIN_CELLS // _NUM_LINE
@@ -141,7 +141,7 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
             line[-1] += num_nonfinite
 
     def block(self, name: str) -> PageBlock | None:
-        """Shares of all series that have histograms; None where none has."""
+        """Return the block of the histograms; None where no series has a histogram."""
         if not self._collected:
             return None
         numbers = sorted({number for number, _ in self._collected})
@@ -163,7 +163,7 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
 
 
 def _share_codes(shares: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """How large shares are, by their logarithm; 0 for none."""
+    """Return codes of shares by their logarithm; the code 0 stands for an empty bin."""
     with np.errstate(divide="ignore"):
         level = 1 + np.rint((1 - np.log(shares) / np.log(_LEAST_SHARE)) * (_SHARE_LEVELS - 1))
     return np.where(shares > 0, np.clip(level, 1, _SHARE_LEVELS), 0).astype(np.uint8)
@@ -176,7 +176,7 @@ _UNIT_LEVELS = 254
 
 
 class _UnitsOfStep(NamedTuple):
-    """What is drawn of the units of a series at a step."""
+    """The units of a series at a step, as the page draws the units."""
 
     squares: list[npt.NDArray[np.float64]]
     """For each rank and call, the mean squares of the units at the positions that are drawn."""
@@ -186,7 +186,7 @@ class _UnitsOfStep(NamedTuple):
 
 
 class UnitsCollector(StepsCollector[_UnitsOfStep]):
-    """Collects them range by range of steps, of no more steps and ranks than are drawn."""
+    """Collects the sizes of units, of no more steps and ranks than the page draws."""
 
     column = "units"
     max_collected = _MAX_UNIT_CELLS // _NUM_QUANTILES
@@ -212,7 +212,7 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
             collected.squares.append(np.sort(squares)[indices])
 
     def block(self, name: str) -> PageBlock | None:
-        """The sorted sizes of all series that have units; None where none has."""
+        """Return the block of the sorted sizes of units; None where no series has units."""
         if not self._collected:
             return None
         numbers = sorted({number for number, _ in self._collected})

@@ -24,7 +24,7 @@ _MAX_FILTERS, _MAX_MAPS, _MAX_HEADS = 64, 10, 8
 _MAX_SIDE, _MAX_ATTENTION_SIDE = 40, 64
 _MAX_TENSOR_BYTES = 64 << 20
 _MAX_BYTES = 150_000
-"""Most bytes of all tiles, before they are deflated."""
+"""The most bytes of all tiles together, before the tiles are deflated."""
 _NOT_FINITE = 255
 _KINDS = ("filters", "input", "feature maps", "attention")
 
@@ -34,18 +34,18 @@ class Candidate(NamedTuple):
 
     kind: str
     where: dict[str, Any]
-    """How `Run.array` is asked for it."""
+    """The arguments of `Run.array` that name the tensor."""
 
 
 class ImageFinder:
-    """Finds them among the rows, range by range: of each series the first step with its values, and the last."""
+    """Finds candidates among the rows, range by range: of each series the first and the last step with kept values."""
 
     def __init__(self, run: Run) -> None:
         self._rank = min(run.ranks, default=None)
         self._found: dict[tuple[str, ...], list[Candidate]] = {}
 
     def add(self, table: Any) -> None:
-        """The rows of a range of steps."""
+        """Look for candidates in the rows of a range of steps."""
         of_rank = pc.is_null(table.column("rank")) if self._rank is None else pc.equal(table.column("rank"), self._rank)
         is_kept = pc.and_(pc.is_valid(table.column("encoding")), pc.fill_null(of_rank, False))
         shapes, texts = encode(table.column("shape"))
@@ -76,7 +76,7 @@ class ImageFinder:
         return bool(self._found)
 
     def block(self, run: Run) -> PageBlock:
-        """The pictures."""
+        """Return the block of the pictures."""
         images: list[dict[str, Any]] = []
         arrays: dict[str, npt.NDArray[np.uint8]] = {}
         num_bytes = 0
@@ -120,7 +120,7 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def _kind(site: str, sizes: tuple[int, ...]) -> str | None:
-    """What a tensor of this shape may be; whether it is attention is seen in its values."""
+    """Return what a tensor of this shape may be; only its values tell whether the tensor is attention."""
     if site == "param":
         return "filters" if len(sizes) == 4 and sizes[1] in (1, 3) and max(sizes[2:]) <= _MAX_SIDE else None
     if site == "input" and len(sizes) == 4 and sizes[1] in (1, 3):
@@ -161,7 +161,7 @@ def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | N
 
 
 def _is_attention(values: npt.NDArray[np.float32], was_attention: bool) -> bool:
-    """Whether rows are shares of one; where no row is finite, whether they were at an earlier step."""
+    """Whether each row sums to one; where no row is finite, whether the rows did so at an earlier step."""
     some = values.reshape(-1, *values.shape[-2:])[:4]
     if some.shape[-1] != some.shape[-2]:
         return False
@@ -173,7 +173,7 @@ def _is_attention(values: npt.NDArray[np.float32], was_attention: bool) -> bool:
 
 
 def _shrunk(pictures: npt.NDArray[np.float32], side: int) -> npt.NDArray[np.float32]:
-    """Pictures of at most so many pixels a side, each the mean of those that it stands for."""
+    """Return pictures of at most `side` pixels a side; a pixel is the mean of the pixels that it stands for."""
     for axis in (1, 2):
         size = pictures.shape[axis]
         if size > side:

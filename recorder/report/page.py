@@ -1,4 +1,4 @@
-"""The one file: a shell of HTML, styles and scripts of the package's own, and the blocks in it. Never reads a run.
+"""The HTML of the page: a shell of the package's own styles and scripts, and the blocks in it. Never reads a run.
 
 The content security policy allows these very scripts and styles by their hashes, and nothing else: no network, no
 script that a text from a run could bring. In a file the scripts are deflated: 0.1 MB less of 0.3.
@@ -21,10 +21,10 @@ _SCRIPTS = (
     "map.js", "lines.js", "graph.js", "ranks.js", "images.js", "series.js", "histograms.js", "units.js", "against.js",
     "top.js", "panes.js", "live.js", "main.js",
 )  # fmt: skip
-"""In the order in which they stand in the page, each using what those before it define."""
+"""The scripts in the order in which the page holds them; each script uses what earlier scripts define."""
 _STYLES = ("vendor/uPlot.min.css", "page.css")
 BLOCK_TYPE = "application/x-recorder-block"
-"""No type of a script that a browser would run."""
+"""The type of a script element that no browser runs, so that the element only holds data."""
 _LINE_BYTES = 3 << 16
 _SCRIPTS_TYPE = "application/x-recorder-scripts"
 _LOADER = f"""\
@@ -42,18 +42,18 @@ _LOADER = f"""\
 """
 """Runs the scripts of a file, which the policy allows by their hash as if they stood there."""
 _SERVER_ALONE = "; connect-src 'self'; frame-src 'self'"
-"""What a page may ask that a server sends: that server."""
+"""The policy of a page that a server sends: the page may ask that server."""
 
 
 @cache
 def script() -> str:
-    """All scripts of the page, as one."""
+    """Return all scripts of the page as one text."""
     return "\n".join(_asset(name) for name in _SCRIPTS)
 
 
 @cache
 def style() -> str:
-    """All styles of the page."""
+    """Return all styles of the page as one text."""
     return "\n".join(_asset(name) for name in _STYLES)
 
 
@@ -84,7 +84,7 @@ def _end(last_script: str) -> bytes:
 
 
 def page(title: str, blocks: Iterable[PageBlock], *, address: str = "", panels: Sequence[str] = ()) -> Iterator[bytes]:
-    """The whole file, piece by piece.
+    """Yield the whole file, piece by piece.
 
     Args:
         title: any text.
@@ -122,7 +122,7 @@ def live_policy() -> str:
 
 
 def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
-    """The page that a server sends, which asks the server for what is new.
+    """Return the page that a server sends, which asks the server for what is new.
 
     Args:
         title: any text.

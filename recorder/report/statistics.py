@@ -22,29 +22,29 @@ from .distributions import HistogramCollector, UnitsCollector
 from .step_rows import DrawnSeries, SeriesValues, StepRows, values_of
 
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
-"""The statistics that a page holds, the most telling first; counts it always holds."""
+"""The statistics that a page may hold, the most telling first; a page always holds the counts."""
 _LEAST_DRAWN = 3
-"""A page holds so many statistics of a large run, to show more of its steps."""
+"""The page of a large run holds only this many statistics, so that the page shows more of the steps."""
 _OF_SCALARS = ("mean", *COUNTS)
 _JUDGED_BY = ("l2", "absmax", "mean", "std", "min", "max")
-"""By which of them ranks are compared: by the first that there is."""
+"""Ranks are compared by the first of these statistics that the page holds."""
 _DEVIATION = "deviation"
 _MAX_CELLS = 1_400_000
-"""Cells of a page whose numbers differ; each is a byte. Bounds the page at 2 MB."""
+"""The most cells of a page, of one byte each; this bounds the page at 2 MB."""
 _MAX_FINE_CELLS = 250_000
-"""Up to so many, a cell has two bytes."""
+"""A cell has two bytes where the page has at most this many cells."""
 _MIN_COLUMNS, _MAX_COLUMNS = 32, 1000
 _MAX_SCALAR_COLUMNS = 2000
 _ENOUGH_COLUMNS = 160
-"""Statistics are left out where this gives each of the others so many columns, or brings them closer to it."""
+"""Statistics are left out until each statistic that remains has this many columns, or as close to it as possible."""
 _MAX_RANK_BINS = 64
 _MAX_GLOBAL_ROWS = 120_000
-"""Rows of which values of all ranks are made; of a run with more, those of some steps are."""
+"""A run with more rows than this has values of all ranks at some steps only."""
 _MAX_GLOBAL_STEP_ROWS = 20_000
 """A step with more, of thousands of ranks, takes minutes and gigabytes to put together: such a run has ranks alone."""
 _MAX_REASONS = 2000
 _MANY_STEPS = 1 << 30
-"""A run that grows has room for steps as one that is never over."""
+"""The number of steps that room is made for where a run grows, as if the run never ended."""
 
 
 class StatisticsBlocks:
@@ -62,7 +62,7 @@ class StatisticsBlocks:
         is_growing: bool = False,
         has_global: bool | None = None,
     ) -> None:
-        """Room for all of it.
+        """Make room for the statistics, and read nothing yet.
 
         Args:
             run: whose rows.
@@ -113,9 +113,10 @@ class StatisticsBlocks:
         self.histograms = HistogramCollector(known, self.lanes.ranks, len(self.series))
         self.units = UnitsCollector(known, self.lanes.ranks, len(self.series))
         self.reasons: dict[tuple[int, bool], str] = {}
-        """By series and whether it is of all ranks, why it has no statistics, or stays with its ranks."""
+        """Why a series has no statistics, or no values of all ranks, by the number of the series and by whether the
+        reason concerns all ranks."""
         self.global_steps: int | None = None
-        """Number of steps with values of all ranks, where that is not all steps."""
+        """The number of steps with values of all ranks; None where all steps have such values."""
         self._make_rank_cubes()
 
     def _make_rank_cubes(self) -> None:
@@ -152,7 +153,7 @@ class StatisticsBlocks:
 
     @property
     def growing_cubes(self) -> list[GrowingCube]:
-        """Those of its cubes to which steps are added."""
+        """The cubes to which steps are added while the run grows."""
         cubes = (self.cube, self.scalar_cube, self.rank_steps)
         return [cube for cube in cubes if isinstance(cube, GrowingCube)]
 
@@ -163,7 +164,7 @@ class StatisticsBlocks:
                 cube.add_steps(more)
 
     def adopt(self, older: StatisticsBlocks) -> None:
-        """Take over what was collected when fewer series were known, of the same lanes. Both are growing."""
+        """Take over what `older` collected when fewer series were known; both have the same lanes and are growing."""
         pairs = [(self.cube, older.cube), (self.scalar_cube, older.scalar_cube), (self.rank_steps, older.rank_steps)]
         for new, old in pairs:
             if isinstance(new, GrowingCube) and isinstance(old, GrowingCube):
@@ -202,12 +203,12 @@ class StatisticsBlocks:
                     self._put_deviations(values, spread.deviation)
 
     def _numbers_of(self, table: Any) -> Integers:
-        """For each row the number of its series; -1 for a number of the step."""
+        """Return for each row the number of its series; -1 for a number of the step."""
         ids = self._axes.numbers_of(table)
         return np.asarray(np.where(self._is_scalar[ids], -1, self._number[ids]), np.int64)
 
     def _put_own(self, values: SeriesValues, cube: Cube) -> None:
-        """Put the values of ranks that have lanes of their own into these."""
+        """Add the values of the ranks that have lanes of their own."""
         lanes = self.lanes.of_ranks(values.ranks)
         chosen = np.flatnonzero(lanes >= 0)
         numbers = {name: column[chosen] for name, column in values.numbers.items()}
@@ -223,7 +224,7 @@ class StatisticsBlocks:
         self.rank_steps.put(self._site_of[series], self.by_rank.columns_of(ranks), steps, numbers)
 
     def _split(self, table: Any) -> Iterator[tuple[SeriesValues, Cube]]:
-        """The values of a table that are tensors, and those that are numbers of the step."""
+        """Yield the values of tensors and the values that are numbers of the step, each with its cube."""
         ids = self._axes.numbers_of(table)
         for is_scalar, cube in ((False, self.cube), (True, self.scalar_cube)):
             is_of_it = (ids >= 0) & (self._is_scalar[ids] == is_scalar)
@@ -232,7 +233,7 @@ class StatisticsBlocks:
                 yield values_of(own, self._number[ids[is_of_it]], list(cube.values)), cube
 
     def _add_global(self, rows: StepRows) -> None:
-        """Values of all ranks together, as the global view makes them."""
+        """Add the values of all ranks together, as the global view assembles these values."""
         view = self._run.view()
         steps = sorted(self._axes.steps | self._axes.scalar_steps)
         a_step = max(self._axes.num_rows / max(len(steps), 1), 1.0)
@@ -266,7 +267,7 @@ class StatisticsBlocks:
             cube.put(values.series, np.zeros(len(values.series), np.int64), values.steps, values.numbers)
 
     def _note_reasons(self, table: Any, *, is_global: bool) -> None:
-        """Why series have no numbers; of several reasons the first."""
+        """Note why series have no numbers; of several reasons the first one stays."""
         lacks = pc.is_null(table.column(MEASURED))
         if is_global:
             lacks = pc.or_(lacks, pc.is_valid(table.column("rank")))
@@ -281,25 +282,25 @@ class StatisticsBlocks:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether any series has any of the statistics that are drawn, or counts at least: it may be all NaN."""
+        """Whether any series has a drawn statistic or at least counts, also where all its values are NaN."""
         return any(bool((~np.isnan(self.cube.values[name])).any()) for name in (*self.names, MEASURED))
 
     def blocks(self, modules: Mapping[str, int]) -> Iterator[PageBlock]:
-        """What was collected."""
+        """Yield all blocks of the statistics."""
         for cube in (self.cube, self.scalar_cube):
             cube.keep_lanes(len(self.lanes.described()))
         yield from self.step_blocks(modules)
         yield from self.further_blocks()
 
     def step_blocks(self, modules: Mapping[str, int]) -> Iterator[PageBlock]:
-        """What there is to draw, and all that grows with steps."""
+        """Yield the blocks that change with every step."""
         yield self._axes_block(modules)
         yield from self.cube.blocks(f"{self._prefix}values", _MAX_FINE_CELLS)
         if self.scalars:
             yield from self.scalar_cube.blocks(f"{self._prefix}scalars", _MAX_FINE_CELLS)
 
     def _axes_block(self, modules: Mapping[str, int]) -> PageBlock:
-        """What there is to draw; `modules` gives the number of each path."""
+        """Return the block that lists series and lanes; `modules` gives the number of each module path."""
         axes = self._axes
         return PageBlock(
             name=f"{self._prefix}axes",
@@ -319,7 +320,7 @@ class StatisticsBlocks:
         )
 
     def steps_known(self) -> dict[str, Any]:
-        """The columns, and the steps in them, as the page's axes have them."""
+        """Return the columns of the cubes and the number of steps in them, for the axes of the page."""
         return {
             "steps": self.cube.first_steps,
             "num_steps": self.cube.num_steps,
@@ -329,7 +330,7 @@ class StatisticsBlocks:
         }
 
     def further_blocks(self) -> Iterator[PageBlock]:
-        """Histograms, and how far each of many ranks is from the others."""
+        """Yield the blocks of histograms, of units, and of the distance of each of many ranks from the others."""
         if (histograms := self.histograms.block(f"{self._prefix}histograms")) is not None:
             yield histograms
         if (units := self.units.block(f"{self._prefix}units")) is not None:
@@ -368,7 +369,7 @@ def _described(axes: Axes, modules: Mapping[str, int], key: DrawnSeries) -> list
 def _fit(
     num_series: int, num_lanes: int, num_steps: int, asked: Sequence[str], share: float
 ) -> tuple[tuple[str, ...], int]:
-    """Which statistics a page has room for, and into how many columns the steps go."""
+    """Return the statistics that a page has room for, and the number of columns that hold the steps."""
     names = tuple(dict.fromkeys(asked)) or DRAWN
     a_column = max(num_series, 1) * (1 + (num_lanes - 1) / 2)  # ranks are replicas in part, and those cost nothing
 

@@ -25,7 +25,7 @@ from ..run.step_ranges import Attempts, cut_rows
 RANGE_ROWS = 200_000
 """Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
 SERIES_KEY = ("root", "module_path", "site", "name", "mode")
-"""What names a series. Calls and micro-steps of one step are drawn as one value."""
+"""The columns that name a series. Calls and micro-steps of one step are drawn as one value."""
 _RECOMPUTED = "recompute"
 _COLUMNS = (
     "step", "rank", "attempt", "seq", *SERIES_KEY, "phase", "dtype", "shape", "global_shape", "numel", "note",
@@ -37,7 +37,7 @@ Steps = tuple[int, int]
 
 
 class DrawnSeries(NamedTuple):
-    """What a series of values is called."""
+    """The names of a series of values."""
 
     root: str
     module_path: str
@@ -52,14 +52,14 @@ class StepRows:
     def __init__(
         self, run: Run, tables_of: Callable[[Steps], Iterator[Any]], ranges: Sequence[Steps], schema: Any
     ) -> None:
-        """Made by `step_rows`."""
+        """Hold what `step_rows` prepares."""
         self.ranges = list(ranges)
         self._schema = schema
         self._tables_of = tables_of
         self._attempts = Attempts(run)
 
     def __iter__(self) -> Iterator[Any]:
-        """A table for each range: rows that count, by rank and `seq`."""
+        """Yield a table for each range of steps: the rows that count, sorted by rank and `seq`."""
         for steps in self.ranges:
             table = pa.concat_tables([self._schema.empty_table(), *self._tables_of(steps)])
             table = table.unify_dictionaries().combine_chunks()
@@ -119,18 +119,18 @@ def _tables(schema: Any, writers: Sequence[RecordedWriter], steps: Steps) -> Ite
 
 
 class SeriesValues(NamedTuple):
-    """One value a line: the statistics of a series at a step on a rank, of all calls and micro-steps together."""
+    """The statistics of each series, step and rank, one value a line; calls and micro-steps are combined."""
 
     series: Integers
     steps: Integers
     ranks: Integers
-    """-1 for a value of all ranks."""
+    """The rank of each value; -1 for a value of all ranks."""
     numbers: dict[str, npt.NDArray[np.float64]]
-    """By statistic or count; NaN where there is none."""
+    """The numbers of each statistic or count; NaN where a row has no number."""
 
 
 def keys_of(table: Any) -> tuple[Integers, list[DrawnSeries], Integers]:
-    """For each row the number of its series in this table, the series, and the first row of each."""
+    """Return for each row the number of its series in this table, then the series, and the first row of each series."""
     coded = [encode(table.column(name)) for name in SERIES_KEY]
     groups = group([numbers + 1 for numbers, _ in coded])
     texts = [
@@ -140,7 +140,7 @@ def keys_of(table: Any) -> tuple[Integers, list[DrawnSeries], Integers]:
 
 
 def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValues:
-    """The values of a table whose rows are of these series."""
+    """Return the values of a table; `series` gives the series of each row."""
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
     groups = group([series, codes(table.column("step")), ranks + 1])
     if groups.num_groups == table.num_rows:

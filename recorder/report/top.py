@@ -25,17 +25,17 @@ _MAX_LISTED = 8
 _MAX_CHECKS = 200
 _MAX_GAPS = 500
 _JUMP = 30.0
-"""A value that is so many times what the records before it lead to is told."""
+"""A jump is reported where a value is this many times what the records before the value lead to expect."""
 _NUM_BEFORE = 4
-"""Records before a value, which say how large it is usually and how fast it grows."""
+"""The number of records before a value that say how large the value usually is, and how fast it grows."""
 _MIN_STEPS = 8
-"""Fewest steps: nobody can say what is usual with fewer."""
+"""The fewest steps in which jumps are looked for: with fewer steps nobody can say what is usual."""
 _MAX_JUMPS = 4
 _NO_TENSOR = (
     "No tensor was recorded, only numbers of the step: nothing is known of parameters, activations and gradients"
 )
 _MANY = 1e6
-"""From here on a ratio is told by its power of ten."""
+"""A ratio from here on is written as a power of ten."""
 
 
 class DoctorLine(NamedTuple):
@@ -49,19 +49,19 @@ class DoctorLine(NamedTuple):
 
 
 class Highlight(NamedTuple):
-    """Something that stands out."""
+    """A sentence at the head of the page about something that stands out."""
 
     text: str
     link: Mapping[str, Any]
-    """What the page shows where it is followed: the members of its address."""
+    """The members of the page's address that the sentence leads to."""
     mark: str = "wrong"
     """``wrong``, ``right``, or ``note``."""
     steps: tuple[int, int] | None = None
-    """The first and the last step at which it begins to be so; None where it is of no fault at some step."""
+    """The first and the last step of the finding; None where the finding belongs to no step."""
     paths: tuple[str, ...] = ()
-    """The modules that are named."""
+    """The modules that the sentence names."""
     lasts: bool = False
-    """Whether it holds from its first step on, as of a dead layer, and is no event."""
+    """True where the finding holds from its first step on, as that of a dead layer, and is no event."""
 
 
 def top_block(
@@ -75,7 +75,7 @@ def top_block(
     *,
     is_growing: bool = False,
 ) -> PageBlock:
-    """The block of the head.
+    """Return the block of the head of the page.
 
     Args:
         run: what is drawn.
@@ -138,19 +138,19 @@ def faults(findings: Sequence[Highlight], steps: Sequence[int]) -> list[list[Hig
 
 
 class _Group:
-    """Findings of one fault, which come in the order of steps."""
+    """The findings of one fault, which are added in the order of steps."""
 
     def __init__(self) -> None:
         self.findings: dict[int, Highlight] = {}
-        """By the position in the list."""
+        """The findings of the fault by their positions in the list."""
         self._first = self._last = -1
         self._is_event = False
         self._paths: set[str] = set()
         self._around: set[str] = set()
-        """What contains these modules."""
+        """The modules of the fault and all modules that contain them."""
 
     def holds(self, one: Highlight, steps: Sequence[int]) -> bool:
-        """Whether a finding is of this fault."""
+        """Whether a finding belongs to this fault."""
         if one.steps is None or self._first < 0:
             return False
         after = bisect_right(steps, self._last)
@@ -161,7 +161,7 @@ class _Group:
         return any(path in self._around or not self._paths.isdisjoint(_containers(path)) for path in one.paths)
 
     def add(self, number: int, one: Highlight) -> None:
-        """Take it in."""
+        """Add a finding to the fault."""
         self.findings[number] = one
         if one.steps is not None:
             self._first = one.steps[0] if self._first < 0 else self._first
@@ -172,13 +172,13 @@ class _Group:
 
 
 def _containers(path: str) -> set[str]:
-    """A module and what contains it."""
+    """Return the path of a module and the paths of all modules that contain it."""
     parts = path.split(".")
     return {"", *(".".join(parts[:end]) for end in range(1, len(parts) + 1))}
 
 
 def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> PageBlock:
-    """Why values are not there, for the holes of the map."""
+    """Return the block that says why values are missing, for the holes of the map."""
     gaps: list[dict[str, Any]] = []
     for check in checks:
         details = check.facts
@@ -246,7 +246,7 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
 
 
 def of_first(search: First) -> Iterator[Highlight]:
-    """What `recorder first` says."""
+    """Yield what `recorder first` finds."""
     if (bad := search.nonfinite) is not None:
         value = bad.value
         what = " and ".join(f"{n} {word}" for n, word in ((bad.nan_count, "NaN"), (bad.inf_count, "infinite")) if n)
@@ -301,7 +301,7 @@ def _of_ranks(collected: StatisticsBlocks) -> Iterator[Highlight]:
 
 
 def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
-    """Values that jump; those that jump at the same step, or at the next one, are one finding."""
+    """Yield the values that jump; values that jump at one step, or at the next step, are one finding."""
     cube = collected.cube
     name = next((name for name in ("l2", "absmax") if name in cube.values), None)
     if name is None or not cube.shape[2]:
@@ -332,13 +332,13 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
 class _Jump(NamedTuple):
     column: int
     series: int
-    """Its number, which is the order of execution."""
+    """The number of the series, which follows the order of execution."""
     ratio: float
-    """Over the largest of the records before it."""
+    """The value divided by the largest of the records before it."""
 
 
 def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> Iterator[tuple[int, float]]:
-    """The columns at which a value jumps, and how far: above all that the slope of the records before it leads to."""
+    """Yield the columns at which a value exceeds what the slope of the records before leads to, and the ratio."""
     known = np.flatnonzero(~np.isnan(values))
     values, at = values[known], steps[known]
     if len(values) < _MIN_STEPS or values.max() < _JUMP * values.min():

@@ -39,13 +39,14 @@ from ..storage.locations import Location, store_of
 from ..system.text import counted, size
 
 _READ_ROWS = 120_000
-"""Rows that are found at a time, and drawn at a time, while a long run is read for the first time."""
+"""The number of rows that are found and drawn at once while a long run is read for the first time."""
 _WINDOW_ROWS = 20000
-"""Rows, roughly, that are in memory together."""
+"""The approximate number of rows that are in memory together."""
 _CUT_ROWS = 40_000
-"""Rows that are in memory together while batches of many steps are cut: one takes less there than while it is drawn."""
+"""The rows in memory together while batches of many steps are cut: a row takes less memory there than while it is
+drawn."""
 _WHOLE_AFTER_S = 1.5
-"""A step is whole when a later one was seen so long ago: both kinds of shard are flushed once a second."""
+"""A step is whole this long after a later step was seen: both kinds of shard are flushed once a second."""
 _LOOKS_APART = 10
 """A run that is read for the first time is listed after so many times as long as it took: of 4,096 ranks, seconds."""
 _MAX_OPEN_ROWS = 60_000
@@ -70,7 +71,7 @@ class Drawing:
     """The blocks of one run. One thread calls `refresh`; the same lock guards it and `blocks_since`."""
 
     def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
-        """Nothing is read yet.
+        """Name the run, and read nothing yet.
 
         Args:
             location: where the run is.
@@ -81,9 +82,9 @@ class Drawing:
         self.location, self._judge, self._doctor = location, judge, doctor
         self.name = manifest.name or location.name
         self.epoch = 0
-        """Grows where all columns are others: then a page needs everything anew."""
+        """Counts up whenever every column has changed, after which a page needs all blocks anew."""
         self.version = 0
-        """Grows with each change."""
+        """Counts up with each change."""
         self._rules = [*RULES, *installed_rules()[0]]
         self._columns = [name for rule in self._rules for name in rule.columns]
         self._begin(manifest)
@@ -94,7 +95,7 @@ class Drawing:
         self.state = "reading"
         """``reading`` (for the first time), ``live``, ``over``, or ``gone``."""
         self._looking: Generator[None, None, bool] | None = None
-        """A look that rests."""
+        """The look that is under way but rests for now, as a generator; None where no look is under way."""
         self._look_at_s = 0.0
         """When the run is listed next; at once, unless there is enough to read without."""
         self._checked: list[DoctorLine] | None = None
@@ -115,7 +116,7 @@ class Drawing:
         self._kinds_seen: set[tuple[str, ...]] = set()
         self._seen: deque[tuple[float, int]] = deque()
         self._kept: dict[str, tuple[int, bytes]] = {}
-        """By name the version and the bytes of blocks that do not grow with steps."""
+        """The version and the bytes of each block that does not grow with steps, by the name of the block."""
         self._slow_at_s, self._slow_version = -_SLOW_S, -1
         self._is_checked = False
         self._num_series = -1
@@ -152,7 +153,7 @@ class Drawing:
         return has_more
 
     def _is_another(self) -> bool:
-        """The run is gone; another one of the same name may lie there."""
+        """Note that the run is gone; another run of the same name may take its place."""
         with suppress(RunError, OSError):
             store = store_of(self.location)
             store.refresh()
@@ -193,7 +194,7 @@ class Drawing:
         self._keep_slow_if_due()
 
     def _whole_until(self, has_more: bool) -> int:
-        """The first step that may not be whole."""
+        """Return the first step that may not be whole."""
         now_s, horizon = time.monotonic(), self.growing.horizon
         if has_more or horizon >= NEVER:
             return horizon
@@ -266,11 +267,11 @@ class Drawing:
             self._layouts += layouts_of(self._run(steps), self.axes, keys, self._kinds_seen)
 
     def _run(self, steps: tuple[int, int]) -> Run:
-        """The run with rows of some steps alone."""
+        """Return the run with the rows of some steps alone."""
         return Run(self.location, self.manifest, self.growing.writers(steps))
 
     def _grow(self, run: Run, table: Any) -> None:
-        """Make room for what a table has that was not there before."""
+        """Make room for the series and steps of a table that are new."""
         axes = self.axes
         axes.add(table)
         steps = sorted({int(step) for step in table.column("step").unique().to_pylist()})
@@ -339,7 +340,7 @@ class Drawing:
         self._found += self._engine.take()
 
     def _finish(self) -> None:
-        """The run is over: what can be said of all of it."""
+        """Draw what can be said only of a run that is over."""
         self._is_checked = True
         if self._engine is not None:
             self._found += self._engine.finish().findings
@@ -381,7 +382,7 @@ class Drawing:
         self._keep(top_block(run, checks, told, (), self.collected, numbers, facts, is_growing=is_growing))
 
     def _doctor_text(self) -> str:
-        """What becomes of `recorder doctor`, while it has not answered."""
+        """Return what the page says of `recorder doctor` while there is no answer."""
         if self.growing.num_rows > _MAX_DOCTOR_ROWS:
             return f"is not asked of a run of more than {_MAX_DOCTOR_ROWS:,} rows"
         return "looks closer once it is over"
@@ -403,7 +404,7 @@ class Drawing:
         return None if first is None or last is None else (first, last, self.axes.num_steps)
 
     def _keep_slow_if_due(self) -> None:
-        """Make what is made of everything, where it is time for it."""
+        """Draw the blocks that are made of all rows, where the last time is long enough ago."""
         is_due = self.state == "over" or time.monotonic() - self._slow_at_s >= _SLOW_S
         if not is_due or self.collected is None or self.version == self._slow_version:
             return
@@ -417,14 +418,14 @@ class Drawing:
         self._slow_version = self.version
 
     def blocks(self) -> dict[str, str]:
-        """Everything that the page needs, by name, as base64."""
+        """Return all blocks of the page by name, as base64."""
         packed = {name: _packed(data) for name, (_, data) in self._kept.items()}
         if self.collected is not None:
             packed |= {block.name: _packed(block.encoded()) for block in self.collected.step_blocks(self._modules)}
         return packed
 
     def blocks_since(self, version: int) -> dict[str, str]:
-        """What has changed after a version of the same epoch."""
+        """Return the blocks that changed after a version of the same epoch."""
         packed = {name: _packed(data) for name, (changed, data) in self._kept.items() if changed > version}
         if self.collected is not None:
             cube, scalar_cube = self.collected.growing_cubes[:2]
@@ -437,7 +438,7 @@ class Drawing:
 
     @staticmethod
     def packed(block: PageBlock) -> dict[str, str]:
-        """A block as `blocks` gives it."""
+        """Return a block in the form that `blocks` gives."""
         return {block.name: _packed(block.encoded())}
 
 
@@ -457,7 +458,7 @@ def _with_status(block: PageBlock, ranks: Sequence[RankNow]) -> PageBlock:
 
 
 def _told(ranks: Sequence[RankNow]) -> Iterator[DoctorLine]:
-    """What ranks show of themselves."""
+    """Yield a line for each rank, with the state that its status shows."""
     for rank in ranks[:_MAX_TOLD]:
         dropped = ", ".join(f"{count} dropped: {reason}" for reason, count in rank.status.dropped.items())
         is_bad = rank.state in _BAD_STATES or rank.status.num_dropped

@@ -30,9 +30,9 @@ from ..report.panes import MAX_BYTES
 from .watching import WatchedRun, Watching, listed_block
 
 _ASK_S = 0.1
-"""How often it is asked whether a run has news; a comparison of two numbers."""
+"""How often the server looks whether a run has news; a look compares two numbers."""
 _ALIVE_S = 15.0
-"""A line of nothing so often: proxies cut what is silent, and the server learns that a browser has gone."""
+"""How often an empty line is sent: proxies cut silent connections, and the server learns that a browser has gone."""
 _AGAIN_MS = 1000
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -94,7 +94,7 @@ class ViewServer:
     """The server, from its socket to its end."""
 
     def __init__(self, watching: Watching, listener: socket.socket, host: str, token: str = "") -> None:
-        """Not serving yet.
+        """Prepare the server, and serve nothing yet.
 
         Args:
             watching: what is served.
@@ -134,7 +134,7 @@ class ViewServer:
         self._server.should_exit = True
 
     async def _front(self, request: Request) -> Response:
-        """The list of runs; of one run that was asked for, its page."""
+        """Answer with the list of runs, or lead to the page of the one run that was asked for."""
         if self._watching.run is not None:
             return Response(status_code=307, headers={**_HEADERS, "Location": self._of_run(self._watching.run.name)})
         block = await run_sync(listed_block, self._watching)
@@ -147,7 +147,7 @@ class ViewServer:
         return JSONResponse(await run_sync(self._watching.listed), headers=_HEADERS)
 
     async def _side(self, request: Request) -> Response:
-        """Several runs side by side, each in a frame of its own."""
+        """Answer with a page that shows several runs side by side, each in a frame of its own."""
         return _html(live_page("recorder view", [], kind="side"))
 
     async def _page(self, request: Request) -> Response:
@@ -183,7 +183,7 @@ class ViewServer:
         return StreamingResponse(self._news(run, known), media_type="text/event-stream", headers=_HEADERS)
 
     async def _news(self, run: WatchedRun, known: str) -> AsyncIterator[str]:
-        """What a page is told: at first what it lacks, then what is new."""
+        """Yield what a page is sent: at first the blocks that the page lacks, then the blocks that are new."""
         run.opened()
         try:
             yield f"retry: {_AGAIN_MS}\n\n"

@@ -24,11 +24,11 @@ from .drawing import Doctor, Drawing, Judge
 _LOOK_S = 0.5
 """How often a run in a directory is looked at: with a flush a second, a step is seen within two seconds of its end."""
 _STORE_LOOK_S = 5.0
-"""How often a run in an object store is: each look is several requests, and each of them costs."""
+"""How often a run in an object store is looked at: each look is several requests, and each request costs."""
 _OVER_LOOK_S = 5.0
-"""How often a run is looked at that is over, or gone: it may begin again."""
+"""How often a run that is over or gone is looked at: the run may begin again."""
 _AT_MOST = 0.5
-"""A thread takes at most this share of a core."""
+"""The largest share of a core that the thread of a run takes."""
 _CLOSE_S = 0.3
 _MAX_LISTED = 500
 _logger = logging.getLogger("recorder")
@@ -38,7 +38,7 @@ class WatchedRun:
     """One run, and the thread that follows it."""
 
     def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
-        """Begin at once."""
+        """Start the thread at once."""
         self.name = manifest.name or location.name
         self.location = location
         self._boot = secrets.token_hex(4)
@@ -51,7 +51,7 @@ class WatchedRun:
         self._panes_version = 1
         self._why_not_saved = why_not_saved(location)
         self.problem = ""
-        """Why the run cannot be drawn; empty where it can."""
+        """Why the run cannot be drawn; empty where the run can be drawn."""
         self._thread = threading.Thread(target=self._follow, name=f"recorder-view {location.name}", daemon=True)
         self._thread.start()
 
