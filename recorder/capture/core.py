@@ -61,7 +61,7 @@ _MAX_ERRORS = 20
 
 
 class StagedChannel(Protocol):
-    """The way of staged records to the writer. No call blocks."""
+    """The channel that takes staged records to the writer. No call blocks."""
 
     @property
     def refused(self) -> Mapping[str, str]:

@@ -79,7 +79,7 @@ class Clock:
         self._has_stepped = True
 
     def advance_if_stepped(self) -> bool:
-        """Move to the next step if the optimizer has stepped; return whether the step moved. A forward begins."""
+        """Move to the next step if the optimizer has stepped since the last move; return whether the step moved."""
         if not self._has_stepped or self.is_by_hand:
             return False
         self._has_stepped = False

@@ -28,7 +28,7 @@ from ...system.processes import private_memory
 from ...system.text import size
 
 GRAIN_BYTES = 1024
-"""Every record takes a multiple of this size, which its Python objects need about, so that the pool bounds them too."""
+"""Every record takes a multiple of this size, about that of its Python objects, so that the pool bounds these too."""
 _NAP_S = 0.002
 """The time after which a thread that waits for room looks again."""
 
