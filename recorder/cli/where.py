@@ -10,10 +10,10 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
 from ..merge.unit import is_problem
+from ..run.reply import Reply
 from ..run.run import Run, TensorLayout
 from ..run.selection import Selection
 from ..system.text import grouped
-from .output import print_json, say
 from .selected import explain_nothing, modules_meant, rows_of, site_order
 
 _VALUE = ("root", "name", "scope", "phase", "mode")
@@ -22,11 +22,11 @@ _OF_STAGES = ("root", "micro_step")
 """Columns in which the chunks of one value differ where several pipeline stages have them."""
 
 
-def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None, as_json: bool) -> int:
-    """Draw the values of one site at one step, by default outputs at the last; return the exit code.
+def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None) -> Reply:
+    """Return the reply about the values of one site at one step, by default outputs at the last.
 
-    The code is 1 where a chunk is missing or does not fit. A value that the step has several times is drawn once, as it
-    was first seen.
+    The exit code is 1 where a chunk is missing or does not fit. A value that the step has several times is drawn once,
+    as it was first seen.
     """
     module_path, *others = modules_meant(run, wanted)
     if others:
@@ -43,13 +43,13 @@ def show_where(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: in
         run.layout(module_path, site, step, layouts=layouts, stage=stage, **question)
         for question in _questions(table, has_slices=run.view().has_pipeline, is_named=wanted.name is not None)
     ]
-    if as_json:
-        print_json({"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in drawn]})
-    else:
-        for number, layout in enumerate(drawn):
-            for line in [""] * (number > 0) + str(layout).splitlines():
-                say(line)
-    return int(bool(run.problems) or any(map(_is_wrong, drawn)))
+    return Reply(
+        members=lambda: {"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in drawn]},
+        parts=lambda: [
+            line for number, layout in enumerate(drawn) for line in [""] * (number > 0) + str(layout).splitlines()
+        ],
+        exit_code=int(bool(run.problems) or any(map(_is_wrong, drawn))),
+    )
 
 
 def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:

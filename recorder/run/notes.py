@@ -44,11 +44,11 @@ def proof_state(proof: Proof) -> str:
     return {UNCHANGED: "ok", CHANGED: "missing"}.get(proof.verdict, "note")
 
 
-def told_note(run: Run) -> str | None:
-    """Return the note that a run was told something while it was under way; None where all of it were dumps."""
-    if not (num_told := run.commands.num_beside_dumps):
+def sent_note(run: Run) -> str | None:
+    """Return the note that a run was sent commands while it was under way; None where it was sent dumps alone."""
+    if not (num_sent := run.commands.num_beside_dumps):
         return None
-    numbers = counted(num_told, "command")
+    numbers = counted(num_sent, "command")
     return f"note: the run was sent {numbers} while it was under way, which recorder doctor lists"
 
 
@@ -114,18 +114,18 @@ def command_members(command: Command) -> dict[str, Any]:
     }
 
 
-class Told(NamedTuple):
-    """A command, and what became of it."""
+class SentCommand(NamedTuple):
+    """A command that was sent to a run, and what its ranks say of it."""
 
     command: Command
     lines: Sequence[str]
-    """What its ranks say; those that say the same together."""
+    """What the ranks say of the command; ranks that say the same share a line."""
     is_done: bool
-    """Whether every rank of the run did it, from its first step on."""
+    """True where every rank of the run did it, from its first step on."""
 
 
-def told(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -> Iterator[Told]:
-    """Yield what a run was told, by number. What was dumped is shown by what it left, unless it is asked for here.
+def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -> Iterator[SentCommand]:
+    """Yield the commands that a run was sent, by number. A dump is shown by its rows, and not here unless asked for.
 
     Args:
         run: the run.
@@ -152,7 +152,7 @@ def told(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -
         if unheard:
             lines.append(f"{counted(len(unheard), 'rank')} ({span(unheard)}): never heard of it")
         is_done = not unheard and all(_is_done(command, answer) for answer in answers.values())
-        yield Told(command, lines, is_done)
+        yield SentCommand(command, lines, is_done)
 
 
 def _is_done(command: Command, answer: Answer) -> bool:
@@ -161,7 +161,7 @@ def _is_done(command: Command, answer: Answer) -> bool:
 
 
 def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) -> list[dict[str, Any]]:
-    """Return what each rank says of a command, as JSON has it; `shown` as `told` takes it."""
+    """Return what each rank says of a command, as JSON has it; `shown` as `sent_commands` takes it."""
     ahead = {now.rank: answer for now in shown for answer in now.status.commands if answer.id == command.id}
     said = [
         (writer.rank, answer)
@@ -178,7 +178,7 @@ def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) ->
 
 
 def _outcomes(command: Command, answers: dict[int, Answer]) -> list[str]:
-    """Return what became of one command, ranks that say the same together."""
+    """Return what became of one command: a line for all ranks that say the same."""
     groups: dict[tuple[str, int | None, int | None, str], list[int]] = {}
     for rank, answer in sorted(answers.items()):
         groups.setdefault((answer.state, answer.since, answer.until, answer.why), []).append(rank)

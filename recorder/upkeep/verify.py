@@ -40,13 +40,13 @@ from ..system.text import counted
 
 Report = Callable[[int], None]
 """Takes the number of bytes that were checked since the last call; several threads call it."""
-Each = Callable[[Callable[[ShardRows], list["Finding"]], Iterable[ShardRows]], Iterable[list["Finding"]]]
+Each = Callable[[Callable[[ShardRows], list["VerifyResult"]], Iterable[ShardRows]], Iterable[list["VerifyResult"]]]
 """A function like `map`."""
 _MAX_THREADS = 4
 """Half of the time for a batch is its checksum, which releases the interpreter's lock."""
 
 
-class Finding(NamedTuple):
+class VerifyResult(NamedTuple):
     """A fault, or something that a reader of the report should know."""
 
     is_fault: bool
@@ -54,7 +54,7 @@ class Finding(NamedTuple):
     text: str
 
 
-def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Finding]:
+def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[VerifyResult]:
     """Read every byte of a run again and yield the findings. A run that is being written may be verified, too."""
     is_over = all(writer.state != "recording" for writer in run.writers)
     store = store_of(run.path)
@@ -63,9 +63,9 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Findin
         for findings in store.each(lambda writer: list(verify_one(writer)), run.writers):
             yield from findings
     for text in strays(run):
-        yield Finding(True, text)
+        yield VerifyResult(True, text)
     if note := unsealed_note(run):
-        yield Finding(False, note)
+        yield VerifyResult(False, note)
 
 
 @contextmanager
@@ -79,33 +79,33 @@ def _threads() -> Iterator[Each]:
             raise
 
 
-def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool, each: Each) -> Iterator[Finding]:
+def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool, each: Each) -> Iterator[VerifyResult]:
     if writer.manifest_problem:
-        yield Finding(True, writer.manifest_problem)
+        yield VerifyResult(True, writer.manifest_problem)
     elif not writer.manifest.members and writer.num_rows:
-        yield Finding(True, f"{writer.directory}: has rows and no manifest; it is lost, or the disk never took it")
+        yield VerifyResult(True, f"{writer.directory}: has rows and no manifest; it is lost, or the disk never took it")
     elif not writer.manifest.members:
-        yield Finding(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
+        yield VerifyResult(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
     verify_one = partial(_verify_shard, writer=writer, report=report, is_over=is_over)
     for findings in each(verify_one, writer.shards):
         yield from findings
     yield from _verify_rows(writer)
     if writer.ending:
-        yield Finding(False, writer.ending)
+        yield VerifyResult(False, writer.ending)
 
 
-def _verify_shard(shard: ShardRows, writer: RecordedWriter, report: Report, is_over: bool) -> list[Finding]:
+def _verify_shard(shard: ShardRows, writer: RecordedWriter, report: Report, is_over: bool) -> list[VerifyResult]:
     check = _verify_sealed if shard.is_sealed else _verify_open
     try:
         return list(check(shard, writer, report))
     except FileNotFoundError:
         why = "is gone, and no writer is at work" if is_over else "was sealed or retired meanwhile; not checked"
-        return [Finding(is_over, f"{shard.path}: {why}")]
+        return [VerifyResult(is_over, f"{shard.path}: {why}")]
     except RunError as error:
-        return [Finding(True, str(error))]
+        return [VerifyResult(True, str(error))]
 
 
-def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
+def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[VerifyResult]:
     file = _SealedFile(rows.path)
     report(rows.size_bytes - sum(block.body_bytes for block in file.shard.blocks.values()))
     names = [name for name in file.shard.schema.names if name != "data"]  # also columns that this version does not know
@@ -113,7 +113,7 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
     metadata: dict[int, Any] = {}
     num_damaged = 0
     for number, checked in _read_all(file.shard, report):
-        if isinstance(checked, Finding):
+        if isinstance(checked, VerifyResult):
             num_damaged += 1
             yield checked
             continue
@@ -127,16 +127,16 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
         yield from _compare(index, list(file.shard.blocks), metadata, rows.path.with_name(index_name(rows.path.name)))
 
 
-def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[Finding]:
+def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[VerifyResult]:
     open_source = partial(store_of(rows.path).open_growing, rows.path)
     salvaged = salvage(open_source)
     shard = Shard(open_source, salvaged.layout, salvaged.blocks)
     for text in salvaged.damage:
-        yield Finding(True, text)
+        yield VerifyResult(True, text)
     if salvaged.tail_damage and writer.state != "recording":
-        yield Finding(True, salvaged.tail_damage)
+        yield VerifyResult(True, salvaged.tail_damage)
     for _, checked in _read_all(shard, lambda num_bytes: None):
-        if isinstance(checked, Finding):
+        if isinstance(checked, VerifyResult):
             yield checked
     report(rows.size_bytes)
     num_rows = sum(salvaged.rows_of.values())
@@ -145,20 +145,20 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
     readable = f"{batches} with {num_rows} {'row' if num_rows == 1 else 'rows'} can be read"
     text = f"{rows.path}: not sealed, {readable}{rest}"
     if writer.state == "closed":
-        yield Finding(False, f"{text}; the disk refused it while its writer went on with another")
+        yield VerifyResult(False, f"{text}; the disk refused it while its writer went on with another")
     elif writer.state == "unclosed":
-        yield Finding(False, f"{text}; its writer was killed or is on another host")
+        yield VerifyResult(False, f"{text}; its writer was killed or is on another host")
     elif rest:
-        yield Finding(False, f"{text}; its writer may be at work on them")
+        yield VerifyResult(False, f"{text}; its writer may be at work on them")
 
 
-def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch | Finding]]:
+def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch | VerifyResult]]:
     """Yield the batches with their numbers, each read once; a damaged batch yields a finding in its place."""
     for number, block in shard.blocks.items():
         try:
             yield number, shard.read(number, shard.schema.names)
         except CorruptError as error:
-            yield number, Finding(True, str(error))
+            yield number, VerifyResult(True, str(error))
         report(block.body_bytes)
 
 
@@ -225,7 +225,7 @@ def _check_footer(source: ByteSource, schema: object, schema_block: Block, block
         raise CorruptError(f"{source.where}: the schema in the footer is not the one at the beginning")
 
 
-def _read_index(rows: ShardRows, metadata: Sequence[str]) -> tuple[Any, list[Finding]]:
+def _read_index(rows: ShardRows, metadata: Sequence[str]) -> tuple[Any, list[VerifyResult]]:
     """Return the index as a table, or None where there is none to compare; also the findings about it.
 
     Args:
@@ -246,16 +246,16 @@ def _read_index(rows: ShardRows, metadata: Sequence[str]) -> tuple[Any, list[Fin
         file.check_end()
     except FileNotFoundError:
         is_missed = rows.path.name.startswith("tensors")  # statistics are read as fast from the shard itself
-        return None, [Finding(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []
+        return None, [VerifyResult(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []
     except RunError as error:
-        return None, [Finding(True, f"{error}; it is derived: readers go on without it")]
+        return None, [VerifyResult(True, f"{error}; it is derived: readers go on without it")]
     if (index.schema.metadata or {}).get(SHARD_BYTES_KEY) != b"%d" % rows.size_bytes:
-        return None, [Finding(True, f"{path}: was made for a shard of another size")]
+        return None, [VerifyResult(True, f"{path}: was made for a shard of another size")]
     schema = pa.schema([index.schema.field(name) for name in names])
     return pa.Table.from_batches(batches, schema), []
 
 
-def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Location) -> Iterator[Finding]:
+def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Location) -> Iterator[VerifyResult]:
     """Compare an index with the metadata columns of the batches of its shard, up to the first that cannot be read."""
     start = 0
     positions: list[tuple[int, int]] = []
@@ -271,9 +271,11 @@ def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Loc
             for number, first in positions
             if not _is_same(*(table.slice(first, metadata[number].num_rows) for table in (index, expected)))
         )
-        yield Finding(True, f"{path}: differs from batch {wrong} of the shard; delete it, it is derived")
+        yield VerifyResult(True, f"{path}: differs from batch {wrong} of the shard; delete it, it is derived")
     elif start != index.num_rows and len(positions) == len(numbers):
-        yield Finding(True, f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived")
+        yield VerifyResult(
+            True, f"{path}: lists {index.num_rows} rows, the shard has {start}; delete it, it is derived"
+        )
 
 
 def _apart(batch: Any, path: Location) -> Any:
@@ -310,7 +312,7 @@ def _bits(column: Any) -> Any:
     return pa.chunked_array([chunk.view(pa.int64()) for chunk in column.chunks], pa.int64())
 
 
-def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
+def _verify_rows(writer: RecordedWriter) -> Iterator[VerifyResult]:
     """Check the rows of one writer: each number once, all of its own rank, and as many as its accounts say."""
     seqs = [np.zeros(0, np.int64)]
     for shard in writer.shards:
@@ -321,16 +323,18 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
         seqs += [batch.column("seq").to_numpy() for batch in batches]
         ranks = {rank for batch in batches for rank in batch.column("rank").unique().to_pylist()}
         if ranks - {writer.rank}:
-            yield Finding(True, f"{shard.path}: has rows of rank {ranks - {writer.rank}}, not of {writer.rank} alone")
+            yield VerifyResult(
+                True, f"{shard.path}: has rows of rank {ranks - {writer.rank}}, not of {writer.rank} alone"
+            )
     seq = np.concatenate(seqs)
     seq.sort()
     num_repeated = int(np.count_nonzero(seq[1:] == seq[:-1]))
     if num_repeated:
-        yield Finding(True, f"{writer.directory}: {num_repeated} rows have the number of another")
+        yield VerifyResult(True, f"{writer.directory}: {num_repeated} rows have the number of another")
     balance = writer.balance
     if not balance.is_possible:
         accounts = f"{balance.retired_rows} rows removed by retention, of {balance.written} written"
-        yield Finding(True, f"{writer.directory}: the accounts contradict themselves: {accounts}")
+        yield VerifyResult(True, f"{writer.directory}: the accounts contradict themselves: {accounts}")
         return
     if writer.state == "recording" or writer.problems:
         return
@@ -338,17 +342,17 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[Finding]:
     if is_closed and balance.num_missing:
         accounts = f"observed {balance.observed}, written {balance.written}, dropped {balance.num_dropped}"
         accounts += f", passed {balance.passed}" if balance.passed else ""
-        yield Finding(True, f"{writer.directory}: the accounts do not balance: {accounts}")
+        yield VerifyResult(True, f"{writer.directory}: the accounts do not balance: {accounts}")
     expected = balance.written - balance.retired_rows
     num_lost = balance.synced - balance.retired_rows - len(seq)
     if num_lost > 0 and not is_closed:
         there = (
             f"{balance.synced} rows had been synced, {balance.retired_rows} of them removed, and {len(seq)} are there"
         )
-        yield Finding(True, f"{writer.directory}: {there}: {counted(num_lost, 'row')} lost after they were safe")
+        yield VerifyResult(True, f"{writer.directory}: {there}: {counted(num_lost, 'row')} lost after they were safe")
     elif expected < len(seq) <= balance.written:
         kept = counted(len(seq) - expected, "row")
-        yield Finding(False, f"{writer.directory}: has {kept} that retention removed where the run was recorded")
+        yield VerifyResult(False, f"{writer.directory}: has {kept} that retention removed where the run was recorded")
     elif len(seq) != expected:
         text = f"{writer.directory}: has {len(seq)} rows, expected by its accounts are {expected}"
-        yield Finding(is_closed, text)
+        yield VerifyResult(is_closed, text)

@@ -16,12 +16,12 @@ from recorder.read.messages import footer_blocks
 from recorder.read.shard import CheckedBatch, Shard
 from recorder.run.run import open_run
 from recorder.storage.untrusted_files import MappedFile
-from recorder.upkeep.verify import Finding, verify
+from recorder.upkeep.verify import VerifyResult, verify
 from tests.rigs.handmade import HandmadeWriter, flip, ledger, make_row, make_run, shard_bytes
 from tests.rigs.small_runs import payload_rows
 
 
-def findings(run: Path) -> list[Finding]:
+def findings(run: Path) -> list[VerifyResult]:
     return list(verify(open_run(run)))
 
 

@@ -27,8 +27,8 @@ from .culprits.findings import CulpritFinder
 from .noise import BeyondNoise
 from .pairs import PairedSteps
 from .renames import NO_RENAMES, RenameHint, Renames, UnpairedModules, rename_hints
-from .result import Diff, LeftOut, Partial, by_module, first_difference, join_ranges
-from .step_range import DiffOptions, PayloadReport, RangeComparer, RangeResult, Seen
+from .result import Diff, LackingRanks, LeftOut, by_module, first_difference, join_ranges
+from .step_range import DiffOptions, KnownValues, PayloadReport, RangeComparer, RangeResult
 
 _COUNTED = (
     "num_pairs", "by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare", "summands", "by_print_alone",
@@ -210,7 +210,7 @@ class _Comparison:
         self._differing: list[Any] = []
         self._compared: list[Any] = []
         self._only: tuple[list[Any], list[Any]] = ([], [])
-        self._seen = (Seen(), Seen())
+        self._seen = (KnownValues(), KnownValues())
         self._counts = np.zeros(len(_COUNTED), np.int64)
         self._partial: Counter[tuple[str, str]] = Counter()
         self._naming = CulpritFinder(comparer.rows)
@@ -326,7 +326,7 @@ class _Comparison:
             left_out=left_out,
             unread=dict(self._unread),
             damage=damage,
-            partial=[Partial(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
+            partial=[LackingRanks(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
             steps_only_a=sorted(steps[0] - steps[1]),
             steps_only_b=sorted(steps[1] - steps[0]),
             problems_a=self._problems[0].texts(),

@@ -20,7 +20,7 @@ from ...numerics.keys import Integers
 from ...numerics.moments import integers, numbers
 from ...sites import values_of
 from .align import Alignment
-from .pairs import Flags, PairedSteps, Side
+from .pairs import Flags, PairedSteps, RunSteps
 
 MARGIN = 10.0
 """How many times the noise a difference may be: a twin is one sample of it."""
@@ -45,11 +45,11 @@ class Pairs:
         self.differs = differs
 
     @property
-    def a(self) -> Side:
+    def a(self) -> RunSteps:
         return self._compared().a
 
     @property
-    def b(self) -> Side:
+    def b(self) -> RunSteps:
         return self._compared().b
 
     @property

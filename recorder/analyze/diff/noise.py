@@ -19,7 +19,7 @@ from ...numerics.moments import Floats, integers, numbers
 from .align import Alignment, align
 from .compare import Tolerance
 from .drift import MARGIN, Drift, Pairs
-from .pairs import Flags, PairedSteps, Side, Verdicts, judge
+from .pairs import Flags, PairedSteps, RunSteps, Verdicts, judge
 
 _BITS = {
     "float64": -52, "float32": -23, "float16": -10, "bfloat16": -7, "complex128": -52, "complex64": -23,
@@ -42,7 +42,7 @@ _MIN_ALIKE = 3
 class _Noise:
     """How far noise moves the rows of the first run; NaN where that is not known."""
 
-    def __init__(self, a: Side, rows: Integers, sides: Sequence[Side]) -> None:
+    def __init__(self, a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> None:
         num_rows = a.table.num_rows
         self.values: Floats = np.full(num_rows, np.nan)
         """Largest absolute distance."""
@@ -57,7 +57,7 @@ class _Noise:
             if kept.any():
                 self._add(a, side, pairs._replace(a=pairs.a[kept], b=pairs.b[kept]))
 
-    def _add(self, a: Side, side: Side, pairs: Alignment) -> None:
+    def _add(self, a: RunSteps, side: RunSteps, pairs: Alignment) -> None:
         judged = judge(a, side, pairs, Tolerance(), lambda num_bytes: None)
         is_equal = judged.kinds == ""
         for known in (self.values, self.norms, self.statistics):
@@ -90,7 +90,7 @@ class LoudNoise(NamedTuple):
     """How far apart the values of its forward are, as a share of their norm: the median."""
 
 
-def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[Side]) -> Measured | None:
+def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) -> NoiseMeasure | None:
     """Measure what noise does to the pairs that differ; None where no pair does, or there are no noise runs.
 
     Args:
@@ -101,7 +101,7 @@ def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[Side]) -> M
     rows = compared.pairs.a[judged.kinds != ""]
     if not sides or not len(rows):
         return None
-    return Measured(judged.differing, _Noise(compared.a, rows, sides), rows)
+    return NoiseMeasure(judged.differing, _Noise(compared.a, rows, sides), rows)
 
 
 class BeyondNoise:
@@ -134,7 +134,7 @@ class BeyondNoise:
         factor = max(self._factors.values(), default=1.0)
         return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
 
-    def of(self, judged: Verdicts, measured: Measured | None, compared: Callable[[], PairedSteps]) -> Verdicts:
+    def of(self, judged: Verdicts, measured: NoiseMeasure | None, compared: Callable[[], PairedSteps]) -> Verdicts:
         """Return the verdicts without the pairs that differ by no more than noise; the others get a column `noise`.
 
         Args:
@@ -157,7 +157,7 @@ class BeyondNoise:
         alone = int((is_noise & (measured.kinds == "fingerprint")).sum())
         return judged._replace(kinds=kinds, differing=table.filter(pa.array(~is_noise)), by_print_alone=alone)
 
-    def _follow(self, pairs: Pairs, measured: Measured, indices: Integers) -> None:
+    def _follow(self, pairs: Pairs, measured: NoiseMeasure, indices: Integers) -> None:
         """Take out what else is noise, because parameters drifted apart."""
         steps = np.unique(measured.steps)
         order = np.argsort(measured.steps, kind="stable")
@@ -172,7 +172,7 @@ class BeyondNoise:
             self._drift.end(step, pairs)
 
     def _follow_step(
-        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, indices: Integers
+        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: NoiseMeasure, indices: Integers
     ) -> None:
         """Take out what of the rows of a step is noise: its parameters first, then what is made from them."""
         self._unscale(step, root, rows, pairs, measured, indices)
@@ -199,7 +199,7 @@ class BeyondNoise:
         pairs.differs[indices[rest[measured.are_noise_farther(rest, factors)]]] = False
 
     def _unscale(
-        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: Measured, indices: Integers
+        self, step: int, root: str, rows: Integers, pairs: Pairs, measured: NoiseMeasure, indices: Integers
     ) -> None:
         """Take out gradients that differ by a factor of all alike which rounding makes, and state made from them.
 
@@ -235,7 +235,7 @@ def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
     return int(pc.sum(is_any).as_py() or 0), int(pc.sum(table.column("numel")).as_py() or 0)
 
 
-class Measured:
+class NoiseMeasure:
     """Pairs that differ exactly, row by row beside what noise does to them."""
 
     def __init__(self, table: Any, noise: _Noise, rows: Integers) -> None:

@@ -45,7 +45,7 @@ _ROUNDING = 1e-12
 Flags = npt.NDArray[np.bool_]
 
 
-class Side(NamedTuple):
+class RunSteps(NamedTuple):
     """Some steps of one run."""
 
     rows: Any
@@ -56,7 +56,7 @@ class Side(NamedTuple):
     @classmethod
     def read(
         cls, view: Any, selection: Selection, first: int | None, last: int | None, renames: Renames = NO_RENAMES
-    ) -> Side:
+    ) -> RunSteps:
         """The rows of the steps from `first` up to, but not including, `last`."""
         rows = view.rows(first, last)
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
@@ -90,8 +90,8 @@ def _parts_of_batch(view: Any, table: Any) -> Any:
 class PairedSteps(NamedTuple):
     """Steps that two runs have in common, in pairs."""
 
-    a: Side
-    b: Side
+    a: RunSteps
+    b: RunSteps
     pairs: Alignment
 
 
@@ -122,7 +122,7 @@ class Verdicts(NamedTuple):
     """For each pair how it differs, see `Difference.kind`; an empty text where it does not."""
 
 
-def judge(a: Side, b: Side, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Verdicts:
+def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Verdicts:
     """Compare pairs of rows.
 
     Args:
@@ -283,7 +283,7 @@ def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
     }
 
 
-def moved_roots(a: Side, b: Side) -> set[str]:
+def moved_roots(a: RunSteps, b: RunSteps) -> set[str]:
     """Roots of which some value is not the same in two runs, whatever is selected of them.
 
     What the program gave them, and numbers that it reported, such as seconds, are none where there is anything else.
@@ -342,7 +342,7 @@ _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 """What names a value over all micro-steps of its step."""
 
 
-def comparable(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
+def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
     """Leave out what pipeline stages hand to each other, unless both runs have the same stages.
 
     Returns:
@@ -360,7 +360,7 @@ def comparable(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
     return one, two, (int(np.count_nonzero(marked[0])), int(np.count_nonzero(marked[1])))
 
 
-def without_recomputed(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
+def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
     """Leave out what one run alone recomputed for its backward; return the sides, and how many rows of each went."""
     marked = [holds(side.table.column("phase"), "recompute".__eq__) for side in (a, b)]
     if marked[0].any() == marked[1].any():
@@ -369,7 +369,7 @@ def without_recomputed(a: Side, b: Side) -> tuple[Side, Side, tuple[int, int]]:
     return one, two, (int(np.count_nonzero(marked[0])), int(np.count_nonzero(marked[1])))
 
 
-def without_other_micro_steps(a: Side, b: Side) -> tuple[Side, Side, int]:
+def without_other_micro_steps(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, int]:
     """Leave out the micro-steps of a batch that the two runs divide into other numbers of micro-steps.
 
     Two runs divide one batch where a value has as many elements over all micro-steps of a step in both. A micro-batch
@@ -400,7 +400,7 @@ def without_other_micro_steps(a: Side, b: Side) -> tuple[Side, Side, int]:
     return one, two, num_values
 
 
-def _has_micro_step(side: Side) -> Any:
+def _has_micro_step(side: RunSteps) -> Any:
     return side.table.column("micro_step").is_valid().to_numpy()
 
 

@@ -55,7 +55,7 @@ class Difference(NamedTuple):
     lacks_b: str | None
 
 
-class Partial(NamedTuple):
+class LackingRanks(NamedTuple):
     """Values of which one run lacks ranks that the other has."""
 
     run: str
@@ -108,7 +108,7 @@ class Diff(NamedTuple):
     said."""
     damage: list[str]
     """What else is damaged in one of the runs, or in one of the noise: its rows are not there."""
-    partial: list[Partial]
+    partial: list[LackingRanks]
     """Pairs of which one run lacks ranks, however they compare."""
     steps_only_a: list[int]
     steps_only_b: list[int]

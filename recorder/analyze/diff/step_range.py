@@ -19,10 +19,10 @@ from ...run.selection import GlobalOptions, Selection
 from .align import align
 from .compare import Tolerance
 from .culprits.findings import RangeSteps
-from .noise import Measured, measure
+from .noise import NoiseMeasure, measure
 from .pairs import (
     PairedSteps,
-    Side,
+    RunSteps,
     Verdicts,
     comparable,
     judge,
@@ -52,7 +52,7 @@ class DiffOptions:
     """True where values that one run alone has make no difference."""
 
 
-class Seen:
+class KnownValues:
     """What one run has."""
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class Seen:
         """The steps of the selected values."""
         self._values: dict[str, dict[Any, None]] = {name: {} for name in ("step", *VALUE)}
 
-    def add(self, side: Side) -> None:
+    def add(self, side: RunSteps) -> None:
         self.num_rows += side.rows.table.num_rows
         self.num_selected += side.table.num_rows
         self.steps.update(side.table.column("step").unique().to_pylist())
         for name, known in self._values.items():
             known.update(dict.fromkeys(side.rows.table.column(name).unique().to_pylist()))
 
-    def join(self, other: Seen) -> None:
+    def join(self, other: KnownValues) -> None:
         self.num_rows += other.num_rows
         self.num_selected += other.num_selected
         self.steps |= other.steps
@@ -113,13 +113,13 @@ class RangeResult:
     problems: tuple[Problems, Problems]
     handed_on: tuple[int, int]
     recomputed: tuple[int, int]
-    seen: tuple[Seen, Seen]
+    seen: tuple[KnownValues, KnownValues]
     unpaired: tuple[UnpairedModules, UnpairedModules]
     only: tuple[Any, Any]
     steps: RangeSteps | None
     """With the next three: where there are pairs."""
     judged: Verdicts | None
-    measured: Measured | None
+    measured: NoiseMeasure | None
     moved: list[set[str]]
     """For each noise run, the roots in which it differs from the first run."""
     compared: Any
@@ -165,7 +165,7 @@ class RangeComparer:
         compared, handed_on, recomputed, num_in_other_micro_steps = self._read(first, last)
         a, b, pairs = compared
         problems = Problems(self._selection), Problems(self._selection)
-        seen, only = (Seen(), Seen()), []
+        seen, only = (KnownValues(), KnownValues()), []
         unpaired = UnpairedModules(self._own_names[0]), UnpairedModules(self._own_names[1])
         steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
         for number, (side, others, unpaired_rows) in enumerate(
@@ -181,7 +181,7 @@ class RangeComparer:
         moved: list[set[str]] = []
         if len(pairs.a):
             judged = judge(a, b, pairs, self._tolerance, self._report)
-            noise = [Side.read(view, self._selection, first, last) for view in self._views[2:]]
+            noise = [RunSteps.read(view, self._selection, first, last) for view in self._views[2:]]
             measured = measure(judged, compared, noise)
             moved = [moved_roots(a, side) for side in noise]
             counts = a.table.select(MODULE).take(pa.array(pairs.a)).group_by(MODULE).aggregate([([], "count_all")])
@@ -207,8 +207,8 @@ class RangeComparer:
         )
 
     def _read(self, first: int | None, last: int | None) -> tuple[PairedSteps, tuple[int, int], tuple[int, int], int]:
-        a = Side.read(self._views[0], self._selection, first, last)
-        b = Side.read(self._views[1], self._selection, first, last, self._renames)
+        a = RunSteps.read(self._views[0], self._selection, first, last)
+        b = RunSteps.read(self._views[1], self._selection, first, last, self._renames)
         a, b, handed_on = comparable(a, b)
         a, b, recomputed = without_recomputed(a, b)
         a, b, num_in_other_micro_steps = without_other_micro_steps(a, b)

@@ -61,7 +61,7 @@ class Uneven(NamedTuple):
     """One rank ran them, the others none at all."""
 
 
-class Partial(NamedTuple):
+class LackingRows(NamedTuple):
     """Global rows of a merged run that lack ranks."""
 
     missing: list[int]
@@ -85,7 +85,7 @@ class Expectation(NamedTuple):
     totals: list[SiteTotal]
     gaps: list[Gap]
     uneven: list[Uneven]
-    partial: list[Partial]
+    partial: list[LackingRows]
     reaches: list[RuleReach]
     tails: list[DroppedTail]
     """What ranks whose record ends last dropped behind the end of that record, where the table does not reach."""
@@ -454,7 +454,7 @@ def _tails(ranks: Sequence[_Rank], views: Sequence[RankView]) -> list[DroppedTai
     return [tail for tail in tails if tail is not None]
 
 
-def _partial(ranks: Sequence[_Rank]) -> list[Partial]:
+def _partial(ranks: Sequence[_Rank]) -> list[LackingRows]:
     steps_of: dict[tuple[tuple[int, ...], str], list[Integers]] = {}
     for one in ranks:
         for rows in one.rows:
@@ -462,7 +462,7 @@ def _partial(ranks: Sequence[_Rank]) -> list[Partial]:
                 missing = sorted(_rank_list(expected) - _rank_list(present))
                 steps_of.setdefault((tuple(missing), mode), []).append(steps)
     return [
-        Partial(list(missing), sum(map(len, steps)), distinct(np.concatenate(steps)).tolist(), mode)
+        LackingRows(list(missing), sum(map(len, steps)), distinct(np.concatenate(steps)).tolist(), mode)
         for (missing, mode), steps in steps_of.items()
     ]
 

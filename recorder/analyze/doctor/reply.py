@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 
 from ...config import FLAG
 from ...run.finding import typed_for
-from ...run.notes import describe, dump_members, dump_note, layout_problems, proof_state, strays, told, unsealed_note
+from ...run.notes import (
+    describe,
+    dump_members,
+    dump_note,
+    layout_problems,
+    proof_state,
+    sent_commands,
+    strays,
+    unsealed_note,
+)
 from ...run.reply import Reply, StateLine
 from ...run.run import Balance, Module, Run
 from ...system.text import counted, grouped, listed, printable, span
@@ -156,7 +165,7 @@ def _proof(run: Run) -> Iterator[Check]:
 
 def _told(run: Run) -> Iterator[Check]:
     """Yield what the run was told while it was under way; a run that was told nothing has no line."""
-    for one in told(run):
+    for one in sent_commands(run):
         command = one.command
         text = (
             f"told by {command.by or 'somebody'}: command {command.number}, {describe(command)}: {'; '.join(one.lines)}"

@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 
 from ...errors import ConfigError
 from ...rules import ANY, Rule, parse_rules
-from ...run.run import Module as Described
-from ...run.run import Root, WriterManifest
+from ...run.run import Module, Root, WriterManifest
 from ...sites import GRADIENT_OF, OF_BUFFERS, OF_CALLS, OF_PARAMETERS, SITE_OF
 
 Flags = npt.NDArray[np.bool_]
@@ -38,7 +37,7 @@ _MAX_RULES = 1000
 """Most rules of one writer. Each rule is judged for every module and step, whoever wrote the rules."""
 
 
-class Module(NamedTuple):
+class DescribedModule(NamedTuple):
     """A module of one root, as all writers together describe it."""
 
     root: str
@@ -164,7 +163,7 @@ class Slots:
         code = self._name_codes.get(name)
         return self._name_codes.get(name.partition(".")[0], -1) if code is None else code
 
-    def _writer_slots(self, modules: Sequence[tuple[Root, Described]]) -> WriterSlots:
+    def _writer_slots(self, modules: Sequence[tuple[Root, Module]]) -> WriterSlots:
         selected = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
         hidden = np.zeros(len(self.modules), np.int64)
         untapped = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
@@ -193,7 +192,7 @@ class Slots:
         of_slots = self.module, self.site
         return WriterSlots(selected[of_slots], hidden, disarmed[of_slots], untapped[of_slots], self._tied(modules))
 
-    def _tied(self, modules: Sequence[tuple[Root, Described]]) -> dict[int, str]:
+    def _tied(self, modules: Sequence[tuple[Root, Module]]) -> dict[int, str]:
         tied: dict[int, str] = {}
         for root, module in modules:
             number = self.number_of[root.name, module.path]
@@ -210,17 +209,19 @@ def _is_taken(own: Integers, above: Integers) -> Flags:
     return taken
 
 
-def _hidden(module: Described) -> int:
+def _hidden(module: Module) -> int:
     if module.hidden in HIDDEN:
         return HIDDEN.index(module.hidden) + 1
     return HIDDEN.index("compiled") + 1 if module.is_compiled else 0
 
 
-def _join(described: Sequence[Sequence[tuple[Root, Described]]]) -> list[Module]:
-    module_of: dict[tuple[str, str], Module] = {}
+def _join(described: Sequence[Sequence[tuple[Root, Module]]]) -> list[DescribedModule]:
+    module_of: dict[tuple[str, str], DescribedModule] = {}
     for root, one in (pair for modules in described for pair in modules):
         lists = [list(dict.fromkeys(names)) for names in (one.params, one.buffers, one.aliases)]
-        known = module_of.setdefault((root.name, one.path), Module(root.name, one.path, one.class_name, *lists))
+        known = module_of.setdefault(
+            (root.name, one.path), DescribedModule(root.name, one.path, one.class_name, *lists)
+        )
         for kept, more in zip((known.params, known.buffers, known.aliases), lists, strict=True):
             kept += [name for name in more if name not in kept]
     return list(module_of.values())

@@ -8,10 +8,10 @@ from ...run.notes import layout_problems, left_out
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...system.text import counted, steps_in_words
-from .nonfinite import NonFinite, NonFiniteFinder
+from .nonfinite import NonFiniteFinder, NonFiniteTensor
 from .replica_groups import Differing
 from .replicas import FINDINGS, RANGE_ROWS, ReplicaFinder
-from .timeline import Firsts, Timeline, whole_rows
+from .timeline import FirstRows, Timeline, whole_rows
 
 _NOUNS = {"param": "parameter", "grad": "gradient", "optim": "optimizer state"}
 
@@ -19,7 +19,7 @@ _NOUNS = {"param": "parameter", "grad": "gradient", "optim": "optimizer state"}
 class First(NamedTuple):
     """What went wrong first."""
 
-    nonfinite: NonFinite | None
+    nonfinite: NonFiniteTensor | None
     """The first NaN or infinity."""
     num_nonfinite: int
     """How many values are not finite, from the first on."""
@@ -93,7 +93,7 @@ def first(run: Run) -> First:
     """
     attempts = Attempts(run)
     nonfinite_finder, replica_finder = NonFiniteFinder(), ReplicaFinder(run)
-    firsts: Firsts | None = None
+    firsts: FirstRows | None = None
     seen: set[int] = set()
     num_superseded = 0
     ranges = run.view().windows(RANGE_ROWS)
@@ -131,7 +131,7 @@ def first(run: Run) -> First:
     )
 
 
-def _hooks_behind(run: Run, bad: NonFinite | None) -> list[str]:
+def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
     """What may have made the first value that is not finite and is no module: hooks of the program."""
     if bad is None:
         return []

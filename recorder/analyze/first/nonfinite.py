@@ -16,14 +16,14 @@ from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers
 from ...sites import SKIPPED, is_loss, may_mask
-from .timeline import Firsts, RecordedValue, Timeline
+from .timeline import FirstRows, RecordedValue, Timeline
 
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
 _MAX_NOTED = 5
 _MAX_PROBLEMS = 3
 
 
-class Beside(NamedTuple):
+class OtherNonFinite(NamedTuple):
     """A parameter or an input of the same module, or a loss, that is not finite at the same step, too."""
 
     site: str
@@ -32,7 +32,7 @@ class Beside(NamedTuple):
     inf_count: int
 
 
-class NonFinite(NamedTuple):
+class NonFiniteTensor(NamedTuple):
     """A tensor with NaN or infinite elements."""
 
     value: RecordedValue
@@ -49,14 +49,14 @@ class NonFinite(NamedTuple):
     """Steps at which this very value was recorded healthy before."""
     is_skipped: bool
     """Whether GradScaler skipped the update of this step, as it does where gradients overflow."""
-    beside: list[Beside]
+    beside: list[OtherNonFinite]
     """What else of the module holds NaN or infinities at this step on this rank, and which losses do."""
 
 
 class NonFiniteSearch(NamedTuple):
     """What was found, and what the search says beside it."""
 
-    first: NonFinite | None
+    first: NonFiniteTensor | None
     num_values: int
     """Rows that are not finite and are not excused."""
     num_modules: int
@@ -71,14 +71,14 @@ class NonFiniteFinder:
     """Finds the first NaN or infinity, by step and then in the order of execution of each rank, step range by range."""
 
     def __init__(self) -> None:
-        self._first: NonFinite | None = None
+        self._first: NonFiniteTensor | None = None
         self._num_values = 0
         self._modules: set[tuple[str, str]] = set()
         self._masks: dict[tuple[str, ...], str] = {}
         self._num_known = self._unchecked = 0
         self._problems: list[str] = []
 
-    def add(self, timeline: Timeline) -> Firsts:
+    def add(self, timeline: Timeline) -> FirstRows:
         """The next range of steps. Returns what began in it, or before, as the range after it has to know."""
         state = _Counts(timeline)
         first = state.search() if self._first is None else None
@@ -149,12 +149,12 @@ class _Counts:
         bad[: self._timeline.num_firsts] = False
         return np.asarray(bad)
 
-    def firsts(self) -> Firsts:
+    def firsts(self) -> FirstRows:
         """The first record of each value, and where that is infinite of each of its shapes: what excuses later ones."""
         was_infinite = (self.inf > 0) & (self.nan == 0) & self._may_mask
         shapes = self._same_shape.firsts
         rows = np.union1d(self._timeline.series.firsts, shapes[was_infinite[self._begins[shapes]]])
-        return Firsts(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
+        return FirstRows(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
 
     def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
         """Infinite from the first record on, and no more so than the first of this shape."""
@@ -210,7 +210,7 @@ class _Counts:
             )
 
 
-def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFinite:
+def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
     values = {name: timeline.table.column(name)[row].as_py() for name in (*SERIES_KEY, "rank")}
     before, last, num_steps = _healthy(timeline, state, values, row)
     if timeline.num_firsts:  # the record began before these steps
@@ -219,7 +219,7 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFinite:
         known.search()
         long_before, longer_ago, num_more = _healthy(history, known, values)
         before, last, num_steps = before or long_before, last or longer_ago, num_steps + num_more
-    return NonFinite(
+    return NonFiniteTensor(
         value=timeline.value(row),
         nan_count=int(state.nan[row]),
         inf_count=int(state.inf[row]),
@@ -260,7 +260,7 @@ def _healthy(
     )
 
 
-def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[Beside]:
+def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[OtherNonFinite]:
     """Each once, however often the step saw it."""
     step, root, module, rank = (timeline.codes[name] for name in ("step", "root", "module_path", "rank"))
     same_step = (step == step[row]) & ((rank == rank[row]) | timeline.table.column("rank").is_null().to_numpy())
@@ -273,7 +273,7 @@ def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[Beside]:
     bad = bad[~state.excused()[bad]]
     for first in bad[group([timeline.codes[name][bad] for name in ("site", "name")]).firsts].tolist():
         site, name = (timeline.table.column(column)[first].as_py() for column in ("site", "name"))
-        yield Beside(site, name, int(state.nan[first]), int(state.inf[first]))
+        yield OtherNonFinite(site, name, int(state.nan[first]), int(state.inf[first]))
 
 
 def _is_loss(table: Any) -> npt.NDArray[np.bool_]:

@@ -10,7 +10,7 @@ from ...run.run import Run
 from ...sites import GIVEN, NUMBERS
 from ...system.text import counted, number
 from .first import First
-from .nonfinite import NonFinite
+from .nonfinite import NonFiniteTensor
 from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue
 from .timeline import RecordedValue
 
@@ -59,7 +59,7 @@ def _nonfinite_part(run: Run, answer: First) -> str | Table:
     return _pairs_table(title, rows)
 
 
-def _nonfinite_rows(bad: NonFinite) -> Iterator[tuple[str, str]]:
+def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
     yield from _where(bad.value)
     yield "counts", f"{bad.nan_count} NaN, {bad.inf_count} infinite of {counted(bad.numel, 'element')}"
     if bad.is_skipped:

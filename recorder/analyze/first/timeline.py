@@ -92,7 +92,7 @@ class RecordedValue(NamedTuple):
     """File and line of that class, where the run says it."""
 
 
-class Firsts(NamedTuple):
+class FirstRows(NamedTuple):
     """The first records of values: what later ones are measured by, at later steps too."""
 
     table: Any
@@ -113,7 +113,7 @@ class Timeline:
         run: Run,
         attempts: Attempts,
         steps: tuple[int, int] | None = None,
-        firsts: Firsts | None = None,
+        firsts: FirstRows | None = None,
         tables: Iterable[Any] | None = None,
     ) -> None:
         """Load the rows.

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ...config import load_settings
+from ...config import Explained, load_settings
 from ...native import in_force
-from ...run.reply import Table, TableColumn
+from ...run.reply import Reply, Table, table_of
 from ...system.text import bytes_of_setting
 from ..options import Json
-from ..output import print_json, print_table
+from ..output import print_reply
 
 EPILOG = "Examples: recorder config --show    RECORDER_MAX_BYTES=4GB recorder config --json"
 
@@ -22,21 +22,21 @@ def command(
 ) -> int:
     """Print the settings in force, and where each comes from."""
     settings = load_settings().explain()
-    if as_json:
-        print_json({item.name: {"value": item.value, "source": item.source, "doc": item.doc} for item in settings})
-        return 0
+    reply = Reply(
+        members=lambda: {item.name: {"value": item.value, "source": item.source, "doc": item.doc} for item in settings},
+        parts=lambda: [_table(settings)],
+    )
+    return print_reply(reply, as_json=as_json)
+
+
+def _table(settings: list[Explained]) -> Table:
     rows = []
     for item in settings:
         first, *others = lines(item.value, item.name)
         rows.append([item.name, first, item.source, item.doc])
         rows += [["", other, "", ""] for other in others]
-    titles = ("setting", "value", "source", "what it does")
-    columns = [
-        TableColumn(title=title, is_prose=title in ("value", "what it does"), drop=int(title == titles[-1]))
-        for title in titles
-    ]
-    print_table(Table(columns, rows))
-    return 0
+    what = "what it does"
+    return table_of(("setting", "value", "source", what), rows, prose=("value", what), drops=(what,))
 
 
 def lines(value: Any, name: str = "") -> list[str]:

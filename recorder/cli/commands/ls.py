@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,15 +18,15 @@ from ...run.notes import (
     dump_members,
     dump_note,
     jitter_note,
-    told,
+    sent_commands,
     unsealed,
     unsealed_note,
 )
-from ...run.reply import Table, TableColumn
+from ...run.reply import Reply, Table, table_of
 from ...run.run import RecordedWriter, Run, open_location, open_run
 from ...system.text import counted, moment, printable, size, span
 from ..options import Json, complete_run
-from ..output import print_json, print_table, say
+from ..output import print_reply
 
 EPILOG = "Examples: recorder ls recordings    recorder ls @-1 --json"
 
@@ -43,17 +44,12 @@ def command(
     as_json: Json = False,
 ) -> int:
     """List the runs of a folder, or the writers of a run."""
-    return list_path(path, as_json=as_json)
-
-
-def list_path(path: str | None, *, as_json: bool) -> int:
-    """Print the listing and return the exit code."""
     folder = find_folder(path)
-    return _list_writers(open_run(path), as_json=as_json) if folder is None else _list_runs(folder, as_json=as_json)
+    return print_reply(_writers_reply(open_run(path)) if folder is None else _runs_reply(folder), as_json=as_json)
 
 
-def _list_runs(folder: Location, *, as_json: bool) -> int:
-    """Print a line for each run, the newest last, next to the prompt."""
+def _runs_reply(folder: Location) -> Reply:
+    """Return a line for each run, the newest last, next to the prompt."""
     rows, summaries, exit_code = [], [], 0
     known = fleet_runs(folder)
     for path, fleet_summary in sorted(known.items(), key=lambda item: (item[1]["created_ns"], item[0])):
@@ -75,25 +71,18 @@ def _list_runs(folder: Location, *, as_json: bool) -> int:
         started = moment(run.started_ns)
         cells = [started, ranks, span(run.steps), str(run.num_rows), size(summary["bytes"])]
         rows.append([run.name, *cells, _lost_rows(summary), _state(summary), run.path.name])
-    if as_json:
-        print_json({"folder": str(folder), "runs": summaries})
-        return exit_code
     titles = ["run", "started", "ranks", "steps", "rows", "size", "dropped", "state", "directory"]
     if all(row[0] == row[-1] for row in rows):
         titles, rows = titles[:-1], [row[:-1] for row in rows]
-    drops = {"directory": 4, "size": 3, "rows": 2, "started": 1}
-    columns = [
-        TableColumn(
-            title=title,
-            is_number=title in ("rows", "size"),
-            is_whole=title in ("started", "ranks", "steps", "directory"),
-            is_prose=title in ("dropped", "state"),
-            drop=drops.get(title, 0),
-        )
-        for title in titles
-    ]
-    print_table(Table(columns, rows))
-    return exit_code
+    table = table_of(
+        titles,
+        rows,
+        numbers=("rows", "size"),
+        whole=("started", "ranks", "steps", "directory"),
+        prose=("dropped", "state"),
+        drops=("directory", "size", "rows", "started"),
+    )
+    return Reply(members=lambda: {"folder": str(folder), "runs": summaries}, parts=lambda: [table], exit_code=exit_code)
 
 
 def _fleet_row(path: str, summary: dict[str, Any]) -> list[str]:
@@ -141,16 +130,21 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _list_writers(run: Run, *, as_json: bool) -> int:
+def _writers_reply(run: Run) -> Reply:
+    """Return a line for each writer, and what else is to be known of the run."""
     summary = _summary(run)
     writers = [_describe(run, writer) for writer in run.writers]
-    exit_code = int(bool(run.problems))
-    if as_json:
-        print_json(summary | {"writers": writers})
-        return exit_code
+    return Reply(
+        members=lambda: summary | {"writers": writers},
+        parts=lambda: _writers_parts(run, summary["bytes"], _folded(writers) if run.is_merged else writers),
+        exit_code=int(bool(run.problems)),
+    )
+
+
+def _writers_parts(run: Run, num_bytes: int, writers: list[dict[str, Any]]) -> Iterator[str | Table]:
     some = f"{len(run.ranks)} of {counted(run.world_size, 'rank')}" if run.world_size else ""
     ranks = some or counted(len(run.ranks), "rank")
-    totals = [ranks, f"steps {span(run.steps) or 'none'}", counted(run.num_rows, "row"), size(summary["bytes"])]
+    totals = [ranks, f"steps {span(run.steps) or 'none'}", counted(run.num_rows, "row"), size(num_bytes)]
     rows = [
         [
             "global" if writer["rank"] is None else str(writer["rank"]),
@@ -164,35 +158,27 @@ def _list_writers(run: Run, *, as_json: bool) -> int:
             writer["state"],
             " ".join(writer["sites"]),
         ]
-        for writer in (_folded(writers) if run.is_merged else writers)
+        for writer in writers
     ]
-    titles = ("rank", "writer", "attempt", "started", "steps", "rows", "size", "dropped", "state", "sites")
-    numbers = ("rank", "attempt", "rows", "size")
-    drops = {"attempt": 5, "started": 4, "size": 3, "sites": 2, "rows": 1}
-    columns = [
-        TableColumn(
-            title=title,
-            is_number=title in numbers,
-            is_whole=title in ("started", "steps", "state"),
-            is_prose=title in ("sites", "dropped"),
-            drop=drops.get(title, 0),
-        )
-        for title in titles
-    ]
-    print_table(Table(columns, rows, title=f"{printable(run.name)}: {', '.join(totals)}"))
+    yield table_of(
+        ("rank", "writer", "attempt", "started", "steps", "rows", "size", "dropped", "state", "sites"),
+        rows,
+        numbers=("rank", "attempt", "rows", "size"),
+        whole=("started", "steps", "state"),
+        prose=("sites", "dropped"),
+        drops=("attempt", "started", "size", "sites", "rows"),
+        title=f"{printable(run.name)}: {', '.join(totals)}",
+    )
     if run.jitter:
-        say(jitter_note(run))
+        yield jitter_note(run)
     if run.proof is not None:
-        say(f"recorder prove: {run.proof.text}")
-    for one in told(run):
-        say(f"command {one.command.number}: {describe(one.command)}: {'; '.join(one.lines)}")
-    for dump in run.dumps:
-        say(dump_note(dump))
+        yield f"recorder prove: {run.proof.text}"
+    for one in sent_commands(run):
+        yield f"command {one.command.number}: {describe(one.command)}: {'; '.join(one.lines)}"
+    yield from map(dump_note, run.dumps)
     if note := unsealed_note(run):
-        say(note)
-    for ending in run.endings:
-        say(ending)
-    return exit_code
+        yield note
+    yield from run.endings
 
 
 def _state(summary: dict[str, Any]) -> str:

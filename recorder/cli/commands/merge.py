@@ -22,13 +22,14 @@ import typer
 from ...merge.merge import MergeReport, merge_run
 from ...records import PART_BYTES
 from ...run.finding import command_of_merge
+from ...run.reply import Reply
 from ...run.run import Run, open_run
 from ...system.executors import open_dask
 from ...system.processes import available_cores
 from ...system.text import counted, size
 from .. import hide_pandas
 from ..options import Json, LayoutOption, LossOption, RunPath, SchedulerOption, refuse
-from ..output import print_json, progress, say
+from ..output import print_reply, progress
 from ..paths import local_path
 
 EPILOG = (
@@ -97,12 +98,12 @@ def command(
         if (command := command_of_merge(Path(os.path.abspath(out)))) is not None:
             print(f"recorder: interrupted; what is finished is kept, and goes on with: {command}", file=sys.stderr)
         raise
-    if as_json:
-        print_json(_as_json(run, report))
-    else:
-        for line in _lines(run, report):
-            say(line)
-    return int(report.num_problems > 0)
+    reply = Reply(
+        members=lambda: _members(run, report),
+        parts=lambda: _lines(run, report),
+        exit_code=int(report.num_problems > 0),
+    )
+    return print_reply(reply, as_json=as_json)
 
 
 def _merge(
@@ -191,7 +192,7 @@ def _describe(example: dict[str, Any]) -> str:
     return f"step {example['step']} {where}: {example['text']}"
 
 
-def _as_json(run: Run, report: MergeReport) -> dict[str, Any]:
+def _members(run: Run, report: MergeReport) -> dict[str, Any]:
     return {
         "run": str(run.path),
         "out": str(report.path),

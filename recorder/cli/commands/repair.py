@@ -9,22 +9,14 @@ import typer
 
 from ...errors import LookupFailedError
 from ...run.finding import scheme_of
-from ...run.reply import Table, TableColumn
+from ...run.reply import Reply, Table, table_of
 from ...run.run import Run, open_run
 from ...system.text import counted, size
 from ...upkeep.repair import Outcome, repair_run
 from ..options import Json, RunPath
-from ..output import print_json, print_table, progress, say
+from ..output import print_reply, progress
 
 EPILOG = "Examples: recorder repair recordings --dry-run    recorder repair @-1"
-
-_COLUMNS = (
-    TableColumn(title="what"),
-    TableColumn(title="file"),
-    TableColumn(title="rows", is_number=True, drop=2),
-    TableColumn(title="size", is_number=True, drop=1),
-    TableColumn(title="of it", is_prose=True),
-)
 
 
 def command(
@@ -53,17 +45,21 @@ def command(
     with progress("repair", open_bytes) as report:
         outcomes = list(repair_run(run, is_dry=dry_run, assume_dead=assume_dead, report=report))
     counts = Counter(outcome.what for outcome in outcomes)
-    if as_json:
-        listed = [
+    members = {
+        "run": str(run.path),
+        "dry_run": dry_run,
+        "outcomes": [
             {"what": o.what, "path": str(o.path), "rows": o.rows, "bytes": o.num_bytes, "text": o.text}
             for o in outcomes
-        ]
-        print_json({"run": str(run.path), "dry_run": dry_run, "outcomes": listed})
-    else:
-        if outcomes:
-            print_table(Table(_COLUMNS, [_cells(run, outcome) for outcome in outcomes]))
-        say(f"{run.name}: {_verdict(outcomes, counts)}{' (dry run: nothing was changed)' if dry_run else ''}")
-    return 2 if counts["failed"] else int(counts["lost"] > 0)
+        ],
+    }
+    verdict = f"{run.name}: {_verdict(outcomes, counts)}{' (dry run: nothing was changed)' if dry_run else ''}"
+    reply = Reply(
+        members=lambda: members,
+        parts=lambda: [*([_table(run, outcomes)] if outcomes else []), verdict],
+        exit_code=2 if counts["failed"] else int(counts["lost"] > 0),
+    )
+    return print_reply(reply, as_json=as_json)
 
 
 def check_is_local(path: str | None) -> None:
@@ -76,10 +72,15 @@ def check_is_local(path: str | None) -> None:
         raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
 
 
-def _cells(run: Run, outcome: Outcome) -> list[str]:
-    path = outcome.path.relative_to(run.path) if outcome.path.is_relative_to(run.path) else outcome.path
-    rows = f"{outcome.rows:,}" if outcome.rows else ""
-    return [outcome.what, str(path), rows, size(outcome.num_bytes) if outcome.num_bytes else "", outcome.text]
+def _table(run: Run, outcomes: list[Outcome]) -> Table:
+    rows = []
+    for outcome in outcomes:
+        path = outcome.path.relative_to(run.path) if outcome.path.is_relative_to(run.path) else outcome.path
+        num_rows = f"{outcome.rows:,}" if outcome.rows else ""
+        num_bytes = size(outcome.num_bytes) if outcome.num_bytes else ""
+        rows.append([outcome.what, str(path), num_rows, num_bytes, outcome.text])
+    titles = ("what", "file", "rows", "size", "of it")
+    return table_of(titles, rows, numbers=("rows", "size"), prose=("of it",), drops=("rows", "size"))
 
 
 def _verdict(outcomes: list[Outcome], counts: Counter[str]) -> str:

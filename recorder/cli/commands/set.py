@@ -10,7 +10,7 @@ import typer
 from ...errors import CommandError, LookupFailedError
 from ...format.commands import PAUSE, RESUME, SET, UNDO, Command, problem_of, rules_of
 from ...rules import Rule, nearest
-from ...run.notes import answer_members, command_members, describe, told
+from ...run.notes import answer_members, command_members, describe, sent_commands
 from ...run.run import Run, open_location, open_run
 from ...run.status import RunWatch
 from ...sites import OF_PROGRAM
@@ -130,7 +130,7 @@ def _list(run: Run, *, as_json: bool) -> int:
         entries = [command_members(one) | {"answers": answer_members(run, one, shown)} for one in commands.sound]
         print_json({"run": str(run.path), "commands": entries, "problems": list(commands.problems)})
         return int(bool(commands.problems))
-    for one in told(run, with_dumps=True, shown=shown):
+    for one in sent_commands(run, with_dumps=True, shown=shown):
         say(f"command {one.command.number}: {describe(one.command)}, by {one.command.by or 'somebody'}")
         for line in one.lines:
             say(f"  {line}")

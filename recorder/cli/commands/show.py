@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, NamedTuple
 
@@ -25,8 +25,8 @@ from ...numerics.distributions import (
 )
 from ...numerics.units import Units
 from ...rules import hint
-from ...run.notes import dump_members, dump_note, jitter_note, told_note
-from ...run.reply import Table, TableColumn
+from ...run.notes import dump_members, dump_note, jitter_note, sent_note
+from ...run.reply import Reply, Table, table_of
 from ...run.run import Run
 from ...run.selection import Selection
 from ...system.text import counted, number, span
@@ -41,10 +41,10 @@ from ..options import (
     StepOption,
     refuse,
 )
-from ..output import print_json, print_table, say
+from ..output import print_reply
 from ..paths import run_and_module
 from ..selected import explain_nothing, modules_meant, rows_of, site_order
-from ..where import show_where
+from ..where import where_reply
 
 EPILOG = "Examples: recorder show blocks.0.mlp.up    recorder show @-2 'blocks.*' --statistic l2"
 
@@ -109,9 +109,16 @@ def command(
         refuse("not with --where, which draws the chunks of all ranks", rank=rank, statistic=statistic)
         if module is None:
             raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
-        return show_where(run, wanted, layouts=layout or [], stage=stage, as_json=as_json)
+        return print_reply(where_reply(run, wanted, layouts=layout or [], stage=stage), as_json=as_json)
     refuse("only with --where", layout=layout, stage=stage)
-    return show(run, wanted, last=last, statistic=statistic, as_json=as_json)
+    if statistic is not None and statistic not in _NUMBERS:
+        raise LookupFailedError(f"--statistic {statistic}: choose of {', '.join(_NUMBERS)}{hint(statistic, _NUMBERS)}")
+    paths = modules_meant(run, wanted)
+    if module is not None and len(paths) == 1:
+        reply = _module_reply(run, paths[0], wanted, last=last, statistic=statistic)
+    else:
+        reply = _modules_reply(run, wanted, statistic or "absmax")
+    return print_reply(reply, as_json=as_json)
 
 
 class Series(NamedTuple):
@@ -121,30 +128,27 @@ class Series(NamedTuple):
     rows: list[Row]
 
 
-def show(run: Run, wanted: Selection, *, last: int, statistic: str | None, as_json: bool) -> int:
-    """Show one module, or a line for each of several, and return the exit code.
-
-    Raises:
-        LookupFailedError: there is nothing to show; the message says what there is.
-    """
-    if statistic is not None and statistic not in _NUMBERS:
-        raise LookupFailedError(f"--statistic {statistic}: choose of {', '.join(_NUMBERS)}{hint(statistic, _NUMBERS)}")
-    paths = modules_meant(run, wanted)
-    if wanted.module is not None and len(paths) == 1:
-        return _show_module(run, paths[0], wanted, last=last, statistic=statistic, as_json=as_json)
-    return _show_modules(run, wanted, statistic=statistic or "absmax", as_json=as_json)
-
-
-def _show_modules(run: Run, wanted: Selection, *, statistic: str, as_json: bool) -> int:
-    """Print a line for each module and return the exit code."""
+def _modules_reply(run: Run, wanted: Selection, statistic: str) -> Reply:
+    """Return the reply about several modules: a line for each."""
     bad = _first_bad(run, wanted)
     modules = _describe_modules(run, wanted, bad, statistic)
     if not modules and wanted.columns:
         explain_nothing(run, wanted)
-    if as_json:
-        first_bad, dumps = next(iter(bad.values()), None), list(map(dump_members, run.dumps))
-        print_json({"run": str(run.path), "first_bad": first_bad, "dumps": dumps, "modules": modules})
-        return int(bool(run.problems))
+    return Reply(
+        members=lambda: {
+            "run": str(run.path),
+            "first_bad": next(iter(bad.values()), None),
+            "dumps": list(map(dump_members, run.dumps)),
+            "modules": modules,
+        },
+        parts=lambda: _modules_parts(run, modules, bad, statistic),
+        exit_code=int(bool(run.problems)),
+    )
+
+
+def _modules_parts(
+    run: Run, modules: Sequence[Row], bad: dict[tuple[str, str], Row], statistic: str
+) -> Iterator[str | Table]:
     has_roots = len({module["root"] for module in modules}) > 1
     lines = [
         [module["root"]] * has_roots
@@ -153,79 +157,60 @@ def _show_modules(run: Run, wanted: Selection, *, statistic: str, as_json: bool)
         + [str(module["nan_count"]), str(module["inf_count"]), _text(module["first_bad"]), _text(module[WHY])]
         for module in modules
     ]
-    titles = ["root"] * has_roots + [
-        "module",
-        "class",
-        "sites",
-        "rows",
-        "last step",
-        statistic,
-        "nan",
-        "inf",
-        "first bad",
-        WHY,
-    ]
+    titles = ["root"] * has_roots + ["module", "class", "sites", "rows", "last step", statistic]
+    titles += ["nan", "inf", "first bad", WHY]
     counts = counted(len(modules), "module")
     summary = f"{run.name}: {counts}, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
     subtitle = _say_bad(next(iter(bad.values()))) if bad else ""
     texts = ("root", "module", "class", "sites", WHY)
-    _print(titles, lines, texts=texts, title=summary, subtitle=subtitle, drops=_MODULE_DROPS)
-    if (note := told_note(run)) is not None:
-        say(note)
-    for dump in run.dumps:
-        say(dump_note(dump))
+    yield _table(titles, lines, texts=texts, title=summary, subtitle=subtitle, drops=_MODULE_DROPS)
+    if (note := sent_note(run)) is not None:
+        yield note
+    yield from map(dump_note, run.dumps)
     if run.jitter:
-        say(jitter_note(run))
-    return int(bool(run.problems))
+        yield jitter_note(run)
 
 
-def _show_module(
-    run: Run, module_path: str, wanted: Selection, *, last: int, statistic: str | None, as_json: bool
-) -> int:
-    """Print one module's series and the last steps of its first site, and return the exit code."""
-    columns = [
-        *_KEY,
-        *_MOMENT,
-        "seq",
-        "dtype",
-        "shape",
-        "global_shape",
-        "encoding",
-        *STATISTICS,
-        *COUNTS,
-        "fingerprint",
-        "histogram",
-        *_OTHERS,
-    ]
-    table = rows_of(run, wanted, columns)
+def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, statistic: str | None) -> Reply:
+    """Return the reply about one module: its series, and the last steps of its first site."""
+    columns = [*_KEY, *_MOMENT, "seq", "dtype", "shape", "global_shape", "encoding", *STATISTICS, *COUNTS]
+    table = rows_of(run, wanted, [*columns, "fingerprint", "histogram", *_OTHERS])
     if not table.num_rows:
         explain_nothing(run, wanted)
     table = with_why(table).drop_columns(list(_OTHERS))
     series = sorted((Series(*group) for group in _groups(table, _KEY)), key=lambda member: _series_order(member.key))
-    if as_json:
+
+    def members() -> dict[str, Any]:
         for row in (row for member in series for row in member.rows):
             del row["histogram"]  # bytes, which JSON has not
-        listed = [member.key | {"rows": member.rows} for member in series]
-        print_json({"run": str(run.path), "module": module_path, "series": listed})
-        return int(bool(run.problems))
-    infos = [info for (_, info_path), info in run.modules.items() if info_path == module_path]
-    descriptions = [
-        info.class_name if _LIBRARY in info.source.replace("\\", "/") else f"{info.class_name} {info.source}".strip()
-        for info in infos[:1]
-    ]
-    say(", ".join([f"{run.name}: {module_path!r}", *descriptions]))
-    if run.jitter:
-        say(jitter_note(run))
-    _print_series(series, statistic)
-    first_site = series[0].key["site"]
-    shown = _SHOWN_STATISTICS if statistic is None else (statistic,)
-    rows = [member.key | row for member in series if member.key["site"] == first_site for row in member.rows]
-    _print_steps(run, module_path, rows, last, shown)
-    return int(bool(run.problems))
+        return {
+            "run": str(run.path),
+            "module": module_path,
+            "series": [member.key | {"rows": member.rows} for member in series],
+        }
+
+    def parts() -> Iterator[str | Table]:
+        infos = [info for (_, info_path), info in run.modules.items() if info_path == module_path]
+        descriptions = [
+            info.class_name
+            if _LIBRARY in info.source.replace("\\", "/")
+            else f"{info.class_name} {info.source}".strip()
+            for info in infos[:1]
+        ]
+        yield ", ".join([f"{run.name}: {module_path!r}", *descriptions])
+        if run.jitter:
+            yield jitter_note(run)
+        yield _series_table(series, statistic)
+        first_site = series[0].key["site"]
+        shown = _SHOWN_STATISTICS if statistic is None else (statistic,)
+        rows = [member.key | row for member in series if member.key["site"] == first_site for row in member.rows]
+        yield _steps_table(run, module_path, rows, last, shown)
+
+    return Reply(members=members, parts=parts, exit_code=int(bool(run.problems)))
 
 
-def _print_series(series: Sequence[Series], statistic: str | None) -> None:
-    """Print a line for each series: its last values, its course, and its last histogram where rules kept some."""
+def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
+    """Return a line for each series: its last values, its course, and its last histogram where rules kept one."""
     of_tensors = statistic or "absmax"
     keys = _worth_showing(_KEY, [member.key for member in series])
     lines: list[list[str]] = []
@@ -247,7 +232,7 @@ def _print_series(series: Sequence[Series], statistic: str | None) -> None:
     scalars = ", the value of a scalar" if statistic is None else ""
     title = f"course: {of_tensors} over steps{scalars}{marks}"
     texts = (*_KEY[:-1], "dtype", "shape", "steps", "course", "histogram", WHY)
-    _print(titles, lines, texts=texts, title=title, subtitle=of_histograms, drops=_SERIES_DROPS)
+    return _table(titles, lines, texts=texts, title=title, subtitle=of_histograms, drops=_SERIES_DROPS)
 
 
 def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
@@ -274,8 +259,8 @@ def _course(row: Row, statistic: str | None) -> str:
     return statistic or ("mean" if row["shape"] == "[]" else "absmax")
 
 
-def _print_steps(run: Run, module_path: str, rows: list[Row], last: int, statistics: Sequence[str]) -> None:
-    """Print the statistics of one site, a line for each moment and rank; with dead units where rules kept units."""
+def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statistics: Sequence[str]) -> Table:
+    """Return the statistics of one site, a line for each moment and rank; with dead units where rules kept units."""
     site = rows[0]["site"]
     steps = sorted({row["step"] for row in rows})
     shown_steps = set(steps[-last:] if last else steps)
@@ -295,7 +280,7 @@ def _print_steps(run: Run, module_path: str, rows: list[Row], last: int, statist
     titles += [*([_DEAD] if dead else []), "values", WHY]
     is_cut = len(shown_steps) < len(steps)
     rest = f", the last {len(shown_steps)} of {len(steps)} steps (--last 0 shows all)" if is_cut else ""
-    _print(titles, lines, texts=(*_KEY[:-1], "values", WHY), title=f"{site}{rest}", drops=_DROPS, dull=True)
+    return _table(titles, lines, texts=(*_KEY[:-1], "values", WHY), title=f"{site}{rest}", drops=_DROPS, dull=True)
 
 
 def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> dict[tuple[Any, ...], str]:
@@ -315,7 +300,7 @@ def _key_of(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in (*_MOMENT, *_KEY))
 
 
-def _print(
+def _table(
     titles: Sequence[str],
     lines: list[list[str]],
     *,
@@ -324,23 +309,21 @@ def _print(
     subtitle: str = "",
     drops: Sequence[str] = (),
     dull: bool = False,
-) -> None:
-    """Print a table; `drops` are the columns to do without, first to last, `dull` leaves counts out where all are 0."""
+) -> Table:
+    """Return a table, without the column of reasons where it is empty; `dull` leaves counts out where all are 0."""
     if titles[-1] == WHY and not any(line[-1] for line in lines):
         titles, lines = titles[:-1], [line[:-1] for line in lines]
-    counts = [name.removesuffix("_count") for name in COUNTS]
-    columns = [
-        TableColumn(
-            title=name,
-            is_number=name not in texts,
-            is_whole=name in ("course", "histogram", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
-            is_prose=name in ("sites", WHY),
-            drop=len(drops) - drops.index(name) if name in drops else 0,
-            dull="0" if dull and name in counts else None,
-        )
-        for name in titles
-    ]
-    print_table(Table(columns, lines, title=title, subtitle=subtitle))
+    return table_of(
+        titles,
+        lines,
+        numbers=[name for name in titles if name not in texts],
+        whole=("course", "histogram", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
+        prose=("sites", WHY),
+        drops=drops,
+        dull={name.removesuffix("_count"): "0" for name in COUNTS} if dull else None,
+        title=title,
+        subtitle=subtitle,
+    )
 
 
 def _as_observed(rows: Sequence[Row]) -> list[Row]:

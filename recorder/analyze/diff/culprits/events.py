@@ -26,7 +26,7 @@ _SIGNATURE = ("shape", "dtype", "mean", "std", "min", "max", "l2")
 _COLUMNS = (*VALUE_KEY, "scope", "rank", "fingerprint", "note", *_SIGNATURE)
 
 
-class Event(NamedTuple):
+class StepEvent(NamedTuple):
     """One value of a step, in both runs or in one alone."""
 
     order: float
@@ -60,7 +60,7 @@ class Event(NamedTuple):
     """A buffer that is the same at all these steps of the first run: no forward writes it."""
 
 
-def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[Event]]:
+def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[StepEvent]]:
     """The events of each step of which both runs have rows.
 
     Args:
@@ -72,7 +72,7 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
     """
     left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
     notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
-    events_by_key: dict[tuple[Any, ...], Event] = {}
+    events_by_key: dict[tuple[Any, ...], StepEvent] = {}
     constant = _constant_buffers(a)
     for number, row in enumerate(_rows(left)):
         event = _event(float(pairs.a[number]), row)
@@ -87,7 +87,7 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
         _join(events_by_key, row, event)
     for event, row in _alone(a, b, pairs):
         _join(events_by_key, row, event)
-    steps: dict[int, list[Event]] = {}
+    steps: dict[int, list[StepEvent]] = {}
     for key, event in events_by_key.items():
         steps.setdefault(key[VALUE_KEY.index("step")], []).append(event)
     return {step: sorted(steps[step], key=lambda event: event.order) for step in sorted(steps)}
@@ -125,10 +125,10 @@ def _rows(table: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _event(order: float, row: dict[str, Any]) -> Event:
+def _event(order: float, row: dict[str, Any]) -> StepEvent:
     stage, is_handed_on = stage_of(row["note"])
     signature = row["fingerprint"] or (row["l2"] is not None and tuple(row[name] for name in _SIGNATURE)) or None
-    return Event(
+    return StepEvent(
         order, row["step"], row["root"], row["module_path"], row["site"], row["name"], row["phase"], row["mode"],
         row["micro_step"], row["call"], row["scope"], signature, differs=False, ranks=(), pair=-1,
         stage=stage, is_handed_on=is_handed_on,
@@ -144,7 +144,7 @@ def _constant_buffers(table: Any) -> set[tuple[str, str, str]]:
     return {name for name, values in known.items() if len(values) == len({rank for _, rank in values})}
 
 
-def _join(events_by_key: dict[tuple[Any, ...], Event], row: dict[str, Any], event: Event) -> None:
+def _join(events_by_key: dict[tuple[Any, ...], StepEvent], row: dict[str, Any], event: StepEvent) -> None:
     key = (*(row[name] for name in VALUE_KEY), event.stage if event.is_handed_on else None)
     known = events_by_key.get(key)
     if known is None or (event.differs and not known.differs):
@@ -153,7 +153,7 @@ def _join(events_by_key: dict[tuple[Any, ...], Event], row: dict[str, Any], even
         events_by_key[key] = known._replace(ranks=tuple(dict.fromkeys((*known.ranks, *event.ranks))))
 
 
-def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[Event, dict[str, Any]]]:
+def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[str, Any]]]:
     """Gradients that one run alone has, at steps and sites that are recorded in both.
 
     And what is one tensor in the first run, and in the second differs between ranks that should have the same.

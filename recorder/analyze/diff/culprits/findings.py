@@ -20,8 +20,8 @@ from ....numerics.keys import VALUE_KEY, Integers, holds
 from ....numerics.moments import integers
 from ..align import Alignment
 from ..noise import multiples
-from ..pairs import PairedSteps, Side, Verdicts
-from .events import Event, differing_ranks, differing_steps, events, of_steps
+from ..pairs import PairedSteps, RunSteps, Verdicts
+from .events import StepEvent, differing_ranks, differing_steps, events, of_steps
 from .guesses import Read, Scaled, guess_clipping, guess_scaled, guess_steps, norm_of_gradients
 from .search import CulpritSearch, Suspect
 
@@ -110,7 +110,7 @@ class CulpritFinder:
         if self._search.is_over:
             return
         differs = np.isin(judged.kinds, _NAMED_KINDS)
-        of_step: dict[int, list[Event]] = {}
+        of_step: dict[int, list[StepEvent]] = {}
         if steps.has_alone or differs.any():
             a, b, pairs = compared()
             is_open = differs & _are_unlike(a, b, pairs, judged.kinds == "")
@@ -129,7 +129,7 @@ class CulpritFinder:
             index = self._search.suspects.index(rate)
             self.culprits[index] = self.culprits[index]._replace(module_path=known.path, num_params=known.num_params)
 
-    def _guess(self, told: Culprit, suspect: Suspect, a: Side, b: Side, judged: Verdicts) -> str:
+    def _guess(self, told: Culprit, suspect: Suspect, a: RunSteps, b: RunSteps, judged: Verdicts) -> str:
         """What is most likely wrong with a value, or with all gradients of a step."""
         event = suspect.event
         if (
@@ -174,7 +174,7 @@ class RangeSteps(NamedTuple):
         return cls(sorted(paired), a.table.column("root").unique().to_pylist(), bool(alone))
 
 
-def _are_unlike(a: Side, b: Side, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Which pairs are of one tensor in the one run, and in the other of ranks that make none, nobody knows how.
 
     Where a rank has the very tensor, the others should have it, too: these are compared.
@@ -193,7 +193,7 @@ def _is_apart(note: str) -> bool:
     return "per_rank" in note_members(note) and not differing_ranks(note)
 
 
-def _told(suspect: Suspect, a: Side, b: Side, pairs: Alignment, kept: Integers, judged: Verdicts) -> Culprit:
+def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: Integers, judged: Verdicts) -> Culprit:
     event = suspect.event
     row: dict[str, Any] = {}
     ranks, micro_batches = list(event.ranks), list[int]()
@@ -241,7 +241,7 @@ def _factor_of_norms(row: dict[str, Any]) -> float | None:
     return float(two / one)
 
 
-def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
+def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
     """The ranks of the second run whose part of a tensor differs, and the micro-batches; none where not known."""
     if a.table.column("shape")[row_a].as_py() != b.table.column("shape")[row_b].as_py():
         return [], []
@@ -256,7 +256,7 @@ def _owners(a: Side, b: Side, row_a: int, row_b: int) -> tuple[list[int], list[i
     return list(dict.fromkeys(rank for rank, _ in wrong)), sorted(of_wrong) if of_wrong < of_all else []
 
 
-def _distances_of_statistics(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
+def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
     """Distances by statistics, without recorded values: infinite for a part with more NaN or infinities than others.
 
     Where the one run has the parts as the other has, it says by how much their statistics are apart.
@@ -284,7 +284,7 @@ def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
     return max((abs(y - x) for x, y in pairs if x is not None and y is not None), default=0.0)
 
 
-def _distances(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
+def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
     """How far the parts of a tensor are apart, by rank and micro-batch of the second run; none where it is one part."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     both = sorted(own_a.keys() & own_b.keys())
@@ -304,7 +304,7 @@ def _distances(a: Side, b: Side, row_a: int, row_b: int) -> dict[tuple[int, int]
     return distances
 
 
-def _of_ranks(a: Side, b: Side, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
+def _of_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
     """How far a number, whose mean over ranks stands in the row, is apart on the ranks that differ, if they agree."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     try:
@@ -321,14 +321,14 @@ def _of_ranks(a: Side, b: Side, row_a: int, row_b: int, ranks: list[int]) -> dic
     return {"max_abs": far, "of_max": of_max, "max_ulp": None, **sides}
 
 
-def _ranks_of(b: Side, stages: set[int]) -> list[int]:
+def _ranks_of(b: RunSteps, stages: set[int]) -> list[int]:
     """The ranks that have values of some stages of a pipeline."""
     is_theirs = holds(b.table.column("note"), lambda note: stage_of(note)[0] in stages)
     texts = b.table.column("ranks_present").filter(pa.array(is_theirs)).unique().to_pylist()
     return sorted({rank for text in texts if text is not None for rank in parse_shape(text)})
 
 
-def _own_rows(side: Side, row: int) -> dict[int, int]:
+def _own_rows(side: RunSteps, row: int) -> dict[int, int]:
     """Where in a run's rows the ranks' own rows of a value are, beside the one of all ranks."""
     table = side.rows.table
     at = side.table.column("at")[row].as_py()

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from ....columns import parse_shape
 from ....errors import RunError
-from ..pairs import PairedSteps, Side
+from ..pairs import PairedSteps, RunSteps
 
 _MAX_STEPS = 3
 """Steps before, of which gradients may have been added up."""
@@ -43,7 +43,7 @@ class Scaled(NamedTuple):
     """By what the second is a multiple of the first; None where it is none."""
 
 
-def guess_scaled(factor: float, side: Side, step: int, root: str) -> str:
+def guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
     """What a factor between two values of a step is, if it is the number of ranks or of micro-steps."""
     num_ranks, num_slices = _num_ranks(side, step, root), _num_micro_steps(side, step, root)
     for count, missing, twice in (
@@ -112,7 +112,7 @@ def guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], r
     return ""
 
 
-def _fit(a: Side, b: Side, sums: Sequence[tuple[list[int], int, int]]) -> bool:
+def _fit(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]]) -> bool:
     """Whether the rows of the second run are sums of rows of the first: by values, of most by their means.
 
     Args:
@@ -136,7 +136,7 @@ def _fit(a: Side, b: Side, sums: Sequence[tuple[list[int], int, int]]) -> bool:
     return all(by_mean) and (is_read or len(by_mean) >= _MAX_PARAMS // 2)
 
 
-def _by_mean(a: Side, b: Side, sums: Sequence[tuple[list[int], int, int]]) -> Iterator[bool]:
+def _by_mean(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]]) -> Iterator[bool]:
     for terms, _, row in sums:
         means = [a.table.column("mean")[at].as_py() for at in terms]
         mean, rest = b.table.column("mean")[row].as_py(), _REST.get(b.table.column("dtype")[row].as_py(), _USUAL_REST)
@@ -145,7 +145,7 @@ def _by_mean(a: Side, b: Side, sums: Sequence[tuple[list[int], int, int]]) -> It
             yield abs(mean - math.fsum(means)) <= rest * max(map(abs, means)) + 1e-7 * math.fsum(sizes)
 
 
-def _gradients(side: Side, step: int, rank: int | None) -> dict[tuple[str, str, str], int]:
+def _gradients(side: RunSteps, step: int, rank: int | None) -> dict[tuple[str, str, str], int]:
     """Rows of the gradients that an update of a step used: of all ranks, else those of one."""
     table = side.table
     is_wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
@@ -158,19 +158,19 @@ def _gradients(side: Side, step: int, rank: int | None) -> dict[tuple[str, str, 
     return row_of
 
 
-def norm_of_gradients(side: Side, step: int, root: str) -> float:
+def norm_of_gradients(side: RunSteps, step: int, root: str) -> float:
     """The norm of all gradients that an update used; NaN where it is not known."""
     rows = [row for one, row in _gradients(side, step, None).items() if one[0] == root]
     norms = [side.table.column("l2")[row].as_py() for row in rows]
     return math.nan if None in norms or not norms else math.sqrt(math.fsum(norm**2 for norm in norms))
 
 
-def _wide(side: Side, row: int) -> npt.NDArray[Any]:
+def _wide(side: RunSteps, row: int) -> npt.NDArray[Any]:
     values = side.array(row).reshape(-1)
     return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
 
 
-def _num_ranks(side: Side, step: int, root: str) -> int:
+def _num_ranks(side: RunSteps, step: int, root: str) -> int:
     """Ranks with other parts of the batch, as far as rows of all ranks tell."""
     table = side.rows.table
     is_here = pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root))
@@ -178,7 +178,7 @@ def _num_ranks(side: Side, step: int, root: str) -> int:
     return max((len(parse_shape(text)) for text in texts if text), default=1)
 
 
-def _num_micro_steps(side: Side, step: int, root: str) -> int:
+def _num_micro_steps(side: RunSteps, step: int, root: str) -> int:
     table = side.rows.table
     is_here = pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root))
     return int(pc.max(table.column("micro_step").filter(is_here)).as_py() or 0) + 1

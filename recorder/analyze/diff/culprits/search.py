@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ....sites import LASTING, NUMBERS, OF_CALLS, OF_PARAMETERS, values_of
-from .events import Event
+from .events import StepEvent
 
 FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START = (
     "forward", "recompute", "backward", "reduction", "update", "start"
@@ -39,7 +39,7 @@ class Suspect(NamedTuple):
     root: str
     path: str | None
     """The module at fault; None where all parameters are touched alike."""
-    event: Event
+    event: StepEvent
     """The first value that shows it."""
     num_params: int = 1
     """Parameters that are touched, where `path` is None; 0 where it is not known how many of them are."""
@@ -51,7 +51,7 @@ class Suspect(NamedTuple):
 class _Paths:
     """Events by module: at it, and below it. Adding and asking take time by the depth of a path alone."""
 
-    def __init__(self, events: Iterable[Event] = ()) -> None:
+    def __init__(self, events: Iterable[StepEvent] = ()) -> None:
         self.at: dict[str, int] = {}
         """How many are at a module."""
         self.below: dict[str, int] = {}
@@ -60,7 +60,7 @@ class _Paths:
         for event in events:
             self.add(event)
 
-    def add(self, event: Event) -> None:
+    def add(self, event: StepEvent) -> None:
         path = event.path
         self.at[path] = self.at.get(path, 0) + 1
         while path:
@@ -83,7 +83,7 @@ class _Paths:
 class _Step:
     """The events of one step of one root."""
 
-    def __init__(self, root: str, events: Sequence[Event]) -> None:
+    def __init__(self, root: str, events: Sequence[StepEvent]) -> None:
         self.root = root
         self.events = events
         self.known = {_value(event) for event in events}
@@ -102,9 +102,9 @@ class _Step:
         """Whether one of these sites differs at a module, or below it."""
         return any(site in self._wrong and self._wrong[site].has(path, below=below) for site in sites)
 
-    def slices(self, phase: str) -> Iterator[list[Event]]:
+    def slices(self, phase: str) -> Iterator[list[StepEvent]]:
         """The events of a phase, micro-step by micro-step."""
-        slices: dict[Any, list[Event]] = {}
+        slices: dict[Any, list[StepEvent]] = {}
         for event in self.events:
             if event.phase == phase and event.site != "scalar":
                 # Of a pipeline, micro-step 0 has the whole batch; only what goes between stages has its own.
@@ -115,7 +115,7 @@ class _Step:
 class _Forward:
     """One forward of a root: who was called, and who was given what."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
+    def __init__(self, events: Sequence[StepEvent]) -> None:
         self.called = {event.path for event in events}
         self.stage_of = {event.path: event.stage for event in events if event.path}
         """The stage of each module path, in a pipeline."""
@@ -123,7 +123,7 @@ class _Forward:
         self.has_inputs = any(event.site == "input" and event.path for event in events)
         self._outputs = [event for event in events if event.site == "output"]
         self._output_at = {(event.path, event.name, event.call): n for n, event in enumerate(self._outputs)}
-        self._takers: dict[Any, list[Event]] = {}
+        self._takers: dict[Any, list[StepEvent]] = {}
         for event in events:
             if event.site == "input" and event.signature is not None:
                 self._takers.setdefault(event.signature, []).append(event)
@@ -136,7 +136,7 @@ class _Forward:
                 return path
         return None
 
-    def consumer(self, event: Event) -> str:
+    def consumer(self, event: StepEvent) -> str:
         """The module in whose backward the gradient of an output was made.
 
         It is the one that was given the output, if that is known; else the one whose code called the module.
@@ -178,7 +178,7 @@ class CulpritSearch:
         for root in roots:
             self._previous[root] = step, None
 
-    def step(self, step: int, events: Sequence[Event]) -> list[Suspect]:
+    def step(self, step: int, events: Sequence[StepEvent]) -> list[Suspect]:
         """The culprits of a step."""
         self._num_steps += 1
         suspects: list[Suspect] = []
@@ -270,7 +270,7 @@ def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
             bad.add(event)
 
 
-def _call(event: Event) -> tuple[str, str, str, int | None, int]:
+def _call(event: StepEvent) -> tuple[str, str, str, int | None, int]:
     return event.path, event.site, event.name, event.micro_step, event.call
 
 
@@ -326,7 +326,7 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
             bad.add(event)
 
 
-def _handed(event: Event) -> str:
+def _handed(event: StepEvent) -> str:
     stage = event.stage or 0
     return f"stage {stage} was handed something else by stage {stage + (1 if event.phase == BACKWARD else -1)}"
 
@@ -387,7 +387,7 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
             yield Suspect(step - 1, UPDATE, now.root, event.path, event)
 
 
-def _inherits_update(event: Event, old: _Step) -> bool:
+def _inherits_update(event: StepEvent, old: _Step) -> bool:
     """Whether what a parameter was updated with differed."""
     if (event.root, event.path, "grad", event.name) in old.known:
         if any((event.root, event.path, site, event.name) in old.differing for site in ("grad", "param")):
@@ -449,7 +449,7 @@ def _time(one: Suspect) -> tuple[int, float]:
     return PHASES.index(one.phase) if one.phase != START else -1, one.event.order
 
 
-def _value(event: Event) -> Value:
+def _value(event: StepEvent) -> Value:
     return event.root, event.path, event.site, event.name
 
 
