@@ -22,7 +22,7 @@ import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..system.processes import loaded
+from ..system.processes import instances_of, loaded
 from .dtensors import spec_of
 from .topology import is_distributed
 
@@ -89,16 +89,17 @@ def _beside(mesh: Any, elsewhere: set[int]) -> ModelParallel | None:
 
 
 def wrappers_around(root: nn.Module) -> list[nn.Module]:
-    """Return the DDP and FSDP1 wrappers around a module, among all live objects (0.1 s for 361,000 objects)."""
+    """Return the DDP and FSDP1 wrappers around a module, among all live objects."""
     if not is_distributed() or _data_parallel(root) is not None:
         return []
     fsdp1 = loaded(*FSDP1)
     kinds = (DistributedDataParallel,) if fsdp1 is None else (DistributedDataParallel, fsdp1)
+    live = gc.get_objects()
     return [
         item
-        for item in gc.get_objects()
-        if issubclass(type(item), kinds)
-        and "_modules" in vars(item)  # without `_modules`, `__init__` has only begun
+        for kind in kinds
+        for item in instances_of(kind, live)
+        if "_modules" in vars(item)  # without `_modules`, `__init__` has only begun
         and any(inner is root for inner in item.modules())
     ]
 

@@ -32,6 +32,10 @@ DTYPES: dict[torch.dtype, str] = {
 
 
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_dispatch_keys = torch._C._dispatch_keys
+_ordinary: set[int] = set()
+"""The dispatch keys, as numbers, of host tensors that need no look at what kind of tensor they are. Some of these looks
+let the writer thread have the interpreter, which costs both threads more than the rest of a hook."""
 
 
 class UnsupportedKind(Exception):
@@ -54,22 +58,39 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
     """
     if type(tensor) not in PLAIN:
         tensor, chunk = _unwrap(tensor, chunk)
-    if tensor.layout is not torch.strided:
-        raise UnsupportedKind(f"unsupported_type:{str(tensor.layout).removeprefix('torch.').lstrip('_')}")
     if tensor.dtype not in DTYPES:
         raise UnsupportedKind(f"unsupported_type:{str(tensor.dtype).removeprefix('torch.')}")
+    is_ordinary = tensor.is_cpu and _dispatch_keys(tensor).raw_repr() in _ordinary
+    if not is_ordinary:
+        _refuse_kinds(tensor)
+        if tensor._is_zerotensor():  # zeros without memory, which autograd hands out
+            return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
+    # FSDP frees storages; reading a freed storage on a GPU would break the CUDA context of the process.
+    if (tensor.is_cpu or tensor.is_cuda) and not tensor.untyped_storage().nbytes() and tensor.numel():
+        raise UnsupportedKind("storage_freed")
+    return tensor if is_ordinary or not tensor.is_cpu else _as_it_lies(tensor), chunk
+
+
+def _refuse_kinds(tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise UnsupportedKind(f"unsupported_type:{str(tensor.layout).removeprefix('torch.').lstrip('_')}")
     if tensor.is_meta:
         raise UnsupportedKind("unsupported_type:meta")
     if tensor.is_quantized or tensor.is_nested:
         raise UnsupportedKind("unsupported_type:" + ("quantized" if tensor.is_quantized else "nested"))
     if _is_functorch_wrapped(tensor):
         raise UnsupportedKind("unsupported_type:functorch")
-    if tensor._is_zerotensor():  # autograd hands out zeros that have no memory
-        return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
-    # FSDP frees storages; reading a freed storage on a GPU would break the CUDA context of the process.
-    if (tensor.is_cpu or tensor.is_cuda) and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
-        raise UnsupportedKind("storage_freed")
-    return tensor, chunk
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a host tensor without the marks that its values are negative or conjugate; learn a kind without them."""
+    if tensor.is_neg() or tensor.is_conj():
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            return tensor.detach().resolve_conj().resolve_neg()
+    keys = _dispatch_keys(tensor)
+    if not keys.has(torch._C.DispatchKey.Functionalize):  # functorch has these, and others do
+        _ordinary.add(keys.raw_repr())
+    return tensor
 
 
 def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Chunk | None]:

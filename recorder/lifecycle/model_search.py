@@ -24,6 +24,7 @@ from ..observe import tree
 from ..observe.selection import RuleSelection
 from ..rules import Rule
 from ..system.log import Events
+from ..system.processes import instances_of
 
 
 @contextlib.contextmanager
@@ -48,16 +49,15 @@ def model_around(module: nn.Module) -> nn.Module:
     live = gc.get_objects()
     trained = {
         id(p)
-        for optimizer in live
-        if issubclass(type(optimizer), Optimizer)
+        for optimizer in instances_of(Optimizer, live)
         for group in getattr(optimizer, "param_groups", ())  # its __init__ may have only begun
         for p in group["params"]
     }
     if not trained or isinstance(module, torch.jit.ScriptModule):
         return module
     holders: dict[int, list[nn.Module]] = {}
-    for item in live:
-        if issubclass(type(item), nn.Module) and not isinstance(item, torch.jit.ScriptModule):
+    for item in instances_of(nn.Module, live):
+        if not isinstance(item, torch.jit.ScriptModule):
             for child in vars(item).get("_modules", {}).values():
                 holders.setdefault(id(child), []).append(item)
     around, outermost = {id(module): module}, []
@@ -99,12 +99,12 @@ def is_only_model(model: nn.Module) -> bool:
     trained = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if not trained or not known.issuperset(trained):
         return False
-    live_modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+    live_modules = instances_of(nn.Module, gc.get_objects())
     return all(id(p) in known for module in live_modules for p in module._parameters.values() if p is not None)
 
 
 _MAX_LIVE_SCANS = 5
-"""Scans of all objects for optimizers (0.1 s for 361,000 objects) before a process without one is left alone."""
+"""Scans of all objects for optimizers (0.03 s for 361,000 objects) before a process without one is left alone."""
 
 
 class EarlyOptimizers:

@@ -53,8 +53,8 @@ class RuleSelection:
         """The rule sets whose mask also depends on the call; `mask_at_call` returns the mask of a call."""
         self._by_name: set[int] = set()
         """The rule sets that select some names and not others."""
-        self._first_calls: dict[tuple[int, int], int] = {}
-        """Masks at the first calls of a slice at the current step, by rule set and call."""
+        self._first_calls: dict[int, int] = {}
+        """Masks at the first calls of a slice at the current step; the key is made of rule set and call."""
         self.has_ring = False
         """Whether there is memory for values that wait for a trigger; without it rules keep no value in a ring."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
@@ -142,11 +142,12 @@ class RuleSelection:
 
     def mask_at_call(self, rule_set: int, call: int) -> int:
         """Return what is kept of the ``call``-th call in a slice at the current step."""
-        mask = self._first_calls.get((rule_set, call))
+        key = rule_set * _FIRST_CALLS + call
+        mask = self._first_calls.get(key) if call < _FIRST_CALLS else None
         if mask is None:
             mask = self._mask(tuple(i for i in self._members[rule_set] if call in self._rules[i].call))
             if call < _FIRST_CALLS:
-                self._first_calls[rule_set, call] = mask
+                self._first_calls[key] = mask
         return mask
 
     def _mask(self, members: tuple[int, ...]) -> int:

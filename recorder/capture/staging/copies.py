@@ -90,7 +90,7 @@ class HostStager(Stager):
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         nbytes = block.num_bytes
-        if nbytes < _MEMMOVE_BYTES and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        if nbytes < _MEMMOVE_BYTES and tensor.is_contiguous():  # no negative or conjugate view: `plain` gives none
             source = tensor.data_ptr()
             if not source and nbytes:
                 raise ValueError("no memory stands behind the tensor")
