@@ -293,9 +293,15 @@ def _columns_of_repeated(
 
 
 def _number_array(values: Sequence[Any], type_name: str) -> pa.Array:
-    validity = _validity(values)
-    filled = values if validity is None else [0 if value is None else value for value in values]
-    data = np.array(filled, _NUMPY_NAMES[type_name])
+    validity = None
+    try:
+        data = np.array(values, _NUMPY_NAMES[type_name])
+        has_gaps = bool(np.isnan(data).any())  # numpy makes NaN of None in a column of floats, and refuses it in others
+    except TypeError:
+        has_gaps = True
+    if has_gaps:  # to look for None among floats takes as long as to make the column
+        validity = _validity(values)
+        data = np.array([0 if value is None else value for value in values], _NUMPY_NAMES[type_name])
     return pa.Array.from_buffers(_TYPES[type_name], len(values), [validity, pa.py_buffer(data)])
 
 

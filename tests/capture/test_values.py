@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import recorder
+from recorder.capture import local_values
 from tests.rigs.capturing import Recording, Tiny, batch, flagged
 
 
@@ -223,6 +224,19 @@ def test_a_view_is_recorded_as_the_values_it_shows(tmp_path: Path, view: Callabl
         Tiny()(batch())
         recorder.tap("mine", value)
     assert torch.equal(recording.run.tensor("", site="tap", name="mine"), value.resolve_conj().resolve_neg())
+
+
+def test_a_look_at_an_ordinary_tensor_keeps_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_refuse_kinds` and what follows it call methods of torch that release the lock, for the writer to take."""
+    value = torch.arange(12.0)
+    local_values.plain(value)
+    monkeypatch.setattr(local_values, "_refuse_kinds", lambda tensor: pytest.fail("looked at the kind again"))
+    assert local_values.plain(value)[0] is value
+    parameter = nn.Parameter(value)
+    assert local_values.plain(parameter)[0] is parameter
+    for unusual in (torch.complex(value, value).conj().imag, torch._efficientzerotensor(3)):
+        with pytest.raises(pytest.fail.Exception):
+            local_values.plain(unusual)
 
 
 def test_a_tap_carries_its_module_its_calls_and_its_gradient(tmp_path: Path) -> None:

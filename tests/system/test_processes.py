@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recorder.format.manifest import Lifetime
-from recorder.system.processes import own_process
+from recorder.system.processes import instances_of, own_process
 
 
 def runs(said: dict[str, Any]) -> bool | None:
@@ -74,3 +74,23 @@ def test_a_process_in_a_namespace_of_its_own_is_out_of_sight() -> None:
         ["unshare", "-rpf", "--mount-proc", sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert runs(json.loads(inside.stdout)) is None
+
+
+def test_objects_of_a_class_are_found_whatever_the_classes_of_others_refuse() -> None:
+    class Refuses(type):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            raise AssertionError("asked a class that is not the program's to ask")
+
+    class Other(metaclass=Refuses):
+        pass
+
+    class Base:
+        pass
+
+    class Below(Base):
+        pass
+
+    base, below = Base(), Below()
+    assert instances_of(Base, [1, base, Other(), "text", below, Other]) == [base, below]

@@ -805,3 +805,24 @@ def test_where_measuring_together_fails_each_record_is_measured_alone(tmp_path: 
 
     rows = _write_small_and_large(Rig(tmp_path / "fails", measure_small=fails))
     assert rows == _write_small_and_large(Rig(tmp_path / "alone"))
+
+
+@pytest.mark.parametrize(("num_values", "nap_s"), [(8, 0.02), (5000, 0.002)])
+def test_the_writer_naps_long_behind_small_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_values: int, nap_s: float
+) -> None:
+    naps: list[float] = []
+    rig = Rig(tmp_path, measure_small=_measured_together)
+    sleep = time.sleep
+
+    def nap(seconds: float) -> None:
+        if threading.current_thread().name == "recorder-writer" and not rig.held_bytes():
+            naps.append(seconds)
+        sleep(seconds)
+
+    rig.put(np.zeros(num_values, np.float32), keep=KEEP_STATS)
+    monkeypatch.setattr(time, "sleep", nap)
+    rig.start()
+    wait_until(lambda: bool(naps))
+    rig.close()
+    assert naps[0] == nap_s
