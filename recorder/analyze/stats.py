@@ -20,7 +20,7 @@ from ..layout.placement import reduce_op
 from ..numerics.distributions import added_by_group
 from ..numerics.keys import VALUE_KEY, codes, group, group_rows, holds
 from ..numerics.moments import combine_rows
-from ..run.notes import Partial, Problems, without_numbers
+from ..run.notes import MissingRanks, Problems, without_numbers
 from ..run.run import Run
 from ..run.selection import RANKS_OWN, GlobalOptions, Selection
 from ..run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
@@ -184,7 +184,7 @@ class _RangeStatistics(NamedTuple):
     without: Counter[str]
     """Grouped: how many rows have no statistics, by the reason."""
     num_rows: int
-    partial: Partial
+    partial: MissingRanks
     problems: Problems
     damage: tuple[str, ...] = ()
     """What is damaged of what was read, as this process or a worker has found."""
@@ -210,7 +210,7 @@ class _RankStatistics:
         wanted = (pc.field("part") == 0) & (pc.field("attempt") == attempt)
         rows = self._run.table([*_VALUE, *_NUMBERS, *_TOLD, *self._more], wanted, steps=(first, last))
         table = self._selection.narrow(rows)
-        partial = Partial()
+        partial = MissingRanks()
         if self._run.is_merged:
             partial.add(table)
             if partial and not self._takes_partial:
@@ -243,7 +243,7 @@ class _GlobalStatistics:
 
     def __call__(self, first: int, last: int) -> _RangeStatistics:
         rows = self._view.rows(first, last)
-        problems, partial = Problems(self._selection), Partial()
+        problems, partial = Problems(self._selection), MissingRanks()
         problems.add(rows.findings)
         table = self._selection.narrow(rows.table)
         num_rows = table.num_rows
@@ -261,7 +261,7 @@ class _GlobalStatistics:
 
 def _joined(ranges: Iterable[_RangeStatistics], selection: Selection) -> _RangeStatistics:
     """Put the ranges together in their order."""
-    total = _RangeStatistics([], [], Counter(), 0, Partial(), Problems(selection))
+    total = _RangeStatistics([], [], Counter(), 0, MissingRanks(), Problems(selection))
     for one_range in ranges:
         total.tables.extend(one_range.tables)
         total.left_out.extend(one_range.left_out)

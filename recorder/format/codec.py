@@ -173,7 +173,7 @@ def check_size(encoding: str, payload: Any, payload_bytes: int, item_bytes: int)
     encoding_of(encoding).check(memoryview(payload).cast("B"), payload_bytes, item_bytes)
 
 
-class Payload(NamedTuple):
+class EncodedPayload(NamedTuple):
     """An encoded payload: the columns `encoding`, `data` and `payload_bytes` of one row."""
 
     encoding: str
@@ -182,7 +182,7 @@ class Payload(NamedTuple):
     payload_bytes: int
 
 
-def concatenate(payloads: Sequence[Payload], item_bytes: int) -> tuple[str, list[memoryview]] | None:
+def concatenate(payloads: Sequence[EncodedPayload], item_bytes: int) -> tuple[str, list[memoryview]] | None:
     """The payload of several ones' content end to end, without decoding: frames and planes are laid side by side.
 
     Returns:

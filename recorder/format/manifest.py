@@ -16,7 +16,7 @@ from ..sites import FORMAT_VERSION
 from ..system.processes import runs
 from .commands import Answer, rules_in_force
 from .members import Members, Shared
-from .roots import Root
+from .roots import RecordedRoot
 
 COUNTED = "counted"
 """The `step_source` of steps that merely count from 0."""
@@ -146,7 +146,7 @@ class Lifetime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class RecordedSetting:
     """A setting that was in force, and who gave it."""
 
     value: Any
@@ -154,7 +154,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class RecordedEvent:
     """What the recorder itself had to say."""
 
     kind: str
@@ -239,12 +239,12 @@ class WriterManifest(Lifetime):
     """By the name of an earlier writer."""
     restarted: str = ""
     """The error after which the writer began anew; empty where it did not."""
-    roots: tuple[Root, ...] = ()
+    roots: tuple[RecordedRoot, ...] = ()
     rules: tuple[str, ...] = ()
-    settings: Mapping[str, Setting] = field(default_factory=dict)
+    settings: Mapping[str, RecordedSetting] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the package, of Python and of torch."""
-    events: tuple[Event, ...] = ()
+    events: tuple[RecordedEvent, ...] = ()
     commands: tuple[Answer, ...] = ()
     """What became of the commands that the run was sent while it was under way, by number."""
     dumps: tuple[RingDump, ...] = ()
@@ -287,11 +287,12 @@ class WriterManifest(Lifetime):
             roots=roots,
             rules=members.texts("rules"),
             settings={
-                name: Setting(value=one.raw.get("value"), source=one.text("source")) for name, one in settings.items()
+                name: RecordedSetting(value=one.raw.get("value"), source=one.text("source"))
+                for name, one in settings.items()
             },
             versions=members.texts_of("versions"),
             events=tuple(
-                Event(kind=one.text("kind"), message=one.text("message"), members=one.raw)
+                RecordedEvent(kind=one.text("kind"), message=one.text("message"), members=one.raw)
                 for one in members.list_inner("events")
             ),
             commands=tuple(map(Answer.read, members.list_inner("commands"))),
@@ -328,9 +329,9 @@ def _lifetime(members: Members) -> dict[str, Any]:
     }
 
 
-def _roots(raw: dict[str, Any]) -> tuple[tuple[Root, ...], list[str]]:
+def _roots(raw: dict[str, Any]) -> tuple[tuple[RecordedRoot, ...], list[str]]:
     problems: list[str] = []
-    return tuple(map(Root.read, Members(raw, problems).list_inner("roots"))), problems
+    return tuple(map(RecordedRoot.read, Members(raw, problems).list_inner("roots"))), problems
 
 
 def _retired_earlier(members: Members) -> RetiredEarlier:

@@ -52,7 +52,7 @@ class Jitter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Module:
+class RecordedModule:
     """One module below a root, as its writer describes it."""
 
     path: str
@@ -92,7 +92,7 @@ class Module:
         return bool(Expected.CALL in kinds or has_state)
 
     @classmethod
-    def read(cls, members: Members) -> Module:
+    def read(cls, members: Members) -> RecordedModule:
         raw = members.raw
         disarmed = {}
         if "disarmed" in raw and (inner := members.inner("disarmed")) is not None:
@@ -118,12 +118,12 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Root:
+class RecordedRoot:
     """One outermost module."""
 
     name: str
     class_name: str = ""
-    modules: tuple[Module, ...] = ()
+    modules: tuple[RecordedModule, ...] = ()
     data_parallel: ParallelRanks | None = None
     """Those that have other parts of the batch; None without a wrapper."""
     model_parallel: ParallelRanks | None = None
@@ -137,13 +137,13 @@ class Root:
     """All that its writer says, also what no field holds, for whoever writes it again."""
 
     @classmethod
-    def read(cls, members: Members) -> Root:
+    def read(cls, members: Members) -> RecordedRoot:
         jitter = members.inner("jitter")
         unshared = members.inner("unshared")
         return cls(
             name=members.text("name"),
             class_name=members.text("class"),
-            modules=tuple(map(Module.read, members.list_inner("modules"))),
+            modules=tuple(map(RecordedModule.read, members.list_inner("modules"))),
             data_parallel=_ranks(members.inner("data_parallel")),
             model_parallel=_ranks(members.inner("model_parallel")),
             stage=_stage(members.inner("pipeline")),

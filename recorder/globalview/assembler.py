@@ -18,7 +18,7 @@ from .. import native
 from ..columns import parse_shape
 from ..config import is_native_wanted
 from ..errors import CorruptError, RunError
-from ..format.codec import Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
+from ..format.codec import EncodedPayload, Encoder, check_size, concatenate, decode, max_encoded_bytes
 from ..layout.placement import Fill, Plan
 from ..layout.regions import Ints, Items, Source, assemble
 from ..numerics.dtypes import item_bytes, numpy_dtype
@@ -145,7 +145,7 @@ class Assembler:
         sources = [position for tensor in chunks if tensor is not None for position in tensor.positions]
         self._payloads.prepare(sources)
         width = item_bytes(self.dtype(plan, positions))
-        start, waiting = 0, list[Payload]()
+        start, waiting = 0, list[EncodedPayload]()
         for position in sources:
             payload = self._payloads.encoded(position)
             if waiting and _num_bytes(waiting) + payload.payload_bytes > PART_BYTES:
@@ -155,7 +155,7 @@ class Assembler:
         if waiting:
             yield from self._joined(waiting, start, width)
 
-    def _joined(self, payloads: list[Payload], start: int, width: int) -> Iterator[PayloadPart]:
+    def _joined(self, payloads: list[EncodedPayload], start: int, width: int) -> Iterator[PayloadPart]:
         num_bytes = _num_bytes(payloads)
         joined = concatenate(payloads, width)
         if joined is None:
@@ -372,5 +372,5 @@ def as_items(data: npt.NDArray[np.uint8], dtype: str) -> Items:
     return data.view(_items(dtype))
 
 
-def _num_bytes(payloads: Sequence[Payload]) -> int:
+def _num_bytes(payloads: Sequence[EncodedPayload]) -> int:
     return sum(payload.payload_bytes for payload in payloads)

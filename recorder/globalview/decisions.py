@@ -13,7 +13,7 @@ from ..layout.levels import BatchGroup, WholeTensors, compose, renumbered, withi
 from ..layout.placement import RANK_BOUND, NoPlan, Plan, RankChunk
 from ..layout.rules import (
     Batch,
-    Values,
+    ChunkValues,
     decide_activation,
     decide_gradient,
     decide_local_gradient,
@@ -113,7 +113,7 @@ def _overridden(question: Question, override: Override) -> Plan | NoPlan:
     return plan
 
 
-def _of_one_level(question: Question, chunks: Sequence[RankChunk], values: Values) -> Decided:
+def _of_one_level(question: Question, chunks: Sequence[RankChunk], values: ChunkValues) -> Decided:
     num_expected, loss = question.num_expected, question.loss
     if question.site == LOCAL_GRADIENT:
         return decide_local_gradient(chunks, num_expected=num_expected), question.batches[0]

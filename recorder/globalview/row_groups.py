@@ -192,7 +192,7 @@ class RowGrouper:
         )
 
 
-class Finding(NamedTuple):
+class RowFinding(NamedTuple):
     """Something about the ranks' rows that the reader should know."""
 
     kind: str
@@ -215,7 +215,7 @@ class FindingLog:
 
     def __init__(self, rows: MetadataRows) -> None:
         """Begin without findings, for the rows that they will be about."""
-        self.findings: list[Finding] = []
+        self.findings: list[RowFinding] = []
         self._rows = rows
         self._index_of: dict[Any, int] = {}
 
@@ -248,4 +248,4 @@ class FindingLog:
             return
         self._index_of[key] = len(self.findings)
         step = int(self._rows.numbers("step")[position]) if position is not None else NONE
-        self.findings.append(Finding(kind, step, module_path, site, name, ranks, text))
+        self.findings.append(RowFinding(kind, step, module_path, site, name, ranks, text))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from ..format.roots import MAX_RANKS, ParallelRanks, Root, Stage
+from ..format.roots import MAX_RANKS, ParallelRanks, RecordedRoot, Stage
 from ..read.writers import RecordedWriter
 from ..system.text import listed
 from .own_parameters import OwnParameters
@@ -159,7 +159,7 @@ class Topology:
         groups = {key: find_group(some) for key, some in told.items()}
         return {key: group for key, group in groups.items() if group is not None}
 
-    def _told(self, writer: RecordedWriter, root: Root, world_size: int | None) -> RankStatement:
+    def _told(self, writer: RecordedWriter, root: RecordedRoot, world_size: int | None) -> RankStatement:
         source = "ddp" if root.data_parallel and root.data_parallel.kind == "ddp" else "fsdp"
         of_data, of_model = (self._ranks(one, world_size) for one in (root.data_parallel, root.model_parallel))
         rank = -1 if writer.rank is None else writer.rank

@@ -22,7 +22,7 @@ from ..sites import ACTIVATIONS, GRADIENTS, NUMBERS, STATES
 from .decisions import Overrides
 from .leaves import BatchDims, ChunkKeys, Leaves, Observation, Sample
 from .planner import GlobalValue, Planner
-from .row_groups import COLUMNS, LABELS, Finding, FindingLog, GroupedRows, GroupedValues, RowGrouper
+from .row_groups import COLUMNS, LABELS, FindingLog, GroupedRows, GroupedValues, RowFinding, RowGrouper
 from .run_topology import Topology
 from .sharding import Wanted
 from .value_rows import ValueReader, ValueRows
@@ -136,7 +136,7 @@ class GlobalValues:
         self._num_kept_rows = 0
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[RowFinding]:
         """What the reader should know of the values that were planned so far."""
         return self._log.findings
 
@@ -247,7 +247,7 @@ _MIN_BITS = 10
 """Least bits of whole numbers; with fewer, values are equal by chance, as the classes of a few samples are."""
 
 
-class Content(Enum):
+class EqualContent(Enum):
     """What equal tensors hold."""
 
     NOTHING = 0
@@ -258,30 +258,32 @@ class Content(Enum):
     """Numbers that no two tensors have by chance."""
 
 
-def content_by(low: float | None, high: float | None, total: float | None, numel: int, *, is_float: bool) -> Content:
+def content_by(
+    low: float | None, high: float | None, total: float | None, numel: int, *, is_float: bool
+) -> EqualContent:
     """By the least and the greatest finite number of a tensor, their sum, and how many there are."""
     if low is None or high is None:
-        return Content.NOTHING
+        return EqualContent.NOTHING
     if is_float and not (low.is_integer() and high.is_integer() and total is not None and float(total).is_integer()):
-        return Content.NUMBERS
+        return EqualContent.NUMBERS
     bits = numel * math.log2(high - low + 1)
-    return Content.WHOLE if bits >= _MIN_BITS else Content.NOTHING
+    return EqualContent.WHOLE if bits >= _MIN_BITS else EqualContent.NOTHING
 
 
-def content_of(items: npt.NDArray[Any]) -> Content:
+def content_of(items: npt.NDArray[Any]) -> EqualContent:
     """By the values themselves."""
     kind = items.dtype.kind
     try:
         wide = items.astype(np.float64 if kind != "c" else np.complex128)
     except (TypeError, ValueError):  # elements that are no numbers: pairs, bytes
-        return Content.NUMBERS if items.size and (items != items.flat[0]).any() else Content.NOTHING
+        return EqualContent.NUMBERS if items.size and (items != items.flat[0]).any() else EqualContent.NOTHING
     if not items.size or np.isnan(wide).any():
-        return Content.NOTHING
+        return EqualContent.NOTHING
     if kind == "c":
-        return Content.NUMBERS if (wide != wide.flat[0]).any() else Content.NOTHING
+        return EqualContent.NUMBERS if (wide != wide.flat[0]).any() else EqualContent.NOTHING
     finite = wide[np.isfinite(wide)]
     if not finite.size or (finite.size == wide.size and finite.min() == finite.max()):
-        return Content.NOTHING
+        return EqualContent.NOTHING
     low, high = float(finite.min()), float(finite.max())
     return content_by(low, high, float(finite.sum()), items.size, is_float=kind not in "biu")
 
@@ -343,9 +345,9 @@ class Sampler:
         if items is None and not grouped.is_measured[number]:
             return Observation.NOTHING  # fingerprints alone do not tell whether they are of zeros or of NaN
         content = self._content(first, chunks[0]) if items is None else content_of(items)
-        if content is Content.NOTHING:
+        if content is EqualContent.NOTHING:
             return Observation.NOTHING
-        is_certain = content is Content.NUMBERS
+        is_certain = content is EqualContent.NUMBERS
         if some is not None and _share_a_local_batch(value.batch_groups, numbers):
             return Observation.EQUAL if is_certain else Observation.PERHAPS
         batch_dims, is_shared = self._batch_dims_of(value)
@@ -362,7 +364,7 @@ class Sampler:
         is_certain = is_certain and batch_dims is not None and max(batch_dims.sizes) > 1
         return Observation.EQUAL if is_certain else Observation.PERHAPS
 
-    def _content(self, position: int, chunk: RankChunk) -> Content:
+    def _content(self, position: int, chunk: RankChunk) -> EqualContent:
         """How much a row's statistics say that its values are no accident."""
         at = np.array([position], np.int64)
         low, high, total = (self._reader.rows.take(name, at)[0].as_py() for name in ("min", "max", "sum"))

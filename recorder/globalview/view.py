@@ -32,7 +32,7 @@ from .decisions import parse_overrides
 from .global_columns import NO_VALUES, GlobalColumns, as_json, with_member
 from .leaves import Leaves, Sample
 from .planner import GlobalValue
-from .row_groups import COLUMNS, Finding
+from .row_groups import COLUMNS, RowFinding
 from .run_topology import Topology
 from .values import GlobalValues, choose_steps, load_sample
 
@@ -214,7 +214,7 @@ class GlobalRows:
         assembler: Assembler | None,
         values: Sequence[GlobalValue],
         positions: Positions,
-        findings: Sequence[Finding] = (),
+        findings: Sequence[RowFinding] = (),
         roots: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Made by `GlobalView.rows`; of a pipeline's roots `roots` says of which model each is a stage."""

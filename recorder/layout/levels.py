@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from .placement import Fill, NoPlan, Plan, RankChunk, Term, mesh_of, plan_by_placements
 from .regions import Box, Ints, Region, overlap, whole
-from .rules import Replication, Values, concatenated, copies_unless
+from .rules import ChunkValues, Replication, concatenated, copies_unless
 
 Groups = tuple[Ints, ...]
-Among = Callable[[Sequence[int]], Values]
+Among = Callable[[Sequence[int]], ChunkValues]
 """Returns what is known of the values of some chunks, by their numbers."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
 """Returns the dim along which plain chunks are cut that differ, although their ranks share a batch."""
@@ -191,7 +191,7 @@ class WholeTensors:
     def batch_dim(self) -> int | None:
         return next((values.batch_dim() for values in self._pairs()), None)
 
-    def _pairs(self) -> list[Values]:
+    def _pairs(self) -> list[ChunkValues]:
         """Return, for each region, the values that all tensors have there; none where they are cut differently."""
         if len({plan.global_shape for plan in self._wholes}) > 1:
             return []

@@ -49,7 +49,7 @@ class Replication(Enum):
     """Nobody knows: the values were never seen, or are NaN, constant or repeated, as copies and batches both may be."""
 
 
-class Values(Protocol):
+class ChunkValues(Protocol):
     """Questions about the values of some chunks; an answer may cost the reading of payloads."""
 
     def replication(self) -> Replication:
@@ -98,7 +98,9 @@ def decide_local_gradient(chunks: Sequence[RankChunk], *, num_expected: int) -> 
     return Plan(chunks[0].shape, (fill,), "assumed", scale="assumed_mean", needs_all=True, note=note)
 
 
-def decide_activation(chunks: Sequence[RankChunk], *, batch: Batch, values: Values, num_expected: int) -> Plan | NoPlan:
+def decide_activation(
+    chunks: Sequence[RankChunk], *, batch: Batch, values: ChunkValues, num_expected: int
+) -> Plan | NoPlan:
     """Decide inputs, outputs and taps of data-parallel ranks: the batch laid end to end, or copies.
 
     A tensor that ranks with different batches have alike has nothing of the batch in it, whatever its sizes. Whether
@@ -154,7 +156,7 @@ def decide_activation(chunks: Sequence[RankChunk], *, batch: Batch, values: Valu
     )
 
 
-def copies_unless(values: Values) -> NoPlan | None:
+def copies_unless(values: ChunkValues) -> NoPlan | None:
     """Return the reason where tensors that are copies of each other at other steps differ at this step."""
     return NoPlan("layout_changes", CHANGES) if values.are_unequal() else None
 
@@ -168,7 +170,7 @@ def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPl
     return _replicas(chunks, "single") if num_expected == 1 else None
 
 
-def decide_scalar(chunks: Sequence[RankChunk], values: Values) -> Plan:
+def decide_scalar(chunks: Sequence[RankChunk], values: ChunkValues) -> Plan:
     """Plan 0-dim values: one value where all ranks agree, else their mean, beside which the ranks' own rows stay."""
     if len(chunks) == 1 or values.are_equal():
         return _replicas(chunks, "inferred")
@@ -186,7 +188,7 @@ def decide_gradient(
     batch: Batch,
     loss: str,
     num_expected: int,
-    values: Values | None = None,
+    values: ChunkValues | None = None,
 ) -> Plan | NoPlan:
     """Decide the gradient of an activation: laid out like the activation, and scaled to the loss of the whole batch.
 

@@ -39,7 +39,7 @@ _SMALL_BYTES = 1024
 """A scalar's payload of up to so many bytes stands with the statistics."""
 
 
-class Memory:
+class WriterMemory:
     """The memory that a process writes from; one directory after the other uses it."""
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class Memory:
         self.message = PageMemory(2 << 20)
 
 
-class Directory:
+class MergedDirectory:
     """One writer directory in the making: add rows, finish, describe."""
 
-    def __init__(self, path: Path, rows: Any, memory: Memory) -> None:
+    def __init__(self, path: Path, rows: Any, memory: WriterMemory) -> None:
         """Create the directory.
 
         Args:
@@ -73,7 +73,7 @@ class Directory:
         self.unit_bytes = pc.binary_length(rows.column("units")).fill_null(0).to_numpy(zero_copy_only=False)
         """By row, the bytes of what it says of each unit."""
         self.disk.make_directory(path)
-        self._lanes = {kind: _Lane(self, kind) for kind in _LAYOUTS}
+        self._lanes = {kind: _KindWriter(self, kind) for kind in _LAYOUTS}
 
     def add(self, row: int, part: PayloadPart | None, number: int = 0, why: str | None = None) -> None:
         """Take one part of a row, or the row without a payload; the payload is copied.
@@ -124,10 +124,10 @@ class Directory:
         return {"observed": self.num_rows, "written": written, "dropped": {}, "retired": retired}
 
 
-class _Lane:
+class _KindWriter:
     """Rows of one kind, on their way into the shards of a directory."""
 
-    def __init__(self, directory: Directory, kind: str) -> None:
+    def __init__(self, directory: MergedDirectory, kind: str) -> None:
         self._directory = directory
         self._kind = kind
         self._layout = _LAYOUTS[kind]

@@ -17,12 +17,12 @@ import numpy as np
 
 from ..errors import RunError, UnsupportedError
 from ..format.rundir import rank_dir
-from ..globalview.row_groups import Finding
+from ..globalview.row_groups import RowFinding
 from ..globalview.view import GlobalRows, GlobalView
 from ..read.writers import GLOBAL_DIR
 from ..run.run import Run
 from .plan import Inputs, Unit, Window
-from .shards import Directory, Memory, as_batch
+from .shards import MergedDirectory, WriterMemory, as_batch
 
 _ROW_WEIGHT = 1024
 """The weight of a row without a payload when a window is cut, in bytes."""
@@ -77,7 +77,7 @@ class UnitBuilder:
         self._view = view
         self._inputs = inputs
         self._manifest = manifest
-        self._memory = Memory()
+        self._memory = WriterMemory()
         self._loaded: _Loaded | None = None
 
     def is_as_planned(self, unit: Unit) -> bool:
@@ -95,12 +95,12 @@ class UnitBuilder:
         ranks = batch.column("rank").fill_null(-1).to_numpy()
         findings = list(rows.findings) if unit.share == 0 else []
         num_rows = written_bytes = 0
-        done: list[tuple[int | None, Directory]] = []
+        done: list[tuple[int | None, MergedDirectory]] = []
         # Rank by rank: a directory needs the memory of a batch, and there may be hundreds. The global directory is made
         # even for a unit without global rows.
         for rank in [-1, *(rank for rank in np.unique(ranks[is_own]).tolist() if rank >= 0)]:
             name = GLOBAL_DIR if rank < 0 else rank_dir(rank)
-            directory = Directory(folder / name, batch, self._memory)
+            directory = MergedDirectory(folder / name, batch, self._memory)
             try:
                 for row in np.flatnonzero(is_own & (ranks == rank)).tolist():
                     self._add(directory, rows, row, findings)
@@ -137,7 +137,7 @@ class UnitBuilder:
             self._loaded = _Loaded(window, rows, as_batch(rows.table))
         return self._loaded.rows, self._loaded.batch
 
-    def _add(self, directory: Directory, rows: GlobalRows, row: int, findings: list[Finding]) -> None:
+    def _add(self, directory: MergedDirectory, rows: GlobalRows, row: int, findings: list[RowFinding]) -> None:
         """Write one row with as much of its payload as can be read."""
         if directory.rows.column("encoding")[row].as_py() is None:
             directory.add(row, None)
@@ -184,11 +184,11 @@ def _share_of_rows(payload_bytes: Any, num_units: int) -> Any:
     return np.minimum(begins * num_units // total, num_units - 1)
 
 
-def _unreadable(rows: Any, row: int, error: RunError) -> Finding:
+def _unreadable(rows: Any, row: int, error: RunError) -> RowFinding:
     values = {name: rows.column(name)[row].as_py() for name in ("step", "module_path", "site", "name", "rank")}
     present = rows.column("ranks_present")[row].as_py()
     ranks = [values["rank"]] if values["rank"] is not None else json.loads(present or "[]")
-    return Finding(
+    return RowFinding(
         kind=UNKNOWN_ENCODING if isinstance(error, UnsupportedError) else CORRUPT,
         step=values["step"],
         module_path=values["module_path"],
@@ -222,7 +222,7 @@ def is_problem(kind: str) -> bool:
     return kind not in _HARMLESS
 
 
-def summarize(findings: Iterable[Finding]) -> Summary:
+def summarize(findings: Iterable[RowFinding]) -> Summary:
     """Count findings by kind."""
     summary: Summary = {}
     for finding in findings:

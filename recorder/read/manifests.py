@@ -17,7 +17,7 @@ from ..columns import HANDED_ON, note_members
 from ..errors import RecorderError
 from ..format.commands import COMMAND_BYTES, COMMANDS, DUMP, Command, command_name, parse_command_name, read_command
 from ..format.manifest import RingDump
-from ..format.roots import MAX_STAGES, Module, Stage
+from ..format.roots import MAX_STAGES, RecordedModule, Stage
 from ..numerics.keys import Times
 from ..sites import NUMBERS
 from ..storage.locations import Location, store_of
@@ -30,7 +30,7 @@ _MAX_DEPTH = 200
 """Levels of a module tree; what is above a deeper path is not listed."""
 
 
-def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Module]:
+def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], RecordedModule]:
     """Modules by root and path, in the order of `named_modules()`; the newest writer that knows one describes it."""
     return {
         (root.name, module.path): module

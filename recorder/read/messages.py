@@ -41,7 +41,7 @@ BATCH_MESSAGE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class MessageBlock:
     """Where one message lies in its file."""
 
     offset: int
@@ -168,7 +168,7 @@ def padding_of(metadata: pa.Buffer) -> memoryview:
     return root.data[max(ends) :]
 
 
-def block_at(source: ByteSource, offset: int) -> tuple[Block, Message] | None:
+def block_at(source: ByteSource, offset: int) -> tuple[MessageBlock, Message] | None:
     """The message that begins at `offset`; None at a clean end (end-of-stream mark, or the end of the file)."""
     if offset == source.size_bytes:
         return None
@@ -178,7 +178,7 @@ def block_at(source: ByteSource, offset: int) -> tuple[Block, Message] | None:
     if mark != CONTINUATION or not 0 < metadata_bytes <= MAX_METADATA_BYTES:
         raise CorruptError(f"{source.where}: no message begins at byte {offset}")
     message = parse_message(source.read(offset + PREFIX_BYTES, metadata_bytes), source.where)
-    block = Block(offset=offset, metadata_bytes=PREFIX_BYTES + metadata_bytes, body_bytes=message.body_bytes)
+    block = MessageBlock(offset=offset, metadata_bytes=PREFIX_BYTES + metadata_bytes, body_bytes=message.body_bytes)
     if not 0 <= message.body_bytes <= MAX_BATCH_BYTES or block.end > source.size_bytes:
         raise CorruptError(f"{source.where}: the message at byte {offset} ends beyond the file")
     return block, message
@@ -194,13 +194,13 @@ def footer_bytes(source: ByteSource) -> int:
     return int(num_bytes)
 
 
-def footer_blocks(source: ByteSource) -> list[Block]:
+def footer_blocks(source: ByteSource) -> list[MessageBlock]:
     """Where the footer of a sealed file says that its batches lie; each is checked only when it is read."""
     try:
         items = list(struct.iter_unpack("<qi4xq", _footer(source).vector(3, 24)))
     except struct.error as error:
         raise CorruptError(f"{source.where}: the footer is damaged ({error})") from error
-    return [Block(offset=offset, metadata_bytes=meta, body_bytes=body) for offset, meta, body in items]
+    return [MessageBlock(offset=offset, metadata_bytes=meta, body_bytes=body) for offset, meta, body in items]
 
 
 def footer_text(source: ByteSource, key: bytes) -> range | None:
@@ -222,7 +222,7 @@ def _footer(source: ByteSource) -> _Table:
     return _root(memoryview(source.read(source.size_bytes - TAIL_BYTES - num_bytes, num_bytes)))
 
 
-def check_block(block: Block, source: ByteSource) -> None:
+def check_block(block: MessageBlock, source: ByteSource) -> None:
     """Refuse a block of a footer that does not lie within the file or is larger than any of ours."""
     is_sane = block.offset >= FIRST_MESSAGE and PREFIX_BYTES < block.metadata_bytes <= MAX_METADATA_BYTES
     if not is_sane or not 0 <= block.body_bytes <= MAX_BATCH_BYTES or block.end > source.size_bytes:

@@ -18,7 +18,7 @@ import pyarrow as pa
 from ..columns import parse_shape
 from ..errors import CorruptError, LookupFailedError, RunError
 from ..format import codec
-from ..format.codec import Payload
+from ..format.codec import EncodedPayload
 from ..format.encodings import encoding_of, target_of
 from ..numerics.dtypes import as_array, item_bytes
 from ..records import PART_BYTES
@@ -78,7 +78,7 @@ class Payloads:
                 self._batches |= brought
                 self._shrink()
 
-    def encoded(self, position: int) -> Payload:
+    def encoded(self, position: int) -> EncodedPayload:
         """The payload of one row as it is stored; a ``ref`` is followed to the row that holds it.
 
         Raises:
@@ -91,7 +91,7 @@ class Payloads:
             check_payload(source["encoding"], source["data"], source["payload_bytes"])
         except RunError as error:
             raise self._named(error, position, source) from error
-        return Payload(source["encoding"], source["data"], source["payload_bytes"])
+        return EncodedPayload(source["encoding"], source["data"], source["payload_bytes"])
 
     def described(self, position: int) -> tuple[npt.NDArray[np.uint8], str, str]:
         """The bytes of one row, and its own dtype and shape, as texts."""

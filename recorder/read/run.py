@@ -21,7 +21,7 @@ import pyarrow as pa
 from ..columns import COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS, TIME_ORDER, parse_shape
 from ..errors import CorruptError, LookupFailedError, not_installed
 from ..format.manifest import RunManifest
-from ..format.roots import Jitter, Module
+from ..format.roots import Jitter, RecordedModule
 from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
 from ..read.manifests import SentCommands, read_commands
@@ -168,7 +168,7 @@ class RecordedRun:
         return [texts[code] for code in present[np.argsort(first)] if texts and code != NONE]
 
     @cached_property
-    def modules(self) -> dict[tuple[str, str], Module]:
+    def modules(self) -> dict[tuple[str, str], RecordedModule]:
         """What the writers say of each module, by root and path, recorded or not."""
         return read_modules(self.writers)
 

@@ -22,7 +22,7 @@ from .messages import (
     FIRST_MESSAGE,
     MAX_METADATA_BYTES,
     PREFIX_BYTES,
-    Block,
+    MessageBlock,
     block_at,
     padding_of,
     parse_message,
@@ -45,7 +45,7 @@ class Salvaged:
     """What could be read of a shard without its footer."""
 
     layout: Layout
-    blocks: dict[int, Block]
+    blocks: dict[int, MessageBlock]
     """Every batch whose metadata columns passed all checks, by number and in file order."""
     rows_of: dict[int, int]
     """Rows of each of them."""
@@ -100,7 +100,7 @@ class _Walk:
         self.source = source
         self.end = 0
         self.layout = Layout(SCHEMA)
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, MessageBlock] = {}
         self.rows_of: dict[int, int] = {}
         self.last_header: BatchHeader | None = None
         self.damage: list[str] = []
@@ -178,7 +178,7 @@ class _Walk:
             self.rows_of[checked.header.number] = checked.batch.num_rows
         return block.end
 
-    def _read(self, offset: int) -> tuple[Block, CheckedBatch]:
+    def _read(self, offset: int) -> tuple[MessageBlock, CheckedBatch]:
         message = block_at(self.source, offset)
         if message is None or message[1].kind != BATCH_MESSAGE:
             raise CorruptError(f"{self.source.where}: no batch begins at byte {offset}")

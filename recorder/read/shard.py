@@ -26,8 +26,8 @@ from .messages import (
     FIRST_MESSAGE,
     PREFIX_BYTES,
     SCHEMA_MESSAGE,
-    Block,
     Message,
+    MessageBlock,
     block_at,
     check_block,
     check_declared_sizes,
@@ -135,7 +135,9 @@ class Layout:
 class Shard:
     """The batches of one file, by their number. The seal is none of them; a salvaged file may lack some."""
 
-    def __init__(self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, Block]) -> None:
+    def __init__(
+        self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, MessageBlock]
+    ) -> None:
         self._open_source = open_source
         self._layout = layout
         self.blocks = blocks
@@ -182,7 +184,9 @@ def open_sealed(
     return Shard(lambda: source, layout, dict(enumerate(blocks[:-1]))), seal
 
 
-def read_layout(source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> tuple[Layout, Block]:
+def read_layout(
+    source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
+) -> tuple[Layout, MessageBlock]:
     """The schema in the first message, compared with the registry of columns, and where that message lies.
 
     Columns of a later version than the file's may be missing, and there may be some that the registry does not know.
@@ -228,7 +232,7 @@ def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ..
     return Layout(schema, extra)
 
 
-def read_batch(source: ByteSource, block: Block, layout: Layout, columns: Sequence[str]) -> CheckedBatch:
+def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns: Sequence[str]) -> CheckedBatch:
     """Read, decode and check some columns of one batch; the bytes of the others are not touched.
 
     Columns that the file is too old to have are nulls.

@@ -20,7 +20,7 @@ from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, open_name, shard_name
 from ..read.shard_rows import ShardRows, Steps, load_open, load_sealed
 from ..read.writers import RecordedWriter, list_shards, list_writers, writer_folders
 from ..storage.locations import Location, store_of
-from ..storage.protocol import Seen
+from ..storage.protocol import FileFacts
 from .status import ENDED, RankNow, RunWatch
 
 _MAX_BATCHES = 64
@@ -41,7 +41,7 @@ class _Batch(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Lane:
+class _ShardsOfKind:
     """The shards of one kind of one writer, which hold their rows in the order of steps."""
 
     kind: str
@@ -62,12 +62,12 @@ class _Lane:
 class _Followed:
     """One writer's directory."""
 
-    def __init__(self, directory: Location, rank: int | None, writer: RecordedWriter, seen: Seen | None) -> None:
+    def __init__(self, directory: Location, rank: int | None, writer: RecordedWriter, seen: FileFacts | None) -> None:
         self.directory, self.rank = directory, rank
         self.writer = writer
         self.manifest_seen = seen
         """How its manifest looked when it was read; None where there was none yet."""
-        self.lanes: dict[str, _Lane] = {}
+        self.lanes: dict[str, _ShardsOfKind] = {}
         self.pending: list[_Batch] = []
         self.is_at_work = True
 
@@ -155,14 +155,14 @@ class GrowingRun:
     def _look_at_shards(self, followed: _Followed) -> bool:
         has_more = False
         for kind, number, is_open in list_shards(followed.directory):
-            lane = followed.lanes.setdefault(kind, _Lane(kind))
+            lane = followed.lanes.setdefault(kind, _ShardsOfKind(kind))
             lane.known[number] = is_open
         for lane in followed.lanes.values():
             lane.is_read = not self._may_have_more(followed, lane)
             has_more |= not lane.is_read
         return has_more
 
-    def _may_have_more(self, followed: _Followed, lane: _Lane) -> bool:
+    def _may_have_more(self, followed: _Followed, lane: _ShardsOfKind) -> bool:
         if lane.waiting or any(number >= lane.next_shard for number in lane.known):
             return True
         if lane.shard is None or lane.shard.is_complete:
@@ -193,13 +193,13 @@ class GrowingRun:
                 heapreplace(behind, (lane.reached, index))
         return bool(behind)
 
-    def _unread(self) -> Iterator[tuple[_Followed, _Lane]]:
+    def _unread(self) -> Iterator[tuple[_Followed, _ShardsOfKind]]:
         for followed in self._followed.values():
             for lane in followed.lanes.values():
                 if not lane.is_read:
                     yield followed, lane
 
-    def _take(self, followed: _Followed, lane: _Lane) -> bool:
+    def _take(self, followed: _Followed, lane: _ShardsOfKind) -> bool:
         """Give the next batch of a lane; False where there is none now."""
         while not lane.waiting:
             if lane.shard is not None and not lane.shard.is_complete:
@@ -229,7 +229,7 @@ class GrowingRun:
         self.num_rows += batch.num_rows
         return True
 
-    def _load(self, followed: _Followed, lane: _Lane, number: int) -> ShardRows:
+    def _load(self, followed: _Followed, lane: _ShardsOfKind, number: int) -> ShardRows:
         path = followed.directory / shard_name(lane.kind, number)
         if lane.known[number]:
             open_path = path.with_name(open_name(path.name))

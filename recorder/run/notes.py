@@ -18,7 +18,7 @@ from ..errors import NotARunError
 from ..format.commands import DUMP, ENDED, MISSED, PAUSE, REFUSED, SET, WAITING, Answer, Command
 from ..format.encodings import ENCODING_OF
 from ..format.rundir import parse_shard_name
-from ..globalview.row_groups import Finding
+from ..globalview.row_groups import RowFinding
 from ..globalview.values import GlobalValues, load_sample
 from ..numerics.keys import encode
 from ..numerics.moments import integers
@@ -217,7 +217,7 @@ def _missing(note: str) -> str:
     return json.dumps(ranks) if ranks else ""
 
 
-class Partial:
+class MissingRanks:
     """Values that lack ranks, added up over tables of rows."""
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ class Partial:
             known = self._found.get(ranks, (0, int(of[0]), int(of[0])))
             self._found[ranks] = known[0] + len(of), min(known[1], int(of.min())), max(known[2], int(of.max()))
 
-    def join(self, other: Partial) -> None:
+    def join(self, other: MissingRanks) -> None:
         """What was added to another one, after what was added here."""
         self._num_values += other._num_values
         for ranks, (num, first, last) in other._found.items():
@@ -286,7 +286,7 @@ class Problems:
         self._selection = Selection(module=selection.module, site=selection.site, name=selection.name)
         self._found: dict[str, None] = {}
 
-    def add(self, findings: Sequence[Finding]) -> None:
+    def add(self, findings: Sequence[RowFinding]) -> None:
         """What the global view found in some steps."""
         wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
         columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}

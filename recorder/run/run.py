@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, RunError, UnsupportedError
 from ..format.manifest import Balance, WriterManifest
-from ..format.roots import Module, Root, Stage
+from ..format.roots import Stage
 from ..globalview.decisions import check_overrides
 from ..globalview.run_topology import Topology
 from ..globalview.tensor import TensorLayout, explain, global_tensor, histogram_of, is_partial, units_of

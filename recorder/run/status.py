@@ -102,7 +102,7 @@ class RankNow:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _StatusFile:
     """One writer directory, as it was looked at last."""
 
     directory: Location
@@ -120,7 +120,7 @@ class RunWatch:
         self.run = run
         self._store = store_of(run)
         self._now_ns = now_ns
-        self._seen: dict[Location, _Seen] = {}
+        self._seen: dict[Location, _StatusFile] = {}
 
     def look(self) -> list[RankNow]:
         """Every rank as it is now, in order.
@@ -142,7 +142,7 @@ class RunWatch:
         ranks = (self._describe(rank, [next(seen) for _ in sources]) for rank, sources in of_rank.items())
         return sorted((one for one in ranks if one is not None), key=lambda one: one.rank)
 
-    def _describe(self, rank: int, writers: list[_Seen]) -> RankNow | None:
+    def _describe(self, rank: int, writers: list[_StatusFile]) -> RankNow | None:
         if not writers:
             return None
         states = [self._state(seen) for seen in writers]
@@ -157,18 +157,18 @@ class RunWatch:
             num_alive=sum(state not in ENDED for state in states),
         )
 
-    def _refresh(self, directory: Location) -> _Seen:
+    def _refresh(self, directory: Location) -> _StatusFile:
         """Read what has changed since the last look; a torn or senseless file leaves what was known."""
         seen = self._seen.get(directory)
         if seen is None:
-            seen = self._seen[directory] = _Seen(directory, Status(writer=directory.name, has_step=False))
+            seen = self._seen[directory] = _StatusFile(directory, Status(writer=directory.name, has_step=False))
         if seen.status.state == "closed":
             return seen
         if not self._read_status(seen) and not seen.is_shown:
             self._read_manifest(seen)
         return seen
 
-    def _read_status(self, seen: _Seen) -> bool:
+    def _read_status(self, seen: _StatusFile) -> bool:
         path = seen.directory / STATUS
         try:
             changed_ns = self._store.look_at(path).changed_ns
@@ -178,7 +178,7 @@ class RunWatch:
         seen.status, seen.is_shown, seen.changed_ns = _parse(seen.directory.name, members), True, changed_ns
         return True
 
-    def _read_manifest(self, seen: _Seen) -> None:
+    def _read_manifest(self, seen: _StatusFile) -> None:
         path = seen.directory / WRITER_MANIFEST
         try:
             stat = self._store.look_at(path)
@@ -190,7 +190,7 @@ class RunWatch:
             return
         seen.changed_ns, seen.inode = stat.changed_ns, stat.inode
 
-    def _silent_s(self, seen: _Seen) -> float:
+    def _silent_s(self, seen: _StatusFile) -> float:
         """By the file's own time, which is the file system's: hosts need not agree on theirs."""
         changed_ns = seen.changed_ns
         if not changed_ns:
@@ -198,7 +198,7 @@ class RunWatch:
                 changed_ns = self._store.look_at(seen.directory).changed_ns
         return max((self._now_ns() - changed_ns) / 1e9, 0.0) if changed_ns else 0.0
 
-    def _state(self, seen: _Seen) -> str:
+    def _state(self, seen: _StatusFile) -> str:
         status = seen.status
         if status.state in ENDED:
             return status.state

@@ -17,7 +17,7 @@ from ..errors import NotARunError
 from ..format.rundir import MAX_MANIFEST_BYTES, read_json
 from .clients import KINDS, SCHEMES
 from .objects import ObjectPath
-from .protocol import Found, IsPart, Item, Seen, Store
+from .protocol import FileFacts, Found, IsPart, Item, Store
 from .untrusted_files import ByteSource, GrowingFile, MappedFile
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -52,9 +52,9 @@ class LocalStore:
                     raise NotARunError(f"{path}: cannot be listed ({error.strerror})") from error
         raise AssertionError("the last try returns or raises")
 
-    def look_at(self, path: Path) -> Seen:
+    def look_at(self, path: Path) -> FileFacts:
         status = os.stat(path, follow_symlinks=False)
-        return Seen(status.st_size, status.st_mtime_ns, status.st_ino)
+        return FileFacts(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def read_json(self, path: Path, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
         return read_json(path, max_bytes)

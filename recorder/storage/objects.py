@@ -19,7 +19,7 @@ import pyarrow as pa
 from ..errors import CorruptError, NotARunError
 from ..format.rundir import MAX_MANIFEST_BYTES, OPEN_SUFFIX, RUN_MANIFEST, parse_json
 from .clients import Client, bare_e_tag, changed
-from .protocol import Found, IsPart, Item, Seen
+from .protocol import FileFacts, Found, IsPart, Item
 from .untrusted_files import check_range
 
 _NUM_AT_ONCE = 16
@@ -110,7 +110,7 @@ class _Folder(NamedTuple):
     """The folders and files right below a path."""
 
     folders: set[str]
-    files: dict[str, Seen]
+    files: dict[str, FileFacts]
 
 
 class _Block(NamedTuple):
@@ -137,7 +137,7 @@ class ObjectStore:
         """Keys of the runs that are listed as a whole."""
         self._folders: dict[str, _Folder] = {}
         """Listed folders by their keys."""
-        self._manifests: dict[str, Seen | None] = {}
+        self._manifests: dict[str, FileFacts | None] = {}
         """The manifests of runs, by the keys of the runs; None where there is no manifest."""
         self._kept: OrderedDict[str, list[_Block]] = OrderedDict()
         """Blocks by the keys of their objects; the object that was read last stands last."""
@@ -162,12 +162,12 @@ class ObjectStore:
         entries = self._entries(path)
         return sorted(entries.folders if directories else entries.files)
 
-    def look_at(self, path: ObjectPath) -> Seen:
+    def look_at(self, path: ObjectPath) -> FileFacts:
         if (seen := self._file(path)) is None:
             raise FileNotFoundError(2, "No such object", str(path))
         return seen
 
-    def _file(self, path: ObjectPath) -> Seen | None:
+    def _file(self, path: ObjectPath) -> FileFacts | None:
         is_manifest = path.name == RUN_MANIFEST
         return self._manifest(path.parent) if is_manifest else self._entries(path.parent).files.get(path.name)
 
@@ -187,10 +187,10 @@ class ObjectStore:
             raise CorruptError(f"{path}: larger than the {max_bytes} bytes that a manifest may have")
         return parse_json(bytes(content), str(path))
 
-    def _get_manifest(self, path: ObjectPath, max_bytes: int) -> tuple[Seen, Any]:
+    def _get_manifest(self, path: ObjectPath, max_bytes: int) -> tuple[FileFacts, Any]:
         """Return what is known of a manifest, and its bytes, which are kept; None for too many bytes."""
 
-        def ask(client: Any) -> tuple[Seen, Any]:
+        def ask(client: Any) -> tuple[FileFacts, Any]:
             answer = client.get(path.key)
             seen = _seen(answer.meta)
             return seen, pa.py_buffer(bytes(answer.bytes())) if seen.size_bytes <= max_bytes else None
@@ -225,7 +225,7 @@ class ObjectStore:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def blocks(self, path: ObjectPath, seen: Seen, wanted: Sequence[range]) -> list[_Block]:
+    def blocks(self, path: ObjectPath, seen: FileFacts, wanted: Sequence[range]) -> list[_Block]:
         """Return blocks of an object, one of which holds each wanted range as a whole; a new block costs one GET."""
         with self._lock:
             kept = self._kept.get(path.key, [])
@@ -244,7 +244,7 @@ class ObjectStore:
             while num_bytes > _MAX_KEPT_BYTES:
                 num_bytes -= sum(block.content.size for block in self._kept.popitem(last=False)[1])
 
-    def _get(self, path: ObjectPath, seen: Seen, byte_range: range) -> Any:
+    def _get(self, path: ObjectPath, seen: FileFacts, byte_range: range) -> Any:
         def is_longer(meta: Any) -> bool:
             # An open shard is replaced by one that begins with it, and checksums of its batches tell if it does not.
             return path.name.endswith(OPEN_SUFFIX) and meta["size"] >= seen.size_bytes
@@ -259,7 +259,7 @@ class ObjectStore:
             raise changed(path)
         return pa.py_buffer(content)
 
-    def _manifest(self, folder: ObjectPath) -> Seen | None:
+    def _manifest(self, folder: ObjectPath) -> FileFacts | None:
         if self._is_listed(folder):
             return self._folder(folder.key).files.get(RUN_MANIFEST)
         if folder.key not in self._manifests:
@@ -305,7 +305,7 @@ class ObjectStore:
 class RemoteFile:
     """An object that is read by ranges of bytes. The store keeps what was read for a while, except payloads."""
 
-    def __init__(self, store: ObjectStore, path: ObjectPath, seen: Seen) -> None:
+    def __init__(self, store: ObjectStore, path: ObjectPath, seen: FileFacts) -> None:
         self.where = str(path)
         self.size_bytes = seen.size_bytes
         self._store = store
@@ -366,12 +366,12 @@ def _joined(byte_ranges: Iterable[range]) -> list[range]:
     return joined
 
 
-def _seen(meta: Any) -> Seen:
+def _seen(meta: Any) -> FileFacts:
     changed_ns = int(meta["last_modified"].timestamp() * 1e9)
-    return Seen(meta["size"], changed_ns, e_tag=bare_e_tag(meta["e_tag"]))
+    return FileFacts(meta["size"], changed_ns, e_tag=bare_e_tag(meta["e_tag"]))
 
 
-def _is_seen(meta: Any, seen: Seen) -> bool:
+def _is_seen(meta: Any, seen: FileFacts) -> bool:
     """Whether an answer is of the object that was listed. Some stores send no ETag with one of the two."""
     answered = _seen(meta)
     is_same = answered.e_tag == seen.e_tag or not (answered.e_tag and seen.e_tag)

@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 
-class Seen(NamedTuple):
+class FileFacts(NamedTuple):
     """The facts that a listing gives of a file."""
 
     size_bytes: int
@@ -48,7 +48,7 @@ class Store(Protocol):
             NotARunError: it cannot be listed, or a part of a run in it is a link, a pipe or a device.
         """
 
-    def look_at(self, path: Any) -> Seen:
+    def look_at(self, path: Any) -> FileFacts:
         """Return what is known of a file, without following links; raises OSError where there is none."""
 
     def read_json(self, path: Any, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..read.messages import (
     MAGIC,
     PREFIX_BYTES,
     TAIL_BYTES,
-    Block,
+    MessageBlock,
     footer_blocks,
     footer_bytes,
     footer_text,
@@ -201,7 +201,7 @@ class _SealedFile:
                 raise CorruptError(f"{source.where}: a byte beside the rows is not the one that was written (CRC32C)")
 
 
-def _check_footer(source: ByteSource, schema: object, schema_block: Block, blocks: list[Block]) -> None:
+def _check_footer(source: ByteSource, schema: object, schema_block: MessageBlock, blocks: list[MessageBlock]) -> None:
     """Check that the footer lists all messages of the file, one after the other."""
     end = schema_block.end
     for block in blocks:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorder.errors import CorruptError, UnsupportedError
-from recorder.format.codec import CODECS, Encoder, Payload, check_size, concatenate, decode, max_encoded_bytes
+from recorder.format.codec import CODECS, EncodedPayload, Encoder, check_size, concatenate, decode, max_encoded_bytes
 from recorder.format.encodings import ALL_ENCODINGS, target_of
 from recorder.numerics.dtypes import ITEM_BYTES
 
@@ -249,7 +249,7 @@ def test_an_unknown_encoding_is_unsupported_and_a_ref_must_be_resolved_first() -
         UnsupportedError, match="'delta' is unknown to this version of recorder, which reads plain, raw"
     ):
         check_size("delta", b"12345678", 8, 1)
-    assert concatenate([Payload("delta", b"12345678", 8)], 1) is None
+    assert concatenate([EncodedPayload("delta", b"12345678", 8)], 1) is None
 
 
 @_BY_ENCODING
@@ -280,7 +280,7 @@ def test_payloads_laid_side_by_side_are_the_content_end_to_end(kind: str, codec:
     payloads = []
     for piece in pieces:
         encoding, data = _encode(piece, item_bytes, codec)
-        payloads.append(Payload(encoding, data, len(piece)))
+        payloads.append(EncodedPayload(encoding, data, len(piece)))
     joined = concatenate(payloads, item_bytes)
     encodings = {payload.encoding for payload in payloads if payload.payload_bytes}
     if joined is None:
@@ -298,7 +298,7 @@ def test_a_cut_payload_is_not_laid_beside_another() -> None:
     encoding, data = _encode(piece, 4)
     assert encoding == "planes_plain"
     with pytest.raises(CorruptError):
-        concatenate([Payload(encoding, data[:-1], len(piece))] * 2, 4)
+        concatenate([EncodedPayload(encoding, data[:-1], len(piece))] * 2, 4)
 
 
 def test_nothing_at_all_is_a_plain_payload() -> None:

@@ -10,7 +10,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from recorder.errors import CorruptError
-from recorder.format.codec import Encoder, Payload, concatenate, decode, max_encoded_bytes
+from recorder.format.codec import EncodedPayload, Encoder, concatenate, decode, max_encoded_bytes
 from recorder.merge.merge import merge_run
 from recorder.merge.plan import Inputs
 from recorder.read.shard import CheckedBatch, Shard
@@ -192,7 +192,7 @@ def test_payloads_are_joined_without_decoding_them(codec: str, item_bytes: int) 
     for piece in pieces:
         out = np.empty(max_encoded_bytes(len(piece)), np.uint8)
         encoding, num_bytes = encoder.encode(piece, item_bytes, out)
-        payloads.append(Payload(encoding, out[:num_bytes], len(piece)))
+        payloads.append(EncodedPayload(encoding, out[:num_bytes], len(piece)))
     joined = concatenate(payloads, item_bytes)
     assert joined is not None
     whole = np.concatenate(pieces)
@@ -205,7 +205,7 @@ def test_planes_whose_frames_do_not_end_with_them_are_corrupt() -> None:
     values = np.zeros(80_000, np.uint8)
     out = np.empty(max_encoded_bytes(len(values)), np.uint8)
     _, num_bytes = Encoder("zstd").encode(values, 1, out)  # one frame, so no plane but the first begins one
-    payload = Payload("planes", out[:num_bytes], len(values))
+    payload = EncodedPayload("planes", out[:num_bytes], len(values))
     with pytest.raises(CorruptError, match="planes"):
         concatenate([payload, payload], 4)
 

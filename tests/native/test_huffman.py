@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from recorder import native
 from recorder.errors import CorruptError
-from recorder.format.codec import Encoder, Payload, _sample, check_size, concatenate, decode, max_encoded_bytes
+from recorder.format.codec import EncodedPayload, Encoder, _sample, check_size, concatenate, decode, max_encoded_bytes
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))) and not native.LIBRARY.exists(),
@@ -241,7 +241,7 @@ def test_payloads_of_both_are_laid_side_by_side() -> None:
         encoding, payload = _encode(piece, 4, encoder)
         assert encoding == "planes_plain"
         check_size(encoding, payload, len(piece), 4)
-        payloads.append(Payload(encoding, payload, len(piece)))
+        payloads.append(EncodedPayload(encoding, payload, len(piece)))
     joined = concatenate(payloads, 4)
     assert joined is not None
     encoding, buffers = joined

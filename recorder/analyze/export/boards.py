@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...errors import CorruptError, LookupFailedError, RunError, UnsupportedError, not_installed
 from ...numerics.dtypes import as_array
 from ...numerics.histogram import Histogram
-from ...run.notes import Partial
+from ...run.notes import MissingRanks
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import Mapper, map_serially
@@ -95,7 +95,7 @@ class BoardExport:
         """
         if force:
             raise LookupFailedError(f"--force replaces a file, and {self.to} is a folder: take the old one away first")
-        partial, problems, notes, num_values, is_damaged = Partial(), list[str](), list[str](), 0, False
+        partial, problems, notes, num_values, is_damaged = MissingRanks(), list[str](), list[str](), 0, False
         with published_folder(path) as folder:
             for rank in self._ranks:
                 tensors, selection = self._tensors(rank)
@@ -122,7 +122,7 @@ class BoardExport:
         """The pictures of a rank, by step and tag."""
         tensors = Tensors(self._run, selection, self._options, self._mapper)
         try:
-            entries = tensors.entries(Partial())
+            entries = tensors.entries(MissingRanks())
         except LookupFailedError:
             return {}  # nothing has values
         chosen = [
@@ -146,7 +146,7 @@ class BoardExport:
 
 
 def _steps(
-    tensors: Tensors, partial: Partial, pictures: Mapping[int, Mapping[str, Picture]]
+    tensors: Tensors, partial: MissingRanks, pictures: Mapping[int, Mapping[str, Picture]]
 ) -> Iterator[tuple[int, float, Step]]:
     """What there is of each step, in order."""
     for chosen in tensors.chosen(_COLUMNS, partial):

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from ...columns import METADATA_COLUMNS, OF_FIRST_PART, PLAIN, SCHEMA
 from ...errors import LookupFailedError, RunError
-from ...run.notes import Partial, missing_ranks, without_numbers
+from ...run.notes import MissingRanks, missing_ranks, without_numbers
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially
@@ -75,7 +75,7 @@ class Export:
         self._options = options
         self._mapper = mapper
         self._tensors = Tensors(run, selection, options, mapper)
-        self._partial = Partial()
+        self._partial = MissingRanks()
         self._unreadable: dict[RowId, str] = {}
         self._names: dict[RowId, str] = {}
         self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
@@ -112,7 +112,7 @@ class Export:
         """Read all that is to be written: a file of which a part cannot be read is begun again without that part."""
         entries = self._entries
         if self.to == "parquet":
-            entries = self._tensors.entries(Partial())
+            entries = self._tensors.entries(MissingRanks())
         self._unreadable = self._tensors.unreadable((*one.steps, one.row, one.dtype) for one in entries)
         self._names = {row_id: one.name for one in entries if (row_id := (one.steps, one.row)) in self._unreadable}
         self._entries = [one for one in self._entries if (one.steps, one.row) not in self._unreadable]
@@ -130,7 +130,7 @@ class Export:
         return [*lines[:_MAX_NAMED], *([more] if len(lines) > _MAX_NAMED else [])]
 
     def _write_parquet(self, file: BinaryIO, report: Callable[[int], None]) -> int:
-        num_rows, self._partial = 0, Partial()
+        num_rows, self._partial = 0, MissingRanks()
         names = [*METADATA_COLUMNS, *(["data"] if self._payload else [])]
         metadata = {b"recorder_run_id": self._run.run_id.encode(), **(SCHEMA.metadata or {})}
         schema = pa.schema([SCHEMA.field(name).with_nullable(True) for name in names], metadata=metadata)
@@ -195,9 +195,9 @@ class _OwnRows:
         self._run, self._selection = run, selection
         self._takes_partial = options.partial
 
-    def __call__(self, attempt: int, first: int, last: int) -> tuple[Any, Partial]:
+    def __call__(self, attempt: int, first: int, last: int) -> tuple[Any, MissingRanks]:
         rows = self._run.table(list(METADATA_COLUMNS), pc.field("attempt") == attempt, steps=(first, last))
-        table, partial = self._selection.narrow(rows), Partial()
+        table, partial = self._selection.narrow(rows), MissingRanks()
         partial.add(table.filter(pc.field("part") == 0))
         return table if self._takes_partial or not partial else without_numbers(table), partial
 

@@ -21,7 +21,7 @@ import pyarrow as pa
 from ...columns import parse_shape
 from ...errors import CorruptError, LookupFailedError, RunError
 from ...numerics.dtypes import item_bytes
-from ...run.notes import Partial, Problems, missing_ranks, without_numbers
+from ...run.notes import MissingRanks, Problems, missing_ranks, without_numbers
 from ...run.run import GlobalView, Run
 from ...run.selection import PER_RANK, GlobalOptions, Selection
 from ...run.step_ranges import Mapper, global_step_ranges, map_serially
@@ -100,7 +100,7 @@ class Chosen(NamedTuple):
     table: Any
     num_rows: int
     """Before those without values were left out, where they are."""
-    partial: Partial
+    partial: MissingRanks
     problems: Problems
     """What contradicts itself in the global view."""
     is_damaged: bool
@@ -130,7 +130,7 @@ class Choosing:
 
     def __call__(self, first: int, last: int) -> Chosen:
         table = self._rows.selected(first, last)
-        partial, problems = Partial(), Problems(self._selection)
+        partial, problems = MissingRanks(), Problems(self._selection)
         partial.add(table)
         if self._is_global:
             problems.add(self._rows.all_of(first, last).findings)
@@ -180,7 +180,7 @@ class Tensors:
         self.is_damaged = False
         """Something of what was read is damaged, here or where a worker read it."""
 
-    def chosen(self, columns: Sequence[str], partial: Partial, *, with_values: bool = False) -> Iterator[Chosen]:
+    def chosen(self, columns: Sequence[str], partial: MissingRanks, *, with_values: bool = False) -> Iterator[Chosen]:
         """What is selected, by ranges of steps in their order.
 
         Args:
@@ -196,7 +196,7 @@ class Tensors:
             self.is_damaged |= one.is_damaged
             yield one
 
-    def entries(self, partial: Partial) -> list[Entry]:
+    def entries(self, partial: MissingRanks) -> list[Entry]:
         """The selected tensors that have values, in the order of execution.
 
         Args:

@@ -22,7 +22,7 @@ from recorder.columns import SCHEMA
 from recorder.errors import RunError
 from recorder.format.integrity import METADATA_CRC_KEY, METADATA_KEY
 from recorder.format.rundir import CHECKSUM, index_name
-from recorder.read.messages import PREFIX_BYTES, Block, Message, block_at
+from recorder.read.messages import PREFIX_BYTES, Message, MessageBlock, block_at
 from recorder.storage.untrusted_files import MappedFile
 from tests.rigs.handmade import Row, index_bytes, shard_bytes
 
@@ -151,7 +151,7 @@ def read_rows(path: Path) -> list[list[Row]]:
     return found
 
 
-def messages(path: Path) -> list[tuple[Block, Message]]:
+def messages(path: Path) -> list[tuple[MessageBlock, Message]]:
     """The messages of a sound file: the schema, then the batches."""
     source, found, offset = MappedFile(path), [], 8
     while offset < source.size_bytes and (one := block_at(source, offset)) is not None:
@@ -172,7 +172,7 @@ def _header(run: Path, step: Step) -> None:
     _put_header(path, block, message, new)
 
 
-def _put_header(path: Path, block: Block, message: Message, new: bytes) -> None:
+def _put_header(path: Path, block: MessageBlock, message: Message, new: bytes) -> None:
     old, old_crc = message.custom_metadata[METADATA_KEY], message.custom_metadata[METADATA_CRC_KEY]
     if len(new) > len(old):
         raise ValueError("no room")
@@ -183,7 +183,7 @@ def _put_header(path: Path, block: Block, message: Message, new: bytes) -> None:
     path.write_bytes(data[: block.offset] + head + data[block.offset + block.metadata_bytes :])
 
 
-def _batch_of(path: Path, number: int) -> tuple[Block, Message]:
+def _batch_of(path: Path, number: int) -> tuple[MessageBlock, Message]:
     found = messages(path)[1:]
     return found[number % len(found)]
 
@@ -216,7 +216,7 @@ def _buffer(run: Path, step: Step) -> None:
     _right_checksum(path, block, message, number)
 
 
-def _right_checksum(path: Path, block: Block, message: Message, number: int) -> None:
+def _right_checksum(path: Path, block: MessageBlock, message: Message, number: int) -> None:
     """Give the header the checksum of a buffer as it is now; of the bytes that the old one was of."""
     schema = pa.ipc.open_stream(path.read_bytes()[8:]).schema
     header = json.loads(message.custom_metadata[METADATA_KEY])
