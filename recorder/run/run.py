@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, RunError, UnsupportedError
 from ..format.manifest import Balance, WriterManifest
-from ..format.roots import Stage
+from ..format.roots import RecordedModule, RecordedRoot, Stage
 from ..globalview.decisions import check_overrides
 from ..globalview.run_topology import Topology
 from ..globalview.tensor import TensorLayout, explain, global_tensor, histogram_of, is_partial, units_of
@@ -47,11 +47,11 @@ __all__ = [
     "Balance",
     "GlobalRows",
     "GlobalView",
-    "Module",
     "ModuleView",
     "Qualifiers",
+    "RecordedModule",
+    "RecordedRoot",
     "RecordedWriter",
-    "Root",
     "Run",
     "RunDump",
     "TensorLayout",

@@ -21,7 +21,7 @@ from ...run.notes import (
     unsealed_note,
 )
 from ...run.reply import Reply, StateLine
-from ...run.run import Balance, Module, Run
+from ...run.run import Balance, RecordedModule, Run
 from ...system.text import counted, grouped, listed, printable, span
 from .expected import Expectation, compare
 from .gaps import REASONS, Gap
@@ -229,7 +229,7 @@ def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
     if not run.modules:
         yield Check("missing", "roots: none, so no module was watched; no module that an optimizer trains was called")
         return
-    roots: dict[str, list[Module]] = {}
+    roots: dict[str, list[RecordedModule]] = {}
     for (root, _), info in run.modules.items():
         roots.setdefault(root, []).append(info)
     for root, infos in roots.items():

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from ...errors import ConfigError
 from ...rules import ANY, Rule, parse_rules
-from ...run.run import Module, Root, WriterManifest
+from ...run.run import RecordedModule, RecordedRoot, WriterManifest
 from ...sites import GRADIENT_OF, OF_BUFFERS, OF_CALLS, OF_PARAMETERS, SITE_OF
 
 Flags = npt.NDArray[np.bool_]
@@ -67,7 +67,7 @@ class Slots:
     """Every value that could exist once a step: modules in the order of the tree, and the slots of each together."""
 
     def __init__(self, manifests: Iterable[WriterManifest]) -> None:
-        trees: list[tuple[Root, ...]] = []
+        trees: list[tuple[RecordedRoot, ...]] = []
         numbers = []
         for manifest in manifests:
             tree = manifest.roots
@@ -163,7 +163,7 @@ class Slots:
         code = self._name_codes.get(name)
         return self._name_codes.get(name.partition(".")[0], -1) if code is None else code
 
-    def _writer_slots(self, modules: Sequence[tuple[Root, Module]]) -> WriterSlots:
+    def _writer_slots(self, modules: Sequence[tuple[RecordedRoot, RecordedModule]]) -> WriterSlots:
         selected = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
         hidden = np.zeros(len(self.modules), np.int64)
         untapped = np.zeros((len(self.modules), len(SLOT_SITES)), bool)
@@ -192,7 +192,7 @@ class Slots:
         of_slots = self.module, self.site
         return WriterSlots(selected[of_slots], hidden, disarmed[of_slots], untapped[of_slots], self._tied(modules))
 
-    def _tied(self, modules: Sequence[tuple[Root, Module]]) -> dict[int, str]:
+    def _tied(self, modules: Sequence[tuple[RecordedRoot, RecordedModule]]) -> dict[int, str]:
         tied: dict[int, str] = {}
         for root, module in modules:
             number = self.number_of[root.name, module.path]
@@ -209,13 +209,13 @@ def _is_taken(own: Integers, above: Integers) -> Flags:
     return taken
 
 
-def _hidden(module: Module) -> int:
+def _hidden(module: RecordedModule) -> int:
     if module.hidden in HIDDEN:
         return HIDDEN.index(module.hidden) + 1
     return HIDDEN.index("compiled") + 1 if module.is_compiled else 0
 
 
-def _join(described: Sequence[Sequence[tuple[Root, Module]]]) -> list[DescribedModule]:
+def _join(described: Sequence[Sequence[tuple[RecordedRoot, RecordedModule]]]) -> list[DescribedModule]:
     module_of: dict[tuple[str, str], DescribedModule] = {}
     for root, one in (pair for modules in described for pair in modules):
         lists = [list(dict.fromkeys(names)) for names in (one.params, one.buffers, one.aliases)]

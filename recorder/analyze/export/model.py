@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from ...columns import note_members, parse_shape
 from ...errors import LookupFailedError, UnsupportedError
 from ...numerics.dtypes import item_bytes
-from ...run.run import GlobalRows, Root, Run
+from ...run.run import GlobalRows, RecordedRoot, Run
 from ...sites import GRADIENT_OF, HELD_BY_MODULES
 from ...system.text import counted, listed
 from .files import published_file, published_folder, write_safetensors
@@ -310,7 +310,7 @@ def stages_of(run: Run) -> Stages:
     return Stages(owners, sorted(set(range(num_stages)) - seen))
 
 
-def _roots(run: Run) -> Iterator[Root]:
+def _roots(run: Run) -> Iterator[RecordedRoot]:
     for writer in run.writers:
         yield from writer.manifest.roots
 
