@@ -140,9 +140,7 @@ def test_a_program_is_told_in_the_words_of_the_command_line_which_run_was_taken(
     cli: Cli, named: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     open_run()
-    assert [record.getMessage() for record in caplog.records] == [
-        "recorder: recordings: took big=1, the newest of 3 runs"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["recordings: took big=1, the newest of 3 runs"]
 
 
 @pytest.mark.parametrize(

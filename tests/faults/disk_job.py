@@ -69,18 +69,22 @@ def make_room(folder: Path) -> None:
     (folder / "ballast").unlink()
 
 
+def shell_where_busy(*command: str | Path) -> None:
+    """Run a command of a mount, which is busy while the writer has a file open that it has just made through it."""
+    for _ in range(200):
+        with contextlib.suppress(subprocess.CalledProcessError):
+            return shell(*command)
+        time.sleep(0.01)
+    raise TimeoutError(f"busy: {' '.join(map(str, command))}")
+
+
 def make_read_only(folder: Path) -> None:
     shell("mount", "--bind", folder, folder)
-    for _ in range(50):  # it is busy as long as the writer has a file open that it has just made through it
-        with contextlib.suppress(subprocess.CalledProcessError):
-            shell("mount", "-o", "remount,bind,ro", folder)
-            return
-        time.sleep(0.01)
-    raise TimeoutError("cannot be made read-only")
+    shell_where_busy("mount", "-o", "remount,bind,ro", folder)
 
 
 def make_writable(folder: Path) -> None:
-    shell("umount", folder)
+    shell_where_busy("umount", folder)
 
 
 def remove(folder: Path) -> None:
