@@ -81,12 +81,7 @@ ALL_SITES = (
     Site(name="grad_input", kind=Kind.ACTIVATION, phase="backward", expected=Expected.CALL, is_gradient=True),
     Site(name="grad_output", kind=Kind.ACTIVATION, phase="backward", expected=Expected.CALL, is_gradient=True),
     Site(
-        name="param",
-        kind=Kind.STATE,
-        phase="optimizer",
-        expected=Expected.PARAMETER,
-        gradient="grad",
-        is_updated=True,
+        name="param", kind=Kind.STATE, phase="optimizer", expected=Expected.PARAMETER, gradient="grad", is_updated=True
     ),
     Site(name="grad", kind=Kind.STATE, phase="optimizer", expected=Expected.PARAMETER, is_gradient=True),
     Site(name="buffer", kind=Kind.STATE, phase="optimizer", expected=Expected.BUFFER),

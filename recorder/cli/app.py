@@ -6,11 +6,14 @@ without a traceback, and with --json also the document on stdout.
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from importlib import import_module
 from itertools import pairwise
 from typing import Annotated, Any, NoReturn
@@ -20,9 +23,11 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..errors import RecorderError
+from ..run.reply import Reply
 from ..system.text import printable_line
 from .commands import BETWEEN_EXAMPLES, COMMANDS
-from .output import LineHandler, print_json
+from .options import Json
+from .output import LineHandler, print_json, print_reply
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
 _READER_GONE = 141
@@ -58,8 +63,25 @@ def load_command(name: str) -> Any:
     module = import_module(f".commands.{name}", __package__)
     single = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     settings = _SETTINGS | getattr(module, "SETTINGS", {})
-    single.command(name, epilog=_lines_of(module.EPILOG), **settings)(module.command)
+    single.command(name, epilog=_lines_of(module.EPILOG), **settings)(_printing(module.command))
     return typer.main.get_command(single)
+
+
+def _printing(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command that returns a `Reply` the option ``--json``, and print the reply; others print by themselves."""
+    signature = inspect.signature(command, eval_str=True)
+    if signature.return_annotation is not Reply:
+        return command
+
+    @wraps(command)
+    def printing(*, as_json: bool, **arguments: Any) -> int:
+        return print_reply(command(**arguments), as_json=as_json)
+
+    option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+    changed = signature.replace(parameters=[*signature.parameters.values(), option])
+    printing.__signature__ = changed  # type: ignore[attr-defined] # typer asks for it, and for the annotations
+    printing.__annotations__ = {name: one.annotation for name, one in changed.parameters.items()}
+    return printing
 
 
 def _lines_of(examples: str) -> str:

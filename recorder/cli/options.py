@@ -90,8 +90,7 @@ RunPath = Annotated[  # a text: pathlib would make s3:/bucket of s3://bucket
 ]
 RunOrModule = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=_complete_run_or_module)]
 KeyFile = Annotated[
-    str | None,
-    typer.Option("--key-file", metavar="FILE", help="For a run in a store: the key that its daemons want."),
+    str | None, typer.Option("--key-file", metavar="FILE", help="For a run in a store: the key that its daemons want.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 _MODULES = "a path, globs or re:... with commas, !... to leave out; '' is the root"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
-from ..run.reply import Reply, StateLine, Table, TableColumn
+from ..run.reply import Aside, Reply, StateLine, Table, TableColumn
 from ..system.text import printable, printable_line
 
 _MAX_DEPTH = 50
@@ -208,15 +208,17 @@ def print_reply(reply: Reply, *, as_json: bool) -> int:
     """Print what a command replies, as one JSON document or for people, and return the exit code."""
     if as_json:
         print_json(reply.members())
-        return reply.exit_code
-    for part in reply.parts():
-        if isinstance(part, Table):
-            print_table(part)
-        elif isinstance(part, StateLine):
-            say_state(part.state, part.text)
-        else:
-            say(part)
-    return reply.exit_code
+    else:
+        for part in reply.parts():
+            if isinstance(part, Table):
+                print_table(part)
+            elif isinstance(part, StateLine):
+                say_state(*part)
+            elif isinstance(part, Aside):
+                print(printable_line(part.text), file=sys.stderr)
+            else:
+                say(part)
+    return reply.exit_code() if callable(reply.exit_code) else reply.exit_code
 
 
 def say(text: str) -> None:

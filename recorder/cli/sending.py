@@ -7,19 +7,20 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CommandError
 from ..format.commands import IN_FORCE, MISSED, REFUSED, WAITING, Command
 from ..run.finding import Location, RunManifest, find_run, is_shipped
-from ..run.notes import command_members, state_word, steps_phrase
+from ..run.notes import command_members, describe, state_word, steps_phrase
+from ..run.reply import Reply, StateLine
 from ..run.status import ENDED, RankNow, RunWatch
 from ..storage.commands import send
 from ..system.text import span
-from .output import print_json, say_state
 
 if TYPE_CHECKING:
     from ..daemon.destination import Destination
@@ -224,49 +225,53 @@ class _Heard:
 def send_and_wait(
     target: Target,
     command: Command,
-    told: str,
     *,
     timeout_s: float,
-    as_json: bool,
     until_done: bool = False,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Send a command, wait until every rank has answered, show who has it, and return the exit code.
+) -> Reply:
+    """Send a command; the reply waits until every rank has answered, and shows which ranks have it.
 
     Args:
         target: the run.
         command: the command.
-        told: what it says, in words.
         timeout_s: the longest wait.
-        as_json: whether to print one JSON document.
         until_done: whether to wait until every rank has done it, and not only until it is sure to.
-        sleep: waits.
     """
+    text = describe(command)
     command = target.send(replace(command, by=sender(), attempt=target.attempt))
-    if not as_json:
-        say_state("sent", f"command {command.number} of {target.name}: {told}")
-    until_s = time.monotonic() + timeout_s
-    while True:
-        heard = [_heard(rank, command) for rank in target.watch.look() if rank.state not in ENDED]
-        is_open = not heard or any(_is_open(one, until_done=until_done) for one in heard)
-        if not is_open or time.monotonic() >= until_s:
-            break
-        sleep(_POLL_S if target.store is None else _POLL_OF_STORE_S)
-    if as_json:
-        members = [{"rank": one.rank, "state": one.state, "since": one.since, "why": one.why} for one in heard]
-        print_json({"run": str(target.run), "command": command_members(command), "ranks": members})
-    else:
-        for line in _lines(command, heard, timeout_s):
-            say_state(*line)
-        num_elsewhere = (target.manifest.world_size or 0) - len(target.watch.look())
+
+    @cache
+    def heard() -> list[_Heard]:
+        until_s = time.monotonic() + timeout_s
+        while True:
+            answers = [_heard(rank, command) for rank in target.watch.look() if rank.state not in ENDED]
+            is_open = not answers or any(_is_open(one, until_done=until_done) for one in answers)
+            if not is_open or time.monotonic() >= until_s:
+                return answers
+            time.sleep(_POLL_S if target.store is None else _POLL_OF_STORE_S)
+
+    def members() -> dict[str, object]:
+        ranks = [{"rank": one.rank, "state": one.state, "since": one.since, "why": one.why} for one in heard()]
+        return {"run": str(target.run), "command": command_members(command), "ranks": ranks}
+
+    def parts() -> Iterator[StateLine]:
+        yield StateLine("sent", f"command {command.number} of {target.name}: {text}")
+        yield from _lines(command, heard(), timeout_s)
+        world_size = target.manifest.world_size or 0
+        num_elsewhere = world_size - len(target.watch.look())
         if target.store is None and num_elsewhere > 0:
-            who = f"{num_elsewhere} of {target.manifest.world_size} ranks"
-            say_state(
-                "note", f"{who} are not seen here: they record on nodes with a file system of their own, or not yet"
-            )
-        if target.store is not None and any(one.state == "unheard" for one in heard):
-            say_state("note", "commands are carried by daemons that were started with --accept-commands, and the key")
-    return int(not heard or any(_is_bad(command, one) for one in heard))
+            who = f"{num_elsewhere} of {world_size} ranks"
+            where = "they record on nodes with a file system of their own, or not yet"
+            yield StateLine("note", f"{who} are not seen here: {where}")
+        if target.store is not None and any(one.state == "unheard" for one in heard()):
+            how = "commands are carried by daemons that were started with --accept-commands, and the key"
+            yield StateLine("note", how)
+
+    return Reply(
+        members=members,
+        parts=parts,
+        exit_code=lambda: int(not heard() or any(_is_bad(command, one) for one in heard())),
+    )
 
 
 def _is_open(one: _Heard, *, until_done: bool) -> bool:
@@ -289,31 +294,28 @@ def _is_bad(command: Command, one: _Heard) -> bool:
     return one.state in ("unheard", REFUSED, MISSED) or (one.state == WAITING and one.since is None) or is_late
 
 
-def _lines(command: Command, heard: Sequence[_Heard], timeout_s: float) -> list[tuple[str, str]]:
+def _lines(command: Command, heard: Sequence[_Heard], timeout_s: float) -> Iterator[StateLine]:
+    """Yield one line for all ranks that say the same."""
     groups: dict[_Heard, list[int]] = {}
     for one in heard:
         groups.setdefault(replace(one, rank=0), []).append(one.rank)
-    lines = []
     for said, ranks in groups.items():
-        who = f"rank{'s' * (len(ranks) > 1)} {span(ranks)}"
-        lines.append(_line(command, said, who, timeout_s))
-    return lines or [("note", "the run ended before any rank had answered")]
+        yield _line(command, said, f"rank{'s' * (len(ranks) > 1)} {span(ranks)}", timeout_s)
+    if not groups:
+        yield StateLine("note", "the run ended before any rank had answered")
 
 
-def _line(command: Command, said: _Heard, who: str, timeout_s: float) -> tuple[str, str]:
-    """Return the line of ranks that say the same."""
+def _line(command: Command, said: _Heard, who: str, timeout_s: float) -> StateLine:
     state, since = said.state, said.since
     because = f" ({said.why})" if said.why else ""
     if state == "unheard":
-        return (
-            "note",
-            f"{who}: no answer in {timeout_s:g} s{because}; recorder set RUN --list shows it once there is one",
-        )
+        later = "recorder set RUN --list shows it once there is one"
+        return StateLine("note", f"{who}: no answer in {timeout_s:g} s{because}; {later}")
     if state == WAITING and since is None:
-        return "note", f"{who}: heard of it, and no step began in {timeout_s:g} s{because}"
+        return StateLine("note", f"{who}: heard of it, and no step began in {timeout_s:g} s{because}")
     if state in (REFUSED, MISSED):
-        return "missing", f"{who}: {state}{because}"
-    late = since is not None and since > command.from_step
+        return StateLine("missing", f"{who}: {state}{because}")
+    is_late = since is not None and since > command.from_step
     at = f", {steps_phrase(since, said.until)}" if since is not None else ""
     word = "ready" if state == WAITING else state_word(command.kind, state)
-    return "late" if late else "ok", f"{who}: {word}{at}{because}"
+    return StateLine("late" if is_late else "ok", f"{who}: {word}{at}{because}")

@@ -54,10 +54,7 @@ COUNTED: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         "recorder_daemon_errors",
         "Jobs that failed and are tried again, by kind of error",
         "kind",
-        (
-            *("unreachable", "refused", "anonymous", "busy", "changed", "failed"),
-            *("damaged", "local", "internal"),
-        ),
+        (*("unreachable", "refused", "anonymous", "busy", "changed", "failed"), *("damaged", "local", "internal")),
     ),
     "conflicts": (
         "recorder_daemon_conflicts",

@@ -71,11 +71,7 @@ class StepRows:
 
 @contextmanager
 def step_rows(
-    run: Run,
-    ranges: Sequence[Steps] | None = None,
-    *,
-    further: Sequence[str] = (),
-    max_pending_rows: int = RANGE_ROWS,
+    run: Run, ranges: Sequence[Steps] | None = None, *, further: Sequence[str] = (), max_pending_rows: int = RANGE_ROWS
 ) -> Iterator[StepRows]:
     """Read the rows of a run, as often as one likes; what is too much for the memory lies on a disk meanwhile.
 

@@ -84,16 +84,28 @@ class StateLine(NamedTuple):
     text: str
 
 
+class Aside(NamedTuple):
+    """A line for people that goes to standard error: standard output says what was written."""
+
+    text: str
+
+
+Part = str | StateLine | Aside | Table
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """What a command replies. Only one of `members` and `parts` is called, so that the other costs nothing."""
 
     members: Callable[[], object]
     """Returns the JSON document."""
-    parts: Callable[[], Iterable[str | StateLine | Table]]
-    """Returns the sentences and tables for people, from top to bottom."""
-    exit_code: int = 0
-    """0 where nothing is wrong, 1 where the command found something, 2 where it could not do all it was asked for."""
+    parts: Callable[[], Iterable[Part]]
+    """Returns the sentences and tables for people, from top to bottom; each is printed as soon as it is known."""
+    exit_code: int | Callable[[], int] = 0
+    """0 where nothing is wrong, 1 where the command found something, 2 where it could not do all it was asked for.
+
+    A function where that is known only after `members` or `parts` has been worked through.
+    """
 
 
 def plain(value: Any) -> Any:

@@ -12,8 +12,10 @@ import pytest
 import recorder
 from recorder.cli.commands import dump as dump_command
 from recorder.cli.commands import set as set_command
+from recorder.cli.output import print_reply
 from recorder.format.commands import PAUSE, Command
 from recorder.run.finding import FLEET
+from recorder.run.reply import Reply
 from recorder.run.status import RankNow, RunWatch
 from recorder.storage.commands import send
 from tests.daemon.support import files
@@ -54,9 +56,9 @@ def test_set_and_dump_at_the_destination_reach_the_job_and_the_answers_come_back
     def ranks(folder: Path) -> list[RankNow]:
         return [one for run in folder.glob("*/_run.json") for one in RunWatch(run.parent).look()]
 
-    def tell(name: str, function: Callable[[], int], num_heard: int, next_limit: int) -> None:
+    def tell(name: str, function: Callable[[], Reply], num_heard: int, next_limit: int) -> None:
         """Send something, and let the job go on once both ranks have heard it."""
-        thread = threading.Thread(target=lambda: codes.update({name: function()}))
+        thread = threading.Thread(target=lambda: codes.update({name: print_reply(function(), as_json=False)}))
         thread.start()
         local = tmp_path / "recordings"
         until(lambda: [len(one.status.commands) for one in ranks(local)] == [num_heard] * 2)
@@ -72,9 +74,7 @@ def test_set_and_dump_at_the_destination_reach_the_job_and_the_answers_come_back
         words = ["module=0 site=output keep=tensor"]
         tell(
             "set",
-            lambda: set_command.command(
-                path=str(run), words=words, at="20", steps=3, timeout=PATIENCE_S, key_file=str(key)
-            ),
+            lambda: set_command.command(str(run), words, at="20", steps=3, timeout=PATIENCE_S, key_file=str(key)),
             2,
             30,
         )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...analyze.export.catalog import write_catalog
+from ...run.reply import Aside, Reply
 from ...run.run import open_run
-from ...system.text import counted, printable_line, size
-from ..options import Json, RunPath
-from ..output import print_json, progress, say
+from ...system.text import counted, size
+from ..options import RunPath
+from ..output import progress
 from ..paths import local_path
 
 EPILOG = "Examples: recorder catalog recordings -o rows.parquet    recorder catalog @-2 -o before.parquet --json"
@@ -21,8 +21,7 @@ EPILOG = "Examples: recorder catalog recordings -o rows.parquet    recorder cata
 def command(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The new file to write.", parser=local_path)],
     path: RunPath = None,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Write all rows of all ranks as one Parquet file.
 
     The file has the rows as the ranks wrote them, without values, of the attempt that counts at each step. DuckDB,
@@ -38,21 +37,21 @@ def command(
     notes += [f"{counted(recording, 'writer')} at work; later rows are not in it"] * (recording > 0)
     notes += [f"column {name!r} is unknown to this version, and not in it" for name in run.unknown_columns()]
     notes += run.endings
-    if as_json:
-        print_json(
-            {
-                "run": str(run.path),
-                "path": str(done.path),
-                "rows": done.num_rows,
-                "bytes": done.num_bytes,
-                "superseded": done.num_superseded,
-                "problems": done.problems,
-                "notes": notes,
-            }
-        )
-        return int(bool(done.problems))
-    lines = [f"finding: {problem}" for problem in done.problems] + [f"note: {note}" for note in notes]
-    for line in lines:
-        print(printable_line(line), file=sys.stderr)
-    say(f"{done.path}: {counted(done.num_rows, 'row')} of {counted(len(run.ranks), 'rank')}, {size(done.num_bytes)}")
-    return int(bool(done.problems))
+    rows = f"{counted(done.num_rows, 'row')} of {counted(len(run.ranks), 'rank')}"
+    return Reply(
+        members=lambda: {
+            "run": str(run.path),
+            "path": str(done.path),
+            "rows": done.num_rows,
+            "bytes": done.num_bytes,
+            "superseded": done.num_superseded,
+            "problems": done.problems,
+            "notes": notes,
+        },
+        parts=lambda: [
+            *(Aside(f"finding: {problem}") for problem in done.problems),
+            *(Aside(f"note: {note}") for note in notes),
+            f"{done.path}: {rows}, {size(done.num_bytes)}",
+        ],
+        exit_code=int(bool(done.problems)),
+    )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...analyze.export.model import Model, check_format, write_model
+from ...run.reply import Aside, Part, Reply
 from ...run.run import open_run
-from ...system.text import counted, printable_line, size
-from ..options import Json, LayoutOption, RunPath
-from ..output import print_json, progress, say
+from ...system.text import counted, size
+from ..options import LayoutOption, RunPath
+from ..output import progress
 from ..paths import local_path
 
 EPILOG = (
@@ -54,8 +55,7 @@ def command(
     partial: Annotated[
         bool, typer.Option("--partial", help="Write the rest where some tensors cannot be given.")
     ] = False,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Write one step's parameters or gradients as torch loads them.
 
     They have the names of the unwrapped model's state dict, whatever the layout was. Parameters of step n are those
@@ -71,45 +71,38 @@ def command(
     if model.entries and (partial or not model.refused):
         with progress("checkpoint", model.total_bytes) as report:
             num_bytes = write_model(model, out, to, report)
-    if as_json:
-        print_json(_as_json(model, out, to, num_bytes))
-    else:
-        _say(model, out, num_bytes)
-    return int(bool(model.refused) or num_bytes is None)
+    return Reply(
+        members=lambda: {
+            "path": str(out),
+            "format": to,
+            "what": model.what,
+            "root": model.root,
+            "step": model.step,
+            "is_written": num_bytes is not None,
+            "tensors": len(model.entries),
+            "bytes": num_bytes,
+            "refused": [refused._asdict() for refused in model.refused],
+            "notes": model.notes,
+        },
+        parts=lambda: _parts(model, out, num_bytes),
+        exit_code=int(bool(model.refused) or num_bytes is None),
+    )
 
 
-def _say(model: Model, out: Path, num_bytes: int | None) -> None:
+def _parts(model: Model, out: Path, num_bytes: int | None) -> Iterator[Part]:
     for refused in model.refused[:_MAX_SHOWN]:
-        print(printable_line(f"finding: {refused.name}: {refused.why}"), file=sys.stderr)
+        yield Aside(f"finding: {refused.name}: {refused.why}")
     if len(model.refused) > _MAX_SHOWN:
-        print(f"and {len(model.refused) - _MAX_SHOWN} more; --json has them all", file=sys.stderr)
-    for note in model.notes:
-        print(printable_line(f"note: {note}"), file=sys.stderr)
+        yield Aside(f"and {len(model.refused) - _MAX_SHOWN} more; --json has them all")
+    yield from (Aside(f"note: {note}") for note in model.notes)
     kind = f"{_WHAT[model.what]} of {model.root!r} at step {model.step}"
     tensors = counted(len(model.entries), "tensor")
     if num_bytes is not None:
         without = f", {len(model.refused)} left out" if model.refused else ""
-        say(f"{out}: {kind}: {tensors}, {size(num_bytes)}{without}")
+        yield f"{out}: {kind}: {tensors}, {size(num_bytes)}{without}"
     elif model.entries:
         before = "" if model.step_before is None else f", --step {model.step_before} takes the step before"
-        say(
-            f"{out}: not written: {len(model.refused)} of the {kind} cannot be given; --partial writes the other "
-            f"{tensors}{before}"
-        )
+        of = f"{len(model.refused)} of the {kind} cannot be given"
+        yield f"{out}: not written: {of}; --partial writes the other {tensors}{before}"
     else:
-        say(f"{out}: not written: none of the {kind} can be given")
-
-
-def _as_json(model: Model, out: Path, to: str, num_bytes: int | None) -> dict[str, object]:
-    return {
-        "path": str(out),
-        "format": to,
-        "what": model.what,
-        "root": model.root,
-        "step": model.step,
-        "is_written": num_bytes is not None,
-        "tensors": len(model.entries),
-        "bytes": num_bytes,
-        "refused": [refused._asdict() for refused in model.refused],
-        "notes": model.notes,
-    }
+        yield f"{out}: not written: none of the {kind} can be given"

@@ -10,23 +10,19 @@ from ...config import Explained, load_settings
 from ...native import in_force
 from ...run.reply import Reply, Table, table_of
 from ...system.text import bytes_of_setting
-from ..options import Json
-from ..output import print_reply
 
 EPILOG = "Examples: recorder config --show    RECORDER_MAX_BYTES=4GB recorder config --json"
 
 
 def command(
     show: Annotated[bool, typer.Option("--show", help="Print the settings in force (the default).")] = True,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Print the settings in force, and where each comes from."""
     settings = load_settings().explain()
-    reply = Reply(
+    return Reply(
         members=lambda: {item.name: {"value": item.value, "source": item.source, "doc": item.doc} for item in settings},
         parts=lambda: [_table(settings)],
     )
-    return print_reply(reply, as_json=as_json)
 
 
 def _table(settings: list[Explained]) -> Table:

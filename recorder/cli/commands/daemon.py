@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from ...daemon.settings import DaemonSettings, duration_s, load_daemon_settings, num_bytes
 from ...errors import ConfigError, LookupFailedError, StoreError, not_installed
 from ...run.finding import default_folder
-from ...run.reply import Table, TableColumn
+from ...run.reply import Part, Reply, table_of
 from ...system.text import counted, listed, moment, printable_line, size
-from ..options import Json
-from ..output import print_json, print_table, say
+from ..output import say
+
+if TYPE_CHECKING:
+    from ...daemon.destination import Destination
 
 EPILOG = (
     "Examples: recorder daemon --once --watch recordings --to archive    "
@@ -25,6 +27,8 @@ EPILOG = (
 )
 
 _DOCS = {item.name: (item.metadata["doc"], item.default) for item in fields(DaemonSettings)}
+_SILENT_S = 60
+"""How old the state of a daemon may be before the age is shown."""
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
@@ -38,8 +42,7 @@ def _setting(name: str, metavar: str | None = None) -> Any:
 def command(
     action: Annotated[str, typer.Argument(metavar="ACTION", help=f"One of {', '.join(_ACTIONS)}.")] = "ship",
     runs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: names of runs below --to."),
+        list[str] | None, typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: names of runs below --to.")
     ] = None,
     watch: Annotated[list[str] | None, _setting("watch", "DIR")] = None,
     to: Annotated[str | None, _setting("to", "URL")] = None,
@@ -74,8 +77,7 @@ def command(
     yes: Annotated[
         bool, typer.Option("--yes", help="Of prune: do it; without, it only says what it would do.")
     ] = False,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Ship the runs of this node to a store while they grow.
 
     Without an ACTION it ships until SIGTERM. Whoever reads at the destination sees whole runs at every moment.
@@ -98,18 +100,21 @@ def command(
     arguments = {item.name: given.get(item.name) for item in fields(DaemonSettings)}
     settings = load_daemon_settings(config, arguments)
     if action == "status":
-        return _status(settings, as_json=as_json)
+        return _status_reply(settings)
     if action == "ship":
 
         def load() -> DaemonSettings:
             loaded = load_daemon_settings(config, arguments)
             return loaded if loaded.watch else replace(loaded, watch=(default_folder(),))
 
-        return _ship(load(), load, once=once)
-    return _keep_house(action, settings, runs or [], older_than, max_bytes, is_wanted=yes, as_json=as_json)
+        _ship(load(), load, once=once)
+    if action == "prune":
+        return _prune_reply(settings, runs or [], older_than, max_bytes, is_wanted=yes)
+    _mark(action, settings, runs or [])
 
 
-def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, once: bool) -> int:
+def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, once: bool) -> NoReturn:
+    """Ship until the end of the daemon, which logs what it does, and end with its exit code."""
     from ...daemon.daemon import Daemon
     from ...daemon.telemetry import log_to_stderr
 
@@ -132,60 +137,69 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # an upload that hangs must not keep the process from its end
-    return code
+    raise typer.Exit(code)
 
 
-def _status(settings: DaemonSettings, *, as_json: bool) -> int:
+def _status_reply(settings: DaemonSettings) -> Reply:
     from ...daemon.node import running, state_folder
 
     daemons = running(state_folder(settings.state))
-    if as_json:
-        print_json({"daemons": daemons})
-        return int(not daemons)
-    if not daemons:
-        say("no daemon is at work here")
-    for one in daemons:
-        num_left = counted(one.get("backlog_files", 0), "file")
-        say(
-            f"process {one.get('pid')} ships {', '.join(one.get('watch', ()))} to {one.get('to')}: "
-            f"{counted(one.get('runs', 0), 'run')}, of which {one.get('settled', 0)} there as a whole; "
-            f"{num_left} with {size(one.get('backlog_bytes', 0))} to go; "
-            f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since it began"
-        )
-        if url := one.get("url"):
-            say(f"metrics: {url}/metrics")
-        if one.get("problem"):
-            say(f"the store fails: {printable_line(one['problem'])}")
-        if one.get("conflicts"):
-            say(f"{counted(one['conflicts'], 'conflict')}: something else is there under the name of a file")
-        if time.time() - one.get("time_s", 0) > 60:
-            say(f"it has said nothing since {moment(int(one.get('time_s', 0) * 1e9))}")
-    return int(not daemons)
+    return Reply(
+        members=lambda: {"daemons": daemons},
+        parts=lambda: [line for one in daemons for line in _status_lines(one)] or ["no daemon is at work here"],
+        exit_code=int(not daemons),
+    )
 
 
-def _keep_house(
-    action: str,
-    settings: DaemonSettings,
-    runs: list[str],
-    older_than: str | None,
-    max_bytes: str | None,
-    *,
-    is_wanted: bool,
-    as_json: bool,
-) -> int:
+def _status_lines(one: dict[str, Any]) -> Iterator[str]:
+    runs = f"{counted(one.get('runs', 0), 'run')}, of which {one.get('settled', 0)} there as a whole"
+    left = f"{counted(one.get('backlog_files', 0), 'file')} with {size(one.get('backlog_bytes', 0))} to go"
+    done = f"{counted(one.get('uploads', 0), 'upload')} with {size(one.get('uploaded_bytes', 0))} since it began"
+    yield f"process {one.get('pid')} ships {', '.join(one.get('watch', ()))} to {one.get('to')}: {runs}; {left}; {done}"
+    if url := one.get("url"):
+        yield f"metrics: {url}/metrics"
+    if problem := one.get("problem"):
+        yield f"the store fails: {problem}"
+    if one.get("conflicts"):
+        yield f"{counted(one['conflicts'], 'conflict')}: something else is there under the name of a file"
+    if time.time() - one.get("time_s", 0) > _SILENT_S:
+        yield f"it has said nothing since {moment(int(one.get('time_s', 0) * 1e9))}"
+
+
+def _destination(action: str, settings: DaemonSettings) -> Destination:
     from ...daemon.destination import Throttle, parse_destination
-    from ...daemon.keeping import find_key, plan_prune, prune, set_keep
 
     if not settings.to:
         raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
-    destination = parse_destination(settings.to, Throttle(0))
-    if action != "prune" and not runs:
+    return parse_destination(settings.to, Throttle(0))
+
+
+def _keys(destination: Destination, runs: list[str]) -> list[str]:
+    from ...daemon.keeping import find_key
+
+    return [find_key(destination, name.removeprefix(destination.url).strip("/")) for name in runs]
+
+
+def _mark(action: str, settings: DaemonSettings, runs: list[str]) -> NoReturn:
+    """Set or remove the marks that keep runs from every prune, which is done without a word."""
+    from ...daemon.keeping import set_keep
+
+    destination = _destination(action, settings)
+    if not runs:
         raise LookupFailedError(f"{action}: name a run below {destination.url}")
-    names = [find_key(destination, name.removeprefix(destination.url).strip("/")) for name in runs]
-    if action != "prune":
-        for name in names:
-            set_keep(destination, name, is_kept=action == "keep")
-        return 0
+    for key in _keys(destination, runs):
+        set_keep(destination, key, is_kept=action == "keep")
+    raise typer.Exit
+
+
+def _prune_reply(
+    settings: DaemonSettings, runs: list[str], older_than: str | None, max_bytes: str | None, *, is_wanted: bool
+) -> Reply:
+    """Remove runs, or say which would go, and return a line for each run."""
+    from ...daemon.keeping import plan_prune, prune
+
+    destination = _destination("prune", settings)
+    names = _keys(destination, runs)
     if not (names or older_than or max_bytes):
         raise LookupFailedError("prune: say what goes: --older-than TIME, --max-bytes BYTES or RUN")
     plans = plan_prune(
@@ -194,25 +208,21 @@ def _keep_house(
         max_bytes=num_bytes("--max-bytes", max_bytes) if max_bytes else None,
         names=names,
     )
-    rows, problems = [], 0
-    for plan in plans:
-        state = "stays" if not plan.goes else "would go"
-        if plan.goes and is_wanted:
+    entries: list[dict[str, Any]] = []
+    exit_code = 0
+    for run, goes, why in plans:
+        state = "would go" if goes else "stays"
+        if goes and is_wanted:
             try:
-                state = "removed" if prune(destination, plan.run) else "stays: it has changed just now"
+                state = "removed" if prune(destination, run) else "stays: it has changed just now"
             except StoreError as error:
-                state, problems = f"failed: {error}", 1
-        rows.append([plan.run.key, size(plan.run.num_bytes), str(plan.run.num_objects), state, plan.why])
-    if as_json:
-        names_of_columns = ("run", "bytes", "objects", "state", "why")
-        values = [
-            (plan.run.key, plan.run.num_bytes, plan.run.num_objects, row[3], plan.why)
-            for plan, row in zip(plans, rows, strict=True)
-        ]
-        print_json({"runs": [dict(zip(names_of_columns, value, strict=True)) for value in values]})
-        return problems
-    titles = ("run", "size", "objects", "what", "why")
-    print_table(Table([TableColumn(title=title, is_number=title in ("size", "objects")) for title in titles], rows))
-    if not is_wanted and any(plan.goes for plan in plans):
-        say("nothing was removed: --yes does it")
-    return problems
+                state, exit_code = f"failed: {error}", 1
+        entries.append({"run": run.key, "bytes": run.num_bytes, "objects": run.num_objects, "state": state, "why": why})
+
+    def parts() -> Iterator[Part]:
+        rows = [[one["run"], size(one["bytes"]), str(one["objects"]), one["state"], one["why"]] for one in entries]
+        yield table_of(("run", "size", "objects", "what", "why"), rows, numbers=("size", "objects"))
+        if not is_wanted and any(plan.goes for plan in plans):
+            yield "nothing was removed: --yes does it"
+
+    return Reply(members=lambda: {"runs": entries}, parts=parts, exit_code=exit_code)

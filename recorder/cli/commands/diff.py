@@ -12,9 +12,9 @@ from ...analyze.diff.diff import compare_runs, payload_bytes
 from ...analyze.diff.renames import NO_RENAMES, read_renames
 from ...analyze.diff.reply import reply_of
 from ...analyze.diff.step_range import DiffOptions
+from ...run.reply import Reply
 from ...run.selection import GlobalOptions, Selection
 from ..options import (
-    Json,
     LayoutOption,
     LossOption,
     ModuleOption,
@@ -25,7 +25,7 @@ from ..options import (
     complete_run,
     mapper_for,
 )
-from ..output import print_reply, progress
+from ..output import progress
 from ..paths import local_path, other_runs, two_runs
 
 EPILOG = "Examples: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6    recorder diff @-2 @-1 --site grad --brief"
@@ -85,8 +85,7 @@ def command(
     ] = None,
     brief: Annotated[bool, typer.Option("--brief", help="The answer alone, without tables.")] = False,
     scheduler: SchedulerOption = None,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Compare two runs value by value, whatever their layouts.
 
     The global tensors are compared: one process, DDP and FSDP of any number of ranks. They are compared exactly, unless
@@ -117,4 +116,4 @@ def command(
     )
     with mapper_for(scheduler) as mapper, progress("diff", sum(map(payload_bytes, runs))) as report:
         result = compare_runs(*runs, options, report=report, mapper=mapper)
-    return print_reply(reply_of(*runs, result, options, limit=limit, is_brief=brief), as_json=as_json)
+    return reply_of(*runs, result, options, limit=limit, is_brief=brief)

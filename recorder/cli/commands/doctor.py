@@ -8,23 +8,21 @@ import typer
 
 from ...analyze.doctor.environment import environment_checks
 from ...analyze.doctor.reply import checks_of, reply_of
+from ...run.reply import Reply
 from ...run.run import open_run
-from ..options import Json, complete_run
-from ..output import print_reply
+from ..options import complete_run
 
 EPILOG = "Examples: recorder doctor    recorder doctor recordings --strict"
 
 
 def command(
     path: Annotated[
-        str | None,
-        typer.Argument(metavar="RUN", help="A run; without: this environment.", autocompletion=complete_run),
+        str | None, typer.Argument(metavar="RUN", help="A run; without: this environment.", autocompletion=complete_run)
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 1 also where something may be a loss; see above.")
     ] = False,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Say why something was not, or will not be, recorded.
 
     For a run, it compares what rules and modules promise with what is there, for all ranks and steps, and gives the
@@ -36,4 +34,4 @@ def command(
     """
     run = None if path is None else open_run(path)
     checks = environment_checks() if run is None else checks_of(run)
-    return print_reply(reply_of(run, checks, is_strict=strict), as_json=as_json)
+    return reply_of(run, checks, is_strict=strict)

@@ -10,10 +10,10 @@ import typer
 from ...errors import CommandError, ConfigError
 from ...format.commands import DUMP, Command
 from ...rules import RingWindow, Rule, parse_rules, ring_window
-from ...run.notes import describe
+from ...run.reply import Reply
 from ...run.run import Run, open_location
 from ...system.text import counted
-from ..options import Json, KeyFile, RunPath
+from ..options import KeyFile, RunPath
 from ..sending import Target, find_target, send_and_wait
 
 EPILOG = "Examples: recorder dump latest --reason 'the reward fell'    recorder dump latest --step 41250"
@@ -31,8 +31,7 @@ def command(
     reason: Annotated[str, typer.Option(help="Why, for whoever looks at the run.")] = "asked by recorder dump",
     timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
     key_file: KeyFile = None,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Have a run write what its memory holds of the last steps.
 
     The run has rules with keep=ring. All ranks write the same steps, and dump shows what each has left. A run in a
@@ -44,7 +43,7 @@ def command(
     window = _window(open_location(target.run), target.name)
     first, last = _steps(target, step, window)
     made = Command(kind=DUMP, from_step=first, to_step=last, reason=reason)
-    return send_and_wait(target, made, describe(made), timeout_s=timeout, as_json=as_json, until_done=True)
+    return send_and_wait(target, made, timeout_s=timeout, until_done=True)
 
 
 def _window(run: Run, name: str) -> RingWindow:

@@ -25,8 +25,7 @@ from ...run.notes import (
 from ...run.reply import Reply, Table, table_of
 from ...run.run import RecordedWriter, Run, open_location, open_run
 from ...system.text import counted, moment, printable, size, span
-from ..options import Json, complete_run
-from ..output import print_reply
+from ..options import complete_run
 
 EPILOG = "Examples: recorder ls recordings    recorder ls @-1 --json"
 
@@ -41,11 +40,10 @@ def command(
             metavar="PATH", help="A run, or a folder of runs; without: RECORDER_DIR.", autocompletion=complete_run
         ),
     ] = None,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """List the runs of a folder, or the writers of a run."""
     folder = find_folder(path)
-    return print_reply(_writers_reply(open_run(path)) if folder is None else _runs_reply(folder), as_json=as_json)
+    return _writers_reply(open_run(path)) if folder is None else _runs_reply(folder)
 
 
 def _runs_reply(folder: Location) -> Reply:

@@ -28,8 +28,8 @@ from ...system.executors import open_dask
 from ...system.processes import available_cores
 from ...system.text import counted, size
 from .. import hide_pandas
-from ..options import Json, LayoutOption, LossOption, RunPath, SchedulerOption, refuse
-from ..output import print_reply, progress
+from ..options import LayoutOption, LossOption, RunPath, SchedulerOption, refuse
+from ..output import progress
 from ..paths import local_path
 
 EPILOG = (
@@ -78,8 +78,7 @@ def command(
         int | None, typer.Option(min=1, help="Processes; by default the cores that this one may use.")
     ] = None,
     scheduler: SchedulerOption = None,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Write the global view of a run as a run.
 
     Every command reads it like any other. A merge that was interrupted goes on where it was, and one of a run that has
@@ -98,12 +97,9 @@ def command(
         if (command := command_of_merge(Path(os.path.abspath(out)))) is not None:
             print(f"recorder: interrupted; what is finished is kept, and goes on with: {command}", file=sys.stderr)
         raise
-    reply = Reply(
-        members=lambda: _members(run, report),
-        parts=lambda: _lines(run, report),
-        exit_code=int(report.num_problems > 0),
+    return Reply(
+        members=lambda: _members(run, report), parts=lambda: _lines(run, report), exit_code=int(report.num_problems > 0)
     )
-    return print_reply(reply, as_json=as_json)
 
 
 def _merge(

@@ -13,8 +13,8 @@ from ...run.reply import Reply, Table, table_of
 from ...run.run import Run, open_run
 from ...system.text import counted, size
 from ...upkeep.repair import Outcome, repair_run
-from ..options import Json, RunPath
-from ..output import print_reply, progress
+from ..options import RunPath
+from ..output import progress
 
 EPILOG = "Examples: recorder repair recordings --dry-run    recorder repair @-1"
 
@@ -29,8 +29,7 @@ def command(
             help="The job is over: repair also writers on other hosts, or with a pid in use, if quiet for a minute.",
         ),
     ] = False,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Seal what killed processes left open.
 
     Their newest rows are in shards that only recorder reads; afterwards every Arrow reader does. Indexes that are
@@ -45,21 +44,16 @@ def command(
     with progress("repair", open_bytes) as report:
         outcomes = list(repair_run(run, is_dry=dry_run, assume_dead=assume_dead, report=report))
     counts = Counter(outcome.what for outcome in outcomes)
-    members = {
-        "run": str(run.path),
-        "dry_run": dry_run,
-        "outcomes": [
-            {"what": o.what, "path": str(o.path), "rows": o.rows, "bytes": o.num_bytes, "text": o.text}
-            for o in outcomes
-        ],
-    }
+    entries = [
+        {"what": one.what, "path": str(one.path), "rows": one.rows, "bytes": one.num_bytes, "text": one.text}
+        for one in outcomes
+    ]
     verdict = f"{run.name}: {_verdict(outcomes, counts)}{' (dry run: nothing was changed)' if dry_run else ''}"
-    reply = Reply(
-        members=lambda: members,
+    return Reply(
+        members=lambda: {"run": str(run.path), "dry_run": dry_run, "outcomes": entries},
         parts=lambda: [*([_table(run, outcomes)] if outcomes else []), verdict],
         exit_code=2 if counts["failed"] else int(counts["lost"] > 0),
     )
-    return print_reply(reply, as_json=as_json)
 
 
 def check_is_local(path: str | None) -> None:

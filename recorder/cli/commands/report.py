@@ -15,10 +15,11 @@ from ...errors import LookupFailedError
 from ...report.collect import num_looks
 from ...report.report import write_report
 from ...report.top import DoctorLine, Highlight
+from ...run.reply import Reply
 from ...run.run import Run, open_run
 from ...system.text import size
-from ..options import Json, RunPath, complete_run
-from ..output import print_json, progress, say
+from ..options import RunPath, complete_run
+from ..output import progress
 from ..paths import local_path, other_run
 from .check import fold, sentence
 
@@ -44,8 +45,7 @@ def command(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Draw a run as one HTML file: maps, lines, graph, ranks.
 
     The file needs no network and runs no scripts but its own: send it, or keep it beside the job's other results.
@@ -76,11 +76,12 @@ def command(
             report=report,
         )
     num_missing = sum(check.state == "missing" for check in checks)
-    if as_json:
-        print_json({"run": str(run.path), "path": str(done.path), "bytes": done.num_bytes, "missing": num_missing})
-    else:
-        say(f"{done.path}: {size(done.num_bytes)}")
-    return int(num_missing > 0)
+    path_of_page, num_bytes = str(done.path), done.num_bytes
+    return Reply(
+        members=lambda: {"run": str(run.path), "path": path_of_page, "bytes": num_bytes, "missing": num_missing},
+        parts=lambda: [f"{path_of_page}: {size(num_bytes)}"],
+        exit_code=int(num_missing > 0),
+    )
 
 
 def told_by_doctor(run: Run) -> list[DoctorLine]:

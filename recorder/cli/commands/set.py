@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -11,11 +11,11 @@ from ...errors import CommandError, LookupFailedError
 from ...format.commands import PAUSE, RESUME, SET, UNDO, Command, problem_of, rules_of
 from ...rules import Rule, nearest
 from ...run.notes import answer_members, command_members, describe, sent_commands
+from ...run.reply import Reply
 from ...run.run import Run, open_location, open_run
 from ...run.status import RunWatch
 from ...sites import OF_PROGRAM
-from ..options import Json, KeyFile, RunPath
-from ..output import print_json, say
+from ..options import KeyFile, RunPath
 from ..sending import Target, find_target, send_and_wait
 
 EPILOG = (
@@ -39,8 +39,7 @@ def command(
     ] = False,
     timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
     key_file: KeyFile = None,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Change what a run records while it is under way.
 
     Rules are added to the run's own from one step on, which lies ahead, on all ranks; pause records nothing until
@@ -54,13 +53,13 @@ def command(
     if path is None or sum(chosen) != 1:
         raise LookupFailedError("set takes a RUN, and then rules, pause, resume, --undo N or --list, one of these")
     if list_all:
-        return _list(open_run(path), as_json=as_json)
+        return _list_reply(open_run(path))
     target = find_target(path, key_file)
     made = _made(words, undo, target.step_ahead(at), steps)
     if (problem := problem_of(made)) is not None:
         raise CommandError(problem)
     _check(target, made)
-    return send_and_wait(target, made, describe(made), timeout_s=timeout, as_json=as_json)
+    return send_and_wait(target, made, timeout_s=timeout)
 
 
 def _made(words: Sequence[str], undo: int | None, first: int, steps: int | None) -> Command:
@@ -124,18 +123,19 @@ def _unmatched(run: Run, rule: Rule) -> str | None:
     return f"the rule {rule.text!r} matches no module of this run; {noun} near it: {', '.join(map(repr, near))}"
 
 
-def _list(run: Run, *, as_json: bool) -> int:
+def _list_reply(run: Run) -> Reply:
     commands, shown = run.commands, RunWatch(run.path).look()
-    if as_json:
+
+    def members() -> dict[str, object]:
         entries = [command_members(one) | {"answers": answer_members(run, one, shown)} for one in commands.sound]
-        print_json({"run": str(run.path), "commands": entries, "problems": list(commands.problems)})
-        return int(bool(commands.problems))
-    for one in sent_commands(run, with_dumps=True, shown=shown):
-        say(f"command {one.command.number}: {describe(one.command)}, by {one.command.by or 'somebody'}")
-        for line in one.lines:
-            say(f"  {line}")
-    for problem in commands.problems:
-        say(f"note: no command: {problem}")
-    if not commands.sound and not commands.problems:
-        say("it was told nothing")
-    return int(bool(commands.problems))
+        return {"run": str(run.path), "commands": entries, "problems": list(commands.problems)}
+
+    def parts() -> Iterator[str]:
+        for one in sent_commands(run, with_dumps=True, shown=shown):
+            yield f"command {one.command.number}: {describe(one.command)}, by {one.command.by or 'somebody'}"
+            yield from (f"  {line}" for line in one.lines)
+        yield from (f"note: no command: {problem}" for problem in commands.problems)
+        if not commands.sound and not commands.problems:
+            yield "it was told nothing"
+
+    return Reply(members=members, parts=parts, exit_code=int(bool(commands.problems)))

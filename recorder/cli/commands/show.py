@@ -31,7 +31,6 @@ from ...run.run import Run
 from ...run.selection import Selection
 from ...system.text import counted, number, span
 from ..options import (
-    Json,
     LayoutOption,
     ModulePatterns,
     NameOption,
@@ -41,7 +40,6 @@ from ..options import (
     StepOption,
     refuse,
 )
-from ..output import print_reply
 from ..paths import run_and_module
 from ..selected import explain_nothing, modules_meant, rows_of, site_order
 from ..where import where_reply
@@ -89,8 +87,7 @@ def command(
         int | None,
         typer.Option(min=0, help="With --where: of a pipeline, this stage's, where several have such a module."),
     ] = None,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Show one module over steps and ranks, or a summary of several.
 
     One word alone is a run, or where there is none of that name a module of the newest run.
@@ -109,16 +106,14 @@ def command(
         refuse("not with --where, which draws the chunks of all ranks", rank=rank, statistic=statistic)
         if module is None:
             raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
-        return print_reply(where_reply(run, wanted, layouts=layout or [], stage=stage), as_json=as_json)
+        return where_reply(run, wanted, layouts=layout or [], stage=stage)
     refuse("only with --where", layout=layout, stage=stage)
     if statistic is not None and statistic not in _NUMBERS:
         raise LookupFailedError(f"--statistic {statistic}: choose of {', '.join(_NUMBERS)}{hint(statistic, _NUMBERS)}")
     paths = modules_meant(run, wanted)
     if module is not None and len(paths) == 1:
-        reply = _module_reply(run, paths[0], wanted, last=last, statistic=statistic)
-    else:
-        reply = _modules_reply(run, wanted, statistic or "absmax")
-    return print_reply(reply, as_json=as_json)
+        return _module_reply(run, paths[0], wanted, last=last, statistic=statistic)
+    return _modules_reply(run, wanted, statistic or "absmax")
 
 
 class Series(NamedTuple):

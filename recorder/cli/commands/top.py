@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -17,11 +17,11 @@ import typer
 
 from ...run.finding import Location, RunManifest, find_run
 from ...run.notes import state_word
-from ...run.reply import Table, TableColumn
+from ...run.reply import Reply, Table, TableColumn
 from ...run.status import ENDED, RankNow, RunWatch, Status
 from ...system.text import counted, printable, size
-from ..options import Json, RunPath
-from ..output import fitted, print_json, print_table
+from ..options import RunPath
+from ..output import fitted
 
 EPILOG = "Examples: recorder top recordings    recorder top @-1 --once"
 
@@ -49,8 +49,7 @@ _COLUMNS = (
 def command(
     path: RunPath = None,
     once: Annotated[bool, typer.Option("--once", help="Show one snapshot, as in a pipe.")] = False,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Watch a run while it records, one line a rank.
 
     It ends with the run, or on Ctrl-C. pool is how full the host memory is on its way to disk, waited how long training
@@ -59,29 +58,30 @@ def command(
 
     Exit code 1: a rank was killed, is silent, has given up or has dropped values.
     """
-    return show_top(*find_run(path), once=once, as_json=as_json)
+    return top_reply(*find_run(path), once=once)
 
 
-def show_top(
-    run: Location,
-    manifest: RunManifest,
-    *,
-    once: bool,
-    as_json: bool,
-    sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Show a run until it is over, or once, and return the exit code."""
-    watch, name = RunWatch(run), manifest.name or run.name
-    world_size = manifest.world_size or 0
-    if as_json:
-        ranks = watch.look()
-        print_json(_document(run, ranks, world_size) | {"name": name})
-    elif once or not sys.stdout.isatty():
-        ranks = watch.look()
-        print_table(_table(name, ranks, world_size, len(ranks)))
-    else:
-        ranks = _follow(watch, name, world_size, sleep)
-    return int(any(rank.state in _FINDINGS or rank.status.num_dropped for rank in ranks))
+def top_reply(run: Location, manifest: RunManifest, *, once: bool) -> Reply:
+    """Return the reply that shows a run once or, on a terminal, until it is over."""
+    watch, name, world_size = RunWatch(run), manifest.name or run.name, manifest.world_size or 0
+    ranks: list[RankNow] = []
+
+    def members() -> dict[str, Any]:
+        ranks.extend(watch.look())
+        return _document(run, ranks, world_size) | {"name": name}
+
+    def parts() -> Iterator[Table]:
+        if once or not sys.stdout.isatty():
+            ranks.extend(watch.look())
+            yield _table(name, ranks, world_size, len(ranks))
+        else:
+            ranks.extend(_follow(watch, name, world_size, time.sleep))
+
+    return Reply(
+        members=members,
+        parts=parts,
+        exit_code=lambda: int(any(rank.state in _FINDINGS or rank.status.num_dropped for rank in ranks)),
+    )
 
 
 def _follow(watch: RunWatch, name: str, world_size: int, sleep: Callable[[float], None]) -> list[RankNow]:

@@ -6,13 +6,13 @@ from ...run.reply import Reply
 from ...run.run import open_run
 from ...system.text import counted, size
 from ...upkeep.verify import verify
-from ..options import Json, RunPath
-from ..output import print_reply, progress
+from ..options import RunPath
+from ..output import progress
 
 EPILOG = "Examples: recorder verify recordings    recorder verify @-2 --json"
 
 
-def command(path: RunPath = None, as_json: Json = False) -> int:
+def command(path: RunPath = None) -> Reply:
     """Check every byte of a run.
 
     It checks checksums, seals, footers, indexes and accounts. Exit code 1: something is wrong.
@@ -25,7 +25,7 @@ def command(path: RunPath = None, as_json: Json = False) -> int:
     num_shards = sum(len(writer.shards) for writer in run.writers)
     checked = f"{counted(num_shards, 'shard')}, {counted(run.num_rows, 'row')}, {size(total_bytes)} checked"
     verdict = counted(num_faults, "fault") if num_faults else "no faults"
-    reply = Reply(
+    return Reply(
         members=lambda: {
             "run": str(run.path),
             "rows": run.num_rows,
@@ -38,4 +38,3 @@ def command(path: RunPath = None, as_json: Json = False) -> int:
         ],
         exit_code=int(num_faults > 0),
     )
-    return print_reply(reply, as_json=as_json)

@@ -31,8 +31,7 @@ def command(
         typer.Option(min=0, max=65535, help=f"Where to listen; without: {_PORT}, or the next one that is free."),
     ] = None,
     host: Annotated[
-        str,
-        typer.Option(help="Listen at an address that other machines reach, such as 0.0.0.0. Not encrypted."),
+        str, typer.Option(help="Listen at an address that other machines reach, such as 0.0.0.0. Not encrypted.")
     ] = "127.0.0.1",
 ) -> int:
     """Watch runs in a browser while they record.

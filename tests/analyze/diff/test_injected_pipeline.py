@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recorder.cli.commands.diff import command
+from recorder.cli.output import print_reply
 from tests.campaigns.diff import injected_pipeline as injected
 from tests.campaigns.diff.judging import judge
 
@@ -65,7 +66,8 @@ def test_of_a_number_that_differs_between_ranks_the_wrong_ranks_own_is_told(fold
 
 def test_the_command_says_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(name: str) -> list[str]:
-        command(str(folder / "one"), str(folder / name), noise=[str(folder / "twin")], limit=5)
+        reply = command(str(folder / "one"), str(folder / name), noise=[str(folder / "twin")], limit=5)
+        print_reply(reply, as_json=False)
         return capsys.readouterr().out.splitlines()
 
     line = "culprit: step 1, update of 10 parameters of stage 1 alike, rank 1: param weight of 'layers.2.norm' differs"
