@@ -1,4 +1,4 @@
-"""The rules of the recorder, their thresholds, and the rules and thresholds that a user writes in a file of TOML."""
+"""The rules of the recorder, their thresholds, and the rules and thresholds that a user writes in a TOML file."""
 
 from __future__ import annotations
 
@@ -19,75 +19,80 @@ from .rows import Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import Finding, Replicas, Rule, Setting, Severity, StreakRule
 from .rules.activations import Attention, Dead, DeadUnits, LowPrecision, OutlierUnits, Saturated
 from .rules.baseline import Invariant, Unusual, Width
-from .rules.course import Jump, LossStuck, Overfitting, Spike
-from .rules.data import Data
-from .rules.finite import NonFinite, Skipped
-from .rules.gradients import Exploding, NoGradient, Objectives, Vanishing
-from .rules.parameters import Initialisation, Unchanged, Update
+from .rules.curves import Jump, LossStuck, Overfitting, Spike
+from .rules.parameters import (
+    Exploding,
+    Initialisation,
+    NoGradient,
+    Objectives,
+    Unchanged,
+    Update,
+    Vanishing,
+)  # fmt: skip
 from .rules.ranks import OutlierRank, Replica, RunningStatistics
+from .rules.values import Data, NonFinite, Skipped
 
 RULES: tuple[type[Rule], ...] = (
     NonFinite, Skipped, Jump, Spike, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update,
     Initialisation, Dead, Saturated, Attention, Objectives, OutlierRank, Replica, Data, RunningStatistics, DeadUnits,
     OutlierUnits, LowPrecision, Width, Unusual, Invariant,
 )  # fmt: skip
-"""All that the recorder brings."""
+"""All rules that the recorder brings."""
 ENTRY_POINTS = "recorder.checks"
 """The group of entry points by which a package adds rules: each names a subclass of `Rule`."""
 _OWN = "rule"
-"""The tables of a TOML file that are rules of the user's."""
+"""The tables of a TOML file that define rules of the user's."""
 _OWN_KEYS = ("name", "site", "module", "statistic", "above", "below", "records", "severity")
 _STATISTICS = (
     "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "nan_count", "inf_count", "zero_count", "numel"
 )  # fmt: skip
+_MAX_BYTES = 1 << 20
+"""A larger file is none that a person wrote."""
 
 Thresholds = dict[str, dict[str, float]]
-"""By rule and setting."""
+"""Numbers in place of the defaults, by rule and setting."""
 
 
 class OwnThreshold(StreakRule):
     """The base of rules that a user writes as a table: a statistic above or below a number."""
 
-    advice: ClassVar[str] = "it is a rule of yours"
+    advice = "it is a rule of yours"
     modules: ClassVar[tuple[str, ...]] = ("*",)
     statistic: ClassVar[str]
-    limit: ClassVar[str] = "limit"
+    limit = "limit"
     sign: ClassVar[float]
     """1 for above, -1 for below."""
 
     def wants(self, key: SeriesKey) -> bool:
-        """A value at its sites, of its modules."""
+        """Whether a series is at the rule's sites and of the rule's modules."""
         return key.site in self.sites and matches(self.modules, key.module_path)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the statistic alone."""
+        """Compare the statistic with the limit."""
         values = rows[self.statistic]
         return np.nan_to_num(values * self.sign, nan=-math.inf) > self.thresholds["limit"] * self.sign, values
 
 
 class _Unmade(Rule):
-    """The base of what stands for a rule that could not be made: it raises what was raised then."""
+    """Takes the place of a rule whose construction raised; it raises the same exception at the end of the run."""
 
-    sentence: ClassVar[str] = "It could not be made."
-    sites: ClassVar[tuple[str, ...]] = ()
-    columns: ClassVar[tuple[str, ...]] = ()
-    advice: ClassVar[str] = "mend the rule"
+    sentence = "It could not be made."
+    sites, columns = (), ()
+    advice = "mend the rule"
     error: Exception
 
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Never asked, as it reads no site."""
         return ()
 
     def finish(self) -> Iterable[Finding]:
-        """Raise what was raised."""
         raise self.error
 
 
 def read_assignment(text: str, rules: Iterable[type[Rule]]) -> tuple[str, str, float]:
-    """A threshold as a person types it: ``spike.sigmas=8``.
+    """Parse a threshold as a person types it: ``spike.sigmas=8``.
 
     Raises:
-        ConfigError: it is none, or there is no such rule or setting; the message names the nearest.
+        ConfigError: the text is no assignment, or there is no such rule or setting; the message names the nearest.
     """
     name, equals, value = text.partition("=")
     rule, dot, setting = name.strip().partition(".")
@@ -97,7 +102,7 @@ def read_assignment(text: str, rules: Iterable[type[Rule]]) -> tuple[str, str, f
 
 
 def read_table(table: Mapping[str, Any], where: str) -> tuple[Thresholds, list[type[Rule]]]:
-    """Thresholds and rules of the user's out of a table, as a TOML file has it.
+    """Parse the thresholds and the user's rules in a table of a TOML file.
 
     Raises:
         ConfigError: a rule, a setting, a key or a value is wrong; the message names the nearest.
@@ -120,10 +125,10 @@ def read_table(table: Mapping[str, Any], where: str) -> tuple[Thresholds, list[t
 
 
 def find_rule(name: str, rules: Iterable[type[Rule]], where: str = "") -> type[Rule]:
-    """The rule of that name.
+    """The rule of a name.
 
     Raises:
-        ConfigError: there is none; the message names the nearest.
+        ConfigError: there is no rule of that name; the message names the nearest.
     """
     known = {rule.name: rule for rule in rules}
     if name not in known:
@@ -139,9 +144,9 @@ def make_rules(
     other_widths: Sequence[Sizes] = (),
     replicas: Replicas | None = None,
 ) -> list[Rule]:
-    """Rules that have seen nothing yet, but know what was normal in sound runs, runs of other widths, and replicas.
+    """Make rules, which have seen nothing yet, and give them what is known of sound runs, other widths and replicas.
 
-    In place of one that cannot be made stands a rule that says so.
+    Where a rule cannot be made, a rule that reports the error takes its place.
     """
     made: list[Rule] = []
     for rule in rules:
@@ -150,7 +155,7 @@ def make_rules(
             one.normal, one.other_widths, one.replicas = normal, other_widths, replicas
             if not hasattr(one, "why_not_judged"):
                 raise TypeError("its __init__ does not call that of Rule")
-        except Exception as error:  # a rule of a user's may raise anything, and the others go on
+        except Exception as error:  # a user's rule may raise anything, and the other rules go on
             unmade: type[_Unmade] = type(rule.name, (_Unmade,), {"name": rule.name})
             one = unmade(catalog)
             one.error = error
@@ -170,7 +175,7 @@ def _number(where: str, rule: type[Rule], setting: str, value: object) -> float:
 
 
 def _finite(value: object) -> float | None:
-    """What a person gave as a number; None where it is none, or is larger than any."""
+    """The number that a person gave; None where it is no number, or is not finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -180,6 +185,14 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def _one_of(choices: Sequence[str], where: str, key: str, value: object) -> str:
+    """The value of a key, where it is one of the choices."""
+    if value not in choices:
+        near = did_you_mean(str(value), choices)
+        raise ConfigError(f"{where}: {key} = {value!r}{near}: expected one of {', '.join(choices)}")
+    return str(value)
+
+
 def _tables(value: object, where: str) -> Sequence[Mapping[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
         raise ConfigError(f"{where}: {_OWN} = {value!r}: expected tables, each headed [[{_OWN}]]")
@@ -187,31 +200,23 @@ def _tables(value: object, where: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> type[Rule]:
-    """A rule out of a table: what it is called, which is no name that is taken, what it reads, and its limit."""
+    """Make a rule out of a table. Its name must not be one of `taken`."""
     for key in table:
         if key not in _OWN_KEYS:
-            raise ConfigError(
-                f"{where}: [[{_OWN}]] has no key {key!r}{did_you_mean(key, _OWN_KEYS)}; keys are {', '.join(_OWN_KEYS)}"
-            )
-    name, statistic, site = (table.get(key) for key in ("name", "statistic", "site"))
+            near = did_you_mean(key, _OWN_KEYS)
+            raise ConfigError(f"{where}: [[{_OWN}]] has no key {key!r}{near}; keys are {', '.join(_OWN_KEYS)}")
+    name = table.get("name")
     if not isinstance(name, str) or not name.isidentifier() or name in taken:
         raise ConfigError(f"{where}: [[{_OWN}]] name = {name!r}: expected a word that is no rule's name yet")
     where_rule = f"{where}: rule {name}"
-    if statistic not in _STATISTICS:
-        near = did_you_mean(str(statistic), _STATISTICS)
-        raise ConfigError(f"{where_rule}: statistic = {statistic!r}{near}: expected one of {', '.join(_STATISTICS)}")
-    if site not in SITES:
-        raise ConfigError(
-            f"{where_rule}: site = {site!r}{did_you_mean(str(site), SITES)}: expected one of {', '.join(SITES)}"
-        )
+    statistic = _one_of(_STATISTICS, where_rule, "statistic", table.get("statistic"))
+    site = _one_of(SITES, where_rule, "site", table.get("site"))
     limits = [key for key in ("above", "below") if key in table]
     limit = _finite(table[limits[0]]) if len(limits) == 1 and not isinstance(table[limits[0]], str) else None
     if limit is None:
         raise ConfigError(f"{where_rule}: expected one number, above or below")
     severities = {one.word: one for one in Severity}
-    severity = table.get("severity", Severity.WARNING.word)
-    if severity not in list(severities):
-        raise ConfigError(f"{where_rule}: severity = {severity!r}: expected one of {', '.join(severities)}")
+    severity = _one_of(list(severities), where_rule, "severity", table.get("severity", Severity.WARNING.word))
     records = table.get("records", 1)
     if not isinstance(records, int) or _finite(records) is None or records < 1:
         raise ConfigError(f"{where_rule}: records = {records!r}: expected a whole number from 1 on")
@@ -219,29 +224,21 @@ def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> t
         modules = parse_patterns(str(table.get("module", "*")))
     except ValueError as error:
         raise ConfigError(f"{where_rule}: module: {error}") from None
-    source = f"{where}"
     sentence = f"{statistic} of {site} is {limits[0]} {limit:g}, {records} records in a row."
-    settings = (
-        Setting(name="limit", default=limit, unit=statistic, source=source),
-        Setting(name="records", default=records, unit="records", source=source),
-    )
     members = {
         "name": name, "sentence": sentence, "severity": severities[severity], "sites": (site,), "columns": (statistic,),
-        "settings": settings, "what": f"{statistic} is {limits[0]} the limit", "measure": statistic,
+        "settings": (Setting("limit", limit, statistic, where), Setting("records", records, "records", where)),
+        "what": f"{statistic} is {limits[0]} the limit", "measure": statistic,
         "modules": modules, "statistic": statistic, "sign": 1.0 if limits[0] == "above" else -1.0,
     }  # fmt: skip
     return type(name, (OwnThreshold,), {"__doc__": sentence, **members})
-
-
-_MAX_BYTES = 1 << 20
-"""A larger file is none that a person wrote."""
 
 
 def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type[Rule]]]:
     """Return the thresholds and the rules of a file.
 
     Raises:
-        ConfigError: it cannot be read, is no TOML, or says what no rule has; the message names the nearest.
+        ConfigError: it cannot be read, is no TOML, or names what no rule has; the message names the nearest.
     """
     try:
         with open(path, "rb") as file:
@@ -251,7 +248,7 @@ def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply") from None
-    except ValueError as error:  # that of TOML, of UTF-8, or of an integer with thousands of digits
+    except ValueError as error:  # of TOML, of UTF-8, or of an integer with thousands of digits
         raise ConfigError(f"{path}: is no TOML: {error}") from None
     if table is None:
         raise ConfigError(f"{path}: is larger than {_MAX_BYTES} bytes; expected thresholds and rules in TOML")
@@ -259,7 +256,7 @@ def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type
 
 
 def check_settings(loaded: Loaded) -> tuple[Thresholds, list[type[Rule]]]:
-    """Return the thresholds and the rules of the file that the settings name; none where they name none.
+    """Return the thresholds and the rules of the file that the setting `check_settings` names; none where it is empty.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong.

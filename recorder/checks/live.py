@@ -1,19 +1,19 @@
 """A few cheap rules in the writer thread of a rank, while it trains: non-finite values, spikes, jumps, and the user's.
 
-`LiveChecks` is fed what the writer has measured anyway, one record at a time, and calls back with what its rules say:
+`LiveChecks` takes the statistics that the writer measures anyway, one record at a time, and calls back with findings:
 
-    checks = LiveChecks(rank=0, on_finding=tell, thresholds=thresholds, own=own)
+    checks = LiveChecks(rank=0, on_finding=print, thresholds=thresholds, own=own)
     checks.saw(staged, measured)  # the writer's callback `saw`, with each record
     checks.finish()               # on the writer thread once no record follows: the last step is judged, too
 
-`thresholds` and `own` are what `book.read_table(table, where)` makes of a table of TOML. `on_finding` is called on the
-thread that calls `saw`, at the first record of a later step: rules see whole steps, because only the end of a step
-tells whether `GradScaler` skipped it. Nothing is called for what was said already; a rule that raises is a finding of
-its own, and the others go on. The last step of a training that is killed is not judged.
+`book.read_table(table, where)` makes `thresholds` and `own` of a table of TOML. `on_finding` is called on the thread
+that calls `saw`, at the first record of a later step: rules see complete steps, because only the end of a step shows
+whether `GradScaler` skipped it. Each finding is reported once; a rule that raises is a finding of its own, and the
+other rules go on. The last step of a training that is killed is not judged.
 
-The rules are those of `recorder check`, and so are pure. It must never raise, read a tensor or a file, or keep more
-than the statistics of one step. A record without statistics costs one comparison. Rules that packages install are left
-out: nobody can stop one that does not end, and the writer would stand still.
+The rules are those of `recorder check`, and so are pure. This module must never raise, read a tensor or a file, or
+keep more than the statistics of one step. A record without statistics costs one comparison. Rules that packages install
+are left out: nobody can stop a rule that does not end, and the writer would wait for it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .book import Thresholds, make_rules
 from .engine import Engine
 from .rows import About, Catalog, Rows, SeriesKey
 from .rule import Finding, Rule
-from .rules.course import Jump, Spike
-from .rules.finite import NonFinite
+from .rules.curves import Jump, Spike
+from .rules.values import NonFinite
 
 LIVE_RULES: tuple[type[Rule], ...] = (NonFinite, Spike, Jump)
-"""Cheap: they cost a few additions for each record, and remember a few numbers for each value."""
+"""Cheap rules: each costs a few additions for each record, and remembers a few numbers for each value."""
 _ALWAYS = ("nan_count", "inf_count")
 _UNWANTED = -1
 
@@ -57,11 +57,11 @@ class LiveChecks:
         """Rules that have seen nothing yet.
 
         Args:
-            rank: of this process.
-            on_finding: is told what a rule says.
-            rules: of the recorder.
-            thresholds: by rule and setting, in place of the defaults; those of other rules do nothing here.
-            own: rules of the user's, by a statistic and a limit.
+            rank: the rank of this process.
+            on_finding: is called with each finding.
+            rules: rules of the recorder.
+            thresholds: by rule and setting, in place of the defaults; thresholds of other rules do nothing here.
+            own: rules of the user's, each with a statistic and a limit.
         """
         made = [*rules, *own]
         self._rank = rank
@@ -73,14 +73,14 @@ class LiveChecks:
         self._names = tuple(name for name in names if name in Measured._fields)
         self._numbers = attrgetter(*self._names)
         self._lanes: dict[tuple[object, ...], int] = {}
-        """By what a series is called; `_UNWANTED` where no rule reads it."""
+        """The lane of each series, by its names; `_UNWANTED` where no rule reads it."""
         self._step = 0
         self._rows: list[tuple[object, ...]] = []
-        """Lane, number of elements and statistics of each record of the step in hand."""
+        """Lane, number of elements and statistics of each record of the current step."""
         self._is_off = False
 
     def saw(self, staged: Staged, measured: Measured) -> None:
-        """Take in the statistics of a record, and judge the step before where the record is of a later one."""
+        """Take in the statistics of a record; if it is the first of a later step, judge the step before it."""
         if measured.nan_count is None or self._is_off:
             return
         try:
@@ -89,13 +89,13 @@ class LiveChecks:
             self._turn_off(error)
 
     def finish(self) -> None:
-        """Judge the last step. What a rule says at the end of a whole run, it does not say here."""
+        """Judge the last step. `Rule.finish` is not called: its findings are about complete runs."""
         if self._is_off:
             return
         try:
             self._judge()
             self._engine.flush()
-            self._tell()
+            self._report()
         except Exception as error:  # as above
             self._turn_off(error)
 
@@ -105,7 +105,7 @@ class LiveChecks:
             self._judge()
             self._step = step
         elif step < self._step:
-            return  # a value that comes after its step was judged: rules take steps in order
+            return  # the value comes after its step was judged, and rules take steps in order
         key = (staged.origin, staged.moment.mode, staged.phase, staged.scope)
         lane = self._lanes.get(key)
         if lane is None:
@@ -114,7 +114,7 @@ class LiveChecks:
             self._rows.append((lane, math.prod(staged.shape), *self._numbers(measured)))
 
     def _lane(self, staged: Staged) -> int:
-        """The number of the record's series on this rank, where a rule reads it."""
+        """The lane of the record's series on this rank; `_UNWANTED` where no rule reads it."""
         if staged.phase == "recompute":
             return _UNWANTED
         key = SeriesKey(*staged.origin[:4], staged.moment.mode, staged.phase, staged.scope or "")
@@ -124,7 +124,7 @@ class LiveChecks:
         return int(self._catalog.lanes(np.array([number]), np.array([self._rank]))[0])
 
     def _judge(self) -> None:
-        """Hand the rows of the step in hand to the rules, and tell what they say of the step before."""
+        """Give the rows of the current step to the rules, and report their findings."""
         if not self._rows:
             return
         lanes, numels, *columns = zip(*self._rows, strict=True)
@@ -134,9 +134,9 @@ class LiveChecks:
         steps = np.full(len(lanes), self._step, np.int64)
         self._engine.add(Rows(self._catalog, steps, np.array(lanes, np.int64), numbers))
         self._engine.flush()
-        self._tell()
+        self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         for finding in self._engine.take():
             self._on_finding(finding)
 

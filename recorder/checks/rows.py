@@ -1,7 +1,7 @@
-"""What rules are fed: rows of statistics as columns of numbers, and what each row is of. Knows of no file.
+"""The rows of statistics that rules are fed, as columns of numbers, and the catalog of what each row is about.
 
-A *series* is a value over the steps; a *lane* is a series on one rank, and has a number. What a rule remembers, it
-remembers by lane, so that memory grows with the model and the ranks, and never with the steps.
+A *series* is a value over the steps; a *lane* is a series on one rank, and has a number. Rules remember numbers by
+lane, so that memory grows with the model and the ranks, and never with the steps. This module knows of no file.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _MAX_RANK = 1 << 26
+_PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 
 
 class SeriesKey(NamedTuple):
-    """What a series is called."""
+    """The names of a series."""
 
     root: str
     module_path: str
@@ -35,38 +36,38 @@ class SeriesKey(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        """Whether it is a scalar that is called a loss."""
+        """Whether the series is a scalar that is called a loss."""
         return is_loss(self.site, self.name)
 
     @property
     def differs_by_batch(self) -> bool:
-        """Whether data-parallel ranks have it each of its own batch, so that it may be compared over ranks."""
+        """Whether the value depends on the rank's own batch, so that data-parallel ranks may be compared by it."""
         return self.site in ("output", "grad_output") or self.is_loss or (self.site == "grad" and self.scope == "local")
 
 
 class About(NamedTuple):
-    """What else is known of a series, from its first row."""
+    """Further facts about a series, from its first row."""
 
     dtype: str
     shape: tuple[int, ...]
     whole_numel: int = 0
-    """Elements of the whole, where each rank has a chunk of a parameter or its gradient; else 0."""
+    """Elements of the complete tensor, where each rank has a chunk of a parameter or its gradient; else 0."""
 
 
 class ModuleFacts(NamedTuple):
-    """What is known of a module beside its values."""
+    """Facts about a module that its values do not show."""
 
     class_name: str
     sites: tuple[str, ...]
-    """At which a rule of the recording selects its values."""
+    """The sites at which a rule of the recording selects values of the module."""
 
 
 class Catalog:
-    """The series and lanes that were met, by number; it only grows."""
+    """The series and lanes that have appeared so far, by number; a catalog only grows."""
 
     def __init__(self, modules: Mapping[tuple[str, str], ModuleFacts] | None = None) -> None:
         self.modules = dict(modules or {})
-        """By root and path, as far as it is known."""
+        """Facts about modules, by root and path; only modules that are known have an entry."""
         self.series: list[SeriesKey] = []
         self.about: list[About] = []
         self._whole_numel = np.zeros(0)
@@ -78,13 +79,13 @@ class Catalog:
         self.rank_of: Integers = np.zeros(0, np.int64)
         """By lane; -1 for a value of all ranks."""
         self.part_of: Integers = np.zeros(0, np.int64)
-        """By lane, which part of the batch its rank works on: ranks with the same number share one."""
+        """By lane, the part of the batch that its rank works on: ranks with the same number share one part."""
         self.peers_of: Integers = np.zeros(0, np.int64)
         """By lane, a number that is equal on ranks that hold the same piece of the model, and so may be compared."""
 
     @property
     def whole_numel(self) -> Floats:
-        """By series, the elements of the whole where each rank has a chunk of it, else 0."""
+        """By series, the elements of the complete tensor where each rank has a chunk of it, else 0."""
         new = self.about[len(self._whole_numel) :]
         if new:
             self._whole_numel = np.append(self._whole_numel, [float(about.whole_numel) for about in new])
@@ -94,8 +95,21 @@ class Catalog:
     def num_lanes(self) -> int:
         return len(self.series_of)
 
+    def key_of(self, lane: int) -> SeriesKey:
+        """The names of the series of a lane."""
+        return self.series[int(self.series_of[lane])]
+
+    def about_of(self, lane: int) -> About:
+        """The dtype and shape of the series of a lane."""
+        return self.about[int(self.series_of[lane])]
+
+    def class_of(self, key: SeriesKey) -> str:
+        """The class of the module that a series belongs to; empty where the class is not known."""
+        module = self.modules.get((key.root, key.module_path))
+        return "" if module is None else module.class_name
+
     def mark(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
-        """By series, whether it is one of a kind. Each series is asked once for each name of a kind."""
+        """By series, whether `is_one` is true of it; `is_one` is called once for each series and name."""
         known = self._marks.get(name, np.zeros(0, np.bool_))
         if len(known) < len(self.series):
             new = [is_one(key) for key in self.series[len(known) :]]
@@ -103,12 +117,12 @@ class Catalog:
         return known
 
     def find(self, key: SeriesKey, rank: int) -> int | None:
-        """The lane of a series on a rank, if it was met."""
+        """The lane of a series on a rank; None where the rank has no row of the series."""
         series = self._number_of.get(key)
         return None if series is None else self._lane_of.get(series * _MAX_RANK + rank + 1)
 
     def number(self, key: SeriesKey, about: About) -> int:
-        """The number of a series, a new one where it is new."""
+        """The number of a series; a series that is new gets the next number."""
         if key not in self._number_of:
             self._number_of[key] = len(self.series)
             self.series.append(key)
@@ -121,10 +135,10 @@ class Catalog:
         """The lanes of rows, by the number of their series and their rank.
 
         Args:
-            series: of each row.
-            ranks: of each row, -1 for all ranks.
-            parts: which part of the batch the rank works on; by default each rank has one of its own.
-            peers: which piece of the model the rank holds; by default all hold the same.
+            series: the number of each row's series.
+            ranks: the rank of each row, -1 for all ranks.
+            parts: the part of the batch that the rank works on; by default each rank has a part of its own.
+            peers: a number for the piece of the model that the rank holds; by default all ranks hold the same piece.
         """
         mixed, firsts, inverse = np.unique(series * _MAX_RANK + ranks + 1, return_index=True, return_inverse=True)
         known = [self._lane_of.get(one, -1) for one in mixed.tolist()]
@@ -142,7 +156,7 @@ class Catalog:
 
 
 class Rows:
-    """Rows of whole steps, by step and then in the order of execution of each rank. Some of them cost no copy."""
+    """Rows of complete steps, by step and then in each rank's order of execution. A selection copies no column."""
 
     __slots__ = ("_indices", "_numbers", "_taken", "catalog", "lanes", "steps")
 
@@ -158,10 +172,10 @@ class Rows:
 
         Args:
             catalog: what the lanes are.
-            steps: of each row.
-            lanes: of each row.
-            numbers: statistics, counts and `numel`, NaN where a row has none; a column that the run lacks is not there.
-            indices: which rows of `numbers` these are; by default all of them.
+            steps: the step of each row.
+            lanes: the lane of each row.
+            numbers: statistics, counts and `numel`, NaN where a row has none. A column that was not recorded is absent.
+            indices: the rows of `numbers` that these rows are; by default all of them.
         """
         self.catalog, self.steps, self.lanes = catalog, steps, lanes
         self._numbers, self._indices = numbers, indices
@@ -171,7 +185,7 @@ class Rows:
         return len(self.steps)
 
     def __getitem__(self, name: str) -> Floats:
-        """A column; NaN throughout where the run lacks it."""
+        """A column; NaN in every row where the run has no such column."""
         if name not in self._taken:
             column = self._numbers.get(name)
             if column is None:
@@ -194,6 +208,18 @@ class Rows:
     def ranks(self) -> Integers:
         return np.asarray(self.catalog.rank_of[self.lanes])
 
+    def where(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
+        """By row, whether `is_one` is true of its series; `is_one` is called once for each series and name."""
+        return np.asarray(self.catalog.mark(name, is_one)[self.series])
+
+    def at(self, *sites: str) -> Flags:
+        """By row, whether its value is of one of these sites."""
+        return self.where(f"at {sites}", lambda key: key.site in sites)
+
+    def are_float(self) -> Flags:
+        """By row, whether the elements of its value are floating-point numbers."""
+        return np.array(["float" in about.dtype for about in self.catalog.about], np.bool_)[self.series]
+
     def take(self, chosen: Flags | Integers | slice) -> Rows:
         """Some of the rows; a column is copied once it is asked for."""
         if isinstance(chosen, np.ndarray) and chosen.dtype == np.bool_:
@@ -205,20 +231,20 @@ class Rows:
         return Rows(self.catalog, self.steps[chosen], self.lanes[chosen], self._numbers, indices)
 
     def by_lane(self) -> Rows:
-        """The rows lane by lane, each in the order of time."""
+        """The rows lane by lane, and by time within each lane."""
         return self.take(np.argsort(self.lanes, kind="stable"))
 
     @property
     def rms(self) -> Floats:
-        """The root of the mean square of the finite elements of each row's value, of a chunk those of all chunks."""
+        """The root mean square of the finite elements of each row's value; for a chunk that of all chunks together."""
         num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
 
     def over_chunks(self, values: Floats) -> Floats:
-        """The values, of rows of chunks the sum over the chunks that ranks have of one value at one step.
+        """The values, where each row of a chunk gets the sum over the chunks of all ranks at that step.
 
-        It is NaN where not all chunks are there.
+        The sum is NaN where a chunk is missing.
         """
         whole = self.catalog.whole_numel[self.series]
         is_chunk = whole > 0
@@ -231,9 +257,17 @@ class Rows:
         values[is_chunk] = sums[ids]
         return values
 
+    def fingerprints(self, names: Sequence[str]) -> npt.NDArray[np.uint64]:
+        """By row, a hash of up to four columns: rows whose columns are equal have equal hashes."""
+        hashes = np.zeros(len(self), np.uint64)
+        for name, prime in zip(names, _PRIMES, strict=True):
+            hashes = (hashes ^ (self[name] + 0.0).view(np.uint64)) * prime
+            hashes ^= hashes >> np.uint64(29)
+        return hashes
+
 
 def concatenate(some: Sequence[Rows]) -> Rows:
-    """Rows one after the other; of one catalog, and at least one."""
+    """Rows one after the other; at least one batch, and all of one catalog."""
     if len(some) == 1:
         return some[0]
     names = dict.fromkeys(name for rows in some for name in rows.names)
@@ -243,7 +277,7 @@ def concatenate(some: Sequence[Rows]) -> Rows:
 
 
 class Memory:
-    """One number for each lane, which is there again when the next rows come."""
+    """One number for each lane, kept from one batch of rows to the next. The lanes may be any numbers from 0 on."""
 
     def __init__(self, initial: float = np.nan) -> None:
         self._initial = initial
@@ -253,9 +287,13 @@ class Memory:
         self._grow(lanes)
         return self._values[lanes]
 
-    def __setitem__(self, lanes: Integers, values: Floats) -> None:
+    def __setitem__(self, lanes: Integers, values: Floats | float) -> None:
         self._grow(lanes)
         self._values[lanes] = values
+
+    def of(self, lane: int) -> float:
+        """The number of one lane."""
+        return float(self._values[lane]) if lane < len(self._values) else self._initial
 
     def _grow(self, lanes: Integers) -> None:
         missing = int(lanes.max(initial=-1)) + 1 - len(self._values)
@@ -263,28 +301,32 @@ class Memory:
             self._values = np.append(self._values, np.full(max(missing, len(self._values)), self._initial))
 
 
+def as_exact_floats(hashes: npt.NDArray[np.uint64]) -> Floats:
+    """The upper 53 bits of hashes, which a float holds exactly, so that a `Memory` can keep them."""
+    return (hashes >> np.uint64(11)).astype(np.float64)
+
+
 def begins(lanes: Integers) -> Flags:
-    """Which rows are the first of their lane, where rows stand lane by lane."""
+    """By row, whether it is the first of its lane; rows come lane by lane."""
     return np.r_[True, lanes[1:] != lanes[:-1]] if len(lanes) else np.zeros(0, np.bool_)
 
 
 def ends(lanes: Integers) -> Flags:
-    """Which rows are the last of their lane, where rows stand lane by lane."""
+    """By row, whether it is the last of its lane; rows come lane by lane."""
     return np.r_[lanes[1:] != lanes[:-1], True] if len(lanes) else np.zeros(0, np.bool_)
 
 
 def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """The value before each one in its lane, where rows stand lane by lane; `memory` has those of earlier rows."""
+    """By row, the value before it in its lane; rows come lane by lane, and `memory` keeps the last value of each."""
     before = np.r_[np.nan, values[:-1]] if len(values) else values
-    is_first = begins(lanes)
+    is_first, is_last = begins(lanes), ends(lanes)
     before[is_first] = memory[lanes[is_first]]
-    is_last = ends(lanes)
     memory[lanes[is_last]] = values[is_last]
     return before
 
 
 def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """The first value of each one's lane, where rows stand lane by lane; `memory` has those of earlier rows."""
+    """By row, the first value of its lane; rows come lane by lane, and `memory` keeps the first value of each."""
     firsts = np.flatnonzero(begins(lanes))
     new = firsts[np.isnan(memory[lanes[firsts]])]
     memory[lanes[new]] = values[new]
@@ -292,7 +334,7 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """How many rows in a row of its lane are flagged, up to each row, where rows stand lane by lane."""
+    """By row, the number of flagged rows in a row in its lane that end with it; rows come lane by lane."""
     indices = np.arange(len(lanes))
     firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
@@ -305,29 +347,29 @@ def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
 
 
 class Reached(NamedTuple):
-    """A row at which something has held for enough records in a row."""
+    """A row at which a condition has held for enough records in a row."""
 
     row: int
     num: int
-    """Records for which it has held."""
+    """Records for which the condition has held."""
     since: int | None
-    """The step of the first of these; None where there is but one."""
+    """The step of the first of these records; None where there is only one."""
 
 
 class Streaks:
-    """What holds for some records in a row, told once for each lane."""
+    """Finds the first time in each lane that a condition holds for some records in a row."""
 
-    def __init__(self, told: Memory | None = None) -> None:
-        """Nothing has held yet.
+    def __init__(self, reported: Memory | None = None) -> None:
+        """No condition has held yet.
 
         Args:
-            told: the lanes of which it was told; several kinds that have it in common tell a lane once together.
+            reported: 1 for each lane that was reported; two objects that share it report a lane once together.
         """
         self._lengths, self._since = Memory(0.0), Memory()
-        self._told = Memory(0.0) if told is None else told
+        self._reported = Memory(0.0) if reported is None else reported
 
     def lengths(self, lanes: Integers, steps: Integers, flags: Flags) -> tuple[Integers, Floats]:
-        """For how many records it has held at each row, and since which step; rows stand lane by lane."""
+        """By row, for how many records the condition has held, and since which step; rows come lane by lane."""
         lengths = streaks(lanes, flags, self._lengths)
         indices = np.arange(len(lanes))
         firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
@@ -338,11 +380,11 @@ class Streaks:
         return lengths, since
 
     def reached(self, lanes: Integers, steps: Integers, flags: Flags, records: float) -> list[Reached]:
-        """By lane, the first of these rows with which it has held for so many records; rows stand lane by lane."""
+        """By lane, the first row at which the condition has held for `records` records; rows come lane by lane."""
         lengths, since = self.lengths(lanes, steps, flags)
-        new = np.flatnonzero((lengths >= records) & (self._told[lanes] == 0))
+        new = np.flatnonzero((lengths >= records) & (self._reported[lanes] == 0))
         new = new[begins(lanes[new])]
-        self._told[lanes[new]] = np.ones(len(new))
+        self._reported[lanes[new]] = 1.0
         return [
             Reached(row, num, first if num > 1 else None)
             for row, num, first in zip(
@@ -352,30 +394,30 @@ class Streaks:
 
 
 class Spells:
-    """What holds for a good while, told once for each lane, and whether it ended later."""
+    """Finds conditions that hold for a long time, once in each lane, and remembers whether they ended later."""
 
     def __init__(self, weight: float = 1.0) -> None:
-        """Nothing has held yet.
+        """No condition has held yet.
 
         Args:
-            weight: how many records in which it holds one counts for in which it does not, once it was told.
+            weight: how many records with the condition one record without it outweighs, once it was reported.
         """
         self._streaks, self._was_long = Streaks(), Memory(0.0)
         self._weight = weight
         self._balance = Memory()
-        """Records in which it holds, less the weight of all others, since what was told began; else NaN."""
+        """Records with the condition less `weight` times the records without it, since the spell began; NaN before."""
 
     def begun(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float, lasting: Floats
     ) -> Iterator[tuple[int, int]]:
-        """Rows at which it has held for long enough, and since which step; once more where it ended in between.
+        """Rows at which the condition has held long enough, and since which step; once more where it ended in between.
 
         Args:
-            lanes: of rows that stand lane by lane.
-            steps: of each row.
-            flags: whether it holds of each row.
-            records: for how many records in a row it has to hold.
-            lasting: by row, for how many steps.
+            lanes: the lane of each row; rows come lane by lane.
+            steps: the step of each row.
+            flags: whether the condition holds at each row.
+            records: for how many records in a row the condition has to hold.
+            lasting: by row, for how many steps the condition has to hold.
         """
         lengths, since = self._streaks.lengths(lanes, steps, flags)
         is_long = (lengths >= records) & (steps - since + 1 >= lasting)
@@ -397,8 +439,8 @@ class Spells:
         self._balance[lanes[is_last]] = balance[is_last]
 
     def has_ended(self, lane: int) -> bool:
-        """Whether what was told of a lane did not hold for most records since, by the weight of those."""
-        return bool(self._balance[np.array([lane])][0] < 0)
+        """Whether the records without the condition, by their weight, outnumber those with it since it was reported."""
+        return self._balance.of(lane) < 0
 
 
 def grouped(*columns: Integers) -> tuple[Integers, Integers]:

@@ -1,7 +1,7 @@
-"""What a rule is: a name, a sentence, what it reads, its thresholds, and what it says. Knows of no file.
+"""What a rule is: a name, a sentence, the statistics it reads, its thresholds, and the findings it makes.
 
-A rule is fed rows of whole steps in the order of steps, and says findings. It must never remember more than a few
-numbers for each lane.
+A rule is fed the rows of complete steps in the order of steps, and yields findings. It must never remember more than a
+few numbers for each lane. This module knows of no file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from .normal import Normal, Sizes
-from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Streaks, begins
+from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, begins
+
+_MOST_WAITING = 5_000
+"""Findings that wait for the end of the run; no sound training has as many."""
 
 
 class Severity(IntEnum):
@@ -33,7 +36,7 @@ class Severity(IntEnum):
         return self.name.lower()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """A threshold of a rule."""
 
@@ -44,8 +47,12 @@ class Setting:
     """Where the default comes from."""
 
 
+CALIBRATED = "calibrated on sound trainings"
+"""The source of a threshold that was measured here."""
+
+
 class Finding(NamedTuple):
-    """What a rule says of one value, on one rank or on several."""
+    """One finding of a rule on a value, on one rank or on several."""
 
     rule: str
     severity: Severity
@@ -59,28 +66,28 @@ class Finding(NamedTuple):
     what: str
     """What is wrong, in words, without the number."""
     measure: str
-    """What the number is."""
+    """What `value` and `threshold` measure."""
     value: float
     threshold: float
     advice: str
     """What to do next."""
     detail: str = ""
-    """Numbers in words that make the finding plainer."""
+    """Further numbers, in words, that make the finding plainer."""
     since: int | None = None
-    """Since which step it holds, where it is said once it has held for some records in a row, at `step`."""
+    """The step since which it holds, where a rule waits for some records in a row before it reports at `step`."""
 
     @property
     def first_step(self) -> int:
-        """The first step at which it holds, as far as is known."""
+        """The first step at which the finding holds, as far as is known."""
         return self.step if self.since is None else self.since
 
 
 class Replicas(NamedTuple):
-    """What a comparison of the ranks' replicas found: a rule sees numbers, which do not tell whether bits are equal."""
+    """What a comparison of the ranks' replicas found: a rule sees numbers, which cannot show that bits are equal."""
 
     findings: Sequence[Finding]
     why_not_compared: str
-    """Empty where some were compared."""
+    """Empty where at least one replica was compared."""
     notes: Sequence[str] = ()
 
 
@@ -89,16 +96,16 @@ class Rule(ABC):
 
     name: ClassVar[str]
     sentence: ClassVar[str]
-    """What it finds, in one sentence."""
+    """What the rule finds, in one sentence."""
     severity: ClassVar[Severity] = Severity.WARNING
     sites: ClassVar[tuple[str, ...]]
-    """Where the values are seen that it reads."""
+    """The sites whose values the rule reads."""
     columns: ClassVar[tuple[str, ...]]
-    """What it reads of them."""
+    """The statistics that the rule reads of each value."""
     keep: ClassVar[str] = "stats"
-    """What a rule of recording has to keep for these columns."""
+    """What the recording has to keep so that there are these columns."""
     needs: ClassVar[str] = ""
-    """What has to be there, in words, where `sites` and `keep` do not say it."""
+    """What the run has to contain, in words, where `sites` and `keep` do not say it."""
     settings: ClassVar[tuple[Setting, ...]] = ()
     advice: ClassVar[str]
     """What to do next."""
@@ -113,13 +120,17 @@ class Rule(ABC):
         self.catalog = catalog
         self.thresholds = {one.name: one.default for one in self.settings} | dict(thresholds or {})
         self.normal: Normal | None = None
-        """What was normal in sound runs, where there are any."""
+        """What was normal in sound runs, where the user named any."""
         self.other_widths: Sequence[Sizes] = ()
-        """Runs of the same training at other widths, where there are any."""
+        """Runs of the same training at other widths, where the user named any."""
         self.replicas: Replicas | None = None
-        """What was found of replicas, where somebody looked."""
+        """What the comparison of the replicas found, where somebody compared them."""
         self.why_not_judged = ""
-        """Why the rule judged nothing although there was what it reads, for example too few records."""
+        """Why the rule judged nothing although the run has its columns, for example too few records."""
+        self.set_up()
+
+    def set_up(self) -> None:  # noqa: B027 (a rule need not remember anything)
+        """Make what the rule remembers; `catalog` and `thresholds` are there."""
 
     @classmethod
     def default(cls, setting: str) -> float:
@@ -127,15 +138,15 @@ class Rule(ABC):
         return next(one.default for one in cls.settings if one.name == setting)
 
     def wants(self, key: SeriesKey) -> bool:
-        """Whether it reads the rows of a series."""
+        """Whether the rule reads the rows of a series."""
         return key.site in self.sites
 
     @abstractmethod
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Look at the rows of the next whole steps that it wants, at least one."""
+        """Look at the next rows of series that the rule wants: complete steps, and at least one row."""
 
     def finish(self) -> Iterable[Finding]:
-        """What can be said once there are no more rows."""
+        """The findings that can be made once there are no more rows."""
         return ()
 
     def finding(
@@ -150,53 +161,41 @@ class Rule(ABC):
         since: int | None = None,
     ) -> Finding:
         """A finding on the value of a lane."""
-        key = self.catalog.series[int(self.catalog.series_of[lane])]
         rank = int(self.catalog.rank_of[lane])
         return Finding(
-            rule=self.name,
-            severity=self.severity if severity is None else severity,
-            step=int(step),
-            root=key.root,
-            module_path=key.module_path,
-            site=key.site,
-            name=key.name,
-            ranks=() if rank < 0 else (rank,),
-            what=what,
-            measure=measure,
-            value=float(value),
-            threshold=float(threshold),
-            advice=self.advice,
-            since=since,
-        )
+            self.name, self.severity if severity is None else severity, int(step), *self.catalog.key_of(lane)[:4],
+            ranks=() if rank < 0 else (rank,), what=what, measure=measure, value=float(value),
+            threshold=float(threshold), advice=self.advice, since=since,
+        )  # fmt: skip
 
 
 class StreakRule(Rule):
-    """A rule of which each row alone shows whether something holds; it finds what holds for some records in a row.
+    """A rule with a condition that each row fulfils or not; some records in a row that do are a finding.
 
-    It says so once for each lane.
+    It reports each lane once.
     """
 
     what: ClassVar[str]
     measure: ClassVar[str]
     limit: ClassVar[str]
-    """The setting that the number is held against."""
+    """The setting that the number is compared with."""
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        super().__init__(catalog, thresholds)
         self._streaks, self._counts = Streaks(), Memory(0.0)
         self._most = 0
+        super().__init__(catalog, thresholds)
 
     @property
     def records(self) -> int:
-        """For how many records in a row it has to hold."""
+        """For how many records in a row the condition has to hold."""
         return int(self.thresholds.get("records", 1))
 
     @abstractmethod
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """For each row, whether it holds, and the number; rows stand lane by lane."""
+        """For each row, whether the condition holds, and the number; rows come lane by lane."""
 
     def severity_of(self, lane: int) -> Severity:
-        """How bad it is for the value of a lane."""
+        """How bad a finding is for the value of a lane."""
         return self.severity
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -211,11 +210,11 @@ class StreakRule(Rule):
                 self.thresholds[self.limit], self.severity_of(lane), since,
             )  # fmt: skip
 
-    def finish(self) -> Iterator[Finding]:
-        """Say where there were too few records."""
+    def finish(self) -> Iterable[Finding]:
+        """Explain where there were too few records."""
         if self._most < self.records:
             self.why_not_judged = f"it needs {self.records} records of a value, and there are {self._most}"
-        yield from ()
+        return ()
 
     def _count(self, lanes: Integers) -> None:
         """Note the largest number of records of a lane, up to as many as are needed."""
@@ -231,24 +230,52 @@ class PartsRule(Rule):
 
     parts: ClassVar[tuple[type[StreakRule], ...]]
 
-    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        super().__init__(catalog, thresholds)
-        self._parts = [part(catalog, thresholds) for part in self.parts]
+    def set_up(self) -> None:
+        """Make the parts."""
+        self._parts = [part(self.catalog, self.thresholds) for part in self.parts]
 
     def wants(self, key: SeriesKey) -> bool:
-        """What any of the parts reads."""
+        """Whether at least one part reads the rows of a series."""
         return any(part.wants(key) for part in self._parts)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Hand each part its rows."""
+        """Give each part its rows."""
         for number, part in enumerate(self._parts):
-            own = rows.take(self.catalog.mark(f"{self.name} {number}", part.wants)[rows.series])
+            own = rows.take(rows.where(f"{self.name} {number}", part.wants))
             if len(own):
                 yield from part.add(own)
 
     def finish(self) -> Iterator[Finding]:
-        """Say why no part could judge, where none could."""
+        """Explain why no part could judge, where none could."""
         for part in self._parts:
             yield from part.finish()
         why = [part.why_not_judged for part in self._parts]
         self.why_not_judged = why[0] if all(why) else ""
+
+
+class WaitingFindings:
+    """Findings on spells that wait for the end of the run, which tells whether the spell ended; if so, it is a note."""
+
+    def __init__(self, ended: str, spells: Sequence[Spells]) -> None:
+        """No finding waits.
+
+        Args:
+            ended: what a finding says further where its spell ended.
+            spells: the spells, by the number that `keep` is given.
+        """
+        self._ended, self._spells = ended, spells
+        self._findings: dict[tuple[int, int], Finding] = {}
+
+    def keep(self, lane: int, one: Finding, number: int = 0) -> Iterator[Finding]:
+        """Let a finding on a lane wait, in place of an earlier one; where too many wait, yield it now."""
+        if len(self._findings) < _MOST_WAITING or (number, lane) in self._findings:
+            self._findings[number, lane] = one
+        else:
+            yield one
+
+    def finish(self) -> Iterator[Finding]:
+        """All findings that waited."""
+        for (number, lane), one in self._findings.items():
+            if self._spells[number].has_ended(lane):
+                one = one._replace(severity=Severity.NOTE, what=one.what + self._ended)
+            yield one

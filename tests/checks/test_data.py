@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.checks.rules.data import Data
+from recorder.checks.rules.values import Data
 from tests.checks.rows import Recorded
 from tests.checks.test_rules import noise, said, subjects
 

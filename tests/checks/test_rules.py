@@ -9,12 +9,18 @@ import pytest
 
 from recorder.checks.rule import Finding, Rule, Severity
 from recorder.checks.rules.activations import Attention, Dead, Saturated
-from recorder.checks.rules.course import Jump, LossStuck, Overfitting, Spike
-from recorder.checks.rules.data import Data
-from recorder.checks.rules.finite import NonFinite, Skipped
-from recorder.checks.rules.gradients import Exploding, NoGradient, Objectives, Vanishing
-from recorder.checks.rules.parameters import Initialisation, Unchanged, Update
+from recorder.checks.rules.curves import Jump, LossStuck, Overfitting, Spike
+from recorder.checks.rules.parameters import (
+    Exploding,
+    Initialisation,
+    NoGradient,
+    Objectives,
+    Unchanged,
+    Update,
+    Vanishing,
+)
 from recorder.checks.rules.ranks import OutlierRank, RunningStatistics
+from recorder.checks.rules.values import Data, NonFinite, Skipped
 from tests.checks.rows import Recorded
 
 LAYERS = [f"blocks.{number}" for number in range(8)]

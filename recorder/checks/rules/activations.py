@@ -1,66 +1,61 @@
-"""Rules on what modules return: dead and saturated outputs, dead and outlying units, attention, low precision."""
+"""Rules on module outputs: dead and saturated outputs, dead and outlying units, attention, low precision."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 
-from ..rows import Catalog, Flags, Floats, Memory, Rows, SeriesKey, began
-from ..rule import PartsRule, Rule, Setting, StreakRule
+from ..rows import Flags, Floats, Memory, Rows, SeriesKey, began
+from ..rule import CALIBRATED, PartsRule, Rule, Setting, StreakRule
 
 _LEAST_ELEMENTS = 8
 _TANH = ("Tanh", "Hardtanh", "Softsign")
 _SIGMOID = ("Sigmoid", "Hardsigmoid")
+_HAS_LEFT_ZERO = "a branch that begins at zero has left it by then"
+_THREE_RECORDS = Setting("records", 3, "records", CALIBRATED)
 
 
 class Dead(StreakRule):
-    """An output that is zero in nearly all elements, as of a layer of ReLUs that no input opens any more."""
+    """An output that is zero in nearly all elements, such as that of a ReLU layer that no input activates any more."""
 
-    name: ClassVar[str] = "dead"
-    sentence: ClassVar[str] = "An output is zero in nearly all elements, record after record."
-    sites: ClassVar[tuple[str, ...]] = ("output",)
-    columns: ClassVar[tuple[str, ...]] = ("zero_count", "numel")
-    settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="share", default=0.99, unit="of the elements", source="smdebug's DeadRelu"),
-        Setting(name="records", default=5, unit="records", source="a branch that begins at zero has left it by then"),
-    )  # fmt: skip
-    what: ClassVar[str] = "the output is zero in nearly all elements"
-    measure: ClassVar[str] = "share of zeros"
-    limit: ClassVar[str] = "share"
-    advice: ClassVar[str] = "look at the bias and the scale of what comes before, and at the learning rate"
+    name = "dead"
+    sentence = "An output is zero in nearly all elements, record after record."
+    sites, columns = ("output",), ("zero_count", "numel")
+    settings = (
+        Setting("share", 0.99, "of the elements", "smdebug's DeadRelu"),
+        Setting("records", 5, "records", _HAS_LEFT_ZERO),
+    )
+    what = "the output is zero in nearly all elements"
+    measure, limit = "share of zeros", "share"
+    advice = "look at the bias and the scale of what comes before, and at the learning rate"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the count of zeros; of masks, which are no floats, and of single numbers zeros mean nothing."""
-        is_float = np.array(["float" in about.dtype for about in self.catalog.about], np.bool_)[rows.series]
+        """By the share of zeros. Masks, which are no floats, and single numbers may well be zero."""
         share = np.nan_to_num(rows["zero_count"] / np.maximum(rows["numel"], 1))
-        return (share >= self.thresholds["share"]) & is_float & (rows["numel"] >= _LEAST_ELEMENTS), share
+        is_judged = rows.are_float() & (rows["numel"] >= _LEAST_ELEMENTS)
+        return (share >= self.thresholds["share"]) & is_judged, share
 
 
 class Saturated(StreakRule):
     """A sigmoid or tanh that is near its ends in nearly all elements."""
 
-    name: ClassVar[str] = "saturated"
-    sentence: ClassVar[str] = "A sigmoid or a tanh is near its ends in nearly all elements, record after record."
-    sites: ClassVar[tuple[str, ...]] = ("output",)
-    columns: ClassVar[tuple[str, ...]] = ("sum_sq", "sum", "numel")
-    settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="slope", default=0.02, unit="of the largest slope", source="calibrated on sound trainings"),
-        Setting(name="records", default=5, unit="records", source="calibrated on sound trainings"),
-    )  # fmt: skip
-    what: ClassVar[str] = "nearly all elements are at the ends of the function, where it has no slope"
-    measure: ClassVar[str] = "mean slope"
-    limit: ClassVar[str] = "slope"
-    advice: ClassVar[str] = "scale down what comes before, or normalise it"
+    name = "saturated"
+    sentence = "A sigmoid or a tanh is near its ends in nearly all elements, record after record."
+    sites, columns = ("output",), ("sum_sq", "sum", "numel")
+    settings = (
+        Setting("slope", 0.02, "of the largest slope", CALIBRATED),
+        Setting("records", 5, "records", CALIBRATED),
+    )
+    what = "nearly all elements are at the ends of the function, where it has no slope"
+    measure, limit = "mean slope", "slope"
+    advice = "scale down what comes before, or normalise it"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the mean of the derivative, which the sums tell: 1 - y^2 of a tanh, 4 y (1 - y) of a sigmoid."""
-        modules, keys = self.catalog.modules, self.catalog.series
-        classes = [modules[key.root, key.module_path].class_name if (key.root, key.module_path) in modules else ""
-                   for key in keys]  # fmt: skip
-        is_tanh, is_sigmoid = (np.array([name in some for name in classes])[rows.series] for some in (_TANH, _SIGMOID))
+        """By the mean derivative, which the sums give: 1 - y^2 for a tanh, 4 y (1 - y) for a sigmoid."""
+        is_tanh = rows.where("tanh", lambda key: self.catalog.class_of(key) in _TANH)
+        is_sigmoid = rows.where("sigmoid", lambda key: self.catalog.class_of(key) in _SIGMOID)
         count = np.maximum(rows["numel"], 1)
         mean, square = rows["sum"] / count, rows["sum_sq"] / count
         slope = np.where(is_tanh, 1 - square, np.where(is_sigmoid, 4 * (mean - square), 1.0))
@@ -70,57 +65,46 @@ class Saturated(StreakRule):
 class DeadUnits(StreakRule):
     """Units of a layer that no sample activates."""
 
-    name: ClassVar[str] = "dead_units"
-    sentence: ClassVar[str] = "Most units of a layer are zero in more than 99 % of their values, record after record."
-    sites: ClassVar[tuple[str, ...]] = ("output",)
-    columns: ClassVar[tuple[str, ...]] = ("units.dead_share",)
-    keep: ClassVar[str] = "units"
-    settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="share", default=0.5, unit="of the units", source="smdebug's DeadRelu"),
-        Setting(name="grown", default=0.2, unit="of the units, more than at first", source="as `begun`"),
+    name = "dead_units"
+    sentence = "Most units of a layer are zero in more than 99 % of their values, record after record."
+    sites, columns, keep = ("output",), ("units.dead_share",), "units"
+    settings = (
+        Setting("share", 0.5, "of the units", "smdebug's DeadRelu"),
+        Setting("grown", 0.2, "of the units, more than at first", "as `begun`"),
         Setting(
-            name="begun", default=0.7, unit="of the units, where so many are dead at first",
-            source="calibrated on sound trainings: deep layers without a norm begin with up to 0.69",
+            "begun", 0.7, "of the units, where so many are dead at first",
+            "calibrated on sound trainings: deep layers without a norm begin with up to 0.69",
         ),
-        Setting(name="records", default=5, unit="records", source="a branch that begins at zero has left it by then"),
+        Setting("records", 5, "records", _HAS_LEFT_ZERO),
     )  # fmt: skip
-    what: ClassVar[str] = "most units are zero for nearly all samples"
-    measure: ClassVar[str] = "share of dead units"
-    limit: ClassVar[str] = "share"
-    advice: ClassVar[str] = "look at the bias and the scale of what comes before, and at the learning rate"
+    what = "most units are zero for nearly all samples"
+    measure, limit = "share of dead units", "share"
+    advice = Dead.advice
 
-    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        super().__init__(catalog, thresholds)
+    def set_up(self) -> None:
         self._began = Memory()
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the share of units that are dead at the record, beside the share that were at the first one."""
-        lanes, share = rows.lanes, np.nan_to_num(rows["units.dead_share"])
-        usual = np.minimum(began(lanes, share, self._began) + self.thresholds["grown"], self.thresholds["begun"])
+        """By the share of dead units at this record, compared with the share at the first record."""
+        share = np.nan_to_num(rows["units.dead_share"])
+        at_first = began(rows.lanes, share, self._began)
+        usual = np.minimum(at_first + self.thresholds["grown"], self.thresholds["begun"])
         return share > np.maximum(usual, self.thresholds["share"]), share
 
 
 class OutlierUnits(StreakRule):
     """Units far larger than the others: massive activations."""
 
-    name: ClassVar[str] = "outlier_units"
-    sentence: ClassVar[str] = "A unit is many times larger than the units of its layer usually are."
-    sites: ClassVar[tuple[str, ...]] = ("output",)
-    columns: ClassVar[tuple[str, ...]] = ("units.largest",)
-    keep: ClassVar[str] = "units"
-    settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="ratio", default=1000, unit="times the median", source="Sun et al. 2024: massive activations"),
-        Setting(name="records", default=3, unit="records", source="calibrated on sound trainings"),
-    )  # fmt: skip
-    what: ClassVar[str] = "a unit is far larger than the others"
-    measure: ClassVar[str] = "times the median unit"
-    limit: ClassVar[str] = "ratio"
-    advice: ClassVar[str] = (
-        "keep this layer out of low precision, and look with run.units where the unit begins to grow"
-    )
+    name = "outlier_units"
+    sentence = "A unit is many times larger than the units of its layer usually are."
+    sites, columns, keep = ("output",), ("units.largest",), "units"
+    settings = (Setting("ratio", 1000, "times the median", "Sun et al. 2024: massive activations"), _THREE_RECORDS)
+    what = "a unit is far larger than the others"
+    measure, limit = "times the median unit", "ratio"
+    advice = "keep this layer out of low precision, and look with run.units where the unit begins to grow"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the largest magnitude beside the root mean square of the median unit."""
+        """By the largest magnitude over the root mean square of the median unit."""
         ratio = rows["units.largest"]
         return np.nan_to_num(ratio) > self.thresholds["ratio"], ratio
 
@@ -129,40 +113,33 @@ _WORD = r"(.*[./_])?(self_?)?(attention|attn)"
 _LOGITS = re.compile(_WORD + r"[./_](logits|scores)")
 _WEIGHTS = re.compile(_WORD + r"([./_](weights|probs|probabilities))?")
 _MIN_POSITIONS = 4
-_LOGIT = Setting(name="logit", default=100, unit="largest logit", source="Megatron-LM's and MuonClip's threshold")
-_ENTROPY = Setting(name="entropy", default=0.1, unit="nats", source="calibrated on sound trainings")
-_RECORDS = Setting(name="records", default=3, unit="records", source="calibrated on sound trainings")
 
 
 class _Attention(Rule):
-    """What both parts have in common."""
+    """What the rule and its parts have in common."""
 
-    name: ClassVar[str] = "attention"
-    sentence: ClassVar[str] = "Attention has logits that are too large, or nearly all its weight on single positions."
-    sites: ClassVar[tuple[str, ...]] = ("input", "output", "tap")
-    columns: ClassVar[tuple[str, ...]] = ("max", "sum", "sum_sq")
-    settings: ClassVar[tuple[Setting, ...]] = (_LOGIT, _ENTROPY, _RECORDS)
-    advice: ClassVar[str] = "normalise or clip queries and keys, or lower the learning rate of their weights"
-
-    def class_of(self, key: SeriesKey) -> str:
-        """The class of the module that a value is of."""
-        module = self.catalog.modules.get((key.root, key.module_path))
-        return "" if module is None else module.class_name
+    name = "attention"
+    sentence = "Attention has logits that are too large, or nearly all its weight on single positions."
+    sites, columns = ("input", "output", "tap"), ("max", "sum", "sum_sq")
+    settings = (
+        Setting("logit", 100, "largest logit", "Megatron-LM's and MuonClip's threshold"),
+        Setting("entropy", 0.1, "nats", CALIBRATED),
+        _THREE_RECORDS,
+    )
+    advice = "normalise or clip queries and keys, or lower the learning rate of their weights"
 
     def is_softmax(self, key: SeriesKey) -> bool:
-        """Whether a value is of a softmax of attention. Other softmaxes, as that of a classifier, may well be sure."""
-        return self.class_of(key) == "Softmax" and ("attention" in key.module_path or "attn" in key.module_path)
+        """Whether a value is of a softmax of attention. Other softmaxes, such as a classifier's, may well be sure."""
+        is_attention = "attention" in key.module_path or "attn" in key.module_path
+        return is_attention and self.catalog.class_of(key) == "Softmax"
 
 
 class _Logits(_Attention, StreakRule):
-    """The largest logit."""
-
-    what: ClassVar[str] = "the logits of attention are too large"
-    measure: ClassVar[str] = "largest logit"
-    limit: ClassVar[str] = "logit"
+    what = "the logits of attention are too large"
+    measure, limit = "largest logit", "logit"
 
     def wants(self, key: SeriesKey) -> bool:
-        """Inputs of a softmax, and taps that are called so."""
+        """Inputs of a softmax, and taps that are named after logits."""
         is_tap = key.site == "tap" and _LOGITS.fullmatch(key.name) is not None
         return is_tap or (key.site == "input" and self.is_softmax(key))
 
@@ -172,20 +149,17 @@ class _Logits(_Attention, StreakRule):
 
 
 class _Entropy(_Attention, StreakRule):
-    """How far the weights are spread."""
-
-    what: ClassVar[str] = "the weights of attention are nearly all on single positions"
-    measure: ClassVar[str] = "entropy of order 2"
-    limit: ClassVar[str] = "entropy"
+    what = "the weights of attention are nearly all on single positions"
+    measure, limit = "entropy of order 2", "entropy"
 
     def wants(self, key: SeriesKey) -> bool:
-        """Outputs of a softmax, the second output of `MultiheadAttention`, and taps that are called so."""
+        """Outputs of a softmax, the second output of `MultiheadAttention`, and taps that are named after weights."""
         if key.site == "output":
-            return self.is_softmax(key) or (self.class_of(key) == "MultiheadAttention" and key.name == "1")
+            return self.is_softmax(key) or (self.catalog.class_of(key) == "MultiheadAttention" and key.name == "1")
         return key.site == "tap" and _WEIGHTS.fullmatch(key.name) is not None
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the mean square of the weights of a row: weights of a row add up to 1, so the sum counts the rows."""
+        """By the mean square of the weights of a row: the weights of a row add up to 1, so the sum counts the rows."""
         num_positions = np.array([about.shape[-1] if about.shape else 0 for about in self.catalog.about], np.int64)
         with np.errstate(all="ignore"):
             entropy = -np.log(rows["sum_sq"] / rows["sum"])
@@ -196,39 +170,36 @@ class _Entropy(_Attention, StreakRule):
 class Attention(_Attention, PartsRule):
     """Attention that saturates: its gradients vanish, or its logits overflow."""
 
-    needs: ClassVar[str] = (
+    needs = (
         "needs weights or logits of attention: a Softmax module, MultiheadAttention with need_weights, or "
         "recorder.tap('attention', weights)"
     )
-    parts: ClassVar[tuple[type[StreakRule], ...]] = (_Logits, _Entropy)
+    parts = (_Logits, _Entropy)
 
 
-_SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "tap")
 _SCALE = re.compile(r"(.*[._])?scale(_inv)?")
-_SETTINGS = (
-    Setting(name="low", default=0.5, unit="of the values", source="calibrated on sound trainings"),
-    Setting(name="high", default=0.1, unit="of the values", source="calibrated on sound trainings"),
-    Setting(name="scale", default=1e14, unit="or its inverse", source="torchao: 448 / 1e-12 for a tensor of zeros"),
-    Setting(name="records", default=3, unit="records", source="a GradScaler has found its scale by then"),
-)  # fmt: skip
 
 
-class _Part(Rule):
-    name: ClassVar[str] = "low_precision"
-    sentence: ClassVar[str] = (
-        "Values lie where their type has few bits left, or at its end, as those of float16 and float8 may."
+class _Precision(Rule):
+    """What the rule and its parts have in common."""
+
+    name = "low_precision"
+    sentence = "Values lie where their type has few bits left, or at its end, as those of float16 and float8 may."
+    sites = ("input", "output", "grad_input", "grad_output", "param", "grad", "tap")
+    keep = "histogram"
+    settings = (
+        Setting("low", 0.5, "of the values", CALIBRATED),
+        Setting("high", 0.1, "of the values", CALIBRATED),
+        Setting("scale", 1e14, "or its inverse", "torchao: 448 / 1e-12 for a tensor of zeros"),
+        Setting("records", 3, "records", "a GradScaler has found its scale by then"),
     )
-    sites: ClassVar[tuple[str, ...]] = _SITES
-    keep: ClassVar[str] = "histogram"
-    settings: ClassVar[tuple[Setting, ...]] = _SETTINGS
     measure: ClassVar[str] = "share of values"
 
 
-class _Low(_Part, StreakRule):
-    columns: ClassVar[tuple[str, ...]] = ("histogram.subnormal_share",)
-    what: ClassVar[str] = "most values are so small that the type loses their bits"
-    limit: ClassVar[str] = "low"
-    advice: ClassVar[str] = "scale up what is cast: a GradScaler, or the scale of the float8 recipe"
+class _Low(_Precision, StreakRule):
+    columns = ("histogram.subnormal_share",)
+    what, limit = "most values are so small that the type loses their bits", "low"
+    advice = "scale up what is cast: a GradScaler, or the scale of the float8 recipe"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the share of values below the least normal number."""
@@ -236,11 +207,10 @@ class _Low(_Part, StreakRule):
         return np.nan_to_num(share) > self.thresholds["low"], share
 
 
-class _High(_Part, StreakRule):
-    columns: ClassVar[tuple[str, ...]] = ("histogram.top_share",)
-    what: ClassVar[str] = "many values are at the upper end of the type"
-    limit: ClassVar[str] = "high"
-    advice: ClassVar[str] = "scale down what is cast, or keep it in bfloat16"
+class _High(_Precision, StreakRule):
+    columns = ("histogram.top_share",)
+    what, limit = "many values are at the upper end of the type", "high"
+    advice = "scale down what is cast, or keep it in bfloat16"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the share of values in the highest power of two."""
@@ -248,15 +218,14 @@ class _High(_Part, StreakRule):
         return np.nan_to_num(share) > self.thresholds["high"], share
 
 
-class _Scale(_Part, StreakRule):
-    columns: ClassVar[tuple[str, ...]] = ("absmax", "min")
-    what: ClassVar[str] = "a scale of float8 is at the end of what it can be"
-    measure: ClassVar[str] = "the scale"
-    limit: ClassVar[str] = "scale"
-    advice: ClassVar[str] = "look at the tensor that is scaled: it is all zeros, or far too large"
+class _Scale(_Precision, StreakRule):
+    columns = ("absmax", "min")
+    what = "a scale of float8 is at the end of what it can be"
+    measure, limit = "the scale", "scale"
+    advice = "look at the tensor that is scaled: it is all zeros, or far too large"
 
     def wants(self, key: SeriesKey) -> bool:
-        """A scale, which stands beside the data of a float8 tensor."""
+        """The scale that belongs to the data of a float8 tensor."""
         return key.site in self.sites and "." in key.name and _SCALE.fullmatch(key.name) is not None
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
@@ -266,9 +235,9 @@ class _Scale(_Part, StreakRule):
         return (high > end) | is_low, np.where(is_low, low, high)
 
 
-class LowPrecision(_Part, PartsRule):
+class LowPrecision(_Precision, PartsRule):
     """Values that their type can hardly hold, above all float16 and float8."""
 
-    columns: ClassVar[tuple[str, ...]] = (*_Low.columns, *_High.columns)
-    parts: ClassVar[tuple[type[StreakRule], ...]] = (_Low, _High, _Scale)
-    advice: ClassVar[str] = _Low.advice
+    columns = (*_Low.columns, *_High.columns)
+    parts = (_Low, _High, _Scale)
+    advice = _Low.advice

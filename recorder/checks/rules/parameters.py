@@ -1,52 +1,268 @@
-"""Rules on parameters: initialisation, updates that are too large, and parameters that do not change."""
+"""Rules on parameters and gradients: initialisation, updates, vanishing, exploding and missing gradients, objectives.
+
+`recorder.objective(name, tensor)` hands a shared tensor to one objective, so that the gradient that comes back through
+the tensor is of that objective alone. The rule `objectives` compares these gradients of one module. The gradient of a
+loss, which is a single number, is only the weight with which the loss is added, and does not show how hard the
+objective pulls.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from ...sites import SKIPPED
 from ..normal import EXACT, Movement
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, began, begins, previous
-from ..rule import Finding, Rule, Setting, Severity, StreakRule
-from .gradients import is_weight, template
+from ..rows import (
+    Catalog,
+    Flags,
+    Floats,
+    Integers,
+    Memory,
+    Rows,
+    SeriesKey,
+    Spells,
+    began,
+    begins,
+    ends,
+    grouped,
+    previous,
+)  # fmt: skip
+from ..rule import CALIBRATED, Finding, Rule, Setting, Severity, StreakRule, WaitingFindings
 
+_LASTING = 0.1
+"""For what share of the steps so far a gradient has to be zero."""
 _NARROW = ("bfloat16", "float16", "float8")
-"""Types in which a small update rounds away; that is known, and no mistake of the program's."""
+"""Types in which a small update rounds away; this is known, and no mistake of the program's."""
 _LEAST_ELEMENTS = 16
 """The statistics of a smaller weight are those of a few numbers."""
 _MAX_SKIPPED = 10_000
 _MAX_STEPS = 1 << 40
 
 
+def is_weight(catalog: Catalog, rows: Rows) -> Flags:
+    """By row, whether it is of a parameter of two dims or more: biases and gains differ from such weights by nature."""
+    of_series = np.array([len(about.shape) > 1 for about in catalog.about], np.bool_)
+    return np.asarray(of_series[rows.series])
+
+
+def template(path: str) -> str:
+    """A module path without the numbers in it, which is the same for all layers of a stack."""
+    return ".".join("#" if part.isdecimal() else part for part in path.split("."))
+
+
+class Vanishing(StreakRule):
+    """A gradient that is tiny, and far below the gradients of other layers."""
+
+    name = "vanishing"
+    sentence = "The gradient of a weight is tiny, and far below the largest of the other weights."
+    sites, columns = ("grad",), ("sum_sq", "numel")
+    settings = (
+        Setting("rms", 1e-7, "root mean square", "smdebug's VanishingGradient, of the mean magnitude"),
+        Setting("share", 1e-4, "of the largest", CALIBRATED),
+        Setting("records", 3, "records", CALIBRATED),
+    )
+    what = "the gradient vanishes: it is tiny, and far below that of other weights"
+    measure, limit = "root mean square", "rms"
+    advice = "look at the outputs between this layer and the loss: saturated, or scaled down"
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the root mean square, alone and over the largest of the same step and rank."""
+        rms = np.where(is_weight(self.catalog, rows), np.nan_to_num(rows.rms), 0.0)
+        ids, firsts = grouped(rows.ranks, rows.steps)
+        largest = np.zeros(len(firsts))
+        np.maximum.at(largest, ids, rms)
+        is_small = (rms > 0) & (rms < self.thresholds["rms"]) & (rms < self.thresholds["share"] * largest[ids])
+        return is_small, rms
+
+
+class Exploding(StreakRule):
+    """Gradients that grow by a large factor on their way from the last layers to the first.
+
+    Gradients of outputs show the growth. Gradients of weights may not, because activations shrink where they grow.
+    """
+
+    name = "exploding"
+    sentence = "Gradients grow by a large factor on their way from the last layers to the first."
+    sites, columns = ("grad_output",), ("sum_sq", "numel")
+    settings = (
+        Setting("growth", 1e3, "first third over last third", CALIBRATED),
+        Setting("layers", 6, "outputs", "of fewer a third is a single one"),
+        Setting("records", 3, "records", CALIBRATED),
+    )
+    what = "gradients explode on their way to the first layers"
+    measure, limit = "growth", "growth"
+    advice = "normalise between layers, start from smaller weights, or clip gradients"
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the mean logarithm of the first and last third of the outputs, in the order of the first backward."""
+        rms = np.nan_to_num(rows.rms)
+        flags, growth = np.zeros(len(rows), np.bool_), np.zeros(len(rows))
+        (known,) = np.nonzero(rms > 0)
+        if not len(known):
+            return flags, growth
+        ids, _ = grouped(rows.ranks[known], rows.steps[known])
+        order = np.lexsort((rows.series[known], ids))
+        known, ids = known[order], ids[order]
+        counts = np.bincount(ids)
+        starts = np.cumsum(counts) - counts
+        depths = (np.arange(len(ids)) - starts[ids]) / counts[ids]
+        logs = np.log10(rms[known])
+        is_last, is_first = depths < 1 / 3, depths >= 2 / 3
+        named = known[starts + counts - 1]
+        with np.errstate(all="ignore"):
+            of_last, of_first = (
+                np.bincount(ids[some], logs[some], len(counts)) / np.bincount(ids[some], minlength=len(counts))
+                for some in (is_last, is_first)
+            )
+            growth[named] = np.nan_to_num(10 ** (of_first - of_last))
+        flags[named] = (growth[named] > self.thresholds["growth"]) & (counts >= self.thresholds["layers"])
+        return flags, growth
+
+
+class NoGradient(StreakRule):
+    """A parameter of an optimizer whose gradient is zero in all elements for a long time, or never exists."""
+
+    name = "no_gradient"
+    sentence = "A parameter of the optimizer has a gradient of zeros alone, or never has one."
+    sites, columns = ("grad", "param"), ("zero_count", "numel")
+    settings = (Setting("records", 3, "records", "smdebug's UnchangedTensor"),)
+    what = "the gradient is zero in all elements"
+    measure, limit = "share of zeros", "records"
+    advice = "look for a detach, requires_grad=False, a layer that is not called, or units that are all dead"
+
+    def set_up(self) -> None:
+        self._spells = Spells(weight=1e6)
+        self._waiting = WaitingFindings(", and later it is not", [self._spells])
+        self._first_step: int | None = None
+        """The first step that has a gradient."""
+        self._num_params = Memory(0.0)
+        """By lane of a parameter, its records."""
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Look for gradients of zeros that last, and remember which parameters there are."""
+        is_grad = rows.at("grad")
+        params = rows.take(~is_grad).by_lane()
+        lanes = params.lanes[ends(params.lanes)]
+        if len(lanes):
+            self._num_params[lanes] = self._num_params[lanes] + np.bincount(params.lanes)[lanes]
+        if not is_grad.any():
+            return
+        rows = rows.take(is_grad)
+        if self._first_step is None:
+            self._first_step = int(rows.steps[0])
+        rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # NaN does not show a living gradient
+        flags, values = self.judge(rows)
+        lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
+        for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
+            lane, step = int(rows.lanes[row]), int(rows.steps[row])
+            one = self.finding(lane, step, self.what, self.measure, values[row], 1.0, since=since)
+            yield from self._waiting.keep(lane, one)
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the count of zeros."""
+        zeros, numel = rows.over_chunks(rows["zero_count"]), rows.over_chunks(rows["numel"])
+        share = np.nan_to_num(zeros / np.maximum(numel, 1))
+        return (share >= 1) & (numel > 0), share
+
+    def finish(self) -> Iterator[Finding]:
+        """Report the parameters that never had a gradient, and the gradients of zeros.
+
+        An expert that receives no sample for a while has a gradient again later, which makes the finding a note.
+        """
+        if self._first_step is None:
+            self.why_not_judged = "needs keep=stats: there are no rows of grad"
+            return
+        keys = self.catalog.series
+        having = {(key.root, key.module_path, key.name) for key in keys if key.site == "grad"}
+        alike = {(root, template(path), name) for root, path, name in having}
+        called = {(key.root, key.module_path) for key in keys if key.site == "output"}
+        for lane in range(self.catalog.num_lanes):
+            key, num = self.catalog.key_of(lane), self._num_params.of(lane)
+            module = self.catalog.modules.get((key.root, key.module_path))
+            is_asked = module is None or "grad" in module.sites
+            never = key.site == "param" and (key.root, key.module_path, key.name) not in having
+            if never and is_asked and num >= self.thresholds["records"]:
+                is_odd = (key.root, template(key.module_path), key.name) in alike
+                what = "never had a gradient" + (", and those of its like have" if is_odd else "")
+                if module is not None and "output" in module.sites and (key.root, key.module_path) not in called:
+                    what += ": its module is never called"
+                    is_odd = False
+                severity = Severity.WARNING if is_odd else Severity.NOTE
+                yield self.finding(lane, 0, what, "records without", num, self.thresholds["records"], severity)
+        yield from self._waiting.finish()
+
+
+PREFIX = "objective."
+"""How the names of the taps of `recorder.objective` begin."""
+
+
+class Objectives(StreakRule):
+    """An objective whose gradient at a shared tensor is many times the gradient of another objective."""
+
+    name = "objectives"
+    sentence = "The gradient of one objective at a shared tensor drowns that of another."
+    sites, columns = ("tap",), ("sum_sq", "numel")
+    settings = (
+        Setting("ratio", 30, "times the smallest", CALIBRATED),
+        Setting("records", 10, "records", CALIBRATED),
+    )
+    needs = "needs objectives: recorder.objective('main', hidden) in the model, and site=tap keep=stats"
+    what = "the gradient of this objective drowns that of another"
+    measure, limit = "times the smallest gradient", "ratio"
+    advice = "weigh the objectives anew, or look why the others have hardly any gradient"
+
+    def set_up(self) -> None:
+        self._has_shared = False
+
+    def wants(self, key: SeriesKey) -> bool:
+        """Gradients at the taps of `recorder.objective`."""
+        return key.site == "tap" and key.phase == "backward" and key.name.startswith(PREFIX)
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the largest and the smallest root mean square of the objectives at one module."""
+        is_shared = rows["numel"] > 1
+        self._has_shared |= bool(is_shared.any())
+        rms = np.where(is_shared, np.nan_to_num(rows.rms), np.nan)
+        numbers: dict[tuple[str, str], int] = {}
+        modules = [numbers.setdefault((key.root, key.module_path), len(numbers)) for key in self.catalog.series]
+        ids, firsts = grouped(np.array(modules, np.int64)[rows.series], rows.ranks, rows.steps)
+        smallest, largest = np.full(len(firsts), np.inf), np.zeros(len(firsts))
+        np.minimum.at(smallest, ids[is_shared], rms[is_shared])
+        np.maximum.at(largest, ids[is_shared], rms[is_shared])
+        with np.errstate(all="ignore"):
+            ratio = np.where(rms == largest[ids], rms / smallest[ids], 1.0)
+        return (ratio > self.thresholds["ratio"]) & (rms > 0), np.minimum(np.nan_to_num(ratio), 1e30)
+
+    def finish(self) -> Iterable[Finding]:
+        """Explain where there were too few records, or all objectives are losses."""
+        super().finish()
+        if not self._has_shared:
+            self.why_not_judged = "needs the tensor that the objectives share: what they were handed are single numbers"
+        return ()
+
+
 class Update(StreakRule):
     """An update that is as large as the weight itself."""
 
-    name: ClassVar[str] = "update"
-    sentence: ClassVar[str] = "A step of the optimizer changes a weight by a large part of its norm."
-    sites: ClassVar[tuple[str, ...]] = ("param",)
-    columns: ClassVar[tuple[str, ...]] = ("sum_sq", "sum", "numel")
-    settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(
-            name="ratio", default=0.5, unit="of the weight's norm, at least",
-            source="usual is 1e-3; smdebug's WeightUpdateRatio allows 10",
-        ),
-        Setting(name="began", default=1e-2, unit="root mean square", source="what begins at zero grows by any factor"),
+    name = "update"
+    sentence = "A step of the optimizer changes a weight by a large part of its norm."
+    sites, columns = ("param",), ("sum_sq", "sum", "numel")
+    settings = (
+        Setting("ratio", 0.5, "of the weight's norm, at least", "usual is 1e-3; smdebug's WeightUpdateRatio allows 10"),
+        Setting("began", 1e-2, "root mean square", "what begins at zero grows by any factor"),
     )  # fmt: skip
-    what: ClassVar[str] = "one step changed the weight by a large part of its norm"
-    measure: ClassVar[str] = "update over weight, at least"
-    limit: ClassVar[str] = "ratio"
-    advice: ClassVar[str] = "the learning rate is too high for this weight, or warm-up is missing"
+    what = "one step changed the weight by a large part of its norm"
+    measure, limit = "update over weight, at least", "ratio"
+    advice = "the learning rate is too high for this weight, or warm-up is missing"
 
-    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        super().__init__(catalog, thresholds)
+    def set_up(self) -> None:
         self._movement, self._began = Movement(), Memory()
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By how far norm and sum moved: the update is no smaller than that, and two records of them are enough."""
+        """By the changes of norm and sum, which are a lower bound of the update."""
         lanes, rms = rows.lanes, np.nan_to_num(rows.rms)
         is_begun = began(lanes, rms, self._began) >= self.thresholds["began"]
         ratio = np.nan_to_num(self._movement.ratio(rows), posinf=0.0)
@@ -55,36 +271,33 @@ class Update(StreakRule):
 
 
 class Unchanged(StreakRule):
-    """A parameter that stays as it is although it has a gradient."""
+    """A parameter that does not change although it has a gradient."""
 
-    name: ClassVar[str] = "unchanged"
-    sentence: ClassVar[str] = "A parameter has a gradient, and its values stay as they are."
-    sites: ClassVar[tuple[str, ...]] = ("param", "grad", "scalar")
-    columns: ClassVar[tuple[str, ...]] = EXACT
-    settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="records", default=3, unit="records", source="smdebug's UnchangedTensor; TrainCheck"),
-        Setting(name="share", default=1e-4, unit="of the largest gradient", source="below it are roundings"),
+    name = "unchanged"
+    sentence = "A parameter has a gradient, and its values stay as they are."
+    sites, columns = ("param", "grad", "scalar"), EXACT
+    settings = (
+        Setting("records", 3, "records", "smdebug's UnchangedTensor; TrainCheck"),
+        Setting("share", 1e-4, "of the largest gradient", "below it are roundings"),
     )
-    what: ClassVar[str] = "the parameter has a gradient and does not change"
-    measure: ClassVar[str] = "records without a change"
-    limit: ClassVar[str] = "records"
-    advice: ClassVar[str] = "look whether the optimizer steps this very parameter, and at its learning rate"
+    what = "the parameter has a gradient and does not change"
+    measure, limit = "records without a change", "records"
+    advice = "look whether the optimizer steps this very parameter, and at its learning rate"
 
-    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        super().__init__(catalog, thresholds)
+    def set_up(self) -> None:
         self._values = {name: Memory() for name in EXACT}
         self._gradient = Memory(0.0)
         """By lane of a gradient, its largest root mean square so far."""
         self._largest = 0.0
         self._step = Memory()
         self._numbers: dict[tuple[str, str, str, int], int] = {}
-        """By root, module, name and rank of a parameter."""
+        """The number of a parameter, by its root, module, name and rank."""
         self._number = Memory()
-        """By lane of a parameter or a gradient, the number of the parameter."""
+        """By lane of a parameter or of its gradient, the number of the parameter."""
         self._had: tuple[Integers, Integers] = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        """Lanes and steps of gradients, of the rows in hand and of the last step before them."""
+        """Lanes and steps of gradients, in the current rows and at the last step before them."""
         self._skipped: dict[tuple[int, int], None] = {}
-        """The last steps that GradScaler skipped, by rank and step."""
+        """The last steps that GradScaler skipped, as pairs of rank and step."""
 
     def wants(self, key: SeriesKey) -> bool:
         """Parameters, their gradients, and whether GradScaler skipped a step."""
@@ -92,9 +305,8 @@ class Unchanged(StreakRule):
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Remember gradients and skipped steps, then look at the parameters that have a gradient."""
-        sites = [{"param": 0, "grad": 1}.get(key.site, 2) for key in self.catalog.series]
-        site = np.array(sites, np.int64)[rows.series]
-        gradients, scalars = rows.take(site == 1).by_lane(), rows.take(site == 2)
+        is_param = rows.at("param")
+        gradients, scalars = rows.take(rows.at("grad")).by_lane(), rows.take(rows.at("scalar"))
         rms, firsts = np.nan_to_num(gradients.rms), np.flatnonzero(begins(gradients.lanes))
         if len(firsts):
             lanes = gradients.lanes[firsts]
@@ -105,13 +317,13 @@ class Unchanged(StreakRule):
         self._skipped |= dict.fromkeys(zip(skipped.ranks.tolist(), skipped.steps.tolist(), strict=True))
         for old in list(self._skipped)[:-_MAX_SKIPPED]:
             del self._skipped[old]
-        if (site == 0).any():
-            yield from (one for one in super().add(rows.take(site == 0)) if self._has_gradient(one))
+        if is_param.any():
+            yield from (one for one in super().add(rows.take(is_param)) if self._has_gradient(one))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By statistics that agree with those of the record before, where the step between had a gradient.
+        """By statistics that equal those of the record before, where the step in between had a gradient.
 
-        Where no gradients of that step were recorded, it is taken to have had one.
+        A step of which no gradient was recorded counts as one with a gradient.
         """
         flags = np.ones(len(rows), np.bool_)
         for name, memory in self._values.items():
@@ -129,7 +341,7 @@ class Unchanged(StreakRule):
         return flags, np.full(len(rows), float(self.records))
 
     def _note_gradients(self, rows: Rows) -> None:
-        """Remember which parameters have a gradient: an expert that no sample goes to has none, and may stay."""
+        """Remember which parameters have a gradient: an expert that receives no sample has none, and may stay."""
         lanes, steps = self._had
         is_last = steps == steps.max(initial=-1)
         self._had = np.r_[lanes[is_last], rows.lanes], np.r_[steps[is_last], rows.steps]
@@ -138,87 +350,77 @@ class Unchanged(StreakRule):
         """By row, the number of its parameter."""
         known = self._number[lanes]
         for lane in np.unique(lanes[np.isnan(known)]).tolist():
-            key = self.catalog.series[int(self.catalog.series_of[lane])]
-            of = key.root, key.module_path, key.name, int(self.catalog.rank_of[lane])
-            self._number[np.array([lane])] = np.array([self._numbers.setdefault(of, len(self._numbers))], np.float64)
+            key = self.catalog.key_of(lane)
+            param = key.root, key.module_path, key.name, int(self.catalog.rank_of[lane])
+            self._number[np.array([lane])] = float(self._numbers.setdefault(param, len(self._numbers)))
         return self._number[lanes].astype(np.int64)
 
     def severity_of(self, lane: int) -> Severity:
         """A note for types in which small updates round away."""
-        dtype = self.catalog.about[int(self.catalog.series_of[lane])].dtype
-        return Severity.NOTE if dtype.startswith(_NARROW) else self.severity
+        return Severity.NOTE if self.catalog.about_of(lane).dtype.startswith(_NARROW) else self.severity
 
     def _has_gradient(self, one: Finding) -> bool:
-        rank = one.ranks[0] if one.ranks else -1
-        for number, key in enumerate(self.catalog.series):
-            if key.site == "grad" and (key.root, key.module_path, key.name) == (one.root, one.module_path, one.name):
-                lane = self.catalog.find(self.catalog.series[number], rank)
-                least = self._largest * self.thresholds["share"]
-                if lane is not None and self._gradient[np.array([lane])][0] > least:
+        """Whether the gradient of a finding's parameter is more than a rounding error."""
+        rank, least = one.ranks[0] if one.ranks else -1, self._largest * self.thresholds["share"]
+        param = one.root, one.module_path, one.name
+        for key in self.catalog.series:
+            if key.site == "grad" and (key.root, key.module_path, key.name) == param:
+                lane = self.catalog.find(key, rank)
+                if lane is not None and self._gradient.of(lane) > least:
                     return True
         return False
 
 
 class Initialisation(Rule):
-    """Weights that begin alike in all elements, or on another scale than their like."""
+    """Weights whose elements are all equal at the beginning, or that begin on another scale than other layers."""
 
-    name: ClassVar[str] = "initialisation"
-    sentence: ClassVar[str] = (
-        "A weight begins with equal elements, or on another scale than the same weight of other layers."
-    )
-    sites: ClassVar[tuple[str, ...]] = ("param",)
-    columns: ClassVar[tuple[str, ...]] = ("std", "mean", "numel")
-    settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="ratio", default=8, unit="times the median", source="calibrated on sound trainings"),
-        Setting(name="alike", default=3, unit="layers", source="calibrated on sound trainings"),
+    name = "initialisation"
+    sentence = "A weight begins with equal elements, or on another scale than the same weight of other layers."
+    sites, columns = ("param",), ("std", "mean", "numel")
+    settings = (
+        Setting("ratio", 8, "times the median", CALIBRATED),
+        Setting("alike", 3, "layers", CALIBRATED),
     )  # fmt: skip
-    advice: ClassVar[str] = "look at how this layer is initialised"
+    advice = "look at how this layer is initialised"
 
-    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        super().__init__(catalog, thresholds)
+    def set_up(self) -> None:
         self._first_step: int | None = None
         self._std, self._mean = Memory(), Memory()
         self._lanes: list[int] = []
 
-    def add(self, rows: Rows) -> Iterator[Finding]:
+    def add(self, rows: Rows) -> Iterable[Finding]:
         """Remember the first record of each weight."""
         if self._first_step is None:
             self._first_step = int(rows.steps[0])
-            first = rows.take(
-                (rows.steps == self._first_step) & is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS)
-            )
+            is_judged = is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS)
+            first = rows.take(is_judged & (rows.steps == self._first_step))
             self._std[first.lanes], self._mean[first.lanes] = first["std"], first["mean"]
             self._lanes = np.unique(first.lanes).tolist()
-        yield from ()
+        return ()
 
     def finish(self) -> Iterator[Finding]:
-        """Compare each weight with its like on the same rank."""
+        """Compare each weight with the same weight of other layers on the same rank."""
         if self._first_step is None or self._first_step > 1:
             self.why_not_judged = f"the first parameters are of step {self._first_step}, and no longer as they began"
             return
         alike: dict[tuple[int, str, str, str], list[int]] = {}
         for lane in self._lanes:
-            key = self.catalog.series[int(self.catalog.series_of[lane])]
-            std, mean = self._std[np.array([lane])][0], self._mean[np.array([lane])][0]
-            if std == 0 and mean != 0:
+            key, std = self.catalog.key_of(lane), self._std.of(lane)
+            if std == 0 and self._mean.of(lane) != 0:
                 yield self.finding(lane, self._first_step, "all elements of the weight begin equal", "std", 0.0, 0.0)
             elif std > 0:
-                of = int(self.catalog.rank_of[lane]), key.root, template(key.module_path), key.name
-                alike.setdefault(of, []).append(lane)
+                rank = int(self.catalog.rank_of[lane])
+                alike.setdefault((rank, key.root, template(key.module_path), key.name), []).append(lane)
         for lanes in alike.values():
             if len(lanes) >= self.thresholds["alike"]:
-                yield from self._odd(np.array(lanes))
+                yield from self._odd(lanes, self._first_step)
 
-    def _odd(self, lanes: Integers) -> Iterator[Finding]:
-        """Those of another scale, a fan-in of their own allowed for."""
-        scales = self._std[lanes] * np.sqrt([self._fan_in(lane) for lane in lanes.tolist()])
+    def _odd(self, lanes: list[int], step: int) -> Iterator[Finding]:
+        """The weights whose scale, corrected for their fan-in, is far from the median."""
+        fans = [float(max(math.prod(self.catalog.about_of(lane).shape[1:]), 1)) for lane in lanes]
+        scales = self._std[np.array(lanes)] * np.sqrt(fans)
         ratios = scales / np.median(scales)
         limit = self.thresholds["ratio"]
         for index in np.flatnonzero((ratios > limit) | (ratios < 1 / limit)).tolist():
             what = "the weight begins on another scale than that of other layers"
-            step = self._first_step or 0
-            yield self.finding(int(lanes[index]), step, what, "times the median", ratios[index], limit)
-
-    def _fan_in(self, lane: int) -> float:
-        shape = self.catalog.about[int(self.catalog.series_of[lane])].shape
-        return float(max(math.prod(shape[1:]), 1))
+            yield self.finding(lanes[index], step, what, "times the median", ratios[index], limit)

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from collections.abc import Iterable
 
 import numpy as np
 
-from ..rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, grouped, previous, streaks
-from ..rule import Finding, PartsRule, Rule, Setting, Severity, StreakRule
+from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, grouped, previous, streaks
+from ..rule import CALIBRATED, Finding, PartsRule, Rule, Setting, Severity, StreakRule
 
-_LEAST_SPREAD = 0.01
-"""Least spread of logarithms: peers that agree better than to 1 % do so by chance."""
+_LEAST_DEVIATION = 0.01
+"""Least standard deviation of logarithms: peers that agree to better than 1 % do so by chance."""
 
 
 class Replica(Rule):
-    """Parameters, gradients or optimizer state that ranks share, and that are not the same to the last bit."""
+    """Parameters, gradients or optimizer state that ranks share, and that are not bitwise equal."""
 
-    name: ClassVar[str] = "replica"
-    sentence: ClassVar[str] = "A parameter, a gradient or an optimizer state differs between ranks that share it."
-    severity: ClassVar[Severity] = Severity.ERROR
-    sites: ClassVar[tuple[str, ...]] = ("param", "grad", "optim", "buffer")
-    columns: ClassVar[tuple[str, ...]] = ()
-    needs: ClassVar[str] = "it needs parameters, gradients or optimizer states of several ranks"
-    advice: ClassVar[str] = "find what one rank did without the others; `recorder first` shows what each rank holds"
+    name = "replica"
+    sentence = "A parameter, a gradient or an optimizer state differs between ranks that share it."
+    severity = Severity.ERROR
+    sites, columns = ("param", "grad", "optim", "buffer"), ()
+    needs = "it needs parameters, gradients or optimizer states of several ranks"
+    advice = "find what one rank did without the others; `recorder first` shows what each rank holds"
 
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Nothing: whoever feeds the rows compares them, because numbers do not tell whether bits are equal."""
+        """Find nothing: the caller compares the replicas, because numbers cannot show that bits are equal."""
         return ()
 
     def finish(self) -> Iterable[Finding]:
-        """What the comparison found."""
+        """The findings of the comparison."""
         if self.replicas is None:
             self.why_not_judged = f"{self.needs}, and only the rows of a whole run were compared"
             return ()
@@ -41,56 +39,49 @@ class Replica(Rule):
 class OutlierRank(StreakRule):
     """A rank whose values are unlike those of all its data-parallel peers."""
 
-    name: ClassVar[str] = "outlier_rank"
-    sentence: ClassVar[str] = (
-        "One rank's activations, local gradients or loss are unlike those of its data-parallel peers."
+    name = "outlier_rank"
+    sentence = "One rank's activations, local gradients or loss are unlike those of its data-parallel peers."
+    sites, columns = ("output", "grad_output", "grad", "scalar"), ("sum_sq", "numel")
+    settings = (
+        Setting("z", 8, "robust standard deviations", CALIBRATED),
+        Setting("ratio", 1.5, "times the median", CALIBRATED),
+        Setting("ranks", 4, "ranks", "of fewer nobody can say which is the odd one"),
+        Setting("records", 8, "records", CALIBRATED),
     )
-    sites: ClassVar[tuple[str, ...]] = ("output", "grad_output", "grad", "scalar")
-    columns: ClassVar[tuple[str, ...]] = ("sum_sq", "numel")
-    settings: ClassVar[tuple[Setting, ...]] = (
-        Setting(name="z", default=8, unit="robust standard deviations", source="calibrated on sound trainings"),
-        Setting(name="ratio", default=1.5, unit="times the median", source="calibrated on sound trainings"),
-        Setting(name="ranks", default=4, unit="ranks", source="of fewer nobody can say which is the odd one"),
-        Setting(name="records", default=8, unit="records", source="calibrated on sound trainings"),
-    )  # fmt: skip
-    what: ClassVar[str] = "the rank is unlike its data-parallel peers"
-    measure: ClassVar[str] = "robust z"
-    limit: ClassVar[str] = "z"
-    advice: ClassVar[str] = "compare this rank's data, weights and hardware with those of another"
+    what = "the rank is unlike its data-parallel peers"
+    measure, limit = "robust z", "z"
+    advice = "compare this rank's data, weights and hardware with those of another"
 
-    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        super().__init__(catalog, thresholds)
+    def set_up(self) -> None:
         self._most_ranks = 0
 
     def wants(self, key: SeriesKey) -> bool:
-        """What differs over ranks as their batches do."""
+        """Values that depend on the rank's own batch."""
         return key.differs_by_batch
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the distance from the median of the peers, in units of how far they usually are from it."""
+        """By the distance from the median of the peers, in units of the peers' usual distance."""
         peers = self.catalog.peers_of[rows.lanes]
         ids, firsts = grouped(rows.series, peers, rows.steps)
         num_ranks = num_distinct(ids, rows.ranks, len(firsts))
         self._most_ranks = max(self._most_ranks, int(num_ranks.max(initial=0)))
-        z = np.zeros(len(rows))
+        z, is_far = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
         (known,) = np.nonzero((num_ranks >= self.thresholds["ranks"])[ids] & (np.nan_to_num(rows.rms) > 0))
-        if not len(known):
-            return np.zeros(len(rows), np.bool_), z
-        logs, of = np.log(rows.rms[known]), grouped(ids[known])[0]
-        away = logs - medians(of, logs)[of]
-        usual = np.maximum(1.4826 * medians(of, np.abs(away)), _LEAST_SPREAD)
-        z[known] = np.abs(away) / usual[of]
-        is_far = np.zeros(len(rows), np.bool_)
-        is_far[known] = np.abs(away) > np.log(self.thresholds["ratio"])
+        if len(known):
+            logs, groups = np.log(rows.rms[known]), grouped(ids[known])[0]
+            away = np.abs(logs - medians(groups, logs)[groups])
+            usual = np.maximum(1.4826 * medians(groups, away), _LEAST_DEVIATION)
+            z[known] = away / usual[groups]
+            is_far[known] = away > np.log(self.thresholds["ratio"])
         return is_far & (z > self.thresholds["z"]), z
 
-    def finish(self) -> Iterator[Finding]:
-        """Say where there were too few ranks."""
-        yield from super().finish()
+    def finish(self) -> Iterable[Finding]:
+        """Explain where there were too few records or ranks."""
+        super().finish()
         if self._most_ranks < self.thresholds["ranks"]:
-            self.why_not_judged = (
-                f"it needs {self.thresholds['ranks']:.0f} data-parallel ranks, and there are {self._most_ranks}"
-            )
+            needed = f"{self.thresholds['ranks']:.0f} data-parallel ranks"
+            self.why_not_judged = f"it needs {needed}, and there are {self._most_ranks}"
+        return ()
 
 
 def num_distinct(ids: Integers, ranks: Integers, num_groups: int) -> Integers:
@@ -100,75 +91,61 @@ def num_distinct(ids: Integers, ranks: Integers, num_groups: int) -> Integers:
 
 
 def medians(groups: Integers, values: Floats) -> Floats:
-    """The median of each group, the lower of the two in the middle."""
+    """The median of each group; of an even number of values the lower of the two in the middle."""
     order = np.lexsort((values, groups))
     counts = np.bincount(groups)
     starts = np.cumsum(counts) - counts
     return np.asarray(values[order][starts + (counts - 1) // 2])
 
 
-_AFTER = Setting(name="after", default=20, unit="records", source="momentum 0.1 forgets the beginning by then")
-_RECORDS = Setting(name="records", default=3, unit="records", source="calibrated on sound trainings")
-_DRIFT = Setting(name="drift", default=0.5, unit="of the value before", source="calibrated on sound trainings")
-_RATIO = Setting(name="ratio", default=2, unit="times the median of ranks", source="calibrated on sound trainings")
-
-
 class _Variance(Rule):
-    """What both parts read."""
+    """What the rule and its parts have in common."""
 
-    name: ClassVar[str] = "running_statistics"
-    sentence: ClassVar[str] = (
-        "The running variance of a batch norm goes on leaping long after the beginning, or is apart over ranks."
+    name = "running_statistics"
+    sentence = "The running variance of a batch norm goes on leaping long after the beginning, or is apart over ranks."
+    sites, columns = ("buffer",), ("mean",)
+    settings = (
+        Setting("drift", 0.5, "of the value before", CALIBRATED),
+        Setting("ratio", 2, "times the median of ranks", CALIBRATED),
+        Setting("after", 20, "records", "momentum 0.1 forgets the beginning by then"),
+        Setting("records", 3, "records", CALIBRATED),
     )
-    sites: ClassVar[tuple[str, ...]] = ("buffer",)
-    columns: ClassVar[tuple[str, ...]] = ("mean",)
-    settings: ClassVar[tuple[Setting, ...]] = (_DRIFT, _RATIO, _AFTER, _RECORDS)
-    advice: ClassVar[str] = "evaluation will not be like training: look at the inputs of this norm, and at its momentum"
+    advice = "evaluation will not be like training: look at the inputs of this norm, and at its momentum"
 
-    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        super().__init__(catalog, thresholds)
-        self._num = Memory(0.0)
+    def set_up(self) -> None:
+        super().set_up()
+        self._num, self._value = Memory(0.0), Memory()
 
     def wants(self, key: SeriesKey) -> bool:
         """The running variance."""
         return key.site == "buffer" and key.name.endswith("running_var")
 
-    def _is_late(self, rows: Rows) -> Flags:
+    def is_late(self, rows: Rows) -> Flags:
+        """By row, whether its lane has enough records before it."""
         num = streaks(rows.lanes, np.ones(len(rows), np.bool_), self._num)
         return np.asarray(num > self.thresholds["after"])
 
 
 class _Leaping(_Variance, StreakRule):
-    """A variance that leaps from record to record."""
-
-    what: ClassVar[str] = "the running variance leaps from record to record"
-    measure: ClassVar[str] = "change from the record before"
-    limit: ClassVar[str] = "drift"
-
-    def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        super().__init__(catalog, thresholds)
-        self._value = Memory()
+    what = "the running variance leaps from record to record"
+    measure, limit = "change from the record before", "drift"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the change of its mean, once there were enough records."""
+        """By the change of the variance's mean, once there were enough records."""
         values = rows["mean"]
         before = previous(rows.lanes, values, self._value)
         with np.errstate(all="ignore"):
             change = np.nan_to_num(np.abs(values - before) / np.minimum(np.abs(values), np.abs(before)))
-        return (change > self.thresholds["drift"]) & self._is_late(rows), change
+        return (change > self.thresholds["drift"]) & self.is_late(rows), change
 
 
 class _Apart(_Variance, StreakRule):
-    """A variance of one rank that is not that of the others."""
-
-    what: ClassVar[str] = "the running variance is not that of the other ranks"
-    measure: ClassVar[str] = "times the median of ranks, or the median over it"
-    limit: ClassVar[str] = "ratio"
+    what = "the running variance is not that of the other ranks"
+    measure, limit = "times the median of ranks, or the median over it", "ratio"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
         """By the distance from the median of the ranks that hold this norm, once there were enough records."""
-        is_late = self._is_late(rows)
-        ratio = np.ones(len(rows))
+        is_late, ratio = self.is_late(rows), np.ones(len(rows))
         (known,) = np.nonzero(rows["mean"] > 0)
         if len(known):
             ids, firsts = grouped(rows.series[known], self.catalog.peers_of[rows.lanes[known]], rows.steps[known])
@@ -179,6 +156,6 @@ class _Apart(_Variance, StreakRule):
 
 
 class RunningStatistics(_Variance, PartsRule):
-    """Running statistics of a batch norm by which evaluation will not be as training was."""
+    """Running statistics of a batch norm with which evaluation will differ from training."""
 
-    parts: ClassVar[tuple[type[StreakRule], ...]] = (_Leaping, _Apart)
+    parts = (_Leaping, _Apart)

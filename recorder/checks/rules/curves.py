@@ -1,0 +1,502 @@
+"""Rules on training curves, numbers over the steps: the loss, and the norm of all gradients of a rank."""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
+from ..rule import CALIBRATED, Finding, Rule, Setting, Severity
+
+_LOSS, _NORM = "loss", "norm of all gradients"
+_FADING = 0.97
+"""The factor by which the largest of the last samples fades with each further sample: it is half after 23."""
+_VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
+_KEPT_STEPS = 8
+_MAX_KEPT_ROWS = 400_000
+_MAX_DETAILS = 20
+_MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
+_MOVED = math.log(2)
+
+
+class CurveKey(NamedTuple):
+    """What a curve shows."""
+
+    kind: str
+    """`_LOSS` or `_NORM`."""
+    rank: int
+    name: str
+    """The name and mode of a loss, or the scope of the gradients."""
+
+
+class JudgedSample(NamedTuple):
+    """A sample of a curve that is worth a finding."""
+
+    number: int
+    """The index of the sample among those of its step."""
+    what: str
+    measure: str
+    value: float
+    threshold: float
+    severity: Severity | None = None
+    """None for the severity of the rule."""
+
+
+class CurveRule(Rule):
+    """The base of rules that look at the loss and at the norm of all gradients, step by step."""
+
+    sites: ClassVar[tuple[str, ...]] = ("scalar", "grad")
+    columns: ClassVar[tuple[str, ...]] = ("mean", "sum_sq")
+    reads_norm: ClassVar[bool] = True
+
+    def set_up(self) -> None:
+        self.keys: list[CurveKey] = []
+        """By number of the curve."""
+        self.lanes: list[int] = []
+        """By number of the curve, the lane that its findings name."""
+        self._number_of: dict[CurveKey, int] = {}
+        self._number = Memory()
+        """By lane, the number of its curve."""
+        self._before = Memory()
+        """By lane of a gradient, its sum of squares at its last record."""
+        self.is_loss = Memory(0.0)
+        """By curve, 1 for a loss and 0 for a norm."""
+        self.num = Memory(0.0)
+        """By curve, its samples before the step that is judged."""
+        self.most = 0
+        """Samples of the longest curve."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        """A loss, or a gradient of a parameter."""
+        return key.is_loss or (self.reads_norm and key.site == "grad")
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Make the samples of each step, and judge them. A loss that is NaN is no sample."""
+        rows = rows.take(~(rows.at("scalar") & np.isnan(rows["mean"])))
+        curves, steps, values, shares = self._samples(rows)
+        order = np.argsort(steps, kind="stable")
+        curves, steps, values = curves[order], steps[order], values[order]
+        for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
+            if not len(at):
+                continue
+            for one in self.judge(curves[at], values[at]):
+                curve, step = int(curves[at[one.number]]), int(steps[at[one.number]])
+                lane = self._blamed(rows, curve, step, shares)
+                yield self.finding(lane, step, one.what, one.measure, one.value, one.threshold, one.severity)
+            num = self.num[curves[at]] + 1
+            self.num[curves[at]] = num
+            self.most = max(self.most, int(num.max()))
+
+    @abstractmethod
+    def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
+        """Judge the samples of a step, one of each curve."""
+
+    def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
+        """Curve, step and value of each sample; and by row, how much the sum of squares of a gradient has grown."""
+        curve_of = self._curves_of(rows.lanes)
+        ids, starts = grouped(curve_of, rows.steps)
+        squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
+        losses, norms = np.bincount(ids, means) / np.bincount(ids), np.sqrt(np.bincount(ids, squares))
+        values = np.where(rows.at("scalar")[starts], losses, norms)
+        order = np.argsort(rows.lanes, kind="stable")
+        shares = np.zeros(len(rows))
+        shares[order] = squares[order] - np.nan_to_num(previous(rows.lanes[order], squares[order], self._before))
+        return curve_of[starts], rows.steps[starts], values, shares
+
+    def _curves_of(self, lanes: Integers) -> Integers:
+        """The number of the curve that each row belongs to."""
+        numbers = self._number[lanes]
+        for lane in np.unique(lanes[np.isnan(numbers)]).tolist():
+            key, rank = self.catalog.key_of(lane), int(self.catalog.rank_of[lane])
+            is_loss = key.site == "scalar"
+            curve = CurveKey(_LOSS, rank, f"{key.name} {key.mode}") if is_loss else CurveKey(_NORM, rank, key.scope)
+            if curve not in self._number_of:
+                self._number_of[curve] = len(self.keys)
+                self.is_loss[np.array([len(self.keys)])] = float(is_loss)
+                self.keys.append(curve)
+                self.lanes.append(lane)
+            self._number[np.array([lane])] = float(self._number_of[curve])
+        return self._number[lanes].astype(np.int64)
+
+    def _blamed(self, rows: Rows, curve: int, step: int, shares: Floats) -> int:
+        """The lane that a finding names: for a norm the gradient that grew most."""
+        kind, rank, scope = self.keys[curve]
+        if kind == _LOSS:
+            return self.lanes[curve]
+        is_part = rows.where(f"grad of scope {scope}", lambda key: key.site == "grad" and key.scope == scope)
+        there = np.flatnonzero(is_part & (rows.steps == step) & (rows.ranks == rank))
+        return int(rows.lanes[there[np.argmax(shares[there])]]) if len(there) else self.lanes[curve]
+
+    def words(self, curve: int) -> str:
+        """The words for the curve in a finding."""
+        return "the loss" if self.keys[curve].kind == _LOSS else "the norm of all gradients, most of it here,"
+
+    def need_earlier(self, setting: str) -> Iterable[Finding]:
+        """Explain where no curve has more samples than a setting says."""
+        if self.most <= self.thresholds[setting]:
+            self.why_not_judged = f"it needs {self.thresholds[setting]:.0f} earlier records, and there are {self.most}"
+        return ()
+
+
+class Rings:
+    """The last values of each curve."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.values: Floats = np.full((0, size), np.nan)
+        """By curve, in no particular order; NaN where a curve has had fewer values."""
+
+    def grow(self, curves: Integers) -> None:
+        """Make room for these curves."""
+        missing = int(curves.max()) + 1 - len(self.values)
+        if missing > 0:
+            self.values = np.append(self.values, np.full((max(missing, 64), self._size), np.nan), axis=0)
+
+    def put(self, curves: Integers, num: Integers, values: Floats) -> Floats:
+        """Take in a value of each curve, which has had `num` values, and return the values that they replace."""
+        slots = num % self._size
+        replaced = self.values[curves, slots]
+        self.values[curves, slots] = values
+        return replaced
+
+
+class _Recent:
+    """The sizes of values over the last few steps, which show what moved first."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Rows] = deque()
+        """Batches of rows, the oldest first."""
+
+    def add(self, rows: Rows) -> None:
+        """Keep the batches of the last steps, but no more rows than a bound."""
+        self._kept.append(rows)
+        first = int(rows.steps[-1]) - _KEPT_STEPS
+        while len(self._kept) > 1 and (
+            int(self._kept[0].steps[-1]) < first or sum(map(len, self._kept)) > _MAX_KEPT_ROWS
+        ):
+            self._kept.popleft()
+
+    def first_moved(self, one: Finding) -> str:
+        """The value that first left its usual range before a finding, in words."""
+        rank = one.ranks[0] if one.ranks else -1
+        parts = []
+        for rows in self._kept:
+            start, end = np.searchsorted(rows.steps, [one.step - _KEPT_STEPS, one.step + 1])
+            near = rows.take(slice(start, end))
+            parts.append(near.take((near.ranks == rank) & ~np.isnan(near.rms) & (near.rms > 0)))
+        rows = concatenate(parts)
+        if not len(rows):
+            return ""
+        lanes, columns = np.unique(rows.lanes, return_inverse=True)
+        steps, lines = np.unique(rows.steps, return_inverse=True)
+        sizes = np.full((len(steps), len(lanes)), np.nan)
+        sizes[lines, columns] = np.log(rows.rms)
+        for line in range(2, len(steps)):
+            before = sizes[:line]
+            middle = np.median(before, axis=0)
+            usual = np.abs(before - middle).max(axis=0)
+            is_moved = np.abs(sizes[line] - middle) > np.fmax(_MOVED, 3 * usual)
+            indices = np.flatnonzero((lines == line) & is_moved[columns])
+            if len(indices):
+                key = rows.catalog.key_of(int(rows.lanes[indices[0]]))
+                name = f" {key.name}" if key.name else ""
+                return f"'{key.module_path}' {key.site}{name} moved first, at step {int(steps[line])}"
+        return ""
+
+
+class Spike(CurveRule):
+    """A loss or a norm of gradients far outside the range of the last records.
+
+    The loss of a small batch leaps with a single hard sample. So a small leap of one record alone is a note.
+    """
+
+    name = "spike"
+    sentence = "The loss or the norm of all gradients leaps out of what it was over the last records."
+    settings = (
+        Setting("sigmas", 6, "standard deviations", "OLMo-core's stability monitor"),
+        Setting("window", 128, "records", "OLMo-core's stability monitor"),
+        Setting("least", 32, "records", CALIBRATED),
+        Setting("ratio", 3, "times the largest of them", CALIBRATED),
+        Setting(
+            "loss_ratio", 1.3, "times the largest of them",
+            "as above, for a loss; below `ratio` it is a note unless it stays up",
+        ),
+    )  # fmt: skip
+    advice = "look at the batch and at the learning rate of this step, and at what moved first"
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._recent = _Recent()
+        self._num_details = 0
+        self._window = max(int(self.thresholds["window"]), 2)
+        self._rings = Rings(self._window)
+        self._total = Memory(0.0)
+        """By curve, the sum of the values in its ring."""
+        self._mild: dict[int, tuple[int, float]] = {}
+        """By curve with a small spike, the number of the next sample and the limit above which the curve stays up."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        """A loss or a gradient, and every value that may have moved before them."""
+        return super().wants(key) or key.site in _MAY_MOVE
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Judge the curves, and say what moved before a curve that spikes."""
+        self._recent.add(rows)
+        is_curve = rows.where("loss or grad", lambda key: key.is_loss or key.site == "grad")
+        for one in super().add(rows.take(is_curve)) if is_curve.any() else ():
+            self._num_details += 1
+            moved = self._recent.first_moved(one) if self._num_details <= _MAX_DETAILS else ""
+            yield one._replace(detail=moved)
+
+    def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
+        """Compare each sample with the ring of the samples before it."""
+        self._rings.grow(curves)
+        num = self.num[curves].astype(np.int64)
+        mean = self._total[curves] / np.clip(num, 1, self._window)
+        ratio = np.where(self.is_loss[curves] == 1, self.thresholds["loss_ratio"], self.thresholds["ratio"])
+        # The ring is looked at only where its mean does not show that all is well, because the ring takes most time.
+        for index in np.flatnonzero((num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)).tolist():
+            curve, value, ring = int(curves[index]), float(values[index]), self._rings.values[curves[index]]
+            largest = float(np.nanmax(np.abs(ring)))
+            limit = float(mean[index]) + self.thresholds["sigmas"] * float(np.nanstd(ring))
+            limit = max(limit, largest * float(ratio[index]))
+            next_sample, limit_before = self._mild.get(curve, (-1, np.inf))
+            what, kind = f"{self.words(curve)} spikes over the mean of the records before", self.keys[curve].kind
+            if next_sample == num[index] and value > limit_before:
+                yield JudgedSample(index, f"{what}, and stays up", kind, value, limit_before)
+            elif value > limit:
+                is_mild = kind == _LOSS and value < largest * self.thresholds["ratio"]
+                if is_mild:
+                    self._mild[curve] = int(num[index]) + 1, limit
+                yield JudgedSample(index, what, kind, value, limit, Severity.NOTE if is_mild else None)
+        replaced = self._rings.put(curves, num, values)
+        self._total[curves] = self._total[curves] + values - np.nan_to_num(replaced)
+
+    def finish(self) -> Iterable[Finding]:
+        """Explain where there were too few records."""
+        return self.need_earlier("least")
+
+
+class Jump(CurveRule):
+    """A norm of gradients many times the largest of the beginning, and of the last records.
+
+    A training that leaves a plateau has gradients far larger than on it, but not from one record to the next.
+    """
+
+    name = "jump"
+    sentence = "The norm of all gradients is many times the largest of the first records."
+    severity = Severity.ERROR
+    sites, columns = ("grad",), ("sum_sq",)
+    settings = (
+        Setting("ratio", 10, "times the largest", "Megatron-LM's check for large gradients"),
+        Setting("first", 100, "records", "Megatron-LM's check for large gradients"),
+        Setting("sudden", 3, "times the last ones", "gradients that leave a plateau grow slowly"),
+    )
+    advice = "a rank alone: suspect its hardware or its data; all ranks: the step before was too large"
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._largest, self._is_up, self._recent = Memory(0.0), Memory(0.0), Memory(0.0)
+        """By curve: the largest of its first samples; 1 while it is above its threshold, as only the first sample
+        above it is reported; and the largest of its last samples, which fades with each sample."""
+
+    def wants(self, key: SeriesKey) -> bool:
+        """A gradient of a parameter."""
+        return key.site == "grad"
+
+    def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
+        """Compare each sample with the largest of the first and of the last samples."""
+        is_early = self.num[curves] < self.thresholds["first"]
+        early = curves[is_early]
+        self._largest[early] = np.maximum(self._largest[early], values[is_early])
+        largest, recent = self._largest[curves], self._recent[curves]
+        limit = np.maximum(largest * self.thresholds["ratio"], recent * self.thresholds["sudden"])
+        self._recent[curves] = np.maximum(recent * _FADING, values)
+        is_over = ~is_early & (values > limit) & (limit > 0)
+        for index in np.flatnonzero(is_over & (self._is_up[curves] == 0)).tolist():
+            what = f"{self.words(int(curves[index]))} jumps above the largest of the first records"
+            yield JudgedSample(index, what, _NORM, float(values[index]), float(limit[index]))
+        self._is_up[curves] = is_over.astype(np.float64)
+
+    def finish(self) -> Iterable[Finding]:
+        """Explain where there were too few records."""
+        return self.need_earlier("first")
+
+
+class LossStuck(CurveRule):
+    """A loss that does not leave its first value, or that has risen far above it."""
+
+    name = "loss"
+    sentence = "The loss stands still where it began, or rises far above where it began."
+    sites, columns = ("scalar",), ("mean",)
+    reads_norm: ClassVar[bool] = False
+    settings = (
+        Setting("records", 10, "records", "smdebug's LossNotDecreasing"),
+        Setting("spread", 1e-3, "of the loss", "smdebug's LossNotDecreasing, of a decrease"),
+        Setting("drop", 0.01, "of the loss", CALIBRATED),
+        Setting("rise", 3, "times the beginning", CALIBRATED),
+    )
+    advice = "compare the gradients and the learning rate with those of a training that learns"
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._window = max(int(self.thresholds["records"]), 2)
+        self._rings = Rings(self._window)
+        self._began = Memory()
+        """By curve, the mean of its first records."""
+        self._is_reported = Memory(0.0), Memory(0.0)
+        """By curve, 1 where a rise was reported, and where a loss that does not move was reported."""
+
+    def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
+        """Compare the last records of each loss with its first."""
+        self._rings.grow(curves)
+        num = self.num[curves].astype(np.int64)
+        self._rings.put(curves, num, values)
+        num, ring = num + 1, self._rings.values[curves]
+        now = ring.mean(axis=1)
+        is_begun = num == self._window
+        self._began[curves[is_begun]] = now[is_begun]
+        began = self._began[curves]
+        with np.errstate(all="ignore"):
+            spread = np.nan_to_num((ring.max(axis=1) - ring.min(axis=1)) / np.abs(now), posinf=0.0)
+        is_late = num >= 2 * self._window
+        limit = began * self.thresholds["rise"]
+        is_risen = is_late & (now > limit) & (limit > 0)
+        is_down = now < began - np.abs(began) * self.thresholds["drop"]
+        is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
+        limits = np.full(len(curves), self.thresholds["spread"])
+        found = (
+            (is_risen, now, limit, "the loss has risen far above where it began", "mean of the last"),
+            (is_stuck, spread, limits, "the loss stands still where it began", "spread over the last records"),
+        )
+        for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):
+            for index in np.flatnonzero(flags & (reported[curves] == 0)).tolist():
+                yield JudgedSample(index, what, measure, float(numbers[index]), float(thresholds[index]))
+            reported[curves[flags]] = 1.0
+
+    def finish(self) -> Iterable[Finding]:
+        """Explain where there were too few records."""
+        if self.most < 2 * self._window:
+            self.why_not_judged = f"it needs {2 * self._window} records of a loss, and there are fewer"
+        return ()
+
+
+class Overfitting(CurveRule):
+    """A validation loss that rises while it is far above the loss in training.
+
+    The loss of a small validation set goes up and down. So it has to rise farther than before.
+    """
+
+    name = "overfitting"
+    sentence = "The validation loss rises from its best, far above the loss in training."
+    sites, columns = ("scalar",), ("mean",)
+    reads_norm: ClassVar[bool] = False
+    settings = (
+        Setting("gap", 0.5, "of the loss in training", "smdebug's Overfit has 0.1"),
+        Setting("rise", 0.1, "of the best validation loss", CALIBRATED),
+        Setting("records", 3, "validations", CALIBRATED),
+    )
+    needs = "needs losses: recorder.scalar('train/loss', loss), recorder.scalar('validation/loss', loss)"
+    advice = "stop at the best validation, or use more data, dropout or weight decay"
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._facts: Integers = np.zeros((0, 2), np.int64)
+        """By curve, its rank plus 1, and 1 if it is of a validation."""
+        self._total, self._num_trained = Memory(0.0), Memory(0.0)
+        """By rank plus 1, the sum and the number of its losses in training since its last validation."""
+        self._trained: dict[int, float] = {}
+        """By rank plus 1, the mean of these losses at its last validation."""
+        self._validations: dict[int, _Validations] = {}
+        """By curve of a validation."""
+        self._found: dict[int, tuple[Finding, float]] = {}
+        """By curve, the finding, and the best validation by then."""
+        self._found_curve = -1
+
+    def wants(self, key: SeriesKey) -> bool:
+        """A loss, also one that is called ``validation_loss``."""
+        return key.is_loss or is_validation(key)
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Judge the validations; only the end of the run shows whether a later validation was better."""
+        for one in super().add(rows):
+            curve, best = self._found_curve, self._validations[self._found_curve].best
+            if curve not in self._found or best < self._found[curve][1]:
+                self._found[curve] = one, best
+        yield from ()
+
+    def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
+        """Compare each validation with its best, and with the training losses since the last validation."""
+        new = [
+            (self.keys[curve].rank + 1, int(is_validation(self.catalog.key_of(self.lanes[curve]))))
+            for curve in range(len(self._facts), int(curves.max()) + 1)
+        ]
+        if new:
+            self._facts = np.concatenate([self._facts, np.array(new, np.int64)])
+        ranks, is_valid = self._facts[curves, 0], self._facts[curves, 1] == 1
+        num = np.bincount(ranks[~is_valid])
+        known = np.arange(len(num))
+        self._num_trained[known] = self._num_trained[known] + num
+        self._total[known] = self._total[known] + np.bincount(ranks[~is_valid], values[~is_valid])
+        for index in np.flatnonzero(is_valid).tolist():
+            yield from self._validated(index, int(curves[index]), int(ranks[index]), float(values[index]))
+        self._num_trained[ranks[is_valid]] = self._total[ranks[is_valid]] = 0.0
+
+    def _validated(self, index: int, curve: int, rank: int, value: float) -> Iterator[JudgedSample]:
+        if num := self._num_trained.of(rank):
+            self._trained[rank] = self._total.of(rank) / num
+        trained, of_curve = self._trained.get(rank), self._validations.setdefault(curve, _Validations())
+        of_curve.add(value)
+        if trained is None or trained <= 0:
+            return
+        gap = (value - trained) / trained
+        least = max(1 + self.thresholds["rise"], of_curve.recovered)
+        is_above = gap > self.thresholds["gap"] and value > of_curve.best * least
+        of_curve.num_above = of_curve.num_above + 1 if is_above else 0
+        if of_curve.num_above == self.thresholds["records"]:
+            self._found_curve = curve
+            what = "the validation loss has risen from its best, and the loss in training has not"
+            yield JudgedSample(index, what, "validation over training, less 1", gap, self.thresholds["gap"])
+
+    def finish(self) -> Iterator[Finding]:
+        """Report what was found, and explain where there is nothing to compare."""
+        for curve, (one, best) in self._found.items():
+            if self._validations[curve].best < best:
+                one = one._replace(severity=Severity.NOTE, what=f"{one.what}; later it is better still")
+            yield one
+        if not self._validations:
+            self.why_not_judged = "needs a validation loss: recorder.scalar('validation/loss', loss)"
+        elif not self._trained:
+            self.why_not_judged = "needs a loss in training: recorder.scalar('train/loss', loss)"
+
+
+@dataclass(slots=True)
+class _Validations:
+    """The validation losses of one curve."""
+
+    best: float = math.inf
+    rise: float = 1.0
+    """The largest rise since the best, as a factor."""
+    recovered: float = 1.0
+    """The largest rise that a better validation followed."""
+    num_above: int = 0
+    """Validations in a row that are far above the best and the loss in training."""
+
+    def add(self, value: float) -> None:
+        if value < self.best:
+            self.recovered, self.rise, self.best = max(self.rise, self.recovered), 1.0, value
+        if self.best > 0:
+            self.rise = max(self.rise, value / self.best)
+
+
+def is_validation(key: SeriesKey) -> bool:
+    """Whether a scalar is the loss of a validation."""
+    is_named = _VALIDATION.fullmatch(key.name) is not None
+    return key.site == "scalar" and (is_named or (key.is_loss and key.mode in ("eval", "no_grad")))

@@ -1,0 +1,248 @@
+"""Rules on the elements of single values: NaN and infinities, the steps skipped for them, and batches of data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...sites import SITES, SKIPPED, may_mask
+from ..rows import (
+    Flags,
+    Floats,
+    Integers,
+    Memory,
+    Rows,
+    SeriesKey,
+    Streaks,
+    as_exact_floats,
+    begins,
+    grouped,
+    previous,
+)  # fmt: skip
+from ..rule import CALIBRATED, Finding, Rule, Setting, Severity, StreakRule
+
+_MOST_SKIPPED = 20
+"""A scale of 2^16 is halved to 1 by then: a value that still overflows does so at any scale."""
+
+
+class NonFinite(Rule):
+    """NaN or infinities, at the module that made them, once for each spell of consecutive steps that have any."""
+
+    name = "nonfinite"
+    sentence = "A value holds NaN, or infinities that are no mask."
+    severity = Severity.ERROR
+    sites, columns = SITES, ("nan_count", "inf_count", "numel")
+    settings = (Setting("elements", 1, "elements", "smdebug's ExplodingTensor"),)
+    advice = "recorder first shows what was last healthy before it"
+
+    def set_up(self) -> None:
+        self._masks: dict[tuple[int, float], float] = {}
+        """By lane and number of elements, the infinite elements in the first record that had any."""
+        self._is_known = Memory(0.0)
+        """By lane: 1 where the first record was finite, 2 where it held infinities and no NaN."""
+        self._bad_step: int | None = None
+        """The last step that had a non-finite value, and was not skipped."""
+        self._last_skipped: int | None = None
+        """The last step that had a non-finite value and was skipped."""
+        self._num_skipped = 0
+        """Consecutive steps that were skipped for a non-finite value."""
+        self._last_step: int | None = None
+        """The last step that had rows."""
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Look for rows that are not finite, and report the first of each spell of steps that have any."""
+        nan, inf = np.nan_to_num(rows["nan_count"]), np.nan_to_num(rows["inf_count"])
+        is_bad = (nan + inf >= self.thresholds["elements"]) & ~self._excused(rows, nan, inf)
+        if is_bad.any():
+            yield from self._spells(rows, is_bad, nan, inf)
+        self._last_step = int(rows.steps[-1])
+
+    def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> Flags:
+        """Rows that are infinite from the first record on, as a mask is, and no more so than the first of this size."""
+        excused = np.zeros(len(rows), np.bool_)
+        order = np.argsort(rows.lanes, kind="stable")
+        firsts = order[begins(rows.lanes[order])]
+        firsts = firsts[self._is_known[rows.lanes[firsts]] == 0]
+        began_infinite = (inf[firsts] > 0) & (nan[firsts] == 0)
+        self._is_known[rows.lanes[firsts]] = np.where(began_infinite, 2.0, 1.0)
+        is_maskable = rows.where("may_mask", lambda key: may_mask(key.site, key.name))
+        candidates = (inf > 0) & (nan == 0) & is_maskable & (self._is_known[rows.lanes] == 2)
+        for index in np.flatnonzero(candidates).tolist():
+            known = self._masks.setdefault((int(rows.lanes[index]), float(rows["numel"][index])), float(inf[index]))
+            excused[index] = inf[index] <= known
+        return excused
+
+    def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
+        """The first bad value of each spell, on the ranks that have it first: other ranks have it from these."""
+        steps = np.unique(rows.steps)
+        for step in np.unique(rows.steps[is_bad]).tolist():
+            at = int(np.searchsorted(steps, step))
+            before = int(steps[at - 1]) if at else self._last_step
+            if before is not None and self._bad_step == before:
+                self._bad_step = step
+                continue
+            if before is None or self._last_skipped != before:
+                self._num_skipped = 0
+            start, end = np.searchsorted(rows.steps, [step, step + 1])
+            one_step = rows.take(slice(start, end))
+            firsts = np.flatnonzero(np.r_[True, np.diff(one_step.ranks) != 0])
+            indices = np.arange(end - start) - np.repeat(firsts, np.diff(np.r_[firsts, end - start]))
+            bad = np.flatnonzero(is_bad[start:end])
+            first = bad[np.argmin(indices[bad])]
+            earliest = bad[(indices[bad] == indices[first]) & (one_step.series[bad] == one_step.series[first])]
+            for index in earliest.tolist():
+                counts = float(nan[start + index]), float(inf[start + index])
+                one = self._found(one_step, is_bad[start:end], index, *counts)
+                self._last_skipped = step
+                if one.severity > Severity.NOTE:  # a skipped step hides nothing that comes after it
+                    self._bad_step = step
+                yield one
+
+    def _found(self, rows: Rows, is_bad: Flags, index: int, nan: float, inf: float) -> Finding:
+        """A finding that says, by the other rows of the step and rank, where the bad value comes from."""
+        lane, step = int(rows.lanes[index]), int(rows.steps[index])
+        key, same_step = self.catalog.key_of(lane), (rows.steps == step) & (rows.ranks == rows.ranks[index])
+        series = self.catalog.series
+        is_of_module = np.array([one[:2] == key[:2] for one in series], np.bool_)[rows.series] & same_step
+        inputs, params = (is_of_module & rows.at(site) for site in ("input", "param"))
+        skipped = same_step & rows.where("skipped", lambda one: (one.site, one.name) == ("scalar", SKIPPED))
+        what = "the value is not finite"
+        if (params & is_bad).any() and key.site != "param":
+            what += ", and neither is a parameter of the module"
+        elif key.site == "output" and (inputs & is_bad).any():
+            what += ", and neither is its input"
+        elif key.site == "output" and inputs.any():
+            what += ", and its input is: the module made it"
+        elif key.site in ("output", "tap"):
+            what += ", and all values before it in this step are"
+        severity = self.severity
+        if (np.nan_to_num(rows["mean"][skipped]) > 0).any():
+            self._num_skipped += self._last_skipped != step
+            what += "; GradScaler skipped the update"
+            if self._num_skipped < _MOST_SKIPPED:
+                severity = Severity.NOTE
+            else:
+                what += f", as it did {_MOST_SKIPPED} times in a row"
+        measure = "NaN and infinite elements" if nan and inf else "NaN elements" if nan else "infinite elements"
+        return self.finding(lane, step, what, measure, nan + inf, self.thresholds["elements"], severity)
+
+
+class Skipped(StreakRule):
+    """Steps that `GradScaler` skips one after the other."""
+
+    name = "skipped"
+    sentence = "GradScaler skips one step after the other: the parameters stay as they are."
+    severity = Severity.ERROR
+    sites, columns = ("scalar",), ("mean",)
+    settings = (Setting("records", _MOST_SKIPPED, "records", "a scale of 2^16 is halved to 1 by then"),)
+    needs = "there is no GradScaler that says which steps it skips"
+    what = "GradScaler skips one step after the other"
+    measure, limit = "records in a row", "records"
+    advice = "begin with a smaller scale, and look for what overflows at any scale"
+
+    def wants(self, key: SeriesKey) -> bool:
+        """The scalar that says whether a step was skipped."""
+        return (key.site, key.name) == ("scalar", SKIPPED)
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        """By the scalar alone."""
+        return rows["mean"] > 0, np.full(len(rows), float(self.records))
+
+
+_BATCH = ("mean", "std", "absmax", "l2")
+"""Statistics that two different batches hardly ever share."""
+_LABELS = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE)
+_LEAST_ELEMENTS = 8
+"""The values of a smaller tensor may well be equal by chance."""
+
+
+class Data(Rule):
+    """Batches that cannot teach what they should: two ranks share one, it comes again, or all its values are equal."""
+
+    name = "data"
+    sentence = (
+        "Two data-parallel ranks get the same batch, a batch comes again and again, or an input or the labels are "
+        "constant."
+    )
+    sites, columns = ("input",), (*_BATCH, "min", "max")
+    settings = (
+        Setting("records", 3, "records", "a sampler that is left out repeats every batch"),
+        Setting("repeats", 20, "records", CALIBRATED),
+        Setting("period", 4, "records", "a shorter cycle is no training set"),
+    )
+    advice = "look at the data loader: its sampler, its seed on each rank, and whether it moves on"
+
+    def set_up(self) -> None:
+        self._same: dict[tuple[int, int], tuple[int, int]] = {}
+        """By two lanes with the same batch, for how many records in a row, and since which step."""
+        self._reported: set[int] = set()
+        self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
+        """By the first input's lane of a rank, the hashes of the rank's last batches."""
+        self._repeats = Streaks()
+        self._last, reported = Memory(), Memory(0.0)
+        self._constant_labels, self._flat = Streaks(reported), Streaks(reported)
+
+    def wants(self, key: SeriesKey) -> bool:
+        """The inputs of the complete model in training. In a validation all ranks may well see the same samples."""
+        return key.site == "input" and not key.module_path and key.mode == "train"
+
+    def add(self, rows: Rows) -> Iterator[Finding]:
+        """Compare the batches of ranks with each other and with the batches before."""
+        with np.errstate(over="ignore"):
+            hashes = (rows.fingerprints(_BATCH) ^ rows.series.astype(np.uint64)).view(np.int64)
+            samples, firsts = grouped(rows.steps, rows.ranks)
+            totals = np.zeros(len(firsts), np.int64)
+            np.add.at(totals, samples, hashes)
+        steps, lanes = rows.steps[firsts], rows.lanes[firsts]
+        for at in np.split(np.arange(len(firsts)), np.flatnonzero(np.diff(steps)) + 1):
+            if len(at) > 1:
+                yield from self._shared(int(steps[at[0]]), lanes[at], totals[at])
+        yield from self._repeated(steps, lanes, totals)
+        yield from self._constant(rows.by_lane())
+
+    def _in_a_row(self, lane: int, step: int, what: str, num: int, limit: str, since: int | None) -> Finding:
+        return self.finding(lane, step, what, "records in a row", num, self.thresholds[limit], since=since)
+
+    def _shared(self, step: int, lanes: Integers, totals: Integers) -> Iterator[Finding]:
+        """Ranks with the same batch."""
+        order = np.argsort(totals, kind="stable")
+        parts = self.catalog.part_of[lanes]
+        going_on = {}
+        for index in np.flatnonzero((np.diff(totals[order]) == 0) & (np.diff(parts[order]) != 0)).tolist():
+            first, second = sorted((int(lanes[order[index]]), int(lanes[order[index + 1]])))
+            before, since = self._same.get((first, second), (0, step))
+            num = before + 1
+            going_on[first, second] = num, since
+            if num >= self.thresholds["records"] and second not in self._reported:
+                self._reported.add(second)
+                what = f"the batch is that of rank {int(self.catalog.rank_of[first])}"
+                yield self._in_a_row(second, step, what, num, "records", since)
+        self._same = going_on
+
+    def _repeated(self, steps: Integers, lanes: Integers, totals: Integers) -> Iterator[Finding]:
+        """Batches that are equal to a batch of the last few records."""
+        order = np.argsort(lanes, kind="stable")
+        steps, lanes, hashes = steps[order], lanes[order], as_exact_floats(totals[order].view(np.uint64))
+        was, period = hashes, np.zeros(len(hashes), np.int64)
+        for number, memory in enumerate(self._before, 1):
+            was = previous(lanes, was.copy(), memory)
+            period = np.where((period == 0) & (was == hashes), number, period)
+        for index, num, since in self._repeats.reached(lanes, steps, period > 0, self.thresholds["repeats"]):
+            what = f"the batch is that of {int(period[index])} records before, again and again"
+            yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
+
+    def _constant(self, rows: Rows) -> Iterator[Finding]:
+        """Labels that never change, and inputs whose elements are all equal."""
+        is_label = rows.where("labels", lambda key: _LABELS.fullmatch(key.name) is not None)
+        marks = rows["l2"] + 1e-3 * rows["mean"]
+        is_same = is_label & (marks == previous(rows.lanes, marks, self._last))
+        is_flat = (rows["min"] == rows["max"]) & (is_label | rows.are_float()) & (rows["numel"] >= _LEAST_ELEMENTS)
+        for streaks, flags, of_labels in (
+            (self._constant_labels, is_same, "the labels never change"),
+            (self._flat, is_flat, "all labels of a batch are equal"),
+        ):
+            for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
+                what = of_labels if is_label[index] else "all elements of the input are equal"
+                yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "repeats", since)
