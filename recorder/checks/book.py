@@ -68,7 +68,6 @@ class OwnThreshold(StreakRule):
         return key.site in self.sites and matches(self.modules, key.module_path)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Compare the statistic with the limit."""
         values = rows[self.statistic]
         return np.nan_to_num(values * self.sign, nan=-math.inf) > self.thresholds["limit"] * self.sign, values
 

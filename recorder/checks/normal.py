@@ -237,7 +237,6 @@ class Normal:
             self._held[which, :, what] += np.bincount(own, minlength=self._held.shape[1])
 
     def count_run(self, series: Integers) -> None:
-        """Note that a run has these series."""
         self._num_runs_with[series] += 1
 
     def _grow(self, num_series: int) -> None:
@@ -259,7 +258,6 @@ class Learner:
         self._series: Integers = np.zeros(0, np.int64)
 
     def add(self, rows: Rows) -> None:
-        """Take in the next rows, by step."""
         if not len(rows):
             return
         normal = self._normal

@@ -132,13 +132,10 @@ class Catalog:
     def lanes(
         self, series: Integers, ranks: Integers, parts: Integers | None = None, peers: Integers | None = None
     ) -> Integers:
-        """The lanes of rows, by the number of their series and their rank.
+        """The lanes of rows, by the numbers of their series and by their ranks, -1 for all ranks.
 
-        Args:
-            series: the number of each row's series.
-            ranks: the rank of each row, -1 for all ranks.
-            parts: the part of the batch that the rank works on; by default each rank has a part of its own.
-            peers: a number for the piece of the model that the rank holds; by default all ranks hold the same piece.
+        `part_of` and `peers_of` say what `parts` and `peers` are; by default each rank works on a part of the batch of
+        its own, and all ranks hold the same piece of the model.
         """
         mixed, firsts, inverse = np.unique(series * _MAX_RANK + ranks + 1, return_index=True, return_inverse=True)
         known = [self._lane_of.get(one, -1) for one in mixed.tolist()]
@@ -168,14 +165,9 @@ class Rows:
         numbers: Mapping[str, Floats],
         indices: Integers | None = None,
     ) -> None:
-        """Rows of a catalog.
+        """Rows with these steps and lanes, which are the rows `indices` of the columns in `numbers`, by default all.
 
-        Args:
-            catalog: what the lanes are.
-            steps: the step of each row.
-            lanes: the lane of each row.
-            numbers: statistics, counts and `numel`, NaN where a row has none. A column that was not recorded is absent.
-            indices: the rows of `numbers` that these rows are; by default all of them.
+        The columns are statistics, counts and `numel`, NaN where a row has none. A column that the run lacks is absent.
         """
         self.catalog, self.steps, self.lanes = catalog, steps, lanes
         self._numbers, self._indices = numbers, indices
@@ -412,12 +404,7 @@ class Spells:
     ) -> Iterator[tuple[int, int]]:
         """Rows at which the condition has held long enough, and since which step; once more where it ended in between.
 
-        Args:
-            lanes: the lane of each row; rows come lane by lane.
-            steps: the step of each row.
-            flags: whether the condition holds at each row.
-            records: for how many records in a row the condition has to hold.
-            lasting: by row, for how many steps the condition has to hold.
+        Rows come lane by lane. Long enough are `records` records in a row and, by row, `lasting` steps.
         """
         lengths, since = self._streaks.lengths(lanes, steps, flags)
         is_long = (lengths >= records) & (steps - since + 1 >= lasting)

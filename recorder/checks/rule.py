@@ -199,7 +199,6 @@ class StreakRule(Rule):
         return self.severity
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Look at the rows, lane by lane."""
         rows = rows.by_lane()
         flags, values = self.judge(rows)
         self._count(rows.lanes)
@@ -211,7 +210,6 @@ class StreakRule(Rule):
             )  # fmt: skip
 
     def finish(self) -> Iterable[Finding]:
-        """Explain where there were too few records."""
         if self._most < self.records:
             self.why_not_judged = f"it needs {self.records} records of a value, and there are {self._most}"
         return ()
@@ -231,15 +229,12 @@ class PartsRule(Rule):
     parts: ClassVar[tuple[type[StreakRule], ...]]
 
     def set_up(self) -> None:
-        """Make the parts."""
         self._parts = [part(self.catalog, self.thresholds) for part in self.parts]
 
     def wants(self, key: SeriesKey) -> bool:
-        """Whether at least one part reads the rows of a series."""
         return any(part.wants(key) for part in self._parts)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Give each part its rows."""
         for number, part in enumerate(self._parts):
             own = rows.take(rows.where(f"{self.name} {number}", part.wants))
             if len(own):

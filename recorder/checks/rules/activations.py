@@ -104,7 +104,6 @@ class OutlierUnits(StreakRule):
     advice = "keep this layer out of low precision, and look with run.units where the unit begins to grow"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the largest magnitude over the root mean square of the median unit."""
         ratio = rows["units.largest"]
         return np.nan_to_num(ratio) > self.thresholds["ratio"], ratio
 
@@ -202,7 +201,6 @@ class _Low(_Precision, StreakRule):
     advice = "scale up what is cast: a GradScaler, or the scale of the float8 recipe"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the share of values below the least normal number."""
         share = rows["histogram.subnormal_share"]
         return np.nan_to_num(share) > self.thresholds["low"], share
 
@@ -213,7 +211,6 @@ class _High(_Precision, StreakRule):
     advice = "scale down what is cast, or keep it in bfloat16"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the share of values in the highest power of two."""
         share = rows["histogram.top_share"]
         return np.nan_to_num(share) > self.thresholds["high"], share
 

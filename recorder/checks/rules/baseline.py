@@ -41,7 +41,6 @@ class BaselineRule(Rule):
         return numbers
 
     def finish(self) -> Iterable[Finding]:
-        """Explain where there is nothing to compare with."""
         if self.normal is None:
             self.why_not_judged = _NEEDED
         elif not self._is_known:
@@ -185,7 +184,6 @@ class Width(Rule):
         self._sizes = Sizes(self.catalog, int(self.thresholds["steps"]))
 
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Take in the sizes."""
         if self.other_widths:
             self._sizes.add(rows)
         return ()

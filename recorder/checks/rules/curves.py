@@ -74,7 +74,6 @@ class CurveRule(Rule):
         """Samples of the longest curve."""
 
     def wants(self, key: SeriesKey) -> bool:
-        """A loss, or a gradient of a parameter."""
         return key.is_loss or (self.reads_norm and key.site == "grad")
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -280,7 +279,6 @@ class Spike(CurveRule):
         self._total[curves] = self._total[curves] + values - np.nan_to_num(replaced)
 
     def finish(self) -> Iterable[Finding]:
-        """Explain where there were too few records."""
         return self.need_earlier("least")
 
 
@@ -308,7 +306,6 @@ class Jump(CurveRule):
         above it is reported; and the largest of its last samples, which fades with each sample."""
 
     def wants(self, key: SeriesKey) -> bool:
-        """A gradient of a parameter."""
         return key.site == "grad"
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
@@ -326,7 +323,6 @@ class Jump(CurveRule):
         self._is_up[curves] = is_over.astype(np.float64)
 
     def finish(self) -> Iterable[Finding]:
-        """Explain where there were too few records."""
         return self.need_earlier("first")
 
 
@@ -382,7 +378,6 @@ class LossStuck(CurveRule):
             reported[curves[flags]] = 1.0
 
     def finish(self) -> Iterable[Finding]:
-        """Explain where there were too few records."""
         if self.most < 2 * self._window:
             self.why_not_judged = f"it needs {2 * self._window} records of a loss, and there are fewer"
         return ()

@@ -162,7 +162,6 @@ class NoGradient(StreakRule):
             yield from self._waiting.keep(lane, one)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the count of zeros."""
         zeros, numel = rows.over_chunks(rows["zero_count"]), rows.over_chunks(rows["numel"])
         share = np.nan_to_num(zeros / np.maximum(numel, 1))
         return (share >= 1) & (numel > 0), share
@@ -218,7 +217,6 @@ class Objectives(StreakRule):
         self._has_shared = False
 
     def wants(self, key: SeriesKey) -> bool:
-        """Gradients at the taps of `recorder.objective`."""
         return key.site == "tap" and key.phase == "backward" and key.name.startswith(PREFIX)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
@@ -300,7 +298,6 @@ class Unchanged(StreakRule):
         """The last steps that GradScaler skipped, as pairs of rank and step."""
 
     def wants(self, key: SeriesKey) -> bool:
-        """Parameters, their gradients, and whether GradScaler skipped a step."""
         return key.site in ("param", "grad") or (key.site, key.name) == ("scalar", SKIPPED)
 
     def add(self, rows: Rows) -> Iterator[Finding]:

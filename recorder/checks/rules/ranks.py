@@ -28,7 +28,6 @@ class Replica(Rule):
         return ()
 
     def finish(self) -> Iterable[Finding]:
-        """The findings of the comparison."""
         if self.replicas is None:
             self.why_not_judged = f"{self.needs}, and only the rows of a whole run were compared"
             return ()
@@ -56,7 +55,6 @@ class OutlierRank(StreakRule):
         self._most_ranks = 0
 
     def wants(self, key: SeriesKey) -> bool:
-        """Values that depend on the rank's own batch."""
         return key.differs_by_batch
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
@@ -117,7 +115,6 @@ class _Variance(Rule):
         self._num, self._value = Memory(0.0), Memory()
 
     def wants(self, key: SeriesKey) -> bool:
-        """The running variance."""
         return key.site == "buffer" and key.name.endswith("running_var")
 
     def is_late(self, rows: Rows) -> Flags:

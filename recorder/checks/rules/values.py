@@ -143,11 +143,9 @@ class Skipped(StreakRule):
     advice = "begin with a smaller scale, and look for what overflows at any scale"
 
     def wants(self, key: SeriesKey) -> bool:
-        """The scalar that says whether a step was skipped."""
         return (key.site, key.name) == ("scalar", SKIPPED)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the scalar alone."""
         return rows["mean"] > 0, np.full(len(rows), float(self.records))
 
 
