@@ -33,12 +33,10 @@ def complete_run(incomplete: str) -> list[str]:
 
 
 def _complete_run_or_module(incomplete: str) -> list[str]:
-    """Offer runs, and modules of the newest run, either of which may be the first word of `show`."""
     return _offered(incomplete, _runs) + _offered(incomplete, lambda _: _modules(None))
 
 
 def _complete_module(context: typer.Context, incomplete: str) -> list[str]:
-    """Offer the modules of the run that was typed before."""
     return _offered(incomplete, lambda _: _modules(context.params.get("path")))
 
 
@@ -73,7 +71,6 @@ def _runs(incomplete: str) -> Iterator[str]:
 
 
 def _modules(run: str | None) -> Iterator[str]:
-    """Yield the modules of a run on a disk."""
     from ..run.finding import find_run, first_modules
 
     path_of_run, _ = find_run(run)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -17,10 +16,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from ..run.reply import Aside, Reply, StateLine, Table, TableColumn
-from ..system.text import printable, printable_line
+from ..system.text import for_json, printable, printable_line
 
-_MAX_DEPTH = 50
-"""Levels of a JSON document; what untrusted input nests deeper is left out."""
 _DASH = "-"
 _COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "differs": "bold red", "fault": "bold red"}
 _MIN_PROSE = 24
@@ -240,19 +237,7 @@ def say_state(state: str, text: str) -> None:
 
 def print_json(value: object) -> None:
     """Print one JSON document on stdout, in ASCII and without NaN, which JSON does not have."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False))
-
-
-def _finite(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, (dict, list, tuple)) and depth > _MAX_DEPTH:
-        return "..."
-    if isinstance(value, dict):
-        return {str(key): _finite(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item, depth + 1) for item in value]
-    return value
+    print(json.dumps(for_json(value), indent=2, allow_nan=False))
 
 
 @contextmanager

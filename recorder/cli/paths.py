@@ -1,15 +1,33 @@
-"""Decides what a word of the command line means: a run, a module or a file."""
+"""Decides what the words of a command line select: runs, modules and rows; for ``show --where``, ranks' chunks."""
 
 from __future__ import annotations
 
+import difflib
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, NotARunError, RunError
+from ..merge.unit import is_problem
 from ..rules import hint
-from ..run.finding import find_folder, is_same_folder, scheme_of
-from ..run.run import Run, open_run
+from ..run.finding import find_folder, is_same_folder, scheme_of, typed_for
+from ..run.reply import Reply
+from ..run.run import Run, TensorLayout, open_run
 from ..run.selection import Selection
+from ..sites import SITES
+from ..system.text import grouped, listed, span
+
+_MAX_LISTED = 20
+_SITES = ("output", *(site for site in SITES if site != "output"))
+"""Sites in the order in which they are shown; most questions are about outputs."""
+_VALUE = ("root", "name", "scope", "phase", "mode")
+_MOMENT = ("micro_step", "call", "repeat")
+_OF_STAGES = ("root", "micro_step")
+"""Columns in which the chunks of one value differ where several pipeline stages have them."""
 
 
 def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None]:
@@ -94,3 +112,103 @@ def local_path(text: str) -> Path:
             f"{text}: {scheme}:// is only read from; name a path on a disk, and copy it up afterwards"
         )
     return Path(text)
+
+
+def modules_meant(run: Run, wanted: Selection) -> list[str]:
+    """Return the modules with rows that a selection names; all modules where it names none.
+
+    Raises:
+        LookupFailedError: no module matches; the message names the nearest.
+    """
+    paths = wanted.modules(run.module_paths)
+    if not paths and wanted.module is not None:
+        command = shlex.join(["recorder", "show", typed_for(run.path, run.name)])
+        near = hint(wanted.module, run.module_paths, otherwise=f"; {command} lists the modules")
+        raise LookupFailedError(f"no module {wanted.module!r} in this run{near}")
+    return paths
+
+
+def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = None) -> Any:
+    """Return the selected rows, one for each tensor; Arrow chooses the modules before rows are made."""
+    expression = pc.field("part") == 0
+    if wanted.module is not None:
+        expression &= pc.field("module_path").isin(wanted.modules(run.module_paths))
+    if more is not None:
+        expression &= more
+    return replace(wanted, module=None).narrow(run.table(columns, expression))
+
+
+def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
+    """Raise the most helpful reason why there is nothing to show."""
+    subject = "this run" if wanted.module is None else repr(wanted.module)
+    table = rows_of(run, Selection(module=wanted.module), ["site", "name", "step", "rank"])
+    for column, text in (("site", wanted.site), ("name", wanted.name)):
+        if text is None:
+            continue
+        recorded = sorted(table.column(column).unique().to_pylist())
+        table = Selection(**{column: text}).narrow(table)
+        if not table.num_rows:
+            near = difflib.get_close_matches(text, recorded, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            names = listed((name or "''" for name in recorded), _MAX_LISTED)
+            raise LookupFailedError(f"{subject} has no such row; its {column}s are {names}{hint}")
+    steps, ranks = (sorted(set(table.column(name).drop_null().to_pylist())) for name in ("step", "rank"))
+    extent = f"it has steps {span(steps) or 'none'} and ranks {span(ranks) or 'none'}"
+    step = str(wanted.step)
+    ended = run.ended_before(int(step)) if step.isdecimal() else ""
+    raise LookupFailedError(f"no row of {subject} at these steps and ranks; {extent}{'; ' if ended else ''}{ended}")
+
+
+def site_order(site: str) -> tuple[int, str]:
+    """Return the key that sorts sites: outputs first, then as the format lists them."""
+    return (_SITES.index(site) if site in _SITES else len(_SITES), site)
+
+
+def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None) -> Reply:
+    """Return the reply about the values of one site at one step, by default outputs at the last.
+
+    The exit code is 1 where a chunk is missing or does not fit. A value that the step has several times is drawn once,
+    as it was first seen.
+    """
+    module_path, *others = modules_meant(run, wanted)
+    if others:
+        some = grouped([module_path, *others])
+        raise LookupFailedError(f"--where draws one module, and {wanted.module!r} means several: {', '.join(some)}")
+    table = rows_of(run, wanted, ["site", "step", "rank", "attempt", *_VALUE, *_MOMENT])
+    if not table.num_rows:
+        explain_nothing(run, wanted)
+    site = min(table.column("site").unique().to_pylist(), key=site_order)
+    table = table.filter(pc.field("site") == site)
+    step = pc.max(table.column("step")).as_py()
+    table = table.filter(pc.field("step") == step)
+    drawn = [
+        run.layout(module_path, site, step, layouts=layouts, stage=stage, **question)
+        for question in _questions(table, has_slices=run.view().has_pipeline, is_named=wanted.name is not None)
+    ]
+    return Reply(
+        members=lambda: {"run": str(run.path), "module": module_path, "layouts": [asdict(layout) for layout in drawn]},
+        parts=lambda: [
+            line for number, layout in enumerate(drawn) for line in [""] * (number > 0) + str(layout).splitlines()
+        ],
+        exit_code=int(bool(run.problems) or any(map(_is_wrong, drawn))),
+    )
+
+
+def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:
+    """Return, for each value of a table at its first moment, the columns that tell it from the others.
+
+    `is_named`: the table has only values of some names, and the site has others.
+    """
+    of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
+    of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]
+    rows = table.group_by([*of_value, *of_moment], use_threads=False).aggregate([]).to_pylist()
+    differing = {name for name in (*of_value, *of_moment) if len({row[name] for row in rows}) > 1}
+    differing |= {"name"} if is_named else set()
+    firsts: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: [row[name] or 0 for name in of_moment]):
+        firsts.setdefault(tuple(row[name] for name in of_value), row)
+    return [{name: row[name] for name in differing} for row in firsts.values()]
+
+
+def _is_wrong(layout: TensorLayout) -> bool:
+    return bool(layout.missing) or (layout.kind != "" and is_problem(layout.kind))

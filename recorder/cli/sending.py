@@ -132,7 +132,7 @@ class Target:
         if self.store is None:
             assert isinstance(self.run, Path), "what lies in an object store was shipped there"
             return send(self.run, command)
-        from ..daemon.steering import send_to_store
+        from ..daemon.errands import send_to_store
 
         return send_to_store(self.store, self.run.name, command, self.key)
 
@@ -182,7 +182,6 @@ def find_target(path: str | None, key_file: str | None) -> Target:
 
 
 def _store_of_shipped(location: Location) -> Destination | None:
-    """Return where a run was shipped to, as the folder above it; None where it lies where it records."""
     if not is_shipped(location):
         return None
     from ..daemon.destination import Throttle, parse_destination
@@ -191,8 +190,8 @@ def _store_of_shipped(location: Location) -> Destination | None:
 
 
 def _key(file: str | None) -> bytes:
+    from ..daemon.errands import read_key
     from ..daemon.settings import load_daemon_settings
-    from ..daemon.steering import read_key
 
     return read_key(load_daemon_settings(None, {"key_file": file}).key_file)
 
@@ -275,7 +274,6 @@ def send_and_wait(
 
 
 def _is_open(one: _Heard, *, until_done: bool) -> bool:
-    """Whether a rank has more to say."""
     if until_done and one.state == IN_FORCE:
         return True
     return one.state in ("unheard", WAITING) and one.since is None
@@ -295,7 +293,6 @@ def _is_bad(command: Command, one: _Heard) -> bool:
 
 
 def _lines(command: Command, heard: Sequence[_Heard], timeout_s: float) -> Iterator[StateLine]:
-    """Yield one line for all ranks that say the same."""
     groups: dict[_Heard, list[int]] = {}
     for one in heard:
         groups.setdefault(replace(one, rank=0), []).append(one.rank)

@@ -21,14 +21,15 @@ from pathlib import Path
 from ..errors import ConfigError, StoreError
 from ..run.finding import FLEET
 from ..storage.clients import DESTINATIONS
-from . import subcommands
+from ..system.processes import set_malloc
+from . import errands
 from .destination import FolderDestination, Throttle, parse_destination
+from .errands import StoreCarrier, read_key
+from .fleet import NODE, FleetDocument, held_lock, holds_folder, node_name, state_folder, write_state
 from .metrics import DaemonCollector, MetricsServer, make_registry
-from .node import NODE, FleetDocument, held_lock, holds_folder, node_name, state_folder, write_state
 from .settings import DaemonSettings, reloaded
 from .shipping.run import RunShipper
 from .shipping.shipped import Shipping
-from .steering import StoreCarrier, read_key
 from .telemetry import Counters, Health
 from .watching import Entries, Folder, find_runs
 
@@ -44,8 +45,6 @@ _LATE_S = 60.0
 _ERRAND_END_S = 0.5
 """How long a stop waits for the killed process of an errand, beyond `stop_s`."""
 _LOW_PRIORITY = 10
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-"""Parameters of glibc's ``mallopt``, from malloc.h."""
 
 
 class Daemon:
@@ -145,7 +144,8 @@ class Daemon:
                         raise
                     self.shared.failed(error, "the start")  # a store that is away for now comes back
                 _lower_priority()
-                _spare_memory()
+                # Else glibc keeps the largest snapshot that each thread has freed.
+                set_malloc(M_ARENA_MAX=2, M_MMAP_THRESHOLD=1 << 18, M_TRIM_THRESHOLD=1 << 20)
                 self._say_start()
                 while not self._stop.is_set():
                     if self._is_reload_due:
@@ -200,7 +200,6 @@ class Daemon:
         return self._has_found and not self._under_way and not self._errands and all(map(self._is_done, self.runs))
 
     def _is_done(self, run: RunShipper) -> bool:
-        """Whether there is nothing left to do for a run that was here when `run_once` began."""
         if run.there.conflict:
             return True
         if run.is_recording or run.has_stuck_files:
@@ -358,7 +357,7 @@ class Daemon:
             return
         settings = self.shared.settings
         if run.needs_repair:
-            self._errand(run, lambda: subcommands.repair(run))
+            self._errand(run, lambda: errands.repair(run))
             return
         if run.may_go and now_s >= run.settled_since_s + settings.keep_local_s and self._is_cataloged(run):
             self._errand(run, lambda: self._remove(run))
@@ -370,7 +369,7 @@ class Daemon:
             if run.cataloged_bytes >= 0 or run.is_settled:
                 assert self._state_path is not None, "the lock is held"
                 folder = self._state_path.parent
-                self._errand(run, lambda: subcommands.catalog(run, folder))
+                self._errand(run, lambda: errands.catalog(run, folder))
                 return
             run.cataloged_bytes = 0  # the first one comes after a while, or at the end
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
@@ -378,7 +377,6 @@ class Daemon:
             self._errand(run, lambda: self._check(run))
 
     def _carry(self, run: RunShipper, now_s: float) -> None:
-        """Look for commands to a run that records, if they are wanted."""
         settings = self.shared.settings
         is_wanted = settings.accept_commands and run.there.run_id and not run.there.conflict
         if not is_wanted or run.is_carrying or now_s < run.next_carry_s or not run.is_recording:
@@ -412,11 +410,11 @@ class Daemon:
         self._submit("errand", do, run)
 
     def _check(self, run: RunShipper) -> None:
-        news = subcommands.check(run)
+        news = errands.check(run)
         for finding in news:
             logger.warning("%s: %s at step %s", run.key, finding["rule"], finding["step"], extra={"finding": finding})
         if news and self.shared.settings.webhook:
-            subcommands.tell_webhook(self.shared.settings.webhook, news, partial(self.counters.add, "webhooks"))
+            errands.tell_webhook(self.shared.settings.webhook, news, partial(self.counters.add, "webhooks"))
 
     def _remove(self, run: RunShipper) -> None:
         """Remove a run here that has ended and is there, after the store was asked once more."""
@@ -520,15 +518,6 @@ def _watched_folders(settings: DaemonSettings) -> list[str]:
                 raise ConfigError(f"watch = {name!r}: is, holds or lies in {other}, which is watched, too")
         folders.append(folder)
     return folders
-
-
-def _spare_memory() -> None:
-    """Have glibc give back what a thread has freed: it keeps the largest snapshot of each thread's own otherwise."""
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_ARENA_MAX, 2)
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 18)
-        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 20)
 
 
 def _lower_priority() -> None:

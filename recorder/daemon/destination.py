@@ -24,6 +24,7 @@ from ..run.finding import FLEET
 from ..storage.clients import KINDS, SCHEMES, Client, bare_e_tag
 from ..storage.locations import folder_of_url, scheme_of
 from ..storage.objects import ObjectPath
+from ..system.processes import sync_directory
 from .telemetry import Requests
 from .watching import LocalFile
 
@@ -126,9 +127,6 @@ class Destination(Protocol):
 
     def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
         """Yield all that lies below a prefix."""
-
-    def folders(self, prefix: str) -> list[str]:
-        """Return the names of the folders right below a prefix."""
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects; one that is gone already is no error."""
@@ -256,11 +254,6 @@ class Bucket:
         for meta in metas:
             yield meta["path"].removeprefix(self._prefix), _held(meta)
 
-    def folders(self, prefix: str) -> list[str]:
-        wanted = (self._prefix + prefix).strip("/")
-        answer = self._ask(prefix, lambda store: store.list_with_delimiter(wanted or None))
-        return sorted(path.rpartition("/")[2] for path in answer["common_prefixes"])
-
     def delete(self, keys: list[str]) -> None:
         for start in range(0, len(keys), 1000):
             paths = [self._prefix + key for key in keys[start : start + 1000]]
@@ -283,8 +276,6 @@ class Bucket:
         return answer.get(_CRC_KEY) == f"{crc:08x}"
 
     def _reads_same(self, key: str, file: LocalFile) -> bool:
-        """Whether an object is a file, byte by byte."""
-
         def ask(store: Any) -> bool:
             offset = 0
             for piece in store.get(self._prefix + key).stream(min_chunk_size=_PIECE_BYTES):
@@ -369,7 +360,7 @@ class FolderDestination:
                 out.flush()
                 os.fsync(out.fileno())
             yield temporary, final
-            _sync_folder(final.parent)
+            sync_directory(final.parent)
         except OSError as error:
             raise _refused(error, final) from error
         finally:
@@ -393,12 +384,6 @@ class FolderDestination:
                     status = path.lstat()
                     if stat.S_ISREG(status.st_mode) and not name.endswith(".tmp"):
                         yield str(path.relative_to(self.path)), StoredObject(status.st_size, status.st_mtime, "")
-
-    def folders(self, prefix: str) -> list[str]:
-        try:
-            return sorted(entry.name for entry in os.scandir(self.path / prefix) if entry.is_dir(follow_symlinks=False))
-        except FileNotFoundError:
-            return []
 
     def delete(self, keys: list[str]) -> None:
         for key in keys:
@@ -479,15 +464,6 @@ def _is_same_file(path: Path, file: LocalFile) -> bool:
             return all(other.read(len(piece)) == piece for piece in _pieces(file))
     except FileNotFoundError:
         return False
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # some file systems cannot
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _refused(error: OSError, path: Path) -> StoreError:

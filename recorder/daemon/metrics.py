@@ -391,7 +391,6 @@ def _tls(certificate: str) -> ssl.SSLContext:
 
 
 def _authorization(file: str) -> bytes | None:
-    """Return the header that a request needs; None where it needs none."""
     if not file:
         return None
     try:

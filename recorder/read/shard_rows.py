@@ -21,8 +21,7 @@ from ..errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader
 from ..format.rundir import ShardName, index_name, open_name, parse_shard_name
 from ..storage.locations import Location, OpenLocation, store_of
-from ..storage.protocol import Found
-from ..storage.untrusted_files import ByteSource
+from ..storage.untrusted_files import ByteSource, Found
 from .salvage import Salvaged, salvage
 from .shard import Layout, Shard, open_sealed
 

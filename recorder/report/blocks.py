@@ -1,12 +1,15 @@
-"""A block: a named piece of what the page draws, as JSON and typed arrays, and its bytes. Never reads a run.
+"""A block: a named piece of what the page draws, as JSON and typed arrays; and the cubes, whose numbers become blocks.
 
-The page of a file holds its blocks as base64; a server sends the same bytes.
+The page of a file holds its blocks as base64; a server sends the same bytes. Never reads a run.
 
-Numbers are codes of one or two bytes: with two bytes a number has three or four digits, with one byte one or two, and a
-screen shows no more. A series is scaled to its own range: linearly, or by the inverse hyperbolic sine where its
-magnitudes span more than `_WIDE`, which is a logarithm for both signs, and linear around zero. What is stored are
-differences of the codes, first between a lane and the lane before it, so that replicas cost nothing, then between a
-column and the column before it.
+A cube holds the statistics of many series over steps, for a few lanes. Where a run has more steps than a cube has
+columns, a column holds the value of its steps that stands out most, so that no spike vanishes.
+
+A block holds numbers as codes of one or two bytes: two bytes keep three or four digits of a number, one byte keeps one
+or two, and a screen shows no more. A series is scaled to its own range: linearly, or by the inverse hyperbolic sine
+where its magnitudes differ by more than `_WIDE` (that is a logarithm for both signs, and linear around zero). The
+stored codes are differences, first between a lane and the lane before it, so that replicas cost nothing, then between
+a column and the column before it.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from ..numerics.keys import Integers
+from ..system.text import for_json
 
 VERSION = 1
 """Raised where a page of an older version could not read a block."""
@@ -53,22 +59,12 @@ class PageBlock:
             entries.append({"name": name, "type": array.dtype.name, "shape": list(array.shape), "offset": at})
             pieces.append(little.tobytes() + bytes(-little.nbytes % _ALIGN_BYTES))
             at += len(pieces[-1])
-        head = {"version": VERSION, "name": self.name, "data": _finite(self.data), "arrays": entries}
+        head = {"version": VERSION, "name": self.name, "data": for_json(self.data), "arrays": entries}
         text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
         start = len(text).to_bytes(4, "little") + text
         packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
         whole = start + bytes(-len(start) % _ALIGN_BYTES) + b"".join(pieces)
         return packer.compress(whole) + packer.flush()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 NO_ROW, NO_NUMBER, FIRST = 0, 1, 2
@@ -135,3 +131,235 @@ def planes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     if codes.dtype == np.uint8:
         return codes.reshape(-1)
     return np.concatenate([(codes & 0xFF).reshape(-1), (codes >> 8).reshape(-1)]).astype(np.uint8)
+
+
+class Cube:
+    """Holds a number for each statistic, series, lane and column."""
+
+    def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
+                 statistics: Sequence[str]) -> None:  # fmt: skip
+        """An empty one.
+
+        Args:
+            steps: those that values may be of, ascending.
+            num_columns: into which these steps are put, as many as steps or fewer.
+            num_series: whose numbers are from 0.
+            num_lanes: whose numbers are from 0.
+            statistics: names of columns of rows.
+        """
+        self.steps = np.array(steps, np.int64)
+        self.shape = num_series, num_lanes, num_columns
+        self._column = np.arange(len(steps)) * num_columns // max(len(steps), 1)
+        self.values = {name: np.full(self.shape, np.nan, np.float32) for name in statistics}
+        self.has_row = np.zeros(self.shape, np.bool_)
+
+    @property
+    def num_columns(self) -> int:
+        """The number of columns that hold steps."""
+        return self.shape[2]
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that the columns stand for."""
+        return len(self.steps)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step of the cube; None where the cube has no step."""
+        return int(self.steps[-1]) if len(self.steps) else None
+
+    @property
+    def first_steps(self) -> list[int]:
+        """The first step of each column."""
+        return self.steps[np.searchsorted(self._column, np.arange(self.shape[2]))].tolist() if self.shape[2] else []
+
+    def columns_of(self, steps: Integers) -> Integers:
+        """Return the column of each step; the cube knows all of these steps."""
+        columns: Integers = self._column[np.searchsorted(self.steps, steps)]
+        return columns
+
+    def put(
+        self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
+    ) -> None:
+        """Add values, also several of one cell; a row without a number is NaN."""
+        cells = (series * self.shape[1] + lanes) * self.shape[2] + self.columns_of(steps)
+        self.has_row.reshape(-1)[cells] = True
+        for name, values in self.values.items():
+            flat = values.reshape(-1)
+            is_known = ~np.isnan(numbers[name])
+            at, new = cells[is_known], np.clip(numbers[name][is_known], -_LARGEST, _LARGEST).astype(np.float32)
+            old = flat[at]
+            stands_out = np.isnan(old) | (_weight(name, new) > _weight(name, old))
+            at, new = at[stands_out], new[stands_out]
+            order = np.argsort(_weight(name, new), kind="stable")
+            flat[at[order]] = new[order]  # of several the last stays
+
+    def keep_lanes(self, num_lanes: int) -> None:
+        """Keep only the first `num_lanes` lanes; the cube had room for more, and nothing was added to these."""
+        self.shape = self.shape[0], num_lanes, self.shape[2]
+        self.values = {name: values[:, :num_lanes] for name, values in self.values.items()}
+        self.has_row = self.has_row[:, :num_lanes]
+
+    def blocks(self, prefix: str, max_fine: int) -> list[PageBlock]:
+        """Return a block for each statistic, with two-byte codes where the cube has no more than `max_fine` cells."""
+        num = self.num_columns
+        levels = FINE if self.shape[0] * self.shape[1] * num * len(self.values) <= max_fine else COARSE
+        has_row = self.has_row[:, :, :num]
+        return [_block(prefix, name, values[:, :, :num], has_row, levels, {}) for name, values in self.values.items()]
+
+
+class GrowingCube(Cube):
+    """A cube to which steps are added while a run grows; its number of columns is fixed from the beginning.
+
+    A column is made for each step as long as there is room. Then two columns become one, and so on.
+    """
+
+    def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
+                 statistics: Sequence[str]) -> None:  # fmt: skip
+        super().__init__(
+            steps=(), num_columns=max(num_columns, 2), num_series=num_series, num_lanes=num_lanes, statistics=statistics
+        )
+        self.changed = np.zeros(self.shape[2], np.int64)
+        """The version in which each column changed last."""
+        self.version = 0
+        """The version that a change now belongs to."""
+        self.num_halved = 0
+        """Counts up whenever pairs of columns become one, which changes every column."""
+        self._first_steps: list[int] = []
+        self._width = 1
+        self._num_in_last = 0
+        self._num_steps = 0
+        self._last_step = -1
+        self._saved: tuple[int, dict[str, npt.NDArray[np.float32]], npt.NDArray[np.bool_]] | None = None
+        self.add_steps(steps)
+
+    @property
+    def num_columns(self) -> int:
+        return len(self._first_steps)
+
+    @property
+    def first_steps(self) -> list[int]:
+        return list(self._first_steps)
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps
+
+    @property
+    def last_step(self) -> int | None:
+        return self._last_step if self._first_steps else None
+
+    def columns_of(self, steps: Integers) -> Integers:
+        """Return the column of each step; a step that the cube does not know lies in the column before it."""
+        columns = np.searchsorted(np.array(self._first_steps, np.int64), steps, side="right") - 1
+        return np.maximum(columns, 0)
+
+    def add_steps(self, steps: Sequence[int]) -> None:
+        """Make columns for the steps that lie behind all known steps; `steps` ascends."""
+        for step in steps:
+            if step <= self._last_step:
+                continue
+            self._last_step = step
+            self._num_steps += 1
+            if self._first_steps and self._num_in_last < self._width:
+                self._num_in_last += 1
+                continue
+            if len(self._first_steps) == self.shape[2]:
+                self._halve()
+                if self._num_in_last < self._width:
+                    self._num_in_last += 1
+                    continue
+            self._first_steps.append(step)
+            self._num_in_last = 1
+
+    def put(
+        self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
+    ) -> None:
+        """Add values, and note the columns that the values change."""
+        super().put(series, lanes, steps, numbers)
+        self.changed[self.columns_of(steps)] = self.version
+
+    def save_from(self, step: int) -> None:
+        """Mark values that are added from now on at this step or later as not final: `restore` removes these values."""
+        first = int(self.columns_of(np.array([step]))[0])
+        values = {name: array[:, :, first:].copy() for name, array in self.values.items()}
+        self._saved = first, values, self.has_row[:, :, first:].copy()
+
+    def restore(self) -> None:
+        """Remove the values that were added since `save_from`."""
+        if self._saved is None:
+            return
+        first, values, has_row = self._saved
+        for name, array in values.items():
+            self.values[name][:, :, first:] = array
+        self.has_row[:, :, first:] = has_row
+        self.changed[first:] = self.version
+        self._saved = None
+
+    def adopt(self, older: GrowingCube) -> None:
+        """Take over the values of an older cube, whose series, lanes and statistics are the first ones of this cube."""
+        while older.num_columns > self.shape[2]:
+            older._halve()
+        num_series, num_lanes, num = older.shape[0], older.shape[1], older.num_columns
+        for name, array in self.values.items():
+            array[:num_series, :num_lanes, :num] = older.values[name][:, :, :num]
+        self.has_row[:num_series, :num_lanes, :num] = older.has_row[:, :, :num]
+        self._first_steps, self._width = older._first_steps, older._width
+        self._num_in_last, self._num_steps, self._last_step = older._num_in_last, older._num_steps, older._last_step
+        self.num_halved = older.num_halved
+        self.version = older.version
+        self.changed[:] = self.version
+
+    def grown(self, prefix: str, since: int) -> list[PageBlock]:
+        """Return a block for each statistic with the columns that changed after the version `since`."""
+        columns = np.flatnonzero(self.changed[: self.num_columns] > since)
+        if not len(columns) or not self.shape[0]:
+            return []
+        data = {"columns": columns.tolist()}
+        has_row = self.has_row[:, :, columns]
+        return [
+            _block(prefix, name, values[:, :, columns], has_row, FINE, data) for name, values in self.values.items()
+        ]
+
+    def _halve(self) -> None:
+        """Join pairs of columns; the joined column holds the value that stands out more."""
+        assert self._saved is None, "what is not final is taken out first"
+        num = len(self._first_steps)
+        num_pairs, num_left = num // 2, -(-num // 2)  # the last of an odd number stays as it is
+        for name, array in self.values.items():
+            kept, right = array[:, :, 0:num:2].copy(), array[:, :, 1:num:2]
+            left = kept[:, :, :num_pairs]
+            np.copyto(left, right, where=np.isnan(left) | (_weight(name, right) > _weight(name, left)))
+            array[:, :, :num_left], array[:, :, num_left:] = kept, np.nan
+        has_row = self.has_row[:, :, 0:num:2].copy()
+        has_row[:, :, :num_pairs] |= self.has_row[:, :, 1:num:2]
+        self.has_row[:, :, :num_left], self.has_row[:, :, num_left:] = has_row, False
+        if num % 2 == 0:
+            self._num_in_last += self._width
+        self._first_steps = self._first_steps[::2]
+        self._width *= 2
+        self.num_halved += 1
+        self.changed[:] = self.version
+
+
+def _block(
+    prefix: str,
+    name: str,
+    values: npt.NDArray[np.float32],
+    has_row: npt.NDArray[np.bool_],
+    levels: int,
+    data: Mapping[str, Any],
+) -> PageBlock:
+    coded = quantise(values, has_row, levels)
+    return PageBlock(
+        name=f"{prefix}/{name}",
+        data={"statistic": name, "shape": list(values.shape), "levels": levels, **data},
+        arrays={"codes": planes(coded.codes), "low": coded.low, "high": coded.high, "unit": coded.unit},
+    )
+
+
+def _weight(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return how much a value stands out from the values of other steps."""
+    if name == "min":
+        return -values
+    return values if name == "max" else np.abs(values)

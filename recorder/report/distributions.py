@@ -63,13 +63,6 @@ class StepsCollector(ABC, Generic[T]):
     """The most values, each of a series at a step, that are kept; two steps are always kept."""
 
     def __init__(self, steps: Sequence[int] | None, ranks: Sequence[int], num_series: int) -> None:
-        """Choose the steps and ranks.
-
-        Args:
-            steps: all that there are, ascending; None where more and more come.
-            ranks: all that there are.
-            num_series: whose numbers are from 0, where the steps are known.
-        """
         self._thinned = ThinnedSteps() if steps is None else None
         room = min(len(steps or ()), _MAX_STEPS, self.max_collected // max(num_series, 1))
         count = max(room, min(len(steps or ()), 2))

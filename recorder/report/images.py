@@ -16,8 +16,8 @@ from ..errors import RunError
 from ..numerics.keys import encode
 from ..numerics.moments import integers
 from ..run.run import Run
+from .axes import keys_of
 from .blocks import PageBlock
-from .step_rows import keys_of
 
 _MAX_SERIES = 12
 _MAX_FILTERS, _MAX_MAPS, _MAX_HEADS = 64, 10, 8
@@ -120,7 +120,6 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def _kind(site: str, sizes: tuple[int, ...]) -> str | None:
-    """Return what a tensor of this shape may be; only its values tell whether the tensor is attention."""
     if site == "param":
         return "filters" if len(sizes) == 4 and sizes[1] in (1, 3) and max(sizes[2:]) <= _MAX_SIDE else None
     if site == "input" and len(sizes) == 4 and sizes[1] in (1, 3):

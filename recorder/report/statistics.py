@@ -15,11 +15,9 @@ from ..errors import LookupFailedError
 from ..globalview.view import GlobalView
 from ..numerics.keys import Integers
 from ..run.run import Run
-from .axes import Axes, Lanes, OddRanks, is_number, spread_of
-from .blocks import PageBlock
-from .cube import Cube, GrowingCube
+from .axes import Axes, DrawnSeries, Lanes, OddRanks, SeriesValues, StepRows, is_number, spread_of, values_of
+from .blocks import Cube, GrowingCube, PageBlock
 from .distributions import HistogramCollector, UnitsCollector
-from .step_rows import DrawnSeries, SeriesValues, StepRows, values_of
 
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page may hold, the most telling first; a page always holds the counts."""
@@ -120,7 +118,6 @@ class StatisticsBlocks:
         self._make_rank_cubes()
 
     def _make_rank_cubes(self) -> None:
-        """Make the cubes of how far each of many ranks is from the others, by series, and by site over steps."""
         ranks, num_bins = self.lanes.ranks, min(len(self.lanes.ranks), _MAX_RANK_BINS)
         self._sites = list(dict.fromkeys(key.site for key in self.series))
         self._site_of = np.array([self._sites.index(key.site) for key in self.series] or [0], np.int64)
@@ -208,7 +205,6 @@ class StatisticsBlocks:
         return np.asarray(np.where(self._is_scalar[ids], -1, self._number[ids]), np.int64)
 
     def _put_own(self, values: SeriesValues, cube: Cube) -> None:
-        """Add the values of the ranks that have lanes of their own."""
         lanes = self.lanes.of_ranks(values.ranks)
         chosen = np.flatnonzero(lanes >= 0)
         numbers = {name: column[chosen] for name, column in values.numbers.items()}
@@ -233,7 +229,6 @@ class StatisticsBlocks:
                 yield values_of(own, self._number[ids[is_of_it]], list(cube.values)), cube
 
     def _add_global(self, rows: StepRows) -> None:
-        """Add the values of all ranks together, as the global view assembles these values."""
         view = self._run.view()
         steps = sorted(self._axes.steps | self._axes.scalar_steps)
         a_step = max(self._axes.num_rows / max(len(steps), 1), 1.0)

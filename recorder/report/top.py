@@ -17,9 +17,9 @@ from ..read.manifests import RunDump
 from ..run.notebook import span
 from ..run.run import Run
 from ..system.text import counted, listed
+from .axes import DrawnSeries
 from .blocks import PageBlock
 from .statistics import StatisticsBlocks
-from .step_rows import DrawnSeries
 
 _MAX_LISTED = 8
 _MAX_CHECKS = 200
@@ -150,7 +150,6 @@ class _Group:
         """The modules of the fault and all modules that contain them."""
 
     def holds(self, one: Highlight, steps: Sequence[int]) -> bool:
-        """Whether a finding belongs to this fault."""
         if one.steps is None or self._first < 0:
             return False
         after = bisect_right(steps, self._last)
@@ -161,7 +160,6 @@ class _Group:
         return any(path in self._around or not self._paths.isdisjoint(_containers(path)) for path in one.paths)
 
     def add(self, number: int, one: Highlight) -> None:
-        """Add a finding to the fault."""
         self.findings[number] = one
         if one.steps is not None:
             self._first = one.steps[0] if self._first < 0 else self._first

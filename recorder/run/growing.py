@@ -20,7 +20,7 @@ from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, open_name, shard_name
 from ..read.shard_rows import ShardRows, Steps, load_open, load_sealed
 from ..read.writers import RecordedWriter, list_shards, list_writers, writer_folders
 from ..storage.locations import Location, store_of
-from ..storage.protocol import FileFacts
+from ..storage.untrusted_files import FileFacts
 from .status import ENDED, RankNow, RunWatch
 
 _MAX_BATCHES = 64

@@ -27,6 +27,7 @@ from ..format.commands import (
     read_command,
 )
 from ..format.rundir import read_json
+from ..system.processes import sync_directory
 
 _MAX_ENTRIES = 2 * MAX_COMMANDS
 """Names of a directory that are looked at; more were not made by us."""
@@ -51,7 +52,7 @@ def send(run_dir: Path, command: Command) -> Command:
         with _written_beside(folder, command.id, text) as temporary:
             for number in range(max(_numbers(folder), default=0) + 1, MAX_COMMANDS + 1):
                 if _publish(temporary, folder / command_name(number), text):
-                    _sync_directory(folder)
+                    sync_directory(folder)
                     return replace(command, number=number)
         raise CommandError(f"{folder}: the run has had {MAX_COMMANDS} commands, and takes no more")
     except OSError as error:
@@ -69,7 +70,7 @@ def _make_folder(folder: Path) -> None:
     else:
         os.chmod(folder, stat.S_IMODE(above.st_mode))  # as the run's directory, whatever the umask
         _give_to_owner(folder, above)
-        _sync_directory(folder.parent)
+        sync_directory(folder.parent)
 
 
 def _give_to_owner(path: Path, above: os.stat_result) -> None:
@@ -126,16 +127,6 @@ def _publish(temporary: Path, final: Path, text: bytes) -> bool:
         except FileExistsError:
             return False
     return True
-
-
-def _sync_directory(path: Path) -> None:
-    """Make names durable, where the file system can; a command that power takes away was sent in vain, and no more."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -195,7 +186,6 @@ class CommandFolder:
         return [one for number in new if (one := self._read(number, now)) is not None]
 
     def _read(self, number: int, now: float) -> Command | Refusal | None:
-        """Read one file; None where it may not be whole yet."""
         name = f"{COMMANDS}/{command_name(number)}"
         command: Command | Refusal
         try:

@@ -17,8 +17,7 @@ from ..errors import NotARunError
 from ..format.rundir import MAX_MANIFEST_BYTES, read_json
 from .clients import KINDS, SCHEMES
 from .objects import ObjectPath
-from .protocol import FileFacts, Found, IsPart, Item, Store
-from .untrusted_files import ByteSource, GrowingFile, MappedFile
+from .untrusted_files import ByteSource, FileFacts, Found, GrowingFile, IsPart, Item, MappedFile, Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CUT = re.compile(rf"({'|'.join(KINDS)}):/(?=[^/])", re.IGNORECASE)

@@ -19,8 +19,7 @@ import pyarrow as pa
 from ..errors import CorruptError, NotARunError
 from ..format.rundir import MAX_MANIFEST_BYTES, OPEN_SUFFIX, RUN_MANIFEST, parse_json
 from .clients import Client, bare_e_tag, changed
-from .protocol import FileFacts, Found, IsPart, Item
-from .untrusted_files import check_range
+from .untrusted_files import FileFacts, Found, IsPart, Item, check_range
 
 _NUM_AT_ONCE = 16
 """Requests under way: a store takes 20 to 50 ms for each, and a run of 64 ranks needs some 200."""
@@ -188,8 +187,6 @@ class ObjectStore:
         return parse_json(bytes(content), str(path))
 
     def _get_manifest(self, path: ObjectPath, max_bytes: int) -> tuple[FileFacts, Any]:
-        """Return what is known of a manifest, and its bytes, which are kept; None for too many bytes."""
-
         def ask(client: Any) -> tuple[FileFacts, Any]:
             answer = client.get(path.key)
             seen = _seen(answer.meta)
@@ -272,7 +269,6 @@ class ObjectStore:
         return self._manifests[folder.key]
 
     def _is_listed(self, path: ObjectPath) -> bool:
-        """Whether a path is, or lies in, a run that is listed as a whole."""
         return any("/".join(path.parts[:stop]) in self._runs for stop in range(len(path.parts) + 1))
 
     def _folder(self, key: str) -> _Folder:

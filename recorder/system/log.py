@@ -80,7 +80,6 @@ class _OnStandardError(logging.Handler):
     """Takes the place of `logging.lastResort`, whose lines do not say whose they are."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
         _write(f"{self.format(record)}\n")
 
 
@@ -126,7 +125,6 @@ def tell(
 
 
 def _is_configured(logger: logging.Logger) -> bool:
-    """Whether somebody has configured where messages go, or which."""
     root = logging.getLogger()
     return (
         logger.hasHandlers()

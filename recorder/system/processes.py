@@ -100,7 +100,6 @@ def _realm() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process began, in ticks since the boot; empty where /proc does not show it."""
     return next(iter(_stat(pid)[19:20]), "")
 
 
@@ -222,3 +221,24 @@ def locked_folder(folder: Path, work: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def sync_directory(path: Path | str) -> None:
+    """Make the names in a directory durable, as far as the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def set_malloc(**parameters: int) -> None:
+    """Set parameters of glibc's allocator for this process, by the names that ``mallopt`` has in malloc.h."""
+    numbers = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_ARENA_MAX": -8}
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for name, value in parameters.items():
+            mallopt(numbers[name], value)

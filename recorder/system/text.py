@@ -1,14 +1,20 @@
-"""Counts, lists, sizes and times as text for people. A long list is cut, and says how many items are left out."""
+"""Counts, lists, sizes and times as text for people, and values as JSON has them.
+
+A long list is cut, and says how many items are left out.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 MAX_CELL = 200
 """The most characters of a text that `printable` returns."""
+_MAX_DEPTH = 50
+"""The most levels of a JSON document; whatever untrusted input nests deeper becomes ``...``."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -141,3 +147,16 @@ def bytes_of_setting(value: int) -> str:
     if exact:
         count, name = min(exact)
     return str(value) if name == "B" else f"{count:.4g} {name} ({value})"
+
+
+def for_json(value: Any, depth: int = 0) -> Any:
+    """Return a value as JSON has it: keys are texts, and numbers that are not finite are null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    if depth > _MAX_DEPTH:
+        return "..."
+    if isinstance(value, Mapping):
+        return {str(key): for_json(item, depth + 1) for key, item in value.items()}
+    return [for_json(item, depth + 1) for item in value]

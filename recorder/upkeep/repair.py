@@ -130,7 +130,6 @@ def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
 
 
 def _changed_s(directory: Path) -> float:
-    """Return when a writer last changed anything in its directory, as the file system says."""
     names = LOCAL.list_directory(directory, directories=False)
     return max((directory / name).stat(follow_symlinks=False).st_mtime for name in [".", *names])
 
@@ -323,13 +322,11 @@ def _rows_missing(path: Path, salvaged: Salvaged, final: Path) -> int:
 
 
 def _seqs(shard: Shard) -> npt.NDArray[np.int64]:
-    """Return the `seq` of all rows of a shard."""
     seqs = [shard.read(number, ("seq",)).batch.column("seq").to_numpy() for number in shard.blocks]
     return np.concatenate([np.zeros(0, np.int64), *seqs])
 
 
 def _payload_problem(shard: Shard, number: int) -> str:
-    """Return the fault in the payloads of a batch; empty where they are as they were written."""
     try:
         shard.read(number, ("data",))
     except CorruptError as error:
@@ -338,7 +335,6 @@ def _payload_problem(shard: Shard, number: int) -> str:
 
 
 def _index_problem(path: Path, shard_bytes: int, metadata: Sequence[str]) -> str:
-    """Return why an index cannot be used; empty where it can."""
     try:
         index, _ = open_sealed(path, extra=POSITION_FIELDS, without=("data",))
         names = [*metadata, *(field.name for field in POSITION_FIELDS)]

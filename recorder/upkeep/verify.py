@@ -176,7 +176,6 @@ class _SealedFile:
             self._crc = crc32c(source.read(0, schema_block.end))
 
     def pass_batch(self, checked: CheckedBatch) -> None:
-        """Add the next batch, all of whose columns were read, to the checksum of the file."""
         self._crc = crc32c(checked.whole, self._crc)
 
     def check_end(self) -> None:
@@ -302,7 +301,6 @@ def _listed(batches: list[tuple[int, Any]]) -> Any:
 
 
 def _is_same(table: Any, other: Any) -> bool:
-    """Whether two tables are equal bit by bit, so that a NaN equals itself."""
     return all(_bits(table.column(name)).equals(_bits(other.column(name))) for name in table.column_names)
 
 

@@ -25,12 +25,11 @@ from ..errors import NotARunError, RunError
 from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..globalview.leaves import Leaves
-from ..report.axes import Axes, modules_block
+from ..report.axes import Axes, modules_block, step_rows
 from ..report.blocks import PageBlock
 from ..report.collect import layouts_of, ranks_block
 from ..report.images import ImageFinder
 from ..report.statistics import StatisticsBlocks
-from ..report.step_rows import step_rows
 from ..report.top import DoctorLine, Highlight, facts_of, gaps_block, top_block
 from ..run.growing import NEVER, GrowingRun
 from ..run.run import Run
@@ -90,7 +89,6 @@ class Drawing:
         self._begin(manifest)
 
     def _begin(self, manifest: RunManifest) -> None:
-        """Forget all that was drawn."""
         self.manifest = manifest
         self.state = "reading"
         """``reading`` (for the first time), ``live``, ``over``, or ``gone``."""
@@ -241,7 +239,6 @@ class Drawing:
                     yield
 
     def _draw_open(self, first: int, end: int) -> None:
-        """Draw steps that may not be whole."""
         run = self._run((first, end))
         with step_rows(run, [(first, end)]) as rows:
             (table,) = rows
@@ -255,7 +252,6 @@ class Drawing:
         self._add_global(run, (first, end), table, is_final=False)
 
     def _draw(self, run: Run, steps: tuple[int, int], table: Any) -> None:
-        """Draw steps that are whole, with these rows."""
         self._grow(run, table)
         assert self.collected is not None
         self.collected.add(table)
@@ -267,11 +263,9 @@ class Drawing:
             self._layouts += layouts_of(self._run(steps), self.axes, keys, self._kinds_seen)
 
     def _run(self, steps: tuple[int, int]) -> Run:
-        """Return the run with the rows of some steps alone."""
         return Run(self.location, self.manifest, self.growing.writers(steps))
 
     def _grow(self, run: Run, table: Any) -> None:
-        """Make room for the series and steps of a table that are new."""
         axes = self.axes
         axes.add(table)
         steps = sorted({int(step) for step in table.column("step").unique().to_pylist()})
@@ -331,7 +325,6 @@ class Drawing:
                 self._last_images = block
 
     def _check(self, rows: RunRows, table: Any) -> None:
-        """Feed the rules of `recorder check`."""
         if self._engine is None:
             self._catalog = rows.catalog
             self._engine = Engine(make_rules(self._rules, self._catalog, {}), self._catalog)
@@ -340,7 +333,6 @@ class Drawing:
         self._found += self._engine.take()
 
     def _finish(self) -> None:
-        """Draw what can be said only of a run that is over."""
         self._is_checked = True
         if self._engine is not None:
             self._found += self._engine.finish().findings
@@ -382,7 +374,6 @@ class Drawing:
         self._keep(top_block(run, checks, told, (), self.collected, numbers, facts, is_growing=is_growing))
 
     def _doctor_text(self) -> str:
-        """Return what the page says of `recorder doctor` while there is no answer."""
         if self.growing.num_rows > _MAX_DOCTOR_ROWS:
             return f"is not asked of a run of more than {_MAX_DOCTOR_ROWS:,} rows"
         return "looks closer once it is over"

@@ -25,8 +25,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import RecorderError
+from ..report.collect import MAX_BYTES
 from ..report.page import live_page, live_policy
-from ..report.panes import MAX_BYTES
 from .watching import WatchedRun, Watching, listed_block
 
 _ASK_S = 0.1
@@ -58,7 +58,6 @@ class Guard:
         self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or refuse."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         refusal = self._refusal(Request(scope))

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import RecorderError, RunError
 from ..format.manifest import RunManifest
 from ..report.blocks import PageBlock
-from ..report.panes import checked_panes, panes_block, read_panes, save_panes, why_not_saved
+from ..report.collect import checked_panes, panes_block, read_panes, save_panes, why_not_saved
 from ..run.finding import ListedRun, find_run, runs_in
 from ..run.status import RunWatch
 from ..storage.locations import Location, store_of
@@ -38,7 +38,6 @@ class WatchedRun:
     """One run, and the thread that follows it."""
 
     def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
-        """Start the thread at once."""
         self.name = manifest.name or location.name
         self.location = location
         self._boot = secrets.token_hex(4)
@@ -163,7 +162,6 @@ class Watching:
         return [one.location for one in self._runs()]
 
     def _runs(self) -> list[ListedRun]:
-        """The runs of the folder; none where it is not there, or not yet."""
         if self.folder is None or not store_of(self.folder).is_directory(self.folder):
             return []
         return runs_in(self.folder)

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from recorder.report.panes import VIEW, read_panes
+from recorder.report.collect import VIEW, read_panes
 from tests.browser.conftest import Opened
 from tests.rigs.report_pages import HOSTILE, hostile_run
 from tests.rigs.serving import serving

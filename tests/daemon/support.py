@@ -10,7 +10,7 @@ from typing import Any
 
 import recorder
 from recorder.daemon.daemon import Daemon
-from recorder.daemon.node import NODE
+from recorder.daemon.fleet import NODE
 from recorder.daemon.settings import DaemonSettings
 from recorder.upkeep.verify import verify
 from tests.rigs.server import BUCKET, StoreServer

@@ -18,8 +18,8 @@ import pytest
 import recorder
 from recorder.daemon.daemon import Daemon
 from recorder.daemon.destination import Throttle, parse_destination
+from recorder.daemon.errands import send_to_store
 from recorder.daemon.shipping.shipped import ledger_name
-from recorder.daemon.steering import send_to_store
 from recorder.errors import WriteError
 from recorder.format.commands import COMMANDS, SET, Command, command_name
 from recorder.system.processes import own_process

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recorder.daemon import keeping
+from recorder.daemon import fleet
 from recorder.daemon.destination import Throttle, parse_destination
-from recorder.daemon.keeping import plan_prune, prune, set_keep
-from recorder.daemon.node import NODE, node_name
+from recorder.daemon.fleet import NODE, node_name, plan_prune, prune, set_keep
 from recorder.format.rundir import encode_manifest
 from tests.daemon.support import at_work, files, objects, ship
 from tests.daemon.test_shipping import prefix_of, small_run
@@ -61,7 +60,7 @@ def test_the_command_removes_nothing_without_a_yes(tmp_path: Path, cli: Cli, mon
     small_run(tmp_path)
     there = tmp_path / "there"
     assert ship(tmp_path, str(there))[0] == 0
-    monkeypatch.setattr(keeping, "_QUIET_S", -1.0)
+    monkeypatch.setattr(fleet, "_QUIET_S", -1.0)
     before = files(there)
     found = cli("daemon", "prune", "run-a", "--to", there)
     assert (found.exit_code, files(there)) == (0, before)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from recorder.daemon import subcommands
+from recorder.daemon import errands
 from recorder.daemon.daemon import Daemon
 from recorder.errors import ConfigError
 from recorder.records import KEEP_STATS
@@ -188,7 +188,7 @@ def test_the_webhook_is_told_rank_and_module_of_what_check_finds(
     cli: Cli, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = cli("check", recorded, "--json")
-    monkeypatch.setattr(subcommands, "_run", lambda words, is_stopping: (told.exit_code, told.out, told.err))
+    monkeypatch.setattr(errands, "_run", lambda words, is_stopping: (told.exit_code, told.out, told.err))
     shared = SimpleNamespace(is_stopping=lambda: False, counters=SimpleNamespace(add=lambda *words: None))
     run: Any = SimpleNamespace(path=str(recorded), key="run-a", shared=shared, findings={})
     first = {
@@ -199,13 +199,13 @@ def test_the_webhook_is_told_rank_and_module_of_what_check_finds(
         "ranks": [1],
         "module_path": "layers.0",
     }
-    assert subcommands.check(run)[0] == first
-    assert subcommands.check(run) == [], "what was told is no news"
+    assert errands.check(run)[0] == first
+    assert errands.check(run) == [], "what was told is no news"
 
 
 @pytest.mark.parametrize("kind", ["fine", "slow", "redirect", "endless", "refuses", "down"])
 def test_a_webhook_is_told_once_and_cannot_hurt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subcommands, "_WEBHOOK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(errands, "_WEBHOOK_TIMEOUT_S", 0.5)
     bodies: list[bytes] = []
 
     class Receiver(http.server.BaseHTTPRequestHandler):
@@ -242,7 +242,7 @@ def test_a_webhook_is_told_once_and_cannot_hurt(kind: str, monkeypatch: pytest.M
     try:
         findings = [{"rule": "spike", "severity": "error"}]
         url = f"http://127.0.0.1:{server.server_address[1]}/hook"
-        subcommands.tell_webhook(url, findings, lambda result: results.update([result])).join(20)
+        errands.tell_webhook(url, findings, lambda result: results.update([result])).join(20)
     finally:
         if kind != "down":
             server.shutdown()

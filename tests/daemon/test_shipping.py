@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.daemon import subcommands
+from recorder.daemon import errands
 from recorder.daemon.destination import StoredObject, Throttle, parse_destination
-from recorder.daemon.node import NODE
+from recorder.daemon.fleet import NODE
 from recorder.daemon.settings import DaemonSettings
 from recorder.daemon.shipping.opened import OpenShards
 from recorder.daemon.shipping.shipped import ShippedRun, Shipping
@@ -89,9 +89,9 @@ def test_a_catalog_that_could_not_be_made_is_tried_again_and_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_run(tmp_path)
-    monkeypatch.setattr(subcommands, "_CATALOG_PAUSE_S", 0.0)
-    plain, calls = subcommands._run, itertools.count()
-    monkeypatch.setattr(subcommands, "_run", lambda *words: plain(*words) if next(calls) else (-9, "", ""))
+    monkeypatch.setattr(errands, "_CATALOG_PAUSE_S", 0.0)
+    plain, calls = errands._run, itertools.count()
+    monkeypatch.setattr(errands, "_run", lambda *words: plain(*words) if next(calls) else (-9, "", ""))
     with at_work(tmp_path, str(tmp_path / "there"), catalog_s=3600.0, stop_s=60.0) as daemon:
         wait_until(lambda: daemon.counters.of("errands").get("catalog done"))
         assert daemon.counters.of("errands")["catalog failed"] == 1

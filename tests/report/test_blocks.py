@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import recorder.report
-from recorder.report.blocks import COARSE, FINE, quantise
-from recorder.report.cube import Cube
+from recorder.report.blocks import COARSE, FINE, Cube, quantise
 from tests.rigs.programs import needs
 from tests.rigs.report_pages import Read, values_of
 

@@ -20,12 +20,11 @@ from recorder.globalview.view import GlobalView
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
 from recorder.report import statistics
-from recorder.report.axes import Axes
+from recorder.report.axes import Axes, DrawnSeries
 from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
 from recorder.report.report import write_report
 from recorder.report.statistics import StatisticsBlocks
-from recorder.report.step_rows import DrawnSeries
 from recorder.report.top import DoctorLine, Highlight, faults
 from recorder.run.run import Run
 from tests.rigs.command_line import Cli, cli

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from recorder.cli.commands.report import told_by_check, told_by_doctor
-from recorder.report.panes import why_not_saved
+from recorder.report.collect import why_not_saved
 from recorder.run.finding import find_run
 from recorder.view.drawing import Drawing
 from recorder.view.watching import Watching

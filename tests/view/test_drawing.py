@@ -17,8 +17,8 @@ import recorder
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.numerics.histogram import Histogram
 from recorder.read.shard_rows import ShardRows
+from recorder.report.blocks import GrowingCube
 from recorder.report.collect import collect
-from recorder.report.cube import GrowingCube
 from recorder.report.distributions import HistogramCollector
 from recorder.run.finding import find_run
 from recorder.view import drawing

@@ -22,7 +22,7 @@ from recorder.cli.app import run_command
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.cli.commands.view import listen
 from recorder.errors import install_line
-from recorder.report.panes import VIEW, read_panes
+from recorder.report.collect import VIEW, read_panes, save_panes
 from recorder.run.finding import find_folder
 from recorder.view.server import ViewServer
 from recorder.view.watching import Watching
@@ -126,11 +126,10 @@ def test_a_part_of_an_address_is_no_path(server: ViewServer, name: str) -> None:
 
 
 def test_panes_of_a_run_that_nobody_may_write_to_are_said_not_to_be_saved(tmp_path: Path) -> None:
-    from recorder.report import panes
 
     run = make_run(tmp_path / "run")
     (run / f"{VIEW}").mkdir()  # what a rename cannot replace; root may write anywhere
-    why = panes.save_panes(run, [{"name": "", "kind": "map", "wide": False, "state": {}}])
+    why = save_panes(run, [{"name": "", "kind": "map", "wide": False, "state": {}}])
     assert why is not None and why.startswith("they could not be written")
     assert [path.name for path in run.iterdir() if path.name != "_run.json"] == [VIEW]
 

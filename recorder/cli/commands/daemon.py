@@ -33,7 +33,6 @@ _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
 def _setting(name: str, metavar: str | None = None) -> Any:
-    """Return the option of a setting, whose help says its default where it has one."""
     doc, default = _DOCS[name]
     shown = f" ({default:g})" if isinstance(default, (int, float)) and default else f" ({default})" if default else ""
     return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=f"{doc[0].upper()}{doc[1:]}{shown}.")
@@ -141,7 +140,7 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
 
 
 def _status_reply(settings: DaemonSettings) -> Reply:
-    from ...daemon.node import running, state_folder
+    from ...daemon.fleet import running, state_folder
 
     daemons = running(state_folder(settings.state))
     return Reply(
@@ -175,14 +174,14 @@ def _destination(action: str, settings: DaemonSettings) -> Destination:
 
 
 def _keys(destination: Destination, runs: list[str]) -> list[str]:
-    from ...daemon.keeping import find_key
+    from ...daemon.fleet import find_key
 
     return [find_key(destination, name.removeprefix(destination.url).strip("/")) for name in runs]
 
 
 def _mark(action: str, settings: DaemonSettings, runs: list[str]) -> NoReturn:
     """Set or remove the marks that keep runs from every prune, which is done without a word."""
-    from ...daemon.keeping import set_keep
+    from ...daemon.fleet import set_keep
 
     destination = _destination(action, settings)
     if not runs:
@@ -195,8 +194,7 @@ def _mark(action: str, settings: DaemonSettings, runs: list[str]) -> NoReturn:
 def _prune_reply(
     settings: DaemonSettings, runs: list[str], older_than: str | None, max_bytes: str | None, *, is_wanted: bool
 ) -> Reply:
-    """Remove runs, or say which would go, and return a line for each run."""
-    from ...daemon.keeping import plan_prune, prune
+    from ...daemon.fleet import plan_prune, prune
 
     destination = _destination("prune", settings)
     names = _keys(destination, runs)

@@ -47,7 +47,6 @@ def command(
 
 
 def _runs_reply(folder: Location) -> Reply:
-    """Return a line for each run, the newest last, next to the prompt."""
     rows, summaries, exit_code = [], [], 0
     known = fleet_runs(folder)
     for path, fleet_summary in sorted(known.items(), key=lambda item: (item[1]["created_ns"], item[0])):
@@ -129,7 +128,6 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _writers_reply(run: Run) -> Reply:
-    """Return a line for each writer, and what else is to be known of the run."""
     summary = _summary(run)
     writers = [_describe(run, writer) for writer in run.writers]
     return Reply(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -11,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,7 +24,7 @@ from ...run.finding import command_of_merge
 from ...run.reply import Reply
 from ...run.run import Run, open_run
 from ...system.executors import open_dask
-from ...system.processes import available_cores
+from ...system.processes import available_cores, set_malloc
 from ...system.text import counted, size
 from .. import hide_pandas
 from ..options import LayoutOption, LossOption, RunPath, SchedulerOption, refuse
@@ -55,8 +54,6 @@ _KINDS = {
 """The text of each kind of finding; a kind without one is shown by its name."""
 _OF_WRITERS = ("stranger", "superseded")
 """Kinds of findings about writers, which are counted once for each unit, whatever its number of rows."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of glibc's ``mallopt``, from malloc.h."""
 _KEPT_BYTES = 128 << 20
 
 
@@ -143,10 +140,7 @@ def _prepare() -> None:
     collection before each window leaves out the objects that were there before: 9 % of the processor time.
     """
     gc.freeze()
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, PART_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    set_malloc(M_MMAP_THRESHOLD=PART_BYTES, M_TRIM_THRESHOLD=_KEPT_BYTES)
 
 
 def _end_with(sentinel: int) -> None:

@@ -40,9 +40,7 @@ from ..options import (
     StepOption,
     refuse,
 )
-from ..paths import run_and_module
-from ..selected import explain_nothing, modules_meant, rows_of, site_order
-from ..where import where_reply
+from ..paths import explain_nothing, modules_meant, rows_of, run_and_module, site_order, where_reply
 
 EPILOG = "Examples: recorder show blocks.0.mlp.up    recorder show @-2 'blocks.*' --statistic l2"
 
@@ -124,7 +122,6 @@ class Series(NamedTuple):
 
 
 def _modules_reply(run: Run, wanted: Selection, statistic: str) -> Reply:
-    """Return the reply about several modules: a line for each."""
     bad = _first_bad(run, wanted)
     modules = _describe_modules(run, wanted, bad, statistic)
     if not modules and wanted.columns:
@@ -167,7 +164,6 @@ def _modules_parts(
 
 
 def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, statistic: str | None) -> Reply:
-    """Return the reply about one module: its series, and the last steps of its first site."""
     columns = [*_KEY, *_MOMENT, "seq", "dtype", "shape", "global_shape", "encoding", *STATISTICS, *COUNTS]
     table = rows_of(run, wanted, [*columns, "fingerprint", "histogram", *_OTHERS])
     if not table.num_rows:
@@ -250,7 +246,6 @@ def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
 
 
 def _course(row: Row, statistic: str | None) -> str:
-    """Return the name of the statistic of a row that is drawn."""
     return statistic or ("mean" if row["shape"] == "[]" else "absmax")
 
 
@@ -344,7 +339,6 @@ def _value(row: Row) -> tuple[Any, ...]:
 
 
 def _shape(row: Row) -> str:
-    """Return a chunk's shape with that of the global tensor."""
     whole = row["global_shape"]
     return f"{row['shape']} of {whole}" if whole not in (None, row["shape"]) else str(row["shape"])
 
@@ -419,7 +413,6 @@ def _whys(table: Any, keys: Sequence[str]) -> dict[tuple[Any, ...], str]:
 
 
 def _of_values_alone(table: Any, statistic: str) -> Any:
-    """Remove the statistics of inner tensors that are not values, such as the indices and scales of a composite."""
     leaves = inner_leaves(table)
     is_value = pc.or_(pc.is_null(leaves), pc.is_in(leaves, pa.array(_VALUES_INSIDE)))
     position, numbers = table.column_names.index(statistic), table.column(statistic)

@@ -127,7 +127,6 @@ def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> T
 
 
 def _trouble(rank: RankNow) -> tuple[int, int, float, int]:
-    """Sort ranks: the worst state first, then those that drop values, then the slowest."""
     badness = _BADNESS.get(rank.state, 0)
     if rank.status.num_dropped:
         badness = min(badness, _DROPPING)
@@ -146,7 +145,6 @@ def _line(rank: RankNow) -> list[str]:
 
 
 def _line_of(ranks: Sequence[RankNow]) -> list[str]:
-    """Return the cells after the state, for one rank or several together."""
     known = [rank.status for rank in ranks if rank.status.has_step]
     alive = [rank.status for rank in ranks if rank.state == "recording" and rank.status.has_step]
     left = [status.free_bytes for status in known if status.free_bytes is not None]
@@ -196,7 +194,6 @@ def _headline(name: str, ranks: Sequence[RankNow], world_size: int) -> str:
 
 
 def _accounts(ranks: Sequence[RankNow]) -> str:
-    """Return a line for the run as a whole."""
     if not ranks:
         return "no rank has begun yet"
     cells = _line_of(ranks)

@@ -59,7 +59,6 @@ class OpenShards:
             del self._snapshots[name]
 
     def __contains__(self, name: str) -> bool:
-        """Whether some state of an open shard was put."""
         return name in self._snapshots
 
     def is_put(self, name: str, stamp: Stamp) -> bool:

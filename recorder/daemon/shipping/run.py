@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import RunError
 from ...format.rundir import RUN_MANIFEST, STATUS, WRITER_MANIFEST
-from ..node import catalog_name
+from ..fleet import catalog_name
 from ..watching import Entries, Folder, RefusedError, Stamp, list_run
 from .shipped import ShippedRun, Shipping
 from .writer import QUIET_LOOK_S, WriterShipper

@@ -21,7 +21,7 @@ from crc32c import crc32c
 from ...errors import RunError, StoreError
 from ...format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
 from ..destination import DamagedError, Destination, StoredObject, TakenError
-from ..node import PRUNED
+from ..fleet import PRUNED
 from ..settings import DaemonSettings
 from ..telemetry import Counters, Health
 from ..watching import Folder, LocalFile, RefusedError, Stamp

@@ -313,7 +313,6 @@ class WriterShipper:
         return content
 
     def _judge(self, files: WriterFiles) -> None:
-        """Decide whether the writer is at work."""
         is_running = self.lifetime.is_running if self.lifetime.pid else None
         if self.lifetime.state == "closed" or (status_says_closed(self.status) and self._is_own(self.status)):
             self.state = "closed"
@@ -326,7 +325,6 @@ class WriterShipper:
         return status.get("state") == "closed" and status.get("pid") in (self.lifetime.pid, None)
 
     def _is_of_it(self, there: bytes) -> bool:
-        """Whether a manifest or a status is of this writer."""
         with contextlib.suppress(RunError):
             other = Lifetime.read(parse_json(there, self.below))
             mine = self.lifetime if self.lifetime.writer else Lifetime.read(self.status)
