@@ -204,11 +204,7 @@ def lacks_rightly(schema: pa.Schema, column: Column) -> bool:
 
 
 def parse_shape(text: Any) -> tuple[int, ...]:
-    """A shape from its column.
-
-    Raises:
-        CorruptError: it is no JSON list of sizes.
-    """
+    """Return the shape that a column holds as text; raises CorruptError where it is no JSON list of sizes."""
     if not isinstance(text, str) or len(text) > _MAX_SHAPE_TEXT:
         raise CorruptError("shape is no short text")
     try:

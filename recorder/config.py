@@ -236,11 +236,7 @@ class Loaded:
 
 
 def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the flag asks for recording.
-
-    Raises:
-        ConfigError: the flag is neither on nor off.
-    """
+    """Whether the flag asks for recording; raises ConfigError where the flag is neither on nor off."""
     value = (os.environ if environ is None else environ).get(FLAG, "").strip().lower()
     if value in OFF:
         return False
@@ -255,11 +251,7 @@ def is_native_wanted() -> bool:
 
 
 def load_settings(arguments: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Loaded:
-    """Read file, environment and arguments into one `Loaded`.
-
-    Raises:
-        ConfigError: an unknown key or variable, an impossible value, or an unreadable file.
-    """
+    """Read file, environment and arguments into one `Loaded`; raises ConfigError for what cannot be used."""
     environ = os.environ if environ is None else environ
     known = {item.name: item for item in fields(Settings)}
     layers: list[tuple[str, Mapping[str, object]]] = []

@@ -135,11 +135,7 @@ SchedulerOption = Annotated[
 
 @contextmanager
 def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
-    """Yield the mapper that works on the ranges of a question: in this process, or on the workers of a Dask cluster.
-
-    Raises:
-        ClusterError: the cluster at this address cannot do it.
-    """
+    """Yield the mapper for the ranges of a question: in this process, or on the workers of a Dask cluster."""
     from ..run.step_ranges import map_serially, spread_over
     from ..system.executors import open_dask
 
@@ -151,11 +147,7 @@ def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
 
 
 def refuse(why: str, **options: object) -> None:
-    """Refuse options that would change nothing.
-
-    Raises:
-        LookupFailedError: one of the options was given; the message ends with `why`.
-    """
+    """Raise LookupFailedError, whose message ends with `why`, where an option was given that would change nothing."""
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
         raise LookupFailedError(f"{' and '.join(given)}: {why}")

@@ -55,8 +55,8 @@ def print_table(table: Table) -> None:
 def fitted(table: Table, width: int) -> list[Any]:
     """Return what rich prints on a terminal of this width.
 
-    The table is fitted with lines if possible, else without lines, else with folded cells and without its least
-    important columns, whose titles are named below it.
+    The table has lines where they fit; else it loses the lines, then cells are folded, and columns are left out whose
+    titles are named below the table.
     """
     from rich.text import Text
 

@@ -31,12 +31,7 @@ _OF_STAGES = ("root", "micro_step")
 
 
 def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None]:
-    """Return the run and module that are meant. A single word is a run, or else a module of the newest run.
-
-    Raises:
-        RunError: as `open_run`.
-        LookupFailedError: a single word is neither.
-    """
+    """Return the run and the module that are meant: a single word is a run, or else a module of the newest run."""
     if run is None or module is not None:
         return open_run(run), module
     try:
@@ -55,12 +50,7 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
 
 
 def two_runs(a: str | None, b: str | None) -> tuple[Run, Run]:
-    """Return the two runs that are meant; a single word is a folder, whose last two are.
-
-    Raises:
-        RunError: as `open_run`.
-        LookupFailedError: the single word is a run, or both words are one run.
-    """
+    """Return the two runs that are meant: a single word is a folder, whose last two runs are compared."""
     if a is not None and b is None:
         folder = find_folder(a)
         if folder is None:
@@ -74,14 +64,8 @@ def two_runs(a: str | None, b: str | None) -> tuple[Run, Run]:
 def other_run(typed: str, given: Mapping[str, Run], option: str = "") -> Run:
     """Return a run that is compared with others.
 
-    Args:
-        typed: the run that is meant.
-        given: the runs that it must not be, by what each is called.
-        option: the option that it was typed for.
-
-    Raises:
-        RunError: as `open_run`.
-        LookupFailedError: the run is one of those given, however each is spelled or linked.
+    LookupFailedError is raised where the run is one of `given`, however each is spelled or linked; the keys of `given`
+    say what each is called, and `option` says for which option `typed` was typed.
     """
     run = open_run(typed)
     for what, one in given.items():
@@ -100,11 +84,7 @@ def other_runs(option: str, typed: Sequence[str], given: Mapping[str, Run]) -> l
 
 
 def local_path(text: str) -> Path:
-    """Return the path of a file or directory on a disk.
-
-    Raises:
-        LookupFailedError: the path is in an object store, or empty.
-    """
+    """Return the path of a file or directory on a disk; raises LookupFailedError for a path in an object store."""
     if not text:
         raise LookupFailedError("an empty text is no path; name a file or a directory")
     if (scheme := scheme_of(text)) is not None:
@@ -115,11 +95,7 @@ def local_path(text: str) -> Path:
 
 
 def modules_meant(run: Run, wanted: Selection) -> list[str]:
-    """Return the modules with rows that a selection names; all modules where it names none.
-
-    Raises:
-        LookupFailedError: no module matches; the message names the nearest.
-    """
+    """Return the modules with rows that a selection names, or all; raises LookupFailedError where none matches."""
     paths = wanted.modules(run.module_paths)
     if not paths and wanted.module is not None:
         command = shlex.join(["recorder", "show", typed_for(run.path, run.name)])
@@ -195,7 +171,7 @@ def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: i
 
 
 def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:
-    """Return, for each value of a table at its first moment, the columns that tell it from the others.
+    """Return, for each value at its first moment, the columns that tell it from the others.
 
     `is_named`: the table has only values of some names, and the site has others.
     """

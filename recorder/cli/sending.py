@@ -73,15 +73,11 @@ class Target:
         return max(steps, default=None)
 
     def step_ahead(self, at: str | None, option: str = "--at") -> int:
-        """Return the first step of a command.
+        """Return the first step of a command, written `at` behind the option `option`.
 
-        Args:
-            at: a step, or ``+20`` for so many ahead, or more where the ranks hear of it no sooner; None for the first
-                that every rank can hear of in time.
-            option: the option that it stands behind, for messages.
-
-        Raises:
-            CommandError: it is no step, it has passed, or nothing tells which step it is.
+        A text such as ``+20`` means so many steps ahead, or more where the ranks hear of it no sooner; None means the
+        first step that every rank can hear of in time. CommandError is raised where `at` is no step, where the step has
+        passed, and where nothing tells which step the run is at.
         """
         text = "" if at is None else at.strip()
         if text and re.fullmatch(r"\+?[0-9]{1,14}", text) is None:
@@ -124,11 +120,7 @@ class Target:
         return max(rank.status.step + math.ceil(min(rank.silent_s, 60.0) * fastest) for rank in shown), fastest
 
     def send(self, command: Command) -> Command:
-        """Leave a command where the ranks, or the daemons of their nodes, find it; return it with its number.
-
-        Raises:
-            CommandError: no writer would take it, or it cannot be written.
-        """
+        """Leave a command where the ranks, or the daemons of their nodes, find it; return it with its number."""
         if self.store is None:
             assert isinstance(self.run, Path), "what lies in an object store was shipped there"
             return send(self.run, command)
@@ -138,12 +130,9 @@ class Target:
 
 
 def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -> float | None:
-    """Return a rank's steps a second; None where it is young, and its step was not seen to move for long enough yet.
+    """Return a rank's steps a second; None for a young rank whose step was not seen to move for long enough.
 
-    Args:
-        rank: the rank, as it was seen now.
-        shown_s: when it showed its step.
-        began: when each writer was seen to show which step first.
+    The rank showed its step at `shown_s`; `began` keeps when each writer was first seen to show which step.
     """
     status = rank.status
     if status.recent_s >= _YOUNG_S or rank.state == "silent":
@@ -159,12 +148,8 @@ def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -
 def find_target(path: str | None, key_file: str | None) -> Target:
     """Find a run that can be told something.
 
-    Args:
-        path: the run, where it records or where it is shipped to.
-        key_file: the file with the key that signs what daemons carry; None for that of the environment, if any.
-
-    Raises:
-        CommandError: it is over, nobody has begun to record it, or there is a key and no daemon to want it.
+    CommandError is raised where the run is over, where nobody has begun to record it, or where there is a key and no
+    daemon to want it. Without `key_file` the key is that of the environment, if any.
     """
     location, manifest = find_run(path)
     name = manifest.name or location.name
@@ -230,11 +215,7 @@ def send_and_wait(
 ) -> Reply:
     """Send a command; the reply waits until every rank has answered, and shows which ranks have it.
 
-    Args:
-        target: the run.
-        command: the command.
-        timeout_s: the longest wait.
-        until_done: whether to wait until every rank has done it, and not only until it is sure to.
+    With `until_done` the reply waits until every rank has done what the command says, not only until it is sure to.
     """
     text = describe(command)
     command = target.send(replace(command, by=sender(), attempt=target.attempt))

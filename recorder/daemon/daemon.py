@@ -53,12 +53,7 @@ class Daemon:
     def __init__(self, settings: DaemonSettings, reload: Callable[[], DaemonSettings] | None = None) -> None:
         """Check what can be checked without asking the store.
 
-        Args:
-            settings: what to do.
-            reload: reads the settings anew; called after SIGHUP.
-
-        Raises:
-            ConfigError: a setting cannot be used.
+        ConfigError is raised where a setting cannot be used. `reload` reads the settings anew after SIGHUP.
         """
         self._reload = reload
         read_key(settings.key_file)
@@ -117,11 +112,7 @@ class Daemon:
         }
 
     def check_store(self) -> None:
-        """Ask the store once, so that a wrong setting is said before anything is moved.
-
-        Raises:
-            StoreError: it refuses, is not there, or would overwrite what is there.
-        """
+        """Ask the store once, so that StoreError tells of a wrong setting before anything is moved."""
         self.shared.destination.check()
 
     def run(self) -> int:

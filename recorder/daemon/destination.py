@@ -96,11 +96,7 @@ class Destination(Protocol):
     """What was asked of it; a file that goes in parts is one, and is not counted here, since it may take long."""
 
     def check(self) -> None:
-        """Ask the destination once whether puts can be made there safely.
-
-        Raises:
-            StoreError: it cannot be asked, refuses, or does not judge the conditions of a put.
-        """
+        """Ask once whether puts are safe there; raises StoreError where it refuses or does not judge conditions."""
 
     def put_new(self, key: str, file: LocalFile) -> str:
         """Put a file that will never change; return how it was confirmed: ``etag``, ``read``, ``synced`` or ``there``.
@@ -401,11 +397,7 @@ class FolderDestination:
 
 
 def parse_destination(text: str, throttle: Throttle) -> Bucket | FolderDestination:
-    """Return the destination that a URL names; nothing is asked of it yet.
-
-    Raises:
-        ConfigError: it is no URL of a destination.
-    """
+    """Return the destination that a URL names, and ask nothing of it; raises ConfigError for any other text."""
     scheme = scheme_of(text)
     if scheme == "file":
         try:

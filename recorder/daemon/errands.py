@@ -101,7 +101,7 @@ def repair(run: RunShipper) -> None:
 def catalog(run: RunShipper, folder: Path) -> None:
     """Make the catalog of this node's part of a run anew, and put it beside the run.
 
-    One that cannot be made is tried again after a while. One that the store does not take is tried when the store is
+    A catalog that cannot be made is tried again after a while, and one that the store does not take when the store is
     asked again.
     """
     shard_bytes, name = run.shard_bytes, run.catalog_name
@@ -224,11 +224,7 @@ _LEAST_KEY_BYTES = 16
 
 
 def read_key(path: str) -> bytes:
-    """Return the key of a file; empty where none is named.
-
-    Raises:
-        ConfigError: it cannot be read, or is too short.
-    """
+    """Return the key of a file, empty where none is named; raises ConfigError for an unreadable or short key."""
     if not path:
         return b""
     try:
@@ -320,8 +316,7 @@ class StoreCarrier:
 def send_to_store(destination: Destination, run: str, command: Command, key: bytes) -> Command:
     """Put a command for a run at a destination, signed where there is a key; return it with its number.
 
-    Raises:
-        CommandError: there is no such run, or no writer would take the command.
+    CommandError is raised where there is no such run, or where no writer would take the command.
     """
     held = destination.get(f"{run}/{RUN_MANIFEST}")
     if held is None:

@@ -90,13 +90,7 @@ class FleetDocument:
     """This node's document, which keeps what was said of runs that are here no more."""
 
     def __init__(self, destination: Destination, node: str, clashes: Callable[[str], None]) -> None:
-        """Ask nothing yet.
-
-        Args:
-            destination: where the document is.
-            node: the node's name.
-            clashes: is told once that another daemon writes the document, too, and which host that one is on.
-        """
+        """Ask nothing yet. `clashes` is told once on which host another daemon writes this document, too."""
         self._destination = destination
         self._key = f"{FLEET}/{node}.json"
         self._clashes = clashes
@@ -162,11 +156,7 @@ def remove_from_fleet(destination: Destination, run: str) -> None:
 
 
 def state_folder(setting: str) -> Path:
-    """Return the folder of the state, and make it.
-
-    Raises:
-        ConfigError: it cannot be made, or belongs to somebody else.
-    """
+    """Return the folder of the state, and make it; raises ConfigError where it belongs to somebody else."""
     runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or os.environ.get("XDG_RUNTIME_DIR", "")
     if setting:
         path = Path(setting).absolute()  # errands have another working directory
@@ -196,8 +186,7 @@ def _name(destination: str) -> str:
 def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Path]:
     """Hold the lock of a destination and of the watched folders; yield the file for the daemon's state.
 
-    Raises:
-        WriteError: another daemon has it; the message says which one.
+    WriteError is raised, and says which daemon it is, where another daemon has the lock.
     """
     others = folder / ".starting"
     with open(others, "a") as gate:
@@ -311,11 +300,7 @@ def plan_prune(
     names: Sequence[str] = (),
     now_s: float | None = None,
 ) -> list[PrunePlan]:
-    """Return what goes by age, by the bytes that may stay (the oldest go first), or by name.
-
-    Raises:
-        LookupFailedError: a name is that of no run.
-    """
+    """Return what goes by age, by the bytes that may stay (the oldest go first), or by name."""
     now_s = time.time() if now_s is None else now_s
     runs = list_runs(destination)
     for name in names:
@@ -366,10 +351,7 @@ def prune(destination: Destination, run: KeptRun) -> bool:
 def find_key(destination: Destination, typed: str) -> str:
     """Return the directory of the run that was typed: that directory, or a name or the beginning of one.
 
-    A name of several runs is refused, because what is asked for may remove the run.
-
-    Raises:
-        LookupFailedError: no run, or more than one, is called so.
+    A name of several runs is refused with LookupFailedError, because what is asked for may remove the run.
     """
     folder, _, name = typed.rpartition("/")
     if name and destination.get(f"{typed}/{RUN_MANIFEST}") is not None:
@@ -389,11 +371,7 @@ def find_key(destination: Destination, typed: str) -> str:
 
 
 def set_keep(destination: Destination, key: str, *, is_kept: bool) -> None:
-    """Put or remove the mark that keeps a run from every prune.
-
-    Raises:
-        LookupFailedError: there is no such run.
-    """
+    """Put or remove the mark that keeps a run from every prune; raises LookupFailedError for an unknown run."""
     if destination.get(f"{key}/{RUN_MANIFEST}") is None:
         raise LookupFailedError(f"{destination.url}/{key}: no such run; `recorder ls {destination.url}` lists them")
     if is_kept:

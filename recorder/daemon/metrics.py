@@ -295,11 +295,7 @@ class MetricsServer:
         is_alive: Callable[[], bool],
         not_ready: Callable[[], str],
     ) -> None:
-        """Take the port.
-
-        Raises:
-            ConfigError: it is in use, or is nobody's here; or its certificate or its password cannot be used.
-        """
+        """Take the port; raises ConfigError where the port, the certificate or the password cannot be used."""
         address, certificate = settings.address, settings.listen_certificate
         wanted = _authorization(settings.listen_password_file)
         if certificate:

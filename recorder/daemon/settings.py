@@ -100,11 +100,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 def load_daemon_settings(
     file: str | None, arguments: Mapping[str, Any], environ: Mapping[str, str] | None = None
 ) -> DaemonSettings:
-    """Read file, environment and arguments; those that are None were not given.
-
-    Raises:
-        ConfigError: an unknown key, an impossible value, or an unreadable file.
-    """
+    """Read file, environment and arguments; arguments that are None were not given. Raises ConfigError."""
     environ = os.environ if environ is None else environ
     known = {item.name: item for item in fields(DaemonSettings)}
     values: dict[str, Any] = {}
@@ -128,20 +124,12 @@ def reloaded(old: DaemonSettings, new: DaemonSettings) -> tuple[DaemonSettings, 
 
 
 def duration_s(name: str, text: str) -> float:
-    """Return seconds of a text such as ``90``, ``15m``, ``12h`` or ``30d``.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the seconds of a text such as ``90``, ``15m``, ``12h`` or ``30d``; raises ConfigError for others."""
     return _quantity(name, text, _UNITS, "a time, such as 90s, 15m, 12h or 30d")
 
 
 def num_bytes(name: str, text: str) -> int:
-    """Return the bytes of a text such as ``1000000``, ``50MB`` or ``2TB``.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the bytes of a text such as ``1000000``, ``50MB`` or ``2TB``; raises ConfigError for others."""
     return int(_quantity(name, text, _SIZES, "bytes, such as 50MB, 2TB or 512MiB"))
 
 

@@ -37,9 +37,9 @@ class Counters:
 
 
 class Requests:
-    """How many requests the store was sent, and how long it took over them; those under way count as far as they are.
+    """Counts requests to the store and their seconds; requests under way count as far as they are.
 
-    A store that hangs, and answers before a request is given up, shows here alone.
+    Only these numbers show a store that hangs, and answers just before a request is given up.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -148,11 +148,7 @@ class Folder:
         return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def below(self, *names: str) -> Folder:
-        """Open a directory below this one.
-
-        Raises:
-            OSError: one of the names is missing, or is a link.
-        """
+        """Open a directory below this one; raises OSError where one of the names is missing, or is a link."""
         descriptor = os.dup(self.descriptor)
         for name in names:
             try:

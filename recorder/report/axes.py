@@ -81,11 +81,9 @@ def step_rows(
 ) -> Iterator[StepRows]:
     """Read the rows of a run, as often as one likes; what is too much for the memory lies on a disk meanwhile.
 
-    Args:
-        run: whose rows.
-        ranges: of steps, half-open, ascending, apart from each other; by default all, `RANGE_ROWS` rows at a time.
-        further: columns that the tables have besides.
-        max_pending_rows: rows that are in memory together on their way to the disk.
+    `ranges` are half-open ranges of steps, ascending and apart from each other; by default they cover all steps, with
+    `RANGE_ROWS` rows each. `further` names more columns. At most `max_pending_rows` rows wait in memory on their way to
+    the disk.
     """
     schema = pa.schema(
         [

@@ -89,12 +89,9 @@ class Quantised(NamedTuple):
 
 
 def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], levels: int) -> Quantised:
-    """Return the codes of numbers.
+    """Return the codes of numbers, given by series, lane and column; NaN stands for no number.
 
-    Args:
-        values: by series, lane and column; NaN where there is none.
-        has_row: where something was recorded, if not this statistic.
-        levels: `FINE` or `COARSE`.
+    `has_row` is true where a row exists, also a row without this statistic; `levels` is `FINE` or `COARSE`.
     """
     by_series = len(values), math.prod(values.shape[1:])  # there may be no series, as in a run of scalars alone
     flat = np.clip(values.reshape(by_series).astype(np.float64), -_LARGEST, _LARGEST)
@@ -138,15 +135,7 @@ class Cube:
 
     def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
                  statistics: Sequence[str]) -> None:  # fmt: skip
-        """An empty one.
-
-        Args:
-            steps: those that values may be of, ascending.
-            num_columns: into which these steps are put, as many as steps or fewer.
-            num_series: whose numbers are from 0.
-            num_lanes: whose numbers are from 0.
-            statistics: names of columns of rows.
-        """
+        """Make an empty cube; its `num_columns` columns, no more than steps, hold the ascending `steps`."""
         self.steps = np.array(steps, np.int64)
         self.shape = num_series, num_lanes, num_columns
         self._column = np.arange(len(steps)) * num_columns // max(len(steps), 1)

@@ -329,12 +329,7 @@ def _state(pane: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -> PageBlock:
-    """The block of the panes.
-
-    Args:
-        panes: all of them.
-        why_not_saved: why changes are not kept with the run; None where they are, or there is no server to save them.
-    """
+    """Return the block of the panes. `why_not_saved` is None where changes are saved, or no server saves them."""
     return PageBlock(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})
 
 

@@ -137,12 +137,9 @@ _Made = tuple[str, npt.NDArray[np.uint8], _Range, int]
 
 
 def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | None:
-    """Kind, pictures by number, row, column and colour, the range of their values, and how many pictures there were.
+    """Return the kind, pictures by number, row, column and colour, the range of their values, and how many there were.
 
-    Args:
-        kind: what a tensor of this shape may be.
-        array: its values.
-        was_attention: whether the same value was attention at an earlier step.
+    `was_attention`: the same value was attention at an earlier step.
     """
     if array.size == 0 or array.dtype.kind == "c":
         return None

@@ -84,13 +84,10 @@ def _end(last_script: str) -> bytes:
 
 
 def page(title: str, blocks: Iterable[PageBlock], *, address: str = "", panels: Sequence[str] = ()) -> Iterator[bytes]:
-    """Yield the whole file, piece by piece.
+    """Yield the complete file, piece by piece.
 
-    Args:
-        title: any text.
-        blocks: what it draws.
-        address: what it shows where its own address does not say.
-        panels: those that it has; all of which there is something to draw, if nothing is said.
+    The page shows `address` first where its own address does not say, and of `panels` those that have something to
+    draw; without panels, all.
     """
     given = {"address": address, "panels": " ".join(panels)}
     yield _head(title, given={name: value for name, value in given.items() if value})
@@ -124,10 +121,7 @@ def live_policy() -> str:
 def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
     """Return the page that a server sends, which asks the server for what is new.
 
-    Args:
-        title: any text.
-        blocks: what it begins with.
-        kind: ``run``, ``runs`` (the list of them) or ``side`` (several side by side).
+    `kind` is ``run``, ``runs`` (the list of runs) or ``side`` (several runs side by side).
     """
     head = _head(title, extra_policy=_SERVER_ALONE, given={"live": kind})
     head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # else it asks for /favicon.ico

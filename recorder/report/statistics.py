@@ -175,12 +175,7 @@ class StatisticsBlocks:
         self.global_steps = older.global_steps
 
     def add(self, table: Any, *, is_final: bool = True) -> None:
-        """Add the rows of a range of steps, as ranks recorded them.
-
-        Args:
-            table: the rows.
-            is_final: no more rows of these steps will come; else nothing is counted that would be counted again.
-        """
+        """Add the rows of a range of steps. `is_final`: no more rows of them come, so that each value counts once."""
         if is_final:
             self._note_reasons(table, is_global=False)
             self.histograms.add(table, self._numbers_of)
@@ -245,11 +240,7 @@ class StatisticsBlocks:
     def add_global(self, view: GlobalView, first: int, last: int, only: Integers | None = None) -> None:
         """Add the values of all ranks together, of the steps from `first` up to, but not including, `last`.
 
-        Args:
-            view: of the run.
-            first: the first step.
-            last: the step after the last.
-            only: these steps alone; without, all of them.
+        `only` names the steps that are added; without it, all are.
         """
         table = view.rows(first, last, only).table
         table = table.filter(pc.not_equal(table.column("phase"), "recompute"))
@@ -336,11 +327,7 @@ class StatisticsBlocks:
 
 
 def check_statistics(run: Run, axes: Axes, collected: StatisticsBlocks) -> None:
-    """Refuse a run of which there is nothing to draw.
-
-    Raises:
-        LookupFailedError: with what to record the next time.
-    """
+    """Refuse a run of which there is nothing to draw: LookupFailedError says what to record the next time."""
     if not axes.index:
         raise LookupFailedError(
             f"{run.name} has no rows to draw; `recorder doctor` says why, and RECORDER_RULES='keep=stats' records "

@@ -77,15 +77,8 @@ def top_block(
 ) -> PageBlock:
     """Return the block of the head of the page.
 
-    Args:
-        run: what is drawn.
-        checks: whether it is whole.
-        stands_out: what others found.
-        notes: what they left out.
-        collected: the statistics, in which more may stand out.
-        numbers: facts of the page itself.
-        facts: what `facts_of` says of the run.
-        is_growing: whether the statistics are not looked at yet.
+    `checks` tell whether the record is complete, `stands_out` and `notes` what others found and left out, and `numbers`
+    facts of the page itself. `is_growing`: the statistics are not looked at yet.
     """
     listed = [*stands_out, *_of_dumps(run)]
     if collected is not None and not collected.series:

@@ -57,11 +57,8 @@ class Client:
     ) -> None:
         """Ask the store nothing yet.
 
-        Args:
-            scheme: one of `KINDS`.
-            bucket: its name.
-            silence_s: how long to wait for the next byte; it includes the time in which a part is sent.
-            num_tries: how often to try a request that gets no answer.
+        `silence_s` is the longest wait for the next byte, and includes the time in which a part is sent. A request that
+        gets no answer is tried `num_tries` times.
         """
         self._silence_s = silence_s
         self._num_tries = num_tries

@@ -42,8 +42,7 @@ _RELIST_S = 5.0
 def send(run_dir: Path, command: Command) -> Command:
     """Write a command for all ranks of a run, and return it with its number. Any process, any thread; it may wait.
 
-    Raises:
-        CommandError: it is none that a writer would take, or the disk refuses; nothing is left behind.
+    CommandError is raised, and nothing is left behind, where no writer would take the command or the disk refuses.
     """
     text = command.encode()
     folder = run_dir / COMMANDS
@@ -164,11 +163,7 @@ class CommandFolder:
         return bool(self._damaged_since_s)
 
     def look(self, *, is_told: bool = False) -> list[Command | Refusal]:
-        """Return what is new since the last look, by number.
-
-        Args:
-            is_told: True where it is known from elsewhere that there is something new.
-        """
+        """Return what is new since the last look, by number. `is_told`: it is known that there is something new."""
         now = self._clock()
         try:
             folder_stat = os.stat(self._folder, follow_symlinks=False)

@@ -103,8 +103,7 @@ def store_of(location: Location) -> Store:
 def location_of(path: str | os.PathLike[str] | Location) -> Location:
     """Return the location that a typed path, a URL or a path object means.
 
-    Raises:
-        NotARunError: the URL is of an unknown kind of store, or names no folder; or the text is empty.
+    NotARunError is raised for an empty text, an unknown kind of store, and a URL that names no folder.
     """
     if isinstance(path, ObjectPath):
         return path
@@ -124,11 +123,7 @@ def location_of(path: str | os.PathLike[str] | Location) -> Location:
 
 
 def folder_of_url(url: str) -> Path:
-    """Return the folder that a ``file://`` URL names, which is how a daemon shows a destination that is a folder.
-
-    Raises:
-        NotARunError: the URL names a host, or a folder that is relative.
-    """
+    """Return the folder of a ``file://`` URL, which is how a daemon shows a folder as its destination."""
     folder = unquote(url[len("file://") :])
     if not folder.startswith("/"):
         raise NotARunError(f"{url}: expected file:///FOLDER, with three slashes")

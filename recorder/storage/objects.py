@@ -47,11 +47,7 @@ class ObjectPath:
 
     @classmethod
     def parse(cls, text: str) -> ObjectPath:
-        """Parse ``s3://bucket/key``; slashes at the end mean nothing.
-
-        Raises:
-            NotARunError: the text names no bucket, or holds a name that no key may have.
-        """
+        """Parse ``s3://bucket/key``; raises NotARunError where the bucket or a name in the key is impossible."""
         scheme, _, rest = text.partition("://")
         bucket, *parts = rest.split("/")
         while parts and not parts[-1]:

@@ -42,11 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(name: str, installed: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
-    """Raise where a process would make other bytes than this one.
-
-    Raises:
-        ClusterError: it has other versions than are wanted.
-    """
+    """Raise ClusterError where a process has other versions, and so would make other bytes, than this one."""
     for package, own_version in wanted.items():
         their_version = installed.get(package)
         if their_version in (None, "None"):

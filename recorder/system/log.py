@@ -290,11 +290,7 @@ class Events:
         self.has_changed = True
 
     def say(self, *, is_last: bool = False) -> None:
-        """Log the events that were added since the last call: a few lines of each kind, then how many more there were.
-
-        Args:
-            is_last: no call will follow, so that nothing may be held back for later.
-        """
+        """Log the events since the last call: a few lines of each kind, then a count; `is_last` holds nothing back."""
         if not can_say(_logger):
             return  # it stays unsaid; the manifest has it
         while self._unsaid:

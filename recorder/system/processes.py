@@ -191,11 +191,7 @@ class Descriptor(int):
 
 
 def require_ours(descriptor: int) -> None:
-    """Raise the error that the kernel raises for a closed descriptor, also where the number is in use again.
-
-    Raises:
-        OSError: EBADF.
-    """
+    """Raise EBADF, as the kernel does for a closed descriptor, also where the number is in use again."""
     if isinstance(descriptor, Descriptor) and not descriptor.is_ours:
         raise OSError(errno.EBADF, "somebody else closed the descriptor")
 

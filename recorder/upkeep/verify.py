@@ -225,12 +225,7 @@ def _check_footer(source: ByteSource, schema: object, schema_block: MessageBlock
 
 
 def _read_index(rows: ShardRows, metadata: Sequence[str]) -> tuple[Any, list[VerifyResult]]:
-    """Return the index as a table, or None where there is none to compare; also the findings about it.
-
-    Args:
-        rows: the shard.
-        metadata: the columns that the shard has beside its payloads.
-    """
+    """Return the index as a table, None where there is none to compare, and the findings about the index."""
     path = rows.path.with_name(index_name(rows.path.name))
     try:
         file = _SealedFile(path, extra=POSITION_FIELDS, without=("data",))

@@ -72,11 +72,8 @@ class Drawing:
     def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
         """Name the run, and read nothing yet.
 
-        Args:
-            location: where the run is.
-            manifest: of the run.
-            judge: makes sentences of what `recorder check` found.
-            doctor: says of a run that is over whether it is whole.
+        `judge` makes sentences of what `recorder check` found; `doctor` says of a run that is over whether it is
+        complete.
         """
         self.location, self._judge, self._doctor = location, judge, doctor
         self.name = manifest.name or location.name

@@ -47,13 +47,6 @@ class Guard:
     """Refuses what does not come from a page of this server, or has no token, before anything looks at it."""
 
     def __init__(self, app: ASGIApp, token: str, host: str) -> None:
-        """Guard an application.
-
-        Args:
-            app: gets what is let through.
-            token: first part of every address.
-            host: what the server was asked to listen at.
-        """
         self._app, self._token = app, token
         self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
 
@@ -95,11 +88,8 @@ class ViewServer:
     def __init__(self, watching: Watching, listener: socket.socket, host: str, token: str = "") -> None:
         """Prepare the server, and serve nothing yet.
 
-        Args:
-            watching: what is served.
-            listener: a bound socket.
-            host: what it is bound to, as it was asked for.
-            token: first part of every address; by default a new one that nobody can guess.
+        `listener` is bound to `host`. The token, by default a new one that nobody can guess, is the first part of every
+        address.
         """
         self._watching, self._listener = watching, listener
         self.token = token or secrets.token_urlsafe(18)

@@ -80,11 +80,7 @@ class WatchedRun:
         return f"{self._boot}-{drawing.epoch}-{drawing.version}-{self._panes_version}"
 
     def news(self, known: str) -> tuple[str, bool, dict[str, str]]:
-        """What a page has to be told: the name of what it knows then, whether it is everything, and blocks by name.
-
-        Args:
-            known: what the page knows, as `now` called it; empty for nothing.
-        """
+        """Return what a page that knows `known` is sent: its new knowledge, whether that is all, and blocks."""
         with self._lock:
             now, drawing = self.now, self._drawing
             parts, of_now = known.split("-"), now.split("-")
@@ -131,14 +127,6 @@ class Watching:
     """All runs of a folder, or the one run that was asked for."""
 
     def __init__(self, folder: Location | None, run: Location | None, judge: Judge, doctor: Doctor) -> None:
-        """Nothing is looked at yet.
-
-        Args:
-            folder: of runs.
-            run: the only one, where no folder was asked for.
-            judge: as of `Drawing`.
-            doctor: as of `Drawing`.
-        """
         self.folder, self.run = folder, run
         self._judge, self._doctor = judge, doctor
         self._watched: dict[str, WatchedRun] = {}

@@ -57,11 +57,7 @@ def command(
 
 
 def check_is_local(path: str | None) -> None:
-    """Raise where a run cannot be repaired where it is, before anything is asked of a store.
-
-    Raises:
-        LookupFailedError: the run is in a store.
-    """
+    """Raise LookupFailedError for a run in a store, before anything is asked of the store."""
     if path is not None and scheme_of(path) is not None:
         raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
 

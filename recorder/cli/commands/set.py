@@ -81,11 +81,7 @@ def _without_steps(command: Command, steps: int | None) -> Command:
 
 
 def _check(target: Target, made: Command) -> None:
-    """See that what is sent means something in this run.
-
-    Raises:
-        CommandError: a rule matches no module, or there is no such command to undo.
-    """
+    """Raise CommandError where a rule matches no module, or there is no such command to undo."""
     run = open_location(target.run)
     if made.kind == UNDO:
         known = {one.number: one for one in run.commands.sound}

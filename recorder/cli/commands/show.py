@@ -227,11 +227,7 @@ def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
 
 
 def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
-    """Draw the last histogram of each series, all in the same powers of two; nothing where there is none.
-
-    Returns:
-        A line for each series, and what the lines are.
-    """
+    """Draw the last histogram of each series, all in the same powers of two; also return what the lines are."""
     newest = [
         next((one for row in reversed(member.rows) if (one := histogram_of_row(row)) is not None), None)
         for member in series

@@ -38,12 +38,6 @@ class OpenShards:
     """The open shards of one writer. One thread at a time for each of them."""
 
     def __init__(self, there: ShippedRun, below: str) -> None:
-        """Name the writer.
-
-        Args:
-            there: its run.
-            below: the writer's directory below the run, with a slash at its end.
-        """
         self._run = there
         self._below = below
         self._snapshots: dict[str, _Snapshot] = {}
@@ -67,13 +61,10 @@ class OpenShards:
         return snapshot is not None and snapshot.stamp == stamp
 
     def put(self, folder: Folder, name: str, stamp: Stamp, *, is_growing: bool) -> None:
-        """Put the whole batches of an open shard, in place of fewer of them.
+        """Put the complete batches of an open shard, in place of fewer of them.
 
-        Args:
-            folder: the writer's directory.
-            name: the shard.
-            stamp: what the shard was when the directory was listed.
-            is_growing: whether its writer will seal it; then one that is too large for one request waits for that.
+        `stamp` is what the shard was when the directory was listed. Where the shard `is_growing`, its writer will seal
+        it, and a shard that is too large for one request waits for that.
         """
         with contextlib.suppress(FileNotFoundError), folder.open(name) as file:
             before = self._snapshots.get(name)
@@ -144,12 +135,7 @@ class OpenShards:
 
 
 def end_of_batches(file: LocalFile, start: int = 0) -> int:
-    """Return where the last whole batch of an open shard ends; 0 without any.
-
-    Args:
-        file: the shard.
-        start: the end of a batch that was found earlier; bytes before it never change.
-    """
+    """Return where the last complete batch of an open shard ends; 0 without any. `start` is an end found earlier."""
     offset, end = start or FIRST_MESSAGE, start
     with contextlib.suppress(CorruptError):
         while (message := block_at(file, offset)) is not None:

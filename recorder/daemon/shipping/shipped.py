@@ -50,12 +50,7 @@ class ShippedLedger:
     """The confirmed files of one run by their names below it. Any thread."""
 
     def __init__(self, folder: Folder, url: str) -> None:
-        """Read what was confirmed before; where the ledger cannot be kept, `problem` says why.
-
-        Args:
-            folder: the run; it is used now and not kept.
-            url: the destination.
-        """
+        """Read what was confirmed before; where the ledger cannot be kept, `problem` says why."""
         self.name = ledger_name(url)
         self.problem = ""
         self._lock = threading.Lock()
@@ -378,12 +373,8 @@ class ShippedRun:
     ) -> bool:
         """Put a document that may change, in place of what was put before.
 
-        Args:
-            name: its name below the run.
-            content: what it says now.
-            is_ours: whether what is there instead is an earlier state of it.
-            stays: whether what is there instead is as good.
-            is_noted: whether the ledger names it, by its checksum.
+        `is_ours` tells whether the document there is an earlier state of this one, and `stays` whether it is as good;
+        `is_noted`: the ledger names the document, by its checksum.
         """
         shared, crc, key = self.shared, crc32c(content), f"{self.key}/{name}"
         known = self._documents.get(name)
