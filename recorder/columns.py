@@ -56,7 +56,7 @@ class Combine(Enum):
     FIRST = "first"
     """As in the first of them."""
     NOTHING = "nothing"
-    """Null, or 0 in a column without nulls: it means nothing of the whole."""
+    """Null, or 0 in a column without nulls: it means nothing for the global tensor."""
     ANEW = "anew"
     """Worked out of more than this column, where global rows are made (`globalview.view`)."""
     SUM = "sum"
@@ -78,7 +78,7 @@ class Column:
     combine: Combine
     _: KW_ONLY
     since: int = 0
-    """The minor version that added it: a file of an earlier one lacks it, and readers give nulls."""
+    """The minor version that added it: a file of an earlier version has no such column, and readers give nulls."""
     is_required: bool = False
     """Never null. A column that a minor version adds cannot be."""
     lowest: int | None = 0
@@ -174,7 +174,7 @@ _MAX_SHAPE_TEXT = 4096
 _MAX_NUMEL = 1 << 48
 """Bound on the product of the sizes that are not 0, so that the elements of many ranks together fit an int64."""
 OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, *DETAILS, "fingerprint"))
-"""Columns of the whole local tensor, which stand in part 0 alone."""
+"""Columns that describe the complete local tensor, which only part 0 has."""
 
 
 def schema_of(minor: int) -> pa.Schema:

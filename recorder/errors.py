@@ -7,7 +7,7 @@ RecorderError
 │   └── TraceKeyError        it has no such value, or several
 ├── TapError             a model cannot be instrumented or stripped, or a tap has a wrong name
 ├── WriteError           the run directory cannot be used, or the writer gave up
-├── CommandError         a run under way cannot be told this, or a command's file holds none
+├── CommandError         a run under way cannot take this command, or a file holds no command
 ├── StoreError           an object store cannot be reached, refuses, or has other objects than it listed
 ├── ClusterError         a Dask cluster cannot be used, or was lost
 └── RunError             a recorded run cannot be read

@@ -53,7 +53,7 @@ class Site:
     """The phase in which its values are usually seen; there are others, such as ``recompute``."""
     expected: Expected
     gradient: str | None = None
-    """The site where the gradients of its values stand; its own name where the phase tells them apart."""
+    """The site that holds the gradients of its values; its own name where the phase tells them apart."""
     is_gradient: bool = False
     """True where all its values are gradients."""
     is_updated: bool = False
@@ -140,7 +140,7 @@ VALUE_OF: Mapping[str, str] = {gradient: name for name, gradient in GRADIENT_OF.
 
 
 def values_of(site: str) -> str:
-    """Return the site of the values whose gradients stand at `site`; `site` itself where it holds no gradients."""
+    """Return the site of the values whose gradients `site` holds; `site` itself where it holds no gradients."""
     return VALUE_OF.get(site, site)
 
 

@@ -53,7 +53,7 @@ class Target:
     ranks: Sequence[RankNow]
     """The ranks that may hear a command."""
     store: Destination | None = None
-    """Where the run is shipped to, if it was found there: daemons carry what it is told from there."""
+    """The destination that the run was found at; daemons carry commands from there. None for a run where it records."""
     key: bytes = b""
     """What signs a command that daemons carry; empty where they ask for no signature."""
 
@@ -146,7 +146,7 @@ def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -
 
 
 def find_target(path: str | None, key_file: str | None) -> Target:
-    """Find a run that can be told something.
+    """Find a run that can take a command.
 
     CommandError is raised where the run is over, where nobody has begun to record it, or where there is a key and no
     daemon to want it. Without `key_file` the key is that of the environment, if any.
@@ -161,7 +161,7 @@ def find_target(path: str | None, key_file: str | None) -> Target:
     ranks = [rank for rank in seen if rank.state not in ENDED]
     if not ranks:
         what = "no rank has begun to record it" if not seen else f"it is over (its ranks are {_states(seen)})"
-        raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
+        raise CommandError(f"{name}: {what}, so that nobody can take a command; RECORDER_RULES is for the next run")
     key = b"" if store is None else _key(key_file)
     return Target(run=location, name=name, manifest=manifest, watch=watch, ranks=ranks, store=store, key=key)
 

@@ -1,4 +1,4 @@
-"""The daemon: looks at the watched folders, hands jobs to its threads, and lives until it is told to stop.
+"""The daemon: looks at the watched folders, hands jobs to its threads, and runs until a signal stops it.
 
 The main thread looks and decides; threads ship. Nothing is waited for but with a deadline, and what a stop leaves under
 way is found again by the next start.
@@ -418,7 +418,7 @@ class Daemon:
         num_bytes, is_gone = run.remove()
         self.counters.add("removed_runs", amount=int(is_gone))
         self.counters.add("removed_bytes", amount=num_bytes)
-        logger.info("%s: is there as a whole, and was removed here", run.key)
+        logger.info("%s: is there completely, and was removed here", run.key)
         self._next_find_s = 0.0
 
     # What it says of itself.

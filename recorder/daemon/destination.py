@@ -35,7 +35,7 @@ _SILENCE_S = 30.0
 _NUM_TRIES = 2
 """Of one request. The daemon itself tries again for as long as it runs."""
 _CRC_KEY = "recordercrc32c"
-"""The metadata of an object in which stands what was to be put."""
+"""The metadata of an object that holds the checksum of the bytes that were sent."""
 _PROBE = f"{FLEET}/_conditions"
 """The object on which a store shows that it judges the conditions of puts."""
 _JUDGES = b"judged\n"

@@ -47,7 +47,7 @@ _LONGEST_COMMAND_S = 1800.0
 _MAX_CATALOG_BYTES = 256 << 20
 _CATALOG_PAUSE_S = 60.0
 _TOLD_MEMBERS = ("rule", "severity", "step", "ranks", "module_path")
-"""What the webhook is told of a finding."""
+"""The members of a finding that are sent to the webhook."""
 
 
 def _run(words: list[str], must_end: Callable[[], bool]) -> tuple[int, str, str]:
@@ -169,7 +169,7 @@ _MAX_TOLD_FINDINGS = 50
 
 
 def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[str], None]) -> threading.Thread:
-    """Post findings on a thread of its own, and return it; `counted` is told ``sent`` or ``failed`` in ten seconds."""
+    """Post findings on a thread of its own, and return it; it calls `counted` with ``sent`` or ``failed`` in ten seconds."""
 
     def post() -> None:
         try:

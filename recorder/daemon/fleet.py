@@ -90,7 +90,7 @@ class FleetDocument:
     """This node's document, which keeps what was said of runs that are here no more."""
 
     def __init__(self, destination: Destination, node: str, clashes: Callable[[str], None]) -> None:
-        """Ask nothing yet. `clashes` is told once on which host another daemon writes this document, too."""
+        """Ask nothing yet. `clashes` is called once, with the host of another daemon that writes this document, too."""
         self._destination = destination
         self._key = f"{FLEET}/{node}.json"
         self._clashes = clashes

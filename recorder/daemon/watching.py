@@ -93,7 +93,7 @@ class LocalFile:
 
 @dataclass(slots=True)
 class Entries:
-    """What stands in one directory."""
+    """The entries of one directory."""
 
     directories: list[str] = field(default_factory=list)
     files: dict[str, Stamp] = field(default_factory=dict)

@@ -159,10 +159,10 @@ class Axes:
     """The number of each series, in the order in which the series were first seen."""
     _of_any_root: dict[tuple[str, ...], int] = field(default_factory=dict)
     """By what names a series but its root, the number of the one that is called so; -1 where there are several. Stages
-    of a pipeline are roots of their own, and a value of the whole model has the root of one of them, or none."""
+    of a pipeline are roots of their own, and a value of the complete model has the root of one of them, or none."""
     is_scalar: list[bool] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
-    """Shapes of the whole tensors where rows name them, else as a rank held them, by the first row of each series."""
+    """Shapes of the global tensors where rows name them, else as a rank held them, by the first row of each series."""
     dtypes: list[str] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
     first_steps: list[int] = field(default_factory=list)
@@ -225,7 +225,7 @@ def is_number(site: str) -> bool:
 def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mapping[str, int]]:
     """Return the block of the modules, in the order of execution, and the number of each module by its path."""
     order = dict.fromkeys(dict.fromkeys(key.module_path for key in series))
-    # What only contains others, or was not recorded, stands behind; the page puts it where its children are.
+    # Modules that only contain others, or were not recorded, come last; the page puts them where their children are.
     known = list_paths((path for _, path in run.modules), order)
     paths = [*order, *(path for path in known if path not in order)]
     infos = {path: info for (_, path), info in run.modules.items()}
@@ -314,7 +314,7 @@ def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:
     quantiles: dict[str, tuple[npt.NDArray[np.float64], ...]] = {}
     deviation = np.full(len(ids), np.nan)
     for name, column in values.numbers.items():
-        order = np.lexsort([column, ids])  # NaN stands last
+        order = np.lexsort([column, ids])  # NaN comes last
         in_order = column[order]
         starts = np.searchsorted(ids[order], np.arange(groups.num_groups))
         counts = np.bincount(ids, ~np.isnan(column), groups.num_groups).astype(np.int64)

@@ -3,7 +3,7 @@
 The page of a file holds its blocks as base64; a server sends the same bytes. Never reads a run.
 
 A cube holds the statistics of many series over steps, for a few lanes. Where a run has more steps than a cube has
-columns, a column holds the value of its steps that stands out most, so that no spike vanishes.
+columns, a column holds the most extreme value of its steps, so that no spike vanishes.
 
 A block holds numbers as codes of one or two bytes: two bytes keep three or four digits of a number, one byte keeps one
 or two, and a screen shows no more. A series is scaled to its own range: linearly, or by the inverse hyperbolic sine
@@ -89,7 +89,7 @@ class Quantised(NamedTuple):
 
 
 def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], levels: int) -> Quantised:
-    """Return the codes of numbers, given by series, lane and column; NaN stands for no number.
+    """Return the codes of numbers, given by series, lane and column; NaN means that there is no number.
 
     `has_row` is true where a row exists, also a row without this statistic; `levels` is `FINE` or `COARSE`.
     """
@@ -124,7 +124,7 @@ def _differences(codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def planes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Return the bytes of codes, all low bytes first: similar bytes stand together, which deflates better."""
+    """Return the bytes of codes, all low bytes first: similar bytes lie together, which deflates better."""
     if codes.dtype == np.uint8:
         return codes.reshape(-1)
     return np.concatenate([(codes & 0xFF).reshape(-1), (codes >> 8).reshape(-1)]).astype(np.uint8)
@@ -149,7 +149,7 @@ class Cube:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that the columns stand for."""
+        """The number of steps that the columns hold."""
         return len(self.steps)
 
     @property
@@ -311,7 +311,7 @@ class GrowingCube(Cube):
         ]
 
     def _halve(self) -> None:
-        """Join pairs of columns; the joined column holds the value that stands out more."""
+        """Join pairs of columns; the joined column holds the more extreme value."""
         assert self._saved is None, "what is not final is taken out first"
         num = len(self._first_steps)
         num_pairs, num_left = num // 2, -(-num // 2)  # the last of an odd number stays as it is
@@ -348,7 +348,7 @@ def _block(
 
 
 def _weight(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return how much a value stands out from the values of other steps."""
+    """Return how extreme a value is: of the values of one column the one with the largest weight is kept."""
     if name == "min":
         return -values
     return values if name == "max" else np.abs(values)

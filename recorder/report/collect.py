@@ -154,7 +154,7 @@ def _culprit(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
-    """Return the number in `b` of each series of `a`, whatever `b` calls the root; -1 where `b` lacks the series."""
+    """Return the number in `b` of each series of `a`, whatever `b` calls the root; -1 where `b` has no such series."""
     numbers = {key: number for number, key in enumerate(b.series)}
     of_any_root: dict[tuple[str, ...], list[int]] = {}
     for number, key in enumerate(b.series):
@@ -343,7 +343,7 @@ def why_not_saved(run: Location) -> str | None:
 
 
 def save_panes(run: Location, panes: list[dict[str, Any]]) -> str | None:
-    """Save the panes of a run, whole or not at all; why they could not be saved, else None."""
+    """Save all panes of a run or none; return why they could not be saved, else None."""
     why = why_not_saved(run)
     if why is not None:
         return why

@@ -1,4 +1,4 @@
-"""The head of the page: what ran, whether its record is whole, and what stands out, with links into the pictures."""
+"""The head of the page: what ran, whether its record is complete, and what is conspicuous, with links to pictures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DoctorLine(NamedTuple):
 
 
 class Highlight(NamedTuple):
-    """A sentence at the head of the page about something that stands out."""
+    """A sentence at the head of the page about something conspicuous."""
 
     text: str
     link: Mapping[str, Any]

@@ -128,7 +128,7 @@ class Client:
             "allow_http": url.scheme == "http",
             "connect_timeout": timedelta(seconds=_ROLE_TIMEOUT_S if asks_for_role else _CONNECT_TIMEOUT_S),
             "read_timeout": timedelta(seconds=self._silence_s),
-            "timeout": timedelta(days=1),  # for a whole answer, as long as its bytes keep coming
+            "timeout": timedelta(days=1),  # for a complete answer, as long as its bytes keep coming
         }
         retries = {"max_retries": self._num_tries - 1, "retry_timeout": timedelta(minutes=1)}
         options: dict[str, Any] = {"client_options": client, "retry_config": retries}
@@ -198,7 +198,7 @@ def _is_without_credentials(text: str) -> bool:
 
 
 def _last(pattern: str, text: str) -> str:
-    """Return the last match of a pattern: paths, which anybody may have named, stand before the store's answer."""
+    """Return the last match of a pattern: a path, which anybody may have named, precedes the store's answer."""
     return next(reversed(re.findall(pattern, text)), "")
 
 

@@ -1,7 +1,7 @@
 """The files of commands in a run's directory: sends one, and finds those that are new.
 
-A command is published whole under the next free number and never changed. Whoever may write to the run's directory may
-send one; what is found there is untrusted input all the same. Nothing here judges what a command is for.
+A command is published complete under the next free number and never changed. Whoever may write to the run's directory
+may send one; what is found there is untrusted input all the same. Nothing here judges what a command is for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..system.processes import sync_directory
 _MAX_ENTRIES = 2 * MAX_COMMANDS
 """Names of a directory that are looked at; more were not made by us."""
 _UNFINISHED_S = 5.0
-"""How long a file may be damaged before it is refused: where a disk has no links, a command is briefly not whole."""
+"""How long a file may be damaged before it is refused: where a disk has no links, a command is briefly incomplete."""
 _FRESH_S = 2.5
 """How long after a change the names are listed at each look: times of files may be as coarse as two seconds."""
 _RELIST_S = 5.0
@@ -81,7 +81,7 @@ def _give_to_owner(path: Path, above: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def _written_beside(folder: Path, name: str, text: bytes) -> Iterator[Path]:
-    """Yield a temporary file with the text, whole and synced; it is gone afterwards."""
+    """Yield a synced temporary file with the text; the file is removed afterwards."""
     temporary = folder / f"{name}-{os.urandom(4).hex()}.tmp"
     try:
         _create(temporary, text)
@@ -92,7 +92,7 @@ def _written_beside(folder: Path, name: str, text: bytes) -> Iterator[Path]:
 
 
 def _create(path: Path, text: bytes) -> None:
-    """Create a file, which was not there before, and sync it; it is whole, or it is not there."""
+    """Create a new file with the text and sync it; an error leaves no file."""
     above = os.stat(path.parent)
     mode = 0o600 | (stat.S_IMODE(above.st_mode) & 0o044)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -122,7 +122,7 @@ def _publish(temporary: Path, final: Path, text: bytes) -> bool:
         if os.path.lexists(final):
             return False
         try:
-            _create(final, text)  # a file system without links: a reader waits until it is whole
+            _create(final, text)  # a file system without links: a reader waits until the file is complete
         except FileExistsError:
             return False
     return True
@@ -159,7 +159,7 @@ class CommandFolder:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a file was found that may not be whole yet."""
+        """Whether a file was found that may not be complete yet."""
         return bool(self._damaged_since_s)
 
     def look(self, *, is_told: bool = False) -> list[Command | Refusal]:

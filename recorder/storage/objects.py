@@ -129,13 +129,13 @@ class ObjectStore:
 
     def refresh(self) -> None:
         self._runs: set[str] = set()
-        """Keys of the runs that are listed as a whole."""
+        """Keys of the runs that are listed completely."""
         self._folders: dict[str, _Folder] = {}
         """Listed folders by their keys."""
         self._manifests: dict[str, FileFacts | None] = {}
         """The manifests of runs, by the keys of the runs; None where there is no manifest."""
         self._kept: OrderedDict[str, list[_Block]] = OrderedDict()
-        """Blocks by the keys of their objects; the object that was read last stands last."""
+        """Blocks by the keys of their objects; the object that was read last is the last entry."""
 
     @property
     def filesystem(self) -> Any:
@@ -219,7 +219,7 @@ class ObjectStore:
                 raise
 
     def blocks(self, path: ObjectPath, seen: FileFacts, wanted: Sequence[range]) -> list[_Block]:
-        """Return blocks of an object, one of which holds each wanted range as a whole; a new block costs one GET."""
+        """Return blocks of an object, one of which holds each wanted range completely; a new block costs one GET."""
         with self._lock:
             kept = self._kept.get(path.key, [])
         missing = [byte_range for byte_range in wanted if not any(block.holds(byte_range) for block in kept)]
@@ -271,7 +271,7 @@ class ObjectStore:
         return self._folders.setdefault(key, _Folder(set(), {}))
 
     def _entries(self, folder: ObjectPath) -> _Folder:
-        """Return what is right below a path. A run is listed as a whole, with one request for a thousand objects."""
+        """Return what is right below a path. A run is listed completely, with one request for a thousand objects."""
         if folder.key not in self._folders and not self._is_listed(folder):
             prefix = folder.key or None
             if is_run := self._manifest(folder) is not None:
@@ -329,7 +329,7 @@ class RemoteFile:
         return pa.py_buffer(out)
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Yield the whole object: objects have no holes."""
+        """Yield all of the object: objects have no holes."""
         yield range(start, self.size_bytes)
 
     def __enter__(self) -> Self:
@@ -340,7 +340,7 @@ class RemoteFile:
 
 
 def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
-    """Return a range worth a request: a small object as a whole, else no less than a block."""
+    """Return a range worth a request: all of a small object, else no less than a block."""
     if size_bytes <= _WHOLE_BYTES:
         return range(size_bytes)
     start = max(min(byte_range.start, size_bytes - least_bytes), 0)

@@ -29,8 +29,8 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
     """Log a line, as `logger.log` does; what a handler would write to standard output goes to standard error.
 
     The line has the format that the handler gives it, and the handler's level and filters decide. Where another handler
-    writes the line to standard error anyway, it stands there once. Where nobody has configured logging, a line of level
-    WARNING or above goes to standard error, as Python has it, behind the name of the package.
+    writes the line to standard error anyway, the line appears once. Where nobody has configured logging, a line of
+    level WARNING or above goes to standard error, as Python has it, behind the name of the package.
 
     Raises:
         Exception: as handlers of the program may.
@@ -256,7 +256,7 @@ class _HeldBack:
 
 
 class Events:
-    """A bounded list of events, in which each kind and key stands once, with a count."""
+    """A bounded list of events, with one entry and a count for each kind and key."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._kept: dict[tuple[str, str], dict[str, Any]] = {}

@@ -1,1 +1,1 @@
-"""The check whether a run is whole, byte by byte, and the repair of a run whose writers died."""
+"""The check of every byte of a run, and the repair of a run whose writers died."""

@@ -38,7 +38,7 @@ from ..write.files.ipc import IpcFormat
 from ..write.files.shard import BatchFile, Index
 
 _REMAINS = re.compile(r"_.*\.tmp|__.*\.index\.open")
-"""Names of half files that a killed writer or repair leaves beside whole ones."""
+"""Names of half-written files that a killed writer or repair leaves."""
 _MEMORY_BYTES = 8 << 20
 _QUIET_S = 60.0
 """A writer that has changed a file within this time is alive, whatever the user thinks."""

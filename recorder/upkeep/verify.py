@@ -1,4 +1,4 @@
-"""Checks a whole run, byte by byte: checksums, seals, footers, indexes, accounts. Must never write."""
+"""Checks every byte of a run: checksums, seals, footers, indexes, accounts. Must never write."""
 
 from __future__ import annotations
 

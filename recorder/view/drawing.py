@@ -45,11 +45,11 @@ _CUT_ROWS = 40_000
 """The rows in memory together while batches of many steps are cut: a row takes less memory there than while it is
 drawn."""
 _WHOLE_AFTER_S = 1.5
-"""A step is whole this long after a later step was seen: both kinds of shard are flushed once a second."""
+"""A step is complete this long after a later step was seen: both kinds of shard are flushed once a second."""
 _LOOKS_APART = 10
 """A run that is read for the first time is listed after so many times as long as it took: of 4,096 ranks, seconds."""
 _MAX_OPEN_ROWS = 60_000
-"""Rows of steps that may not be whole. Where there are more, a rank is far behind, and is drawn as its rows come."""
+"""The most rows of steps that may not be complete. With more, a rank is far behind, and is drawn as its rows come."""
 _MAX_TOGETHER_ROWS = 40_000
 """Rows of all ranks in the batches at hand, up to which they are put together as the global view does, which takes
 whole batches: so it is with batches of seconds, as they come live, and not with the full ones of a long history."""
@@ -189,7 +189,7 @@ class Drawing:
         self._keep_slow_if_due()
 
     def _whole_until(self, has_more: bool) -> int:
-        """Return the first step that may not be whole."""
+        """Return the first step that may not be complete."""
         now_s, horizon = time.monotonic(), self.growing.horizon
         if has_more or horizon >= NEVER:
             return horizon
@@ -212,7 +212,7 @@ class Drawing:
                 cube.version = self.version
 
     def _draw_final(self, first: int, end: int) -> Iterator[None]:
-        """Draw steps that are whole, piece by piece, and have done with them; rests now and then."""
+        """Draw complete steps for good, piece by piece, with a rest now and then."""
         if end <= first:
             return
         num_pieces = max(-(-self.growing.num_pending // _WINDOW_ROWS), 1)

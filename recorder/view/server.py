@@ -172,7 +172,7 @@ class ViewServer:
         return StreamingResponse(self._news(run, known), media_type="text/event-stream", headers=_HEADERS)
 
     async def _news(self, run: WatchedRun, known: str) -> AsyncIterator[str]:
-        """Yield what a page is sent: at first the blocks that the page lacks, then the blocks that are new."""
+        """Yield what a page is sent: at first the blocks that are missing there, then the new blocks."""
         run.opened()
         try:
             yield f"retry: {_AGAIN_MS}\n\n"

@@ -524,7 +524,7 @@ def test_show_draws_and_lists_the_statistic_that_is_asked_for(cli: Cli, recorded
     rows = open_run(recorded).table(["module_path", "site", "step", "rank", "l2", "min"]).to_pylist()
     last = [row for row in rows if (row["module_path"], row["site"], row["step"]) == ("layers.0", "output", 11)]
     lines = cli("show", recorded, "layers.0", "--statistic", "l2", "--rank", "0").out.splitlines()
-    assert lines[1].startswith("course: l2 over steps") and "last l2" in " ".join(lines[2].split())
+    assert lines[1].startswith("trend: l2 over steps") and "last l2" in " ".join(lines[2].split())
     assert f"{last[0]['l2']:.4g}" in lines[3].split()
     titles = lines[6].split()
     assert "l2" in titles and "absmax" not in titles and lines[-1].split()[titles.index("l2")] == f"{last[0]['l2']:.4g}"

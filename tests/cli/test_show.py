@@ -44,7 +44,7 @@ def test_one_module_has_a_line_a_series_and_a_line_a_step(cli: Cli, recorded: Pa
     lines = found.out.splitlines()
     assert lines[0] == "run-a: 'layers.0', Linear train.py:7"
     assert "! stands for NaN" in lines[1]
-    assert cells(lines[2]) == ["site", "name", "rank", "dtype", "shape", "rows", "steps", "last", "absmax", "course"]
+    assert cells(lines[2]) == ["site", "name", "rank", "dtype", "shape", "rows", "steps", "last", "absmax", "trend"]
     series = [cells(line) for line in lines[3:7]]
     assert [line[:3] for line in series] == [
         ["output", "-", "0"],

@@ -118,7 +118,7 @@ def test_a_second_daemon_says_who_has_the_destination_and_the_folder(tmp_path: P
         daemon._write_state()
         status = cli("daemon", "status", "--state", tmp_path / "state")
         assert status.exit_code == 0
-        assert "1 run, of which 1 there as a whole" in status.out
+        assert "1 run, of which 1 there completely" in status.out
     assert cli("daemon", "status", "--state", tmp_path / "state").exit_code == 1
 
 

@@ -38,4 +38,4 @@ COMMANDS = {
 }
 """Every command with the first line of its help, in the order of ``recorder --help``."""
 BETWEEN_EXAMPLES = "    "
-"""What stands between the examples of an `EPILOG`."""
+"""The text between two examples of an `EPILOG`."""

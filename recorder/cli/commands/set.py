@@ -132,6 +132,6 @@ def _list_reply(run: Run) -> Reply:
             yield from (f"  {line}" for line in one.lines)
         yield from (f"note: no command: {problem}" for problem in commands.problems)
         if not commands.sound and not commands.problems:
-            yield "it was told nothing"
+            yield "no command was sent"
 
     return Reply(members=members, parts=parts, exit_code=int(bool(commands.problems)))

@@ -201,7 +201,7 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
 
 def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
-    """Return a line for each series: its last values, its course, and its last histogram where rules kept one."""
+    """Return a line for each series: its last values, its trend, and its last histogram where rules kept one."""
     of_tensors = statistic or "absmax"
     keys = _worth_showing(_KEY, [member.key for member in series])
     lines: list[list[str]] = []
@@ -210,19 +210,19 @@ def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
         newest = member.rows[-1]
         steps = span(sorted({row["step"] for row in member.rows}))
         bad = [bool(row["nan_count"] or row["inf_count"]) for row in member.rows]
-        course = spark_line([row[_course(row, statistic)] for row in member.rows], bad)
-        cells = [newest["dtype"], _shape(newest), str(len(member.rows)), steps, number(newest[of_tensors]), course]
+        trend = spark_line([row[_trend(row, statistic)] for row in member.rows], bad)
+        cells = [newest["dtype"], _shape(newest), str(len(member.rows)), steps, number(newest[of_tensors]), trend]
         cells += drawn[len(lines) : len(lines) + 1]
         lines.append([_text(member.key[name]) for name in keys] + cells + [_text(newest[WHY])])
-    titles = [*keys, "dtype", "shape", "rows", "steps", f"last {of_tensors}", "course"]
+    titles = [*keys, "dtype", "shape", "rows", "steps", f"last {of_tensors}", "trend"]
     last_column = len(titles) - 1
     marks = (
         f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[last_column] for line in lines) else ""
     )
     titles += [*(["histogram"] if drawn else []), WHY]
     scalars = ", the value of a scalar" if statistic is None else ""
-    title = f"course: {of_tensors} over steps{scalars}{marks}"
-    texts = (*_KEY[:-1], "dtype", "shape", "steps", "course", "histogram", WHY)
+    title = f"trend: {of_tensors} over steps{scalars}{marks}"
+    texts = (*_KEY[:-1], "dtype", "shape", "steps", "trend", "histogram", WHY)
     return _table(titles, lines, texts=texts, title=title, subtitle=of_histograms, drops=_SERIES_DROPS)
 
 
@@ -241,7 +241,7 @@ def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
     return drawn, f"histogram: the last of each, {extent(bins)}; {HISTOGRAM_LEGEND}"
 
 
-def _course(row: Row, statistic: str | None) -> str:
+def _trend(row: Row, statistic: str | None) -> str:
     return statistic or ("mean" if row["shape"] == "[]" else "absmax")
 
 
@@ -303,7 +303,7 @@ def _table(
         titles,
         lines,
         numbers=[name for name in titles if name not in texts],
-        whole=("course", "histogram", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
+        whole=("trend", "histogram", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
         prose=("sites", WHY),
         drops=drops,
         dull={name.removesuffix("_count"): "0" for name in COUNTS} if dull else None,
@@ -359,7 +359,7 @@ def _first_bad(run: Run, wanted: Selection) -> dict[tuple[str, str], Row]:
 def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Row], statistic: str) -> list[Row]:
     """Return an entry for each module, in the order of execution; Arrow does the counting.
 
-    The largest statistic of the last step's rows stands for all of them; for `min` it is the smallest.
+    An entry shows the largest statistic of the last step's rows, and the smallest for `min`.
     """
     columns = ["root", "module_path", "site", "name", "step", "rank", statistic, "nan_count", "inf_count"]
     table = rows_of(run, wanted, list(dict.fromkeys([*columns, *REASON_COLUMNS])))

@@ -1,4 +1,4 @@
-"""The open shards of one writer as the destination has them: whole batches, replaced by more of them.
+"""The open shards of one writer as the destination has them: complete batches, replaced by more of them.
 
 What was put once is a prefix of what is put next, and nothing is put in place of anything that is no such prefix.
 """

@@ -180,7 +180,7 @@ class RunShipper:
             files = writer.files
             for name, stamp in (files.sealed | files.indexes | files.opened).items():
                 there = held.get(writer.below + name)
-                # An open shard is there up to its last whole batch.
+                # An open shard is there up to its last complete batch.
                 if there is None or (there.size_bytes != stamp.size_bytes and not name.endswith(".open")):
                     return writer.below + name
             if files.manifest is not None and writer.below + WRITER_MANIFEST not in held:
