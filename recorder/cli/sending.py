@@ -161,7 +161,7 @@ def find_target(path: str | None, key_file: str | None) -> Target:
     ranks = [rank for rank in seen if rank.state not in ENDED]
     if not ranks:
         what = "no rank has begun to record it" if not seen else f"it is over (its ranks are {_states(seen)})"
-        raise CommandError(f"{name}: {what}, so that nobody can take a command; RECORDER_RULES is for the next run")
+        raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
     key = b"" if store is None else _key(key_file)
     return Target(run=location, name=name, manifest=manifest, watch=watch, ranks=ranks, store=store, key=key)
 

@@ -169,7 +169,7 @@ _MAX_TOLD_FINDINGS = 50
 
 
 def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[str], None]) -> threading.Thread:
-    """Post findings on a thread of its own, and return it; it calls `counted` with ``sent`` or ``failed`` in ten seconds."""
+    """Post findings on a thread of its own, and return it; it calls `counted` with ``sent`` or ``failed`` in 10 s."""
 
     def post() -> None:
         try:

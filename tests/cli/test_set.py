@@ -30,7 +30,7 @@ def test_a_run_that_is_over_is_told_nothing(cli: Cli, tmp_path: Path) -> None:
         model(batch()).sum().backward()
         optimizer.step()
     found = cli("set", recording.folder, "site=output")
-    assert found.exit_code == 2 and "it is over (its ranks are closed), so that nobody can take a command" in found.err
+    assert found.exit_code == 2 and "it is over (its ranks are closed), so that there is nobody to be told" in found.err
     listed = cli("set", recording.folder, "--list")
     assert (listed.exit_code, listed.out) == (0, "no command was sent\n")
     assert cli("set", recording.folder, "--list", "--json").json["commands"] == []
