@@ -35,65 +35,30 @@ _RUN = ("run", "name")
 _RANK = (*_RUN, "rank")
 
 _KINDS = ("stats", "tensors", "index", "open", "status", "manifest", "document")
-_RESULTS = ("done", "failed")
-COUNTED: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
-    "uploads": ("recorder_daemon_uploads", "Objects that were put, by kind of file", "kind", (*_KINDS, "catalog")),
-    "uploaded_bytes": (
-        "recorder_daemon_uploaded_bytes",
-        "Bytes that were put, by kind of file",
-        "kind",
-        (*_KINDS, "catalog"),
+_ERRORS = ("unreachable", "refused", "anonymous", "busy", "changed", "failed", "damaged", "local", "internal")
+_ERRANDS = tuple(f"{what} {result}" for what in ("repair", "catalog", "check") for result in ("done", "failed"))
+_COMMANDS = ("carried", "invalid", "oversized", "unsigned", "stale", "replayed", "failed")
+COUNTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "uploads": ("Objects that were put, by kind of file", "kind", (*_KINDS, "catalog")),
+    "uploaded_bytes": ("Bytes that were put, by kind of file", "kind", (*_KINDS, "catalog")),
+    "confirmed_files": (
+        "Files that the store has confirmed, by how it was checked", "how", ("etag", "read", "synced", "there"),
     ),
-    "confirmed": (
-        "recorder_daemon_confirmed_files",
-        "Files that the store has confirmed, by how it was checked",
-        "how",
-        ("etag", "read", "synced", "there"),
-    ),
-    "errors": (
-        "recorder_daemon_errors",
-        "Jobs that failed and are tried again, by kind of error",
-        "kind",
-        (*("unreachable", "refused", "anonymous", "busy", "changed", "failed"), *("damaged", "local", "internal")),
-    ),
-    "conflicts": (
-        "recorder_daemon_conflicts",
-        "Files for which something else is there, by kind of file",
-        "kind",
-        (*_KINDS, "run", "node"),
-    ),
-    "lost_objects": ("recorder_daemon_lost_objects", "Objects that the store had confirmed and has lost", "", ("",)),
-    "removed_bytes": (
-        "recorder_daemon_removed_bytes",
-        "Bytes of runs that were removed here once they were there",
-        "",
-        ("",),
-    ),
-    "removed_runs": ("recorder_daemon_removed_runs", "Runs that were removed here once they were there", "", ("",)),
-    "reloads": ("recorder_daemon_reloads", "Reloads of the settings, by result", "result", ("done", "refused")),
-    "errands": (
-        "recorder_daemon_errands",
-        "Repairs, catalogs and checks, by result",
-        "result",
-        tuple(f"{what} {result}" for what in ("repair", "catalog", "check") for result in _RESULTS),
-    ),
-    "webhooks": ("recorder_daemon_webhooks", "Calls of the webhook, by result", "result", ("sent", "failed")),
-    "commands": (
-        "recorder_daemon_commands",
-        "Commands from the store, by what became of them",
-        "result",
-        ("carried", "invalid", "oversized", "unsigned", "stale", "replayed", "failed"),
-    ),
-    "refused_files": (
-        "recorder_daemon_refused_contents",
-        "Files whose content is not what their name says",
-        "reason",
-        ("content",),
-    ),
-}
-"""The counters: the name in `Counters`, the metric's name, its help, its label, and the words that the label may have.
+    "errors": ("Jobs that failed and are tried again, by kind of error", "kind", _ERRORS),
+    "conflicts": ("Files for which something else is there, by kind of file", "kind", (*_KINDS, "run", "node")),
+    "lost_objects": ("Objects that the store had confirmed and has lost", "", ("",)),
+    "removed_bytes": ("Bytes of runs that were removed here once they were there", "", ("",)),
+    "removed_runs": ("Runs that were removed here once they were there", "", ("",)),
+    "reloads": ("Reloads of the settings, by result", "result", ("done", "refused")),
+    "errands": ("Repairs, catalogs and checks, by result", "result", _ERRANDS),
+    "webhooks": ("Calls of the webhook, by result", "result", ("sent", "failed")),
+    "commands": ("Commands from the store, by what became of them", "result", _COMMANDS),
+    "refused_contents": ("Files whose content is not what their name says", "reason", ("content",)),
+}  # fmt: skip
+"""The counters by their names in `Counters`: the help, the label, and the words that the label may have.
 
-Each of them is shown from the start as 0: a counter that appears with its first event has no increase to alert on.
+The metric is called ``recorder_daemon_`` and the name. Each is shown from the start as 0: a counter that appears with
+its first event has no increase to alert on.
 """
 _DROP_REASONS = (
     *("pool_full", "ring_full", "disk_full", "disk_floor", "quota", "no_memory", "write_error:EIO"),
@@ -101,37 +66,25 @@ _DROP_REASONS = (
 )
 """Reasons for which rows are dropped, shown as 0 until they are. There are others: FORMAT.md leaves them open."""
 
-_OF_RANK: tuple[tuple[str, str, Callable[[WriterShipper], float | None]], ...] = (
-    ("recorder_step", "Step that the rank is in", lambda w: _number(w.status.get("step"))),
-    (
-        "recorder_step_changed_timestamp_seconds",
-        "When the rank's step was seen to change",
-        lambda w: w.step_changed_s or None,
-    ),
-    (
-        "recorder_status_timestamp_seconds",
-        "When the rank's status was written",
-        lambda w: _seconds(w.status.get("time_ns")),
-    ),
+_Value = str | Callable[[WriterShipper], float | None]
+"""The member of a rank's status that is shown, or a function that returns the number."""
+_OF_RANK: tuple[tuple[str, str, _Value], ...] = (
+    ("recorder_step", "Step that the rank is in", "step"),
+    ("recorder_step_changed_timestamp_seconds", "When the rank's step was seen to change",
+     lambda w: w.step_changed_s or None),
+    ("recorder_status_timestamp_seconds", "When the rank's status was written",
+     lambda w: None if (time_ns := _number(w.status.get("time_ns"))) is None else time_ns / 1e9),
     ("recorder_recording", "1 while the rank's writer is at work, else 0", lambda w: float(w.state == "alive")),
-    ("recorder_pool_bytes", "Size of the rank's pool of host memory", lambda w: _number(w.status.get("pool_bytes"))),
-    ("recorder_pool_used_bytes", "Bytes in use of the rank's pool", lambda w: _number(w.status.get("pool_used_bytes"))),
-    (
-        "recorder_disk_free_bytes",
-        "Bytes left on the disk of the rank's files",
-        lambda w: _number(w.status.get("free_bytes")),
-    ),
-)
-_SUMS_OF_RANK: tuple[tuple[str, str, Callable[[WriterShipper], float | None]], ...] = (
-    ("recorder_rows_observed", "Rows that the rank has numbered", lambda w: _number(w.status.get("observed"))),
-    ("recorder_rows_written", "Rows that the rank has written", lambda w: _number(w.status.get("written"))),
+    ("recorder_pool_bytes", "Size of the rank's pool of host memory", "pool_bytes"),
+    ("recorder_pool_used_bytes", "Bytes in use of the rank's pool", "pool_used_bytes"),
+    ("recorder_disk_free_bytes", "Bytes left on the disk of the rank's files", "free_bytes"),
+)  # fmt: skip
+_SUMS_OF_RANK: tuple[tuple[str, str, _Value], ...] = (
+    ("recorder_rows_observed", "Rows that the rank has numbered", "observed"),
+    ("recorder_rows_written", "Rows that the rank has written", "written"),
     ("recorder_rows_retired", "Rows that the rank's retention has deleted", lambda w: float(_balance(w).retired_rows)),
-    ("recorder_written_bytes", "Bytes that the rank has written", lambda w: _number(w.status.get("written_bytes"))),
-    (
-        "recorder_waited_seconds",
-        "Time that training has waited for the pool",
-        lambda w: _number(w.status.get("waited_s")),
-    ),
+    ("recorder_written_bytes", "Bytes that the rank has written", "written_bytes"),
+    ("recorder_waited_seconds", "Time that training has waited for the pool", "waited_s"),
 )
 
 
@@ -156,16 +109,16 @@ class DaemonCollector:
 
     def collect(self) -> Iterable[Any]:
         yield InfoMetricFamily("recorder_daemon", "The daemon's version", value={"version": __version__})
-        for name, (metric, text, label, words) in COUNTED.items():
-            family = CounterMetricFamily(metric, text, labels=[label] if label else [])
+        for name, (text, label, words) in COUNTED.items():
+            family = CounterMetricFamily(f"recorder_daemon_{name}", text, labels=[label] if label else [])
             for word, total in (dict.fromkeys(words, 0) | self._counters.of(name)).items():
                 family.add_metric([word] if label else [], total)
             yield family
         yield from self._of_store()
         yield from self._of_ranks()
         seen = self._seen()
-        yield _gauge("recorder_daemon_foreign_files", "Files in watched folders that are no run's", seen["foreign"])
-        yield _gauge("recorder_daemon_refused_files", "Links, devices and names that no key may have", seen["refused"])
+        yield _gauge("foreign_files", "Files in watched folders that are no run's", seen["foreign"])
+        yield _gauge("refused_files", "Links, devices and names that no key may have", seen["refused"])
         free = GaugeMetricFamily(
             "recorder_daemon_free_bytes", "Bytes left where a watched folder is", labels=["folder"]
         )
@@ -180,53 +133,41 @@ class DaemonCollector:
     def _of_store(self) -> Iterator[Any]:
         runs, now = self._runs(), time.time()
         backlog = [stamp for run in runs for stamp in run.backlog]
-        yield _gauge(
-            "recorder_daemon_store_up", "1 while the store does what it is asked, else 0", not self._health.problem
-        )
-        yield _gauge(
-            "recorder_daemon_store_answered_timestamp_seconds",
-            "When the store has last done what it was asked; 0: never",
-            self._health.answered_s,
-        )
-        yield _gauge("recorder_daemon_runs", "Runs in watched folders", len(runs))
-        yield _gauge("recorder_daemon_settled_runs", "Runs of which all is there", sum(run.is_settled for run in runs))
-        yield _gauge("recorder_daemon_backlog_files", "Sealed files that the store has not confirmed", len(backlog))
-        yield _gauge(
-            "recorder_daemon_backlog_bytes",
-            "Bytes of the sealed files that the store has not confirmed",
-            sum(stamp.size_bytes for stamp in backlog),
-        )
         oldest_s = min((stamp.changed_ns / 1e9 for stamp in backlog), default=now)
-        yield _gauge(
-            "recorder_daemon_lag_seconds",
-            "Age of the oldest sealed file that the store has not confirmed",
-            now - oldest_s,
-        )
         live = [one.small_since_s for run in runs for one in list(run.writers.values()) if one.state == "alive"]
-        yield _gauge(
-            "recorder_daemon_statistics_age_seconds",
-            "Age of the statistics there, of the rank that is last",
-            now - min(live, default=now),
-        )
+        gauges: tuple[tuple[str, str, float], ...] = (
+            ("store_up", "1 while the store does what it is asked, else 0", not self._health.problem),
+            ("store_answered_timestamp_seconds", "When the store has last done what it was asked; 0: never",
+             self._health.answered_s),
+            ("runs", "Runs in watched folders", len(runs)),
+            ("settled_runs", "Runs of which all is there", sum(run.is_settled for run in runs)),
+            ("backlog_files", "Sealed files that the store has not confirmed", len(backlog)),
+            ("backlog_bytes", "Bytes of the sealed files that the store has not confirmed",
+             sum(stamp.size_bytes for stamp in backlog)),
+            ("lag_seconds", "Age of the oldest sealed file that the store has not confirmed", now - oldest_s),
+            ("statistics_age_seconds", "Age of the statistics there, of the rank that is last",
+             now - min(live, default=now)),
+        )  # fmt: skip
+        for name, text, value in gauges:
+            yield _gauge(name, text, value)
         num_requests, requests_s = self._requests.totals()
-        yield CounterMetricFamily(
-            "recorder_daemon_requests", "Requests to the store, without files in parts", value=num_requests
+        sums = (
+            ("requests", "Requests to the store, without files in parts", num_requests),
+            ("request_seconds", "Time of these requests together, also of those under way", requests_s),
         )
-        yield CounterMetricFamily(
-            "recorder_daemon_request_seconds",
-            "Time of these requests together, also of those under way",
-            value=requests_s,
-        )
+        for name, text, total in sums:
+            yield CounterMetricFamily(f"recorder_daemon_{name}", text, value=total)
 
     def _of_ranks(self) -> Iterator[Any]:
         writers = [(run, writer) for run in self._runs() for writer in _newest(run)]
-        families: list[tuple[GaugeMetricFamily | CounterMetricFamily, Callable[[WriterShipper], float | None]]] = [
+        families: list[tuple[GaugeMetricFamily | CounterMetricFamily, _Value]] = [
             *((GaugeMetricFamily(name, text, labels=_RANK), read) for name, text, read in _OF_RANK),
             *((CounterMetricFamily(name, text, labels=_RANK), read) for name, text, read in _SUMS_OF_RANK),
         ]
         for family, read in families:
             for run, writer in writers:
-                if (value := read(writer)) is not None:
+                value = _number(writer.status.get(read)) if isinstance(read, str) else read(writer)
+                if value is not None:
                     family.add_metric([run.key, run.name, str(writer.rank)], value)
             yield family
         dropped = CounterMetricFamily("recorder_rows_dropped", "Rows that were dropped", labels=(*_RANK, "reason"))
@@ -273,13 +214,8 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _seconds(value: object) -> float | None:
-    number = _number(value)
-    return None if number is None else number / 1e9
-
-
 def _gauge(name: str, text: str, value: float) -> Any:
-    return GaugeMetricFamily(name, text, value=float(value))
+    return GaugeMetricFamily(f"recorder_daemon_{name}", text, value=float(value))
 
 
 _TIMEOUT_S = 10

@@ -38,21 +38,10 @@ def write_report(
     force: bool = False,
     report: Callable[[int], None] = lambda num_rows: None,
 ) -> Written:
-    """Write the page of a run as one HTML file.
+    """Write the page of a run as one HTML file; other arguments are those of `collect`.
 
-    Args:
-        run: what is drawn.
-        path: the file.
-        against: another run, to be drawn beside it.
-        statistics: those that are drawn; by default as many as there is room for.
-        checks: what `recorder doctor` says of the run.
-        judged: what `recorder check` says of it.
-        force: replace a file that exists.
-        report: called with how many rows were looked at.
-
-    Raises:
-        LookupFailedError: there is nothing to draw; the message says what to record the next time.
-        WriteError: the file exists, or cannot be written.
+    `force` replaces a file that exists. LookupFailedError is raised where there is nothing to draw, and WriteError
+    where the file exists or cannot be written.
     """
     from ..analyze.export.files import published_file
     from .collect import collect
@@ -98,18 +87,10 @@ def inline_page(
     view: dict[str, str] | None = None,
     height_pixels: int | None = None,
 ) -> InlinePage:
-    """The page of a run.
+    """Return the page of a run for a notebook; other arguments are those of `collect`.
 
-    Args:
-        run: what is drawn.
-        against: another run, to be drawn beside it.
-        statistics: those that are drawn; by default as many as there is room for.
-        below: draw this module and what is below it, with the panels over steps alone.
-        view: what the page shows first: the members of its address.
-        height_pixels: of the frame.
-
-    Raises:
-        LookupFailedError: there is nothing to draw; the message says what to record the next time.
+    With `below` the page has the panels over steps alone. `view` holds the members of the page's address: what the page
+    shows first. `height_pixels` is the height of the frame.
     """
     from .collect import collect
     from .page import page

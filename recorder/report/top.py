@@ -107,15 +107,12 @@ def _packed(one: Highlight) -> list[Any]:
 
 
 def faults(findings: Sequence[Highlight], steps: Sequence[int]) -> list[list[Highlight]]:
-    """Findings that share a cause, together: first the worst, as they are listed, then the others by step.
+    """Return findings that share a cause together: first the worst, as they are listed, then the others by step.
 
-    A fault goes on while more is found at its last step or at the next one that was recorded: later values of the step,
-    containers, gradients and the steps after it inherit what one module made. What lasts, and what is there from the
-    first step on, is of the fault only where it names a module of the fault, or what contains one, or lies in one.
-
-    Args:
-        findings: as they are listed.
-        steps: those that were recorded, ascending.
+    A fault goes on while more is found at its last step or at the next recorded step: later values of the step,
+    containers, gradients and the following steps inherit what one module made. A finding that lasts, or is there from
+    the first step on, belongs to a fault only where it names a module of the fault, a container of one, or a module
+    inside one. `steps` are the recorded steps, ascending.
     """
     groups: list[_Group] = []
     for number, one in sorted(enumerate(findings), key=lambda item: (item[1].steps or (-1, -1), item[1].lasts)):

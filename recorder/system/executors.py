@@ -84,11 +84,7 @@ def drop_all() -> None:
 def open_dask(address: str) -> Iterator[tuple[Executor, int]]:
     """Yield the workers of a Dask cluster as an executor, and the number of calls that they run at once.
 
-    Args:
-        address: of the scheduler, such as ``tcp://host:8786``.
-
-    Raises:
-        ClusterError: there is no cluster, it has no workers, or they are of other versions.
+    ClusterError is raised where there is no cluster, where it has no workers, or where they are of other versions.
     """
     if find_spec("distributed") is None:
         raise ClusterError(not_installed("--scheduler", "distributed", "dask"))

@@ -200,12 +200,7 @@ def require_ours(descriptor: int) -> None:
 def locked_folder(folder: Path, work: str) -> Iterator[None]:
     """Lock a folder, so that no other process does the same work there. A file system without locks locks nothing.
 
-    Args:
-        folder: an existing folder.
-        work: the name of the work in the message, such as ``merge``.
-
-    Raises:
-        WriteError: another process holds the lock.
+    WriteError, whose message calls the work `work`, such as ``merge``, is raised where another process has the lock.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

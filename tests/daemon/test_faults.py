@@ -141,7 +141,7 @@ def test_a_ledger_that_cannot_be_kept_costs_nothing_else(tmp_path: Path, store: 
     assert daemon.counters.of("errors") == {}
     (run / ledger_name(to)).rmdir()
     code, daemon = ship(tmp_path, to)
-    assert (code, daemon.counters.of("uploads"), daemon.counters.of("confirmed")) == (0, {}, {"there": 6})
+    assert (code, daemon.counters.of("uploads"), daemon.counters.of("confirmed_files")) == (0, {}, {"there": 6})
 
 
 @pytest.mark.skipif(

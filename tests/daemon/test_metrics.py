@@ -49,7 +49,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         wait_until(lambda: daemon.counters.of("uploads").get("status"))
         run = daemon.runs[0]
         run.findings = {("spike", "warning"): 2}
-        daemon.counters.add("refused_files", "content", 0)
+        daemon.counters.add("refused_contents", "content", 0)
 
         def get(path: str, accept: str = "") -> str:
             request = urllib.request.Request(f"http://127.0.0.1:{daemon.port}{path}", headers={"Accept": accept})

@@ -112,7 +112,7 @@ def test_a_large_shard_goes_in_parts(tmp_path: Path, store: StoreServer, to: str
     writer.finish()
     code, daemon = ship(tmp_path, to)
     assert code == 0
-    assert daemon.counters.of("confirmed") == {"etag": 2}
+    assert daemon.counters.of("confirmed_files") == {"etag": 2}
     assert objects(store, prefix_of(to))[str(shard.relative_to(run.parent))] == shard.read_bytes()
 
 
@@ -144,7 +144,7 @@ def test_without_its_ledger_it_finds_what_is_there(tmp_path: Path, store: StoreS
     ledger.unlink()
     code, daemon = ship(tmp_path, to)
     assert code == 0
-    assert daemon.counters.of("confirmed") == {"there": 6}
+    assert daemon.counters.of("confirmed_files") == {"there": 6}
     assert objects(store, prefix_of(to)) == before
 
 
@@ -155,7 +155,7 @@ def test_a_line_of_its_ledger_that_is_none_is_left_out(tmp_path: Path) -> None:
     (ledger,) = run.glob("_shipped-*")
     ledger.write_bytes(b"[" * 100_000 + b"\n\xff\nnull\n[1]\n" + ledger.read_bytes())
     code, daemon = ship(tmp_path, to)
-    assert code == 0 and daemon.counters.of("confirmed") == {}
+    assert code == 0 and daemon.counters.of("confirmed_files") == {}
 
 
 def test_what_is_something_else_there_is_never_overwritten(tmp_path: Path, store: StoreServer, to: str) -> None:
@@ -257,7 +257,7 @@ def test_nothing_but_a_run_is_shipped(tmp_path: Path, store: StoreServer, to: st
     assert not any(b"secret" in content for content in found.values())
     assert found.keys() <= whole.keys()
     assert daemon.seen() == {"foreign": 2, "refused": 5}
-    assert daemon.counters.of("refused_files")["content"] > 0
+    assert daemon.counters.of("refused_contents")["content"] > 0
 
 
 def test_a_run_whose_name_no_key_may_have_is_said_and_no_success(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class Shipping:
 
     def refused(self, error: RefusedError) -> None:
         """Count a file that is not what its name says, and log it."""
-        self.counters.add("refused_files", "content")
+        self.counters.add("refused_contents", "content")
         logger.error("%s; it is not shipped", error)
 
     def failed(self, error: Exception, where: str) -> None:
@@ -358,7 +358,7 @@ class ShippedRun:
         shared.health.succeeded()
         if how != "there":
             shared.uploaded(_kind(name), file.size_bytes)
-        shared.counters.add("confirmed", how)
+        shared.counters.add("confirmed_files", how)
         self.note(name, file.size_bytes, how)
         return True
 
