@@ -32,7 +32,7 @@ SCOPES = ("local", "reduced", "unsharded", "final")
 
 
 class Role(Enum):
-    """What a column is for."""
+    """The purpose of a column."""
 
     KEY = "key"
     """Tells one value of a rank from all others in an attempt."""
@@ -41,13 +41,13 @@ class Role(Enum):
     STATISTIC = "statistic"
     """A number of type float64 that is computed from the elements."""
     COUNT = "count"
-    """How many elements have a property."""
+    """The number of elements that have a property."""
     DETAIL = "detail"
-    """Bytes that say more of the elements than single numbers do."""
+    """Bytes that say more about the elements than single numbers do."""
     PAYLOAD = "payload"
     """The elements, and how they are encoded."""
     ABOUT = "about"
-    """What else is known of the value or of the row."""
+    """Another fact about the value or the row."""
 
 
 class Combine(Enum):
@@ -64,7 +64,7 @@ class Combine(Enum):
     MIN = "min"
     MAX = "max"
     MOMENTS = "moments"
-    """By a formula over several statistics, in `numerics.moments`."""
+    """Combined by a formula over several statistics, in `numerics.moments`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ COLUMNS = (
     Column("data", pa.large_binary(), _PAYLOAD, Combine.ANEW),
     Column("time_ns", _INT64, _ABOUT, Combine.FIRST, is_required=True, lowest=None),
 )
-"""In the order in which files have them. FORMAT.md says what each means."""
+"""All columns, in the order in which files have them. FORMAT.md says what each means."""
 
 COLUMN_OF: Mapping[str, Column] = {column.name: column for column in COLUMNS}
 STATISTIC_COLUMNS = tuple(column for column in COLUMNS if column.role is Role.STATISTIC)
@@ -190,10 +190,10 @@ SCHEMAS = tuple(
     for minor in range(FORMAT_VERSION[1], -1, -1)
     if minor == FORMAT_VERSION[1] or any(column.since == minor + 1 for column in COLUMNS)
 )
-"""Those of all versions that differ in their columns, newest first."""
+"""The schemas of all versions that differ in their columns, newest first."""
 
 METADATA_COLUMNS = tuple(name for name in SCHEMA.names if name != "data")
-"""Everything but the payload: what an index holds."""
+"""The schema of an index, which holds all columns but the payload."""
 
 
 def lacks_rightly(schema: pa.Schema, column: Column) -> bool:

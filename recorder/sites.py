@@ -31,7 +31,7 @@ class Kind(Enum):
 
 
 class Expected(Enum):
-    """What `doctor` expects where a rule selects a site of a module."""
+    """The values that `doctor` expects where a rule selects a site of a module."""
 
     CALL = "call"
     """A value at each step at which the module is called."""

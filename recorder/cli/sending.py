@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from ..daemon.destination import Destination
 
 _LEAD_S = 2.0
-"""How long before its first step a command is sent at least, beyond what ranks need to find it."""
+"""The shortest time between sending a command and its first step, beyond what ranks need to find the command."""
 _LOOKS_PER_S = 250
-"""What `lifecycle.commands` bounds: the looks of all nodes together."""
+"""The looks for commands of all nodes together, which `lifecycle.commands` bounds."""
 _RANKS_OF_A_NODE = 8
 _POLL_S, _POLL_OF_STORE_S = 0.2, 1.0
 _CARRYING_S = 15.0
-"""What carrying takes beyond that, there and back: the daemons' `status_s`, 5 s, twice, and some more."""
+"""The time that daemons take to carry a command and its answers: their `status_s` (5 s) twice, and some more."""
 _YOUNG_S = 8.0
-"""A speed over less time is not believed: it is that of a run's first steps, which are its slowest."""
+"""A speed over a shorter time is ignored: the first steps of a run are its slowest."""
 _WATCHED_S = 0.5
-"""How long the step of a young run is watched at least."""
+"""The shortest time for which the step of a young run is watched."""
 _PACE_S = 10.0
-"""How long the speed of a young run is waited for: some `status_interval_s`, 2 s."""
+"""The longest wait for the speed of a young run: some `status_interval_s`, which is 2 s."""
 _SILENT = ("silent", "starting")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A run that is under way, as it was found."""
+    """A run under way, with the state of its ranks when it was found."""
 
     run: Location
     name: str
@@ -55,7 +55,7 @@ class Target:
     store: Destination | None = None
     """The destination that the run was found at; daemons carry commands from there. None for a run where it records."""
     key: bytes = b""
-    """What signs a command that daemons carry; empty where they ask for no signature."""
+    """The key that signs a command for daemons; empty where daemons ask for no signature."""
 
     @property
     def attempt(self) -> int:
@@ -196,7 +196,7 @@ def sender() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """What one rank says of a command."""
+    """The answer of one rank to a command."""
 
     rank: int
     state: str

@@ -39,7 +39,7 @@ _PASS_S = 1.0
 _FIND_S = 5.0
 _STATE_S = 5.0
 _SUMMARY_S = 30.0
-"""How often the fleet's index is put at most: each node's is a request."""
+"""The shortest time between two puts of the fleet's index, because each node's part is a request."""
 _LATE_S = 60.0
 """A daemon that has made no pass for so long is not healthy."""
 _ERRAND_END_S = 0.5
@@ -90,7 +90,7 @@ class Daemon:
         self._has_found = False
         self._state_path: Path | None = None
         self.url, self.port = "", 0
-        """Where the metrics are; empty and 0: nowhere."""
+        """The address of the metrics; empty and 0 where there is none."""
 
     @property
     def counters(self) -> Counters:

@@ -1,4 +1,4 @@
-"""Where runs are shipped to: a bucket or a folder, written so that nothing there is overwritten with something else.
+"""The destination of runs: a bucket or a folder, written so that nothing there is overwritten with something else.
 
 A new file is made only where none is; a document is replaced only where it is the one that was put before. What a store
 says of a put is checked: by its ETag where that is the MD5 that S3 has, else by reading back.
@@ -33,7 +33,7 @@ PART_BYTES = 5 << 20
 _PIECE_BYTES = 1 << 18
 _SILENCE_S = 30.0
 _NUM_TRIES = 2
-"""Of one request. The daemon itself tries again for as long as it runs."""
+"""The tries of one request. The daemon itself tries again for as long as it runs."""
 _CRC_KEY = "recordercrc32c"
 """The metadata of an object that holds the checksum of the bytes that were sent."""
 _PROBE = f"{FLEET}/_conditions"
@@ -53,7 +53,7 @@ class DamagedError(Exception):
 
 
 class StoredObject(NamedTuple):
-    """What a destination holds under a key."""
+    """The facts of an object at a destination."""
 
     size_bytes: int
     changed_s: float
@@ -66,7 +66,7 @@ class Throttle:
     def __init__(self, max_bytes_per_s: int) -> None:
         self.max_bytes_per_s = max_bytes_per_s
         self.taken_bytes = 0
-        """Bytes that have gone so far: whoever waits for progress looks here."""
+        """The bytes sent so far, in which a waiting caller sees progress."""
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
@@ -89,11 +89,11 @@ class Throttle:
 
 
 class Destination(Protocol):
-    """Where a daemon keeps runs; keys are relative to it. Any thread may call."""
+    """The place where a daemon keeps runs; keys are relative to it. Any thread may call."""
 
     url: str
     requests: Requests
-    """What was asked of it; a file that goes in parts is one, and is not counted here, since it may take long."""
+    """The requests to it. A file that is sent in parts is one request and is not counted, because it may take long."""
 
     def check(self) -> None:
         """Ask once whether puts are safe there; raises StoreError where it refuses or does not judge conditions."""

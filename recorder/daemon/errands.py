@@ -86,7 +86,7 @@ def _why(code: int, said: str) -> str:
 
 def repair(run: RunShipper) -> None:
     """Seal what dead writers of a run have left open."""
-    ended = [writer for writer in list(run.writers.values()) if writer.needs_repair]
+    ended = [writer for writer in run.all_writers if writer.needs_repair]
     code, _, said = _run(["repair", run.path], run.shared.is_over)
     run.shared.counters.add("errands", f"repair {'done' if code in (0, 1) else 'failed'}")
     if code in (0, 1):
@@ -219,7 +219,7 @@ def _post(url: str, findings: list[dict[str, Any]]) -> int:
 _OLDEST_S = 3600.0
 """A command that is older when it is first seen is stale: whoever sent it has given it up."""
 _NEWEST_S = 300.0
-"""How far clocks may differ."""
+"""The largest difference of clocks."""
 _LEAST_KEY_BYTES = 16
 
 

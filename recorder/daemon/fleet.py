@@ -257,7 +257,7 @@ class KeptRun(NamedTuple):
 
 
 class PrunePlan(NamedTuple):
-    """What a prune would do: a run, and why it goes or stays."""
+    """The plan of a prune for one run: whether the run goes, and why."""
 
     run: KeptRun
     goes: bool

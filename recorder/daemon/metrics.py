@@ -1,4 +1,4 @@
-"""What the daemon shows of itself and of the runs of its node, by Prometheus' names; none is renamed later.
+"""The metrics of the daemon and of the runs of its node, by Prometheus' names; no metric is renamed later.
 
 docs/daemon-reference.md lists every metric, and a test compares the list with what is shown. Must never ask the store
 anything. The port answers GET to /metrics, /healthz and /readyz, and takes nothing from whoever asks.
@@ -134,7 +134,7 @@ class DaemonCollector:
         runs, now = self._runs(), time.time()
         backlog = [stamp for run in runs for stamp in run.backlog]
         oldest_s = min((stamp.changed_ns / 1e9 for stamp in backlog), default=now)
-        live = [one.small_since_s for run in runs for one in list(run.writers.values()) if one.state == "alive"]
+        live = [one.small_since_s for run in runs for one in run.all_writers if one.state == "alive"]
         gauges: tuple[tuple[str, str, float], ...] = (
             ("store_up", "1 while the store does what it is asked, else 0", not self._health.problem),
             ("store_answered_timestamp_seconds", "When the store has last done what it was asked; 0: never",
@@ -195,7 +195,7 @@ def make_registry(collector: DaemonCollector) -> CollectorRegistry:
 def _newest(run: RunShipper) -> list[WriterShipper]:
     """Return the last writer of each rank: those of earlier attempts have said what they had to say."""
     newest: dict[int | None, WriterShipper] = {}
-    for writer in list(run.writers.values()):
+    for writer in run.all_writers:
         other = newest.get(writer.rank)
         if other is None or _age(writer) > _age(other):
             newest[writer.rank] = writer

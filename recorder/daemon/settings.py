@@ -24,7 +24,7 @@ KEEP_ALL = "all"
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _SIZES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file", "state", "log")
-"""What a reload cannot change: locks, ports and ledgers hang on it."""
+"""The settings that a reload cannot change, because locks, ports and ledgers depend on them."""
 
 
 def _setting(default: Any, doc: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the daemon counts, whether the store answers, and the lines of the log on standard error. Any thread."""
+"""The daemon's counters, the health of the store, and the lines of the log on standard error. Any thread may call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies below the watched folders: runs, their writers and their files, looked at without following a link.
+"""Lists the runs, writers and files below the watched folders, and never follows a link.
 
 Every component of a path is opened from its parent's descriptor, so that nobody can put a link in the way between two
 looks. What a name may be is decided here, before it becomes a key in a store. Must never write.
@@ -30,7 +30,7 @@ from ..format.rundir import (
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
 """Names that are the same in every store, and that no shell, URL or terminal reads otherwise."""
 _ASIDE = re.compile(r"_[A-Za-z0-9._=+@-]*\.(json|damaged)")
-"""What else a run holds: informative documents, and damaged shards that a repair has set aside."""
+"""Matches other files of a run: informative documents, and damaged shards that a repair has set aside."""
 _REMAINS = re.compile(r".*\.tmp|__.*\.open|_shipped-.*|_commands|_keep")
 """Half files, our own ledgers, and what has a way of its own; nothing of it is shipped, nor foreign."""
 _MAX_DEPTH = 4
@@ -42,7 +42,7 @@ _HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\
 
 
 class Stamp(NamedTuple):
-    """What tells that a file is another one, or has changed."""
+    """The facts that change when a file changes or another file takes its place."""
 
     size_bytes: int
     changed_ns: int
@@ -113,7 +113,7 @@ class WriterFiles:
 
     sealed: dict[str, Stamp] = field(default_factory=dict)
     indexes: dict[str, Stamp] = field(default_factory=dict)
-    """By the names of the indexes; those of sealed shards alone."""
+    """The indexes of sealed shards, by the names of the indexes."""
     opened: dict[str, Stamp] = field(default_factory=dict)
     aside: dict[str, Stamp] = field(default_factory=dict)
     manifest: Stamp | None = None
@@ -136,7 +136,7 @@ class WriterFiles:
 
 
 class Folder:
-    """A directory that is held open; what is in it is reached from its descriptor alone."""
+    """A directory that is held open; its entries are opened from its descriptor alone."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path

@@ -169,7 +169,7 @@ class Axes:
     steps: set[int] = field(default_factory=set)
     scalar_steps: set[int] = field(default_factory=set)
     num_steps: int = 0
-    """How many steps have a row, either of a module or of a number of the step."""
+    """The number of steps that have a row, either of a module or of a number of the step."""
     first_step: int | None = None
     last_step: int | None = None
     num_rows: int = 0
@@ -297,14 +297,14 @@ class Lanes:
 
 
 class Spread(NamedTuple):
-    """How far apart the ranks' values of each series and step are."""
+    """The range of the ranks' values of each series and step."""
 
     series: Integers
     steps: Integers
     numbers: dict[str, tuple[npt.NDArray[np.float64], ...]]
     """The lowest, the median and the highest value of each statistic; NaN where no rank has a value."""
     deviation: npt.NDArray[np.float64]
-    """For each value, not each series and step: how many quartile ranges it is from the median; NaN where unknown."""
+    """The distance of each single value from the median, in quartile ranges; NaN where it is unknown."""
 
 
 def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:

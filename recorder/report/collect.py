@@ -296,7 +296,7 @@ _LISTS = ("pins", "open", "shut")
 
 
 def read_panes(run: Location) -> list[dict[str, Any]]:
-    """The panes of a run; none where there are none, or nobody can read them."""
+    """Return the panes of a run; no pane where the file is missing or unreadable."""
     store = store_of(run)
     with suppress(RunError, OSError):
         if store.is_file(run / VIEW):
@@ -305,7 +305,7 @@ def read_panes(run: Location) -> list[dict[str, Any]]:
 
 
 def checked_panes(document: object) -> list[dict[str, Any]]:
-    """What of a JSON value are panes: name, kind, width and state each."""
+    """Return the panes in a JSON value, each with name, kind, width and state."""
     panes: list[dict[str, Any]] = []
     for one in document if isinstance(document, list) else ():
         if not isinstance(one, Mapping) or one.get("kind") not in KINDS or len(panes) >= MAX_PANES:
@@ -334,7 +334,7 @@ def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -
 
 
 def why_not_saved(run: Location) -> str | None:
-    """Why panes cannot be saved with a run; None where they can."""
+    """Return why panes cannot be saved with a run; None where they can."""
     if not isinstance(run, Path):
         return "the run lies in an object store, which recorder view never writes to"
     if not os.access(run, os.W_OK):

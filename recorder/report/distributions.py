@@ -172,7 +172,7 @@ class _UnitsOfStep(NamedTuple):
     """The units of a series at a step, as the page draws the units."""
 
     squares: list[npt.NDArray[np.float64]]
-    """For each rank and call, the mean squares of the units at the positions that are drawn."""
+    """The mean squares of the units at the drawn positions, for each rank and call."""
     about: tuple[int, int, int, int]
     """How many units there are, how many of them are dead, which is the largest, and how many have no finite value but
     zeros, by the first rank and call."""

@@ -1,4 +1,4 @@
-"""What of the recorded tensors is a picture: first filters, inputs, feature maps, attention maps. Small and few.
+"""Finds pictures among the recorded tensors: first filters, inputs, feature maps, attention maps. Small and few.
 
 Reads the payloads of one rank, of no more than `_MAX_SERIES` tensors at two steps each.
 """
@@ -132,7 +132,7 @@ def _kind(site: str, sizes: tuple[int, ...]) -> str | None:
 
 
 _Range = tuple[float, float, int, int]
-"""What darkest and brightest mean, NaN where no number is finite, and how many values are NaN and infinite."""
+"""The values of the darkest and the brightest pixel (NaN without finite values), and the counts of NaN and infinity."""
 _Made = tuple[str, npt.NDArray[np.uint8], _Range, int]
 
 

@@ -199,7 +199,7 @@ def _ranges(numbers: Sequence[int]) -> list[int]:
 
 
 def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Iterator[tuple[str, str]]:
-    """What ran, for people; which steps there are, how many ranks are in which state, and how much was written."""
+    """Yield titles and texts about a run for people, from its model and its ranks to its rules."""
     manifests = [writer.manifest for writer in run.writers]
     roots = [root for manifest in manifests for root in manifest.roots]
     models: dict[str, int] = {}
@@ -265,7 +265,7 @@ def of_first(search: First) -> Iterator[Highlight]:
 
 
 def _of_dumps(run: Run) -> Iterator[Highlight]:
-    """What triggers had the ranks write, with a link to these steps."""
+    """Yield a sentence for each dump that a trigger caused, with a link to its steps."""
     for dump in run.dumps[:_MAX_LISTED]:
         link = {"view": "map", "from": dump.first_step, "to": dump.last_step}
         yield Highlight(f"{_of_dump(dump)}; {counted(dump.num_rows, 'row')}", link, "note")

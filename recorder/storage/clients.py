@@ -222,11 +222,11 @@ class StoreKind:
     file: str
     """The file with credentials where no setting names any."""
     advice: str
-    """What a person sets, where credentials are missing or refused."""
+    """The settings that a person is advised to set where credentials are missing or refused."""
     certificates: str = ""
     """The setting that names a file of certificates to trust."""
     version_tag: str = "e_tag"
-    """What a conditional put names of the object that it replaces."""
+    """The fact by which a conditional put names the object that it replaces."""
 
     def endpoint(self, environ: Mapping[str, str]) -> str:
         """Return where a store is, by the environment or a profile; empty for the provider's own endpoint."""

@@ -1,4 +1,4 @@
-"""What is drawn of a run while it grows: the blocks of its page, kept up to date by what is new.
+"""Draws a run while it grows: new rows keep the blocks of its page up to date.
 
 A look costs as much as what is new since the last one, and not as much as the run. Rows of steps that may not be whole
 yet are drawn, and taken out again before they are drawn anew. Must never keep rows: it keeps what the page shows.
@@ -47,7 +47,7 @@ drawn."""
 _WHOLE_AFTER_S = 1.5
 """A step is complete this long after a later step was seen: both kinds of shard are flushed once a second."""
 _LOOKS_APART = 10
-"""A run that is read for the first time is listed after so many times as long as it took: of 4,096 ranks, seconds."""
+"""A first reading lists the run again after this many times the time of a listing: seconds for 4,096 ranks."""
 _MAX_OPEN_ROWS = 60_000
 """The most rows of steps that may not be complete. With more, a rank is far behind, and is drawn as its rows come."""
 _MAX_TOGETHER_ROWS = 40_000
@@ -204,7 +204,7 @@ class Drawing:
         return whole
 
     def _begin_version(self) -> None:
-        """What changes from now on is new to all pages; what was not final is taken out."""
+        """Begin a version, whose changes are new to all pages, and take out all values that were not final."""
         self.version += 1
         if self.collected is not None:
             for cube in self.collected.growing_cubes:
@@ -291,7 +291,7 @@ class Drawing:
         return 0 if self.collected is None else sum(cube.num_halved for cube in self.collected.growing_cubes)
 
     def _add_global(self, run: Run, steps: tuple[int, int], table: Any, *, is_final: bool) -> None:
-        """Values of all ranks together; of a long history those of its first steps, and of all that come live."""
+        """Add the values of all ranks together: for the first steps of a long history, and for all that come live."""
         assert self.collected is not None
         if not self.collected.lanes.has_global or run.is_merged:
             return
@@ -376,7 +376,7 @@ class Drawing:
         return "looks closer once it is over"
 
     def _found_text(self) -> str:
-        """How far the reading of a run is; empty once there is nothing more to read."""
+        """Return how far the reading of a run is; empty once there is nothing more to read."""
         num_rows = self.growing.num_rows
         written = sum(rank.status.written for rank in self.growing.ranks)
         if self.state != "reading" or not num_rows:

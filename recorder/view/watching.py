@@ -55,13 +55,13 @@ class WatchedRun:
         self._thread.start()
 
     def opened(self) -> None:
-        """A page looks at it from now on."""
+        """Note that one more page shows the run."""
         with self._lock:
             self._num_watching += 1
             self._wanted.set()
 
     def closed(self) -> None:
-        """That page does not any more."""
+        """Note that one page less shows the run."""
         with self._lock:
             self._num_watching -= 1
             if not self._num_watching:
@@ -75,7 +75,7 @@ class WatchedRun:
 
     @property
     def now(self) -> str:
-        """What a page knows that has everything; another text where there is more."""
+        """The knowledge of a page that has everything; the text changes with every news."""
         drawing = self._drawing
         return f"{self._boot}-{drawing.epoch}-{drawing.version}-{self._panes_version}"
 
@@ -134,7 +134,7 @@ class Watching:
         self._lock = threading.Lock()
 
     def find(self, name: str) -> WatchedRun | None:
-        """The run whose directory has a name; None where there is none."""
+        """Return the run whose directory has this name; None where there is none."""
         with self._lock:
             if name in self._watched:
                 return self._watched[name]

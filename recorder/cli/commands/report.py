@@ -85,12 +85,12 @@ def command(
 
 
 def told_by_doctor(run: Run) -> list[DoctorLine]:
-    """What `recorder doctor` says of a run."""
+    """Return the answers of `recorder doctor` about a run."""
     return [DoctorLine(check.state, check.text, check.members) for check in checks_of(run)]
 
 
 def told_by_check(findings: Sequence[Finding]) -> list[Highlight]:
-    """What `recorder check` says of a run, with a link to the lines of the worst value of each sentence."""
+    """Return the sentences of `recorder check`, each with a link to the lines of its worst value."""
     folded = fold(findings)
     told = []
     for one in folded[:_MAX_JUDGED]:

@@ -1,1 +1,1 @@
-"""How the files of runs get to a destination: in which order, confirmed one by one, and never over something else."""
+"""The shipping of runs' files to a destination: in order, confirmed one by one, and never over something else."""

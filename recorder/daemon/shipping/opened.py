@@ -25,7 +25,7 @@ _MAX_BESIDE_BYTES = 2 << 20
 
 @dataclass(slots=True)
 class _Snapshot:
-    """An open shard as it was put."""
+    """An open shard in the state that was put."""
 
     num_bytes: int
     crc: int
@@ -42,7 +42,7 @@ class OpenShards:
         self._below = below
         self._snapshots: dict[str, _Snapshot] = {}
         self._there: set[str] = set()
-        """Those that the destination has."""
+        """The open shards that the destination has."""
 
     def reconciled(self) -> None:
         """Take over what the destination's listing has shown, and keep what was put since it began."""

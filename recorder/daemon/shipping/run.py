@@ -1,4 +1,4 @@
-"""What is to be done for one run: its writers are looked at, then its documents, and at last that it is a run.
+"""Decides what is to be done for one run: first for its writers, then for its documents, and last for its manifest.
 
 Data goes first, then indexes, then manifests. Must never remove what a listing of the destination has not just shown.
 """
@@ -20,7 +20,7 @@ from .shipped import ShippedRun, Shipping
 from .writer import QUIET_LOOK_S, WriterShipper
 
 _SETTLED_LOOK_S = 5.0
-"""How often a run of which all is there is asked whether something has come: a restart of its job, say."""
+"""The seconds between two looks at a settled run, to which something may come, as when its job restarts."""
 
 
 class RunShipper:
@@ -51,6 +51,11 @@ class RunShipper:
         self.has_catalog_failed = False
         """Whether the last attempt to make its catalog has failed; the next one comes at `next_catalog_retry_s`."""
         self.next_catalog_retry_s = 0.0
+
+    @property
+    def all_writers(self) -> list[WriterShipper]:
+        """Return the writers that are known now: the thread that looks adds and removes some."""
+        return list(self.writers.values())
 
     def close(self) -> None:
         self.there.ledger.close()
@@ -84,9 +89,9 @@ class RunShipper:
         for names in self.writers.keys() - set(writers):
             del self.writers[names]
         jobs: list[tuple[str, Callable[[], None]]] = []
-        for writer in list(self.writers.values()):
+        for writer in self.all_writers:
             jobs += writer.look(now_s)
-        if not jobs and not counts.unshipped and all(writer.is_settled for writer in self.writers.values()):
+        if not jobs and not counts.unshipped and all(writer.is_settled for writer in self.all_writers):
             if self.there.are_documents_there:
                 self.is_settled = True
                 self.settled_since_s = self.settled_since_s or now_s
@@ -104,69 +109,68 @@ class RunShipper:
     @property
     def num_rows(self) -> int:
         """Return the rows that the run's writers here have written and kept."""
-        return sum(writer.num_rows for writer in list(self.writers.values()))
+        return sum(writer.num_rows for writer in self.all_writers)
 
     @property
     def shard_bytes(self) -> int:
         """Return the bytes of the shards here, by which a catalog is judged to be of the run as it is."""
-        files = [writer.files for writer in list(self.writers.values())]
-        return sum(stamp.size_bytes for one in files for stamp in (one.sealed | one.opened).values())
+        shards = (stamp for one in self.all_writers for stamp in (one.files.sealed | one.files.opened).values())
+        return sum(stamp.size_bytes for stamp in shards)
 
     @property
     def backlog(self) -> list[Stamp]:
         """Return the sealed files that the destination has not confirmed; one that is settled has none."""
         if self.is_settled:
             return []
-        return [stamp for writer in list(self.writers.values()) for stamp in writer.backlog.values()]
+        return [stamp for writer in self.all_writers for stamp in writer.backlog.values()]
 
     @property
     def has_stuck_files(self) -> bool:
         """Whether files cannot be shipped until somebody does something."""
-        return bool(self.unshipped) or any(writer.stuck for writer in list(self.writers.values()))
+        return bool(self.unshipped) or any(writer.stuck for writer in self.all_writers)
 
     @property
     def unshipped(self) -> dict[str, str]:
         """Return why something of the run cannot be read, by its path."""
         own = {f"{self.path}/{RUN_MANIFEST}": self.unreadable} if self.unreadable else {}
-        writers = list(self.writers.values())
-        return own | self._counts.unshipped | {one.path: one.unreadable for one in writers if one.unreadable}
+        of_writers = {one.path: one.unreadable for one in self.all_writers if one.unreadable}
+        return own | self._counts.unshipped | of_writers
 
     @property
     def is_recording(self) -> bool:
         """Whether a writer is at work."""
-        return any(writer.state == "alive" for writer in list(self.writers.values()))
+        return any(writer.state == "alive" for writer in self.all_writers)
 
     @property
     def num_foreign(self) -> int:
         """Return how many files in the run's folders are none of a run."""
-        return self._counts.num_foreign + sum(writer.files.num_foreign for writer in list(self.writers.values()))
+        return self._counts.num_foreign + sum(writer.files.num_foreign for writer in self.all_writers)
 
     @property
     def num_refused(self) -> int:
         """Return how many links, devices and wrong names there are in the run's folders."""
-        return self._counts.num_refused + sum(writer.files.num_refused for writer in list(self.writers.values()))
+        return self._counts.num_refused + sum(writer.files.num_refused for writer in self.all_writers)
 
     @property
     def needs_repair(self) -> bool:
         """Whether a writer has ended and has left a shard open."""
-        return any(writer.needs_repair for writer in list(self.writers.values()))
+        return any(writer.needs_repair for writer in self.all_writers)
 
     @property
     def has_quiet_writer(self) -> bool:
         """Whether nobody here can tell if a writer has ended."""
-        return any(writer.state == "quiet" for writer in list(self.writers.values()))
+        return any(writer.state == "quiet" for writer in self.all_writers)
 
     @property
     def is_put(self) -> bool:
         """Whether all that was here at the last look is there, also of writers that are at work."""
-        writers = list(self.writers.values())
-        is_put = self._has_looked and self.there.are_documents_there and all(writer.is_put for writer in writers)
-        return is_put or bool(self.unreadable)
+        are_put = self._has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
+        return are_put or bool(self.unreadable)
 
     @property
     def is_known(self) -> bool:
         """Whether every writer was looked at, so that a summary says something."""
-        return self._has_looked and all(writer.has_looked for writer in list(self.writers.values()))
+        return self._has_looked and all(writer.has_looked for writer in self.all_writers)
 
     @property
     def may_go(self) -> bool:
@@ -176,7 +180,7 @@ class RunShipper:
     def missing_there(self) -> str:
         """Ask the destination for a listing; return a file that is here and not there, empty where there is none."""
         held = self.there.listed()
-        for writer in list(self.writers.values()):
+        for writer in self.all_writers:
             files = writer.files
             for name, stamp in (files.sealed | files.indexes | files.opened).items():
                 there = held.get(writer.below + name)
@@ -193,9 +197,9 @@ class RunShipper:
         What has come since keeps its directories, and the run stays. A kill in between leaves a run that goes later.
         """
         self._was_removed = True
-        num_bytes = sum(writer.files.num_bytes for writer in self.writers.values())
+        num_bytes = sum(writer.files.num_bytes for writer in self.all_writers)
         with self.there.open() as folder, contextlib.suppress(OSError):
-            for writer in list(self.writers.values()):
+            for writer in self.all_writers:
                 with folder.below(*writer.names) as inner:
                     files = writer.files
                     last = [name for name, one in ((STATUS, files.status), (WRITER_MANIFEST, files.manifest)) if one]
@@ -203,7 +207,7 @@ class RunShipper:
                         os.unlink(name, dir_fd=inner.descriptor)
                 with folder.below(writer.names[0]) as rank:
                     os.rmdir(writer.names[1], dir_fd=rank.descriptor)
-            for rank_name in {writer.names[0] for writer in self.writers.values()}:
+            for rank_name in {writer.names[0] for writer in self.all_writers}:
                 os.rmdir(rank_name, dir_fd=folder.descriptor)
             self.there.ledger.close()
             for name in sorted(self.there.stamps, key=lambda name: name == RUN_MANIFEST):
@@ -218,12 +222,12 @@ class RunShipper:
         """Look at the run at the next pass."""
         self._next_look_s = 0.0
         self.is_settled = False
-        for writer in list(self.writers.values()):
+        for writer in self.all_writers:
             writer.look_again()
 
     def _has_changed(self) -> bool:
         """Whether anything may be new; what has settled costs one look at each directory."""
-        writers = list(self.writers.values())
+        writers = self.all_writers
         if any(writer.state == "quiet" and writer.has_changed() for writer in writers):
             return True
         seen = {"/".join(writer.names): writer.changed_ns for writer in writers if writer.state != "quiet"}
@@ -247,14 +251,14 @@ class RunShipper:
             return
         if self.catalog_name in self.there.reconcile():
             self.cataloged_bytes = -1
-        for writer in list(self.writers.values()):
+        for writer in self.all_writers:
             writer.reconciled()
         self._has_reconciled = True
         self.look_again()
 
     def summary(self) -> dict[str, Any]:
         """Return what the fleet's index says of this node's part of the run."""
-        writers = [writer.summary() for writer in list(self.writers.values())]
+        writers = [writer.summary() for writer in self.all_writers]
         states = {writer["state"] for writer in writers}
         dropped: dict[str, int] = {}
         for writer in writers:

@@ -134,7 +134,7 @@ LOOK_S = 2.0
 
 @dataclass(slots=True, kw_only=True)
 class Shipping:
-    """What all runs share."""
+    """The state that all runs share."""
 
     destination: Destination
     settings: DaemonSettings
@@ -195,7 +195,7 @@ _RECONCILE_PAUSE_S = 5.0
 
 @dataclass(slots=True)
 class _Document:
-    """A document as it was put."""
+    """A document in the state that was put."""
 
     crc: int
     e_tag: str
@@ -212,16 +212,16 @@ class ShippedRun:
         self.shared = shared
         self.run_id = ""
         self.facts: dict[str, Any] = {}
-        """What the run's manifest says."""
+        """The members of the run's manifest."""
         self.manifest: Stamp | None = None
-        """Of the manifest by which the run was found to be the one that the destination has."""
+        """The stamp of the manifest that showed that the destination has this very run."""
         self.conflict = ""
         """Why nothing of the run is shipped; empty where it is."""
         self.was_pruned = False
         self.stamps: dict[str, Stamp] = {}
         """The run's own documents, as they were here at the last look."""
         self.held: dict[str, StoredObject] = {}
-        """What the destination held below the run when it was last listed, by names below the run."""
+        """The objects of the last listing of the destination, by their names below the run."""
         self.listed_s = 0.0
         """When that listing began, by the monotonic clock."""
         self.list_at_s = 0.0

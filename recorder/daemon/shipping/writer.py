@@ -33,7 +33,7 @@ from .shipped import LOOK_S, ShippedRun
 logger = logging.getLogger("recorder.daemon")
 
 QUIET_LOOK_S = 20.0
-"""How often what cannot be shipped, or may have ended, is looked at."""
+"""The seconds between two looks at a writer that cannot be shipped, or may have ended."""
 _QUIET_S = 60.0
 """A writer that cannot be asked and has changed nothing for so long may have ended: its open shards go as they are."""
 
@@ -52,7 +52,7 @@ class WriterShipper:
         self.status: dict[str, Any] = {}
         self.lifetime = Lifetime()
         self.balance = Balance()
-        """Of the manifest or of the status, which is later."""
+        """The balance of the manifest or of the status, whichever is later."""
         self.step_changed_s = 0.0
         self.path = f"{there.path}/{rank}/{writer}"
         self.unreadable = ""
