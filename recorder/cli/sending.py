@@ -169,9 +169,9 @@ def find_target(path: str | None, key_file: str | None) -> Target:
 def _store_of_shipped(location: Location) -> Destination | None:
     if not is_shipped(location):
         return None
-    from ..daemon.destination import Throttle, parse_destination
+    from ..daemon.destination import parse_destination
 
-    return parse_destination(str(location.parent), Throttle(0))
+    return parse_destination(str(location.parent))
 
 
 def _key(file: str | None) -> bytes:

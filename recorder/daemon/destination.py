@@ -396,8 +396,9 @@ class FolderDestination:
                 folder = folder.parent
 
 
-def parse_destination(text: str, throttle: Throttle) -> Bucket | FolderDestination:
+def parse_destination(text: str, throttle: Throttle | None = None) -> Bucket | FolderDestination:
     """Return the destination that a URL names, and ask nothing of it; raises ConfigError for any other text."""
+    throttle = throttle or Throttle(0)
     scheme = scheme_of(text)
     if scheme == "file":
         try:

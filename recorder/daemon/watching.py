@@ -218,12 +218,11 @@ def _stamp(entry: os.DirEntry[str]) -> Stamp:
     return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
-def find_runs(root: Folder, counts: Entries) -> Iterator[tuple[str, ...]]:
-    """Yield the runs below a watched folder, as the names that lead to each, and count what is none's."""
-    yield from _find_runs(root, (), counts)
+def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the runs below a folder, as the names that lead to each run, and count what belongs to no run.
 
-
-def _find_runs(folder: Folder, names: tuple[str, ...], counts: Entries) -> Iterator[tuple[str, ...]]:
+    `names` lead from a watched folder to this one.
+    """
     entries = folder.entries(with_stamps=False)
     if RUN_MANIFEST in entries.files and names:
         yield names
@@ -236,7 +235,7 @@ def _find_runs(folder: Folder, names: tuple[str, ...], counts: Entries) -> Itera
             continue
         try:
             with folder.below(name) as inner:
-                yield from _find_runs(inner, (*names, name), counts)
+                yield from find_runs(inner, counts, (*names, name))
         except PermissionError as error:
             counts.unshipped[f"{folder.path}/{name}"] = closed_to_us(error)
         except OSError:  # it is gone, or was replaced

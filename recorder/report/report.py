@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from ..run import run as runs
@@ -18,13 +18,6 @@ from ..storage.locations import Location
 
 if TYPE_CHECKING:
     from .top import DoctorLine, Highlight
-
-
-class Written(NamedTuple):
-    """The file that was written."""
-
-    path: Path
-    num_bytes: int
 
 
 def write_report(
@@ -37,8 +30,8 @@ def write_report(
     judged: Sequence[Highlight] = (),
     force: bool = False,
     report: Callable[[int], None] = lambda num_rows: None,
-) -> Written:
-    """Write the page of a run as one HTML file; other arguments are those of `collect`.
+) -> int:
+    """Write the page of a run as one HTML file, and return its bytes; other arguments are those of `collect`.
 
     `force` replaces a file that exists. LookupFailedError is raised where there is nothing to draw, and WriteError
     where the file exists or cannot be written.
@@ -53,7 +46,7 @@ def write_report(
     with published_file(path, force=force) as file:
         for piece in page(f"{title} - recorder", blocks):
             num_bytes += file.write(piece)
-    return Written(path, num_bytes)
+    return num_bytes
 
 
 def open_run(path: str | PathLike[str] | Location | None = None) -> Run:

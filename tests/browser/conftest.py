@@ -103,7 +103,8 @@ def write_page(run: Path, path: Path, against: Path | None = None) -> Path:
     opened = recorder.open_run(run)
     checks, judged = told_by_doctor(opened), told_by_check(check(opened).findings)
     other = None if against is None else recorder.open_run(against)
-    return write_report(opened, path, against=other, checks=checks, judged=judged).path
+    write_report(opened, path, against=other, checks=checks, judged=judged)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -382,7 +382,8 @@ def page_of_many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of more ranks than lines, one of which has a NaN."""
     folder = tmp_path_factory.mktemp("many")
     write_run(folder / "run", Shape(ranks=64, steps=200, modules=3, nan=(40, 5), differs=(70, 1)))
-    return write_report(recorder.open_run(folder / "run"), folder / "r.html").path
+    write_report(recorder.open_run(folder / "run"), folder / "r.html")
+    return folder / "r.html"
 
 
 def test_values_of_all_ranks_at_some_steps_read_each_batch_once(

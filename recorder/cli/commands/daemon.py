@@ -166,11 +166,11 @@ def _status_lines(one: dict[str, Any]) -> Iterator[str]:
 
 
 def _destination(action: str, settings: DaemonSettings) -> Destination:
-    from ...daemon.destination import Throttle, parse_destination
+    from ...daemon.destination import parse_destination
 
     if not settings.to:
         raise ConfigError(f"{action}: needs --to, the URL below which the runs are")
-    return parse_destination(settings.to, Throttle(0))
+    return parse_destination(settings.to)
 
 
 def _keys(destination: Destination, runs: list[str]) -> list[str]:

@@ -57,6 +57,7 @@ def command(
     """
     run = open_run(path)
     other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
+    out = out or Path("report.html")
     names = [name.strip() for name in statistics.split(",")] if statistics is not None else []
     if "" in names:
         raise LookupFailedError(f"--statistics {statistics}: expected names with commas between")
@@ -65,9 +66,9 @@ def command(
         report(run.num_rows)
         judged = told_by_check(check(run).findings)
         report(run.num_rows)
-        done = write_report(
+        num_bytes = write_report(
             run,
-            out or Path("report.html"),
+            out,
             against=other,
             statistics=names,
             checks=checks,
@@ -76,10 +77,9 @@ def command(
             report=report,
         )
     num_missing = sum(check.state == "missing" for check in checks)
-    path_of_page, num_bytes = str(done.path), done.num_bytes
     return Reply(
-        members=lambda: {"run": str(run.path), "path": path_of_page, "bytes": num_bytes, "missing": num_missing},
-        parts=lambda: [f"{path_of_page}: {size(num_bytes)}"],
+        members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": num_missing},
+        parts=lambda: [f"{out}: {size(num_bytes)}"],
         exit_code=int(num_missing > 0),
     )
 

@@ -80,37 +80,22 @@ class OpenShards:
                 self._put_large_prefix(name, file, end, stamp)
 
     def _put_prefix(self, name: str, content: bytes, before: _Snapshot | None, stamp: Stamp) -> None:
-        destination, counters = self._run.shared.destination, self._run.shared.counters
-        key = f"{self._run.key}/{self._below}{name}"
+        shared = self._run.shared
         if before is not None and crc32c(memoryview(content)[: before.num_bytes]) != before.crc:
-            counters.add("conflicts", "open")  # a failed write was cut back: the sealed shard will tell
+            shared.counters.add("conflicts", "open")  # a failed write was cut back: the sealed shard will tell
             before.stamp = stamp
             return
         e_tag = before.e_tag or None if before is not None else None
-        for _ in range(3):
-            try:
-                tag = destination.put_if(key, content, e_tag)
-                break
-            except TakenError:
-                there = destination.get(key)
-            if there is None:
-                e_tag = None
-                self._run.suspect()
-            elif there[0] == content:
-                tag = there[1]
-                break
-            elif content.startswith(there[0]):
-                e_tag = there[1]
-            else:
-                counters.add("conflicts", "open")
-                self._snapshots[name] = _Snapshot(len(content), crc32c(content), there[1], stamp)
-                return
-        else:
+        put = self._run.put_over(self._below + name, content, e_tag, content.startswith)
+        if put is None:
             return
-        self._snapshots[name] = _Snapshot(len(content), crc32c(content), tag, stamp)
+        self._snapshots[name] = _Snapshot(len(content), crc32c(content), put.e_tag, stamp)
+        if put.there != content:
+            shared.counters.add("conflicts", "open")
+            return
         self._there.add(name)
-        self._run.shared.uploaded("open", len(content))
-        self._run.shared.health.succeeded()
+        shared.uploaded("open", len(content))
+        shared.health.succeeded()
 
     def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: Stamp) -> None:
         """Put what is too large for one request: of a writer that is gone or quiet, so that it happens about once."""

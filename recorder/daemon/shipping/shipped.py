@@ -193,6 +193,15 @@ _MAX_ASIDE_BYTES = 16 << 20
 _RECONCILE_PAUSE_S = 5.0
 
 
+class PutOver(NamedTuple):
+    """The document that is at the destination after `ShippedRun.put_over`."""
+
+    there: bytes
+    e_tag: str
+    is_new: bool
+    """False where the document was there before: the same one, or one that may not be replaced."""
+
+
 @dataclass(slots=True)
 class _Document:
     """A document in the state that was put."""
@@ -376,7 +385,7 @@ class ShippedRun:
         `is_ours` tells whether the document there is an earlier state of this one, and `stays` whether it is as good;
         `is_noted`: the ledger names the document, by its checksum.
         """
-        shared, crc, key = self.shared, crc32c(content), f"{self.key}/{name}"
+        shared, crc = self.shared, crc32c(content)
         known = self._documents.get(name)
         if known is not None and known.crc == crc:
             return True
@@ -385,28 +394,40 @@ class ShippedRun:
         if known is None and held is not None and noted == f"crc:{crc:08x}":  # as before the last start
             self._documents[name] = _Document(crc, held.e_tag)
             return True
-        e_tag = known.e_tag if known is not None else None
+        put = self.put_over(
+            name, content, known.e_tag if known is not None else None,
+            lambda there: not there or (
+                not stays(there) and (is_ours(there) or noted == f"crc:{crc32c(there):08x}")
+            ),
+        )  # fmt: skip
+        if put is None:
+            return True  # somebody is faster; the next look tries again
+        if not put.is_new and put.there != content and not stays(put.there):
+            return self._conflicts(name)
+        if put.is_new:
+            shared.uploaded(_kind(name), len(content))
+        self._note_document(name, crc, put.e_tag, len(content) if is_noted else None)
+        return True
+
+    def put_over(
+        self, name: str, content: bytes, e_tag: str | None, may_replace: Callable[[bytes], bool]
+    ) -> PutOver | None:
+        """Put a document in place of the one with this ETag, or of another one that it may replace.
+
+        Return what is there then; None where somebody else was faster each time.
+        """
+        destination, key = self.shared.destination, f"{self.key}/{name}"
         for _ in range(3):
             try:
-                tag = shared.destination.put_if(key, content, e_tag)
-                break
+                return PutOver(content, destination.put_if(key, content, e_tag), True)
             except TakenError:
-                there = shared.destination.get(key)
+                there = destination.get(key)
             if there is None:
-                e_tag = None
                 self.suspect()
-                continue
-            if there[0] == content or stays(there[0]):
-                self._note_document(name, crc, there[1], len(content) if is_noted else None)
-                return True
-            if there[0] and not (is_ours(there[0]) or noted == f"crc:{crc32c(there[0]):08x}"):
-                return self._conflicts(name)
-            e_tag = there[1]
-        else:
-            return True  # somebody is faster; the next look tries again
-        shared.uploaded(_kind(name), len(content))
-        self._note_document(name, crc, tag, len(content) if is_noted else None)
-        return True
+            elif there[0] == content or not may_replace(there[0]):
+                return PutOver(*there, False)
+            e_tag = None if there is None else there[1]
+        return None
 
     def _note_document(self, name: str, crc: int, e_tag: str, noted_bytes: int | None) -> None:
         self.shared.health.succeeded()
