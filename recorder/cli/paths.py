@@ -16,7 +16,7 @@ from ..merge.unit import is_problem
 from ..rules import hint
 from ..run.finding import find_folder, is_same_folder, scheme_of, typed_for
 from ..run.reply import Reply
-from ..run.run import Run, TensorLayout, open_run
+from ..run.run import Run, open_run
 from ..run.selection import Selection
 from ..sites import SITES
 from ..system.text import grouped, listed, span
@@ -166,7 +166,7 @@ def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: i
         parts=lambda: [
             line for number, layout in enumerate(drawn) for line in [""] * (number > 0) + str(layout).splitlines()
         ],
-        exit_code=int(bool(run.problems) or any(map(_is_wrong, drawn))),
+        exit_code=int(bool(run.problems) or any(one.missing or (one.kind and is_problem(one.kind)) for one in drawn)),
     )
 
 
@@ -184,7 +184,3 @@ def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str
     for row in sorted(rows, key=lambda row: [row[name] or 0 for name in of_moment]):
         firsts.setdefault(tuple(row[name] for name in of_value), row)
     return [{name: row[name] for name in differing} for row in firsts.values()]
-
-
-def _is_wrong(layout: TensorLayout) -> bool:
-    return bool(layout.missing) or (layout.kind != "" and is_problem(layout.kind))

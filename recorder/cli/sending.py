@@ -153,7 +153,11 @@ def find_target(path: str | None, key_file: str | None) -> Target:
     """
     location, manifest = find_run(path)
     name = manifest.name or location.name
-    store = _store_of_shipped(location)
+    store: Destination | None = None
+    if is_shipped(location):
+        from ..daemon.destination import parse_destination
+
+        store = parse_destination(str(location.parent))
     if key_file is not None and store is None:
         raise CommandError(f"--key-file {key_file}: {name} lies where it records; what is sent there is not signed")
     watch = RunWatch(location)
@@ -164,14 +168,6 @@ def find_target(path: str | None, key_file: str | None) -> Target:
         raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
     key = b"" if store is None else _key(key_file)
     return Target(run=location, name=name, manifest=manifest, watch=watch, ranks=ranks, store=store, key=key)
-
-
-def _store_of_shipped(location: Location) -> Destination | None:
-    if not is_shipped(location):
-        return None
-    from ..daemon.destination import parse_destination
-
-    return parse_destination(str(location.parent))
 
 
 def _key(file: str | None) -> bytes:

@@ -123,8 +123,9 @@ class Daemon:
             if settings.listen:
                 requests = self.shared.destination.requests
                 collector = DaemonCollector(
-                    self.counters, self.health, requests, lambda: self.runs, self.seen, self._watched
-                )
+                    counters=self.counters, health=self.health, requests=requests, runs=lambda: self.runs,
+                    seen=self.seen, watched=self._watched,
+                )  # fmt: skip
                 server = MetricsServer(settings, make_registry(collector), self._is_alive, self._why_not_ready)
                 self.url, self.port = server.url, server.port
             try:

@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -88,41 +89,33 @@ _SUMS_OF_RANK: tuple[tuple[str, str, _Value], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a registry keeps collectors by their identity
 class DaemonCollector:
     """Makes the metrics when they are asked for."""
 
-    def __init__(
-        self,
-        counters: Counters,
-        health: Health,
-        requests: Requests,
-        runs: Callable[[], list[RunShipper]],
-        seen: Callable[[], dict[str, int]],
-        watched: list[str],
-    ) -> None:
-        self._counters = counters
-        self._health = health
-        self._requests = requests
-        self._runs = runs
-        self._seen = seen
-        self._watched = watched
+    counters: Counters
+    health: Health
+    requests: Requests
+    runs: Callable[[], list[RunShipper]]
+    seen: Callable[[], dict[str, int]]
+    watched: list[str]
 
     def collect(self) -> Iterable[Any]:
         yield InfoMetricFamily("recorder_daemon", "The daemon's version", value={"version": __version__})
         for name, (text, label, words) in COUNTED.items():
             family = CounterMetricFamily(f"recorder_daemon_{name}", text, labels=[label] if label else [])
-            for word, total in (dict.fromkeys(words, 0) | self._counters.of(name)).items():
+            for word, total in (dict.fromkeys(words, 0) | self.counters.of(name)).items():
                 family.add_metric([word] if label else [], total)
             yield family
         yield from self._of_store()
         yield from self._of_ranks()
-        seen = self._seen()
+        seen = self.seen()
         yield _gauge("foreign_files", "Files in watched folders that are no run's", seen["foreign"])
         yield _gauge("refused_files", "Links, devices and names that no key may have", seen["refused"])
         free = GaugeMetricFamily(
             "recorder_daemon_free_bytes", "Bytes left where a watched folder is", labels=["folder"]
         )
-        for folder in self._watched:
+        for folder in self.watched:
             try:
                 status = os.statvfs(folder)
             except OSError:
@@ -131,14 +124,14 @@ class DaemonCollector:
         yield free
 
     def _of_store(self) -> Iterator[Any]:
-        runs, now = self._runs(), time.time()
+        runs, now = self.runs(), time.time()
         backlog = [stamp for run in runs for stamp in run.backlog]
         oldest_s = min((stamp.changed_ns / 1e9 for stamp in backlog), default=now)
         live = [one.small_since_s for run in runs for one in run.all_writers if one.state == "alive"]
         gauges: tuple[tuple[str, str, float], ...] = (
-            ("store_up", "1 while the store does what it is asked, else 0", not self._health.problem),
+            ("store_up", "1 while the store does what it is asked, else 0", not self.health.problem),
             ("store_answered_timestamp_seconds", "When the store has last done what it was asked; 0: never",
-             self._health.answered_s),
+             self.health.answered_s),
             ("runs", "Runs in watched folders", len(runs)),
             ("settled_runs", "Runs of which all is there", sum(run.is_settled for run in runs)),
             ("backlog_files", "Sealed files that the store has not confirmed", len(backlog)),
@@ -150,7 +143,7 @@ class DaemonCollector:
         )  # fmt: skip
         for name, text, value in gauges:
             yield _gauge(name, text, value)
-        num_requests, requests_s = self._requests.totals()
+        num_requests, requests_s = self.requests.totals()
         sums = (
             ("requests", "Requests to the store, without files in parts", num_requests),
             ("request_seconds", "Time of these requests together, also of those under way", requests_s),
@@ -159,7 +152,7 @@ class DaemonCollector:
             yield CounterMetricFamily(f"recorder_daemon_{name}", text, value=total)
 
     def _of_ranks(self) -> Iterator[Any]:
-        writers = [(run, writer) for run in self._runs() for writer in _newest(run)]
+        writers = [(run, writer) for run in self.runs() for writer in _newest(run)]
         families: list[tuple[GaugeMetricFamily | CounterMetricFamily, _Value]] = [
             *((GaugeMetricFamily(name, text, labels=_RANK), read) for name, text, read in _OF_RANK),
             *((CounterMetricFamily(name, text, labels=_RANK), read) for name, text, read in _SUMS_OF_RANK),
@@ -178,7 +171,7 @@ class DaemonCollector:
         findings = GaugeMetricFamily(
             "recorder_findings", "Findings of the last check", labels=(*_RUN, "rule", "severity")
         )
-        for run in self._runs():
+        for run in self.runs():
             for (rule, severity), count in list(run.findings.items()):
                 findings.add_metric([run.key, run.name, rule, severity], count)
         yield findings

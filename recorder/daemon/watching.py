@@ -48,6 +48,10 @@ class Stamp(NamedTuple):
     changed_ns: int
     inode: int
 
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
 
 class RefusedError(Exception):
     """A file is not what its name says: a link, a device, or other content. It is left alone and counted."""
@@ -62,7 +66,7 @@ class LocalFile:
         status = os.fstat(descriptor)
         self.size_bytes = status.st_size
         self.changed_s = status.st_mtime
-        self.stamp = Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+        self.stamp = Stamp.of(status)
 
     def bytes(self, offset: int, num_bytes: int) -> bytes:
         """Return exactly these bytes; raises OSError where the file is shorter by now."""
@@ -198,7 +202,9 @@ class Folder:
                     listed.directories.append(entry.name)
                 else:
                     with contextlib.suppress(FileNotFoundError):
-                        listed.files[entry.name] = _stamp(entry) if with_stamps else Stamp(0, 0, 0)
+                        listed.files[entry.name] = (
+                            Stamp.of(entry.stat(follow_symlinks=False)) if with_stamps else Stamp(0, 0, 0)
+                        )
         listed.directories.sort()
         return listed
 
@@ -211,11 +217,6 @@ class Folder:
 
     def __exit__(self, *exception: object) -> None:
         os.close(self.descriptor)
-
-
-def _stamp(entry: os.DirEntry[str]) -> Stamp:
-    status = entry.stat(follow_symlinks=False)
-    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -309,7 +309,7 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
         first, last = group[0], group[-1]
         key, step = collected.series[first.series], int(steps[first.column])
         times = f"{first.ratio:,.0f}" if first.ratio < _MANY else f"{first.ratio:.1e}"
-        text = f"{_of_key(key)} jumps: its {name} at step {step} is {times} times the largest of the records before it"
+        text = f"{_named(key)} jumps: its {name} at step {step} is {times} times the largest of the records before it"
         if num_more := len({one.series for one in group}) - 1:
             text += f"; {counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
         yield Highlight(
@@ -342,11 +342,7 @@ def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> 
         yield int(known[index + _NUM_BEFORE]), float(ratio[index])
 
 
-def _of_key(key: DrawnSeries) -> str:
-    return " ".join(filter(None, (repr(key.module_path), key.site, key.name)))
-
-
-def _named(value: RecordedValue) -> str:
+def _named(value: RecordedValue | DrawnSeries) -> str:
     return " ".join(filter(None, (repr(value.module_path), value.site, value.name)))
 
 

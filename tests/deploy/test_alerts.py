@@ -44,7 +44,13 @@ class Node:
             lifetime=SimpleNamespace(attempt=0, started_ns=1),
         )
         self.run: Any = SimpleNamespace(
-            key="run-a", name="name-a", writers={"": self.writer}, backlog=[], is_settled=False, findings={}
+            key="run-a",
+            name="name-a",
+            writers={"": self.writer},
+            all_writers=[self.writer],
+            backlog=[],
+            is_settled=False,
+            findings={},
         )
         self.hanging = contextlib.ExitStack()
         self.free_bytes = 1e12
@@ -119,8 +125,9 @@ def series_of(incident: Incident, begins: int, monkeypatch: pytest.MonkeyPatch) 
     )
     seen = {"foreign": 0, "refused": 0}
     collector = DaemonCollector(
-        node.counters, node.health, node.requests, lambda: [node.run], lambda: seen, ["/recordings"]
-    )
+        counters=node.counters, health=node.health, requests=node.requests, runs=lambda: [node.run],
+        seen=lambda: seen, watched=["/recordings"],
+    )  # fmt: skip
     scrapes = []
     for node.minute in range(NUM_SCRAPES):
         if node.minute >= begins:

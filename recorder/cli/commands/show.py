@@ -169,7 +169,14 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
     if not table.num_rows:
         explain_nothing(run, wanted)
     table = with_why(table).drop_columns(list(_OTHERS))
-    series = sorted((Series(*group) for group in _groups(table, _KEY)), key=lambda member: _series_order(member.key))
+
+    def order(member: Series) -> tuple[Any, ...]:
+        return (
+            site_order(member.key["site"]),
+            *((member.key[name] is not None, member.key[name]) for name in _KEY[1:]),
+        )
+
+    series = sorted((Series(*group) for group in _groups(table, _KEY)), key=order)
 
     def members() -> dict[str, Any]:
         for row in (row for member in series for row in member.rows):
@@ -210,7 +217,8 @@ def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
         newest = member.rows[-1]
         steps = span(sorted({row["step"] for row in member.rows}))
         bad = [bool(row["nan_count"] or row["inf_count"]) for row in member.rows]
-        trend = spark_line([row[_trend(row, statistic)] for row in member.rows], bad)
+        drawn_names = [statistic or ("mean" if row["shape"] == "[]" else "absmax") for row in member.rows]
+        trend = spark_line([row[name] for row, name in zip(member.rows, drawn_names, strict=True)], bad)
         cells = [newest["dtype"], _shape(newest), str(len(member.rows)), steps, number(newest[of_tensors]), trend]
         cells += drawn[len(lines) : len(lines) + 1]
         lines.append([_text(member.key[name]) for name in keys] + cells + [_text(newest[WHY])])
@@ -239,10 +247,6 @@ def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
     lines = iter(map(histogram_line, bins.shares))
     drawn = ["" if one is None else next(lines) for one in newest]
     return drawn, f"histogram: the last of each, {extent(bins)}; {HISTOGRAM_LEGEND}"
-
-
-def _trend(row: Row, statistic: str | None) -> str:
-    return statistic or ("mean" if row["shape"] == "[]" else "absmax")
 
 
 def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statistics: Sequence[str]) -> Table:
@@ -432,10 +436,6 @@ def _worth_showing(names: Sequence[str], keys: Sequence[Row]) -> list[str]:
         for column in names
         if column in always or len({(key["site"], key["name"], key[column]) for key in keys}) > len(values)
     ]
-
-
-def _series_order(key: Row) -> tuple[Any, ...]:
-    return (site_order(key["site"]), *((key[name] is not None, key[name]) for name in _KEY[1:]))
 
 
 def _text(value: Any) -> str:

@@ -57,7 +57,7 @@ def command(
             say(f"port {_PORT} is in use; this is port {bound}")
         server = ViewServer(Watching(folder, run, told_by_check, told_by_doctor), listener, host)
         say(f"{folder or run}: open {server.address}")
-        if not _is_loopback(host):
+        if host not in ("localhost", "::1") and not host.startswith("127."):
             say(f"everybody who reaches {host} and has this address sees these runs; the connection is not encrypted")
         say("Ctrl-C ends it")
         server.serve()
@@ -80,7 +80,3 @@ def listen(host: str, port: int | None) -> socket.socket:
             )
             raise LookupFailedError(f"--host {host}, port {one}: {why}") from None
     raise LookupFailedError(f"ports {_PORT} to {_PORT + _NUM_PORTS - 1} are all in use; name another with --port")
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -314,15 +314,14 @@ class WriterShipper:
 
     def _judge(self, files: WriterFiles) -> None:
         is_running = self.lifetime.is_running if self.lifetime.pid else None
-        if self.lifetime.state == "closed" or (status_says_closed(self.status) and self._is_own(self.status)):
+        if self.lifetime.state == "closed" or (
+            status_says_closed(self.status) and self.status.get("pid") in (self.lifetime.pid, None)
+        ):
             self.state = "closed"
         elif is_running is not None:
             self.state = "alive" if is_running else "dead"
         else:
             self.state = "alive" if time.time() - files.changed_s < _QUIET_S else "quiet"
-
-    def _is_own(self, status: dict[str, Any]) -> bool:
-        return status.get("state") == "closed" and status.get("pid") in (self.lifetime.pid, None)
 
     def _is_of_it(self, there: bytes) -> bool:
         with contextlib.suppress(RunError):
