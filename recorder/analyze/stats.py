@@ -17,9 +17,8 @@ import pyarrow.compute as pc
 from ..columns import COUNTS, STATISTICS, note_members
 from ..errors import LookupFailedError, not_installed
 from ..layout.placement import reduce_op
-from ..numerics.distributions import added_by_group
 from ..numerics.keys import VALUE_KEY, codes, group, group_rows, holds
-from ..numerics.moments import combine_rows
+from ..numerics.moments import added_by_group, combine_rows
 from ..run.notes import MissingRanks, Problems, without_numbers
 from ..run.run import Run
 from ..run.selection import RANKS_OWN, GlobalOptions, Selection

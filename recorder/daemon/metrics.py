@@ -26,7 +26,7 @@ from prometheus_client.exposition import choose_encoder
 from .. import __version__
 from ..errors import ConfigError
 from ..format.manifest import Balance
-from ..format.members import Members
+from ..format.rundir import Members
 from .settings import DaemonSettings
 from .shipping.run import RunShipper
 from .shipping.writer import WriterShipper

@@ -1,8 +1,8 @@
-"""Payload bytes to and from their encodings: which one pays is chosen here; never knows of dtypes, rows or files.
+"""Encodes and decodes payload bytes, and chooses the encoding that pays; never knows of dtypes, rows or files.
 
-What each encoding is stands in `encodings`. Measured on one core (float32 activations): splitting into byte planes 9 to
-16 GB/s, zstd on the top plane 1.1 GB/s, and the compiled Huffman code, which makes frames of the same format without a
-search for matches, twice that.
+`encodings` defines each encoding. Measured on one core (float32 activations): splitting into byte planes 9 to 16 GB/s,
+zstd on the top plane 1.1 GB/s, and the compiled Huffman code, which makes frames of the same format without a search
+for matches, twice that.
 """
 
 from __future__ import annotations
@@ -21,34 +21,32 @@ from .encodings import ENCODING_OF, PLANES, PLANES_PLAIN, RAW, Bytes, PayloadWri
 CODECS = ("auto", "none", "zstd")
 
 _MIN_BYTES = 16384
-"""Below, a payload is stored as it is: at 4 KiB, planes cost 22 us a row and save 7 %."""
+"""A smaller payload is stored as it is: at 4 KiB, planes cost 22 us a row and save 7 %."""
 _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
-"""A part is compressed if its sample shrinks below this: zstd and its decompression cost more than 8 % of a write."""
+"""A part is compressed if its sample shrinks below this: zstd and decompression cost more than 8 % of a write."""
 _MATCHES_PAY = 1.05
-"""zstd is chosen where the Huffman code leaves this times as many bytes: zstd takes twice as long, or longer."""
+"""zstd, which takes at least twice as long, is chosen where the Huffman code leaves so many times its bytes."""
 _SAMPLED_EACH = 16
-"""One of so many payloads of a kind is sampled, at 25 us, while the others stay within `_ALIKE` of its share."""
+"""One of so many payloads of a kind is sampled (25 us), while the others stay within `_ALIKE` of its share."""
 _ALIKE = 0.04
 _MAX_KINDS = 1 << 16
 
 
 def max_encoded_bytes(nbytes: int) -> int:
-    """Bytes of `out` that `Encoder.encode` may ask for; a little more than it ever writes."""
+    """Bytes of `out` that `Encoder.encode` may need; a little more than it ever writes."""
     return nbytes + nbytes // 128 + 4096
 
 
 class _Known:
-    """What was chosen for a kind of payload."""
-
     __slots__ = ("choice", "num_left", "share")
 
     def __init__(self, choice: tuple[str, Kernels | None], share: float) -> None:
         self.choice = choice
         self.share = share
-        """Bytes that it left, of the bytes that there were."""
+        """The encoded share of the bytes."""
         self.num_left = _SAMPLED_EACH - 1
-        """Payloads for which it is still good."""
+        """Payloads until the next sample."""
 
 
 class Encoder:
@@ -65,7 +63,7 @@ class Encoder:
         self._known: dict[tuple[Hashable, int], _Known] = {}
 
     def stores(self, num_bytes: int) -> bool:
-        """Whether a payload of so many bytes is stored as it is, whatever it holds."""
+        """Whether a payload of so many bytes is stored as it is, whatever its content."""
         return num_bytes < self._min_bytes
 
     def encode(self, data: Bytes, item_bytes: int, out: Bytes, kind: Hashable = None) -> tuple[str, int]:
@@ -74,9 +72,9 @@ class Encoder:
         Args:
             data: the tensor's little-endian C-order bytes, contiguous, a multiple of `item_bytes` long.
             item_bytes: bytes of one element.
-            out: at least `max_encoded_bytes(len(data))` long, or as long as `data` where it `stores` that; what follows
-                the payload is undefined.
-            kind: what `data` is of; payloads of one kind are alike, so not each of them is sampled.
+            out: at least `max_encoded_bytes(len(data))` long, or as long as `data` where it `stores` that; bytes behind
+                the payload are undefined.
+            kind: the source of `data`; payloads of one kind are similar, so not each of them is sampled.
 
         Returns:
             The encoding, and how many bytes of `out` it took.
@@ -106,9 +104,10 @@ class Encoder:
         return encoding, num_written
 
     def _choose(self, data: Bytes, item_bytes: int) -> tuple[str, Kernels | None]:
-        """The encoding, and what compresses it where that is not zstd.
+        """The encoding, and the compiled loops where they compress instead of zstd.
 
-        The Huffman code leaves a bit of each byte: planes that are constant in a sample need not be so elsewhere.
+        The Huffman code leaves at least a bit of each byte: planes that are constant in a sample need not be so
+        elsewhere.
         """
         if self._codec == "zstd":
             return PLANES if item_bytes > 1 else RAW, None
@@ -131,7 +130,7 @@ class Encoder:
         return PLANES_PLAIN if item_bytes > 1 else RAW, self._huffman if is_near else None
 
     def _sample_planes(self, data: Bytes, item_bytes: int) -> tuple[Bytes, int]:
-        """The planes of a sample, valid until the next call, and about what the Huffman code makes of the first."""
+        """The planes of a sample, valid until the next call, and about the size of plane 0 in the Huffman code."""
         if self.kernels is None:
             return _sample(data, item_bytes).T[::-1].copy(), 0
         scratch = self._writer.scratch
@@ -140,16 +139,9 @@ class Encoder:
 
 
 def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> Bytes:
-    """The tensor's bytes from a payload (any contiguous buffer); nothing is allocated before the sizes agree.
+    """The tensor's bytes, new and writable, from a payload (any contiguous buffer) that is no reference.
 
-    Args:
-        encoding: the row's column, but no reference, such as ``ref``: resolve that first.
-        payload: the row's ``data``.
-        payload_bytes: the row's column: how many bytes must come out.
-        item_bytes: bytes of one element of the row's dtype.
-
-    Returns:
-        A new, writable array of `payload_bytes` bytes.
+    Nothing is allocated before the payload's own sizes agree with `payload_bytes`, the bytes that must come out.
 
     Raises:
         CorruptError: the payload is not one of `payload_bytes` bytes.
@@ -164,7 +156,7 @@ def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> 
 
 
 def check_size(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> None:
-    """See from the headers of a payload that it may decode to `payload_bytes` bytes; nothing is decompressed.
+    """Check, by the headers of a payload alone, that it may decode to `payload_bytes` bytes.
 
     Raises:
         CorruptError: it cannot.
@@ -174,19 +166,17 @@ def check_size(encoding: str, payload: Any, payload_bytes: int, item_bytes: int)
 
 
 class EncodedPayload(NamedTuple):
-    """An encoded payload: the columns `encoding`, `data` and `payload_bytes` of one row."""
+    """The columns `encoding`, `data` (any contiguous buffer) and `payload_bytes` of one row."""
 
     encoding: str
     data: Any
-    """Any contiguous buffer."""
     payload_bytes: int
 
 
 def concatenate(payloads: Sequence[EncodedPayload], item_bytes: int) -> tuple[str, list[memoryview]] | None:
-    """The payload of several ones' content end to end, without decoding: frames and planes are laid side by side.
+    """Join payloads end to end without decoding: frames and planes are laid side by side.
 
-    Returns:
-        The encoding, and the pieces of ``data`` in order; None where encodings differ, or are not to be joined so.
+    Returns the encoding, and the pieces of ``data`` in order; None where encodings differ, or cannot be joined so.
     """
     sources = [(memoryview(p.data).cast("B"), p.payload_bytes) for p in payloads if p.payload_bytes]
     encodings = {payload.encoding for payload in payloads if payload.payload_bytes} or {PLAIN}
@@ -198,7 +188,7 @@ def concatenate(payloads: Sequence[EncodedPayload], item_bytes: int) -> tuple[st
 
 
 def _sample(data: Bytes, item_bytes: int) -> Bytes:
-    """A few slices spread evenly over the data, of shape (elements, item_bytes)."""
+    """A few slices evenly across the data, of shape (elements, item_bytes)."""
     items = data.reshape(-1, item_bytes)
     if len(items) <= _SAMPLE_SLICES * _SAMPLE_ITEMS:
         return items

@@ -1,8 +1,8 @@
-"""The form of a command to a run that is under way, of the answers of its writers, and the rules that follow from both.
+"""Commands to a run that is under way, the answers of its writers, and the rules that follow from both.
 
 A command is one small immutable file, ``_commands/000001.json``. A writer answers in its manifest and its status.
 
-A command names the steps that it is for, and they lie ahead when it is sent, so that all ranks do it at the same steps
+A command names the steps that it is for, which lie ahead when it is sent, so that all ranks act at the same steps
 without talking to each other. It selects what is recorded, and nothing else: a command never holds a path, a size or
 code. Nothing here touches a file; `storage.commands` sends and finds them.
 """
@@ -21,15 +21,13 @@ from ..records import KEEP_RING
 from ..rules import EXPRESSION, Rule, parse_rules
 from ..sites import FORMAT_NAME, FORMAT_VERSION
 from ..system.text import one_line
-from .members import Members
-from .rundir import check_version, encode_manifest
+from .rundir import Members, check_version, encode_manifest
 
 COMMANDS = "_commands"
-"""The directory of a run that holds its commands."""
 COMMAND_BYTES = 4096
 """A larger file is no command."""
 MAX_COMMANDS = 4096
-"""The highest number; a run that has had so many takes no more."""
+"""The highest number of a command in a run."""
 
 SET, UNDO, PAUSE, RESUME, DUMP = "set", "undo", "pause", "resume", "dump"
 KINDS = (SET, UNDO, PAUSE, RESUME, DUMP)
@@ -43,43 +41,34 @@ _NAME = re.compile(r"([0-9]{6})\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One thing that a run under way is told."""
+    """An instruction to a run that is under way."""
 
     kind: str
-    """``set``: capture rules that are in force beside the run's own. ``undo``: a command is not in force any more.
-    ``pause``: nothing is recorded. ``resume``: the end of a pause. ``dump``: what memory holds of these steps is kept.
-    """
+    """``set`` adds capture rules to the run's own. ``undo`` ends another command. ``pause`` stops the recording, and
+    ``resume`` ends a pause. ``dump`` keeps what memory holds of the steps."""
     from_step: int
-    """The first step that it is for."""
     to_step: int | None = None
-    """The last step that it is for; None: until further notice."""
     rules: tuple[str, ...] = ()
-    """Of ``set``: rules, each as `rules.parse_rules` reads it."""
+    """The rules of a ``set``, each as `rules.parse_rules` reads it."""
     undoes: int | None = None
-    """Of ``undo``: the number of the command that ends before `from_step`."""
+    """The number of the command that an ``undo`` ends before `from_step`."""
     reason: str = ""
-    """Why it was sent, for people."""
     by: str = ""
     """Who sent it, for people: a user and a host, or a rank."""
     attempt: int = 0
     """The highest attempt of the job when it was sent: a ``dump`` is not done again after a restart."""
     created_ns: int = field(default_factory=time.time_ns)
-    """When it was made, by the clock of whoever sent it."""
+    """When it was made, by the sender's clock."""
     id: str = field(default_factory=lambda: urandom(8).hex())
-    """The same command under two numbers, as when it was carried twice, is done once."""
+    """A command that was carried twice has two numbers and one id, and is done once."""
     number: int = 0
-    """Its number in the run, which its file's name says; 0 until it is sent."""
+    """Its number in the run, by the name of its file; 0 until it is sent."""
 
     def includes(self, step: int) -> bool:
-        """Whether a step is one of those that the command is for."""
         return self.from_step <= step and (self.to_step is None or step <= self.to_step)
 
     def encode(self) -> bytes:
-        """Return the text of the file.
-
-        Raises:
-            CommandError: the command is none that a writer would take, or its text is too long.
-        """
+        """The text of the file. CommandError: no writer would take the command, or its text is too long."""
         if (problem := problem_of(self)) is not None:
             raise CommandError(problem)
         members = {
@@ -116,31 +105,17 @@ def parse_command_name(name: str) -> int | None:
 
 
 def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
-    """The command in an object of unknown origin.
-
-    Raises:
-        CommandError: it is none that can be done; the message begins with `where`.
-    """
+    """The command in untrusted JSON. CommandError: it cannot be done; the message begins with `where`."""
     try:
         check_version(raw, where)
     except RunError as error:
         raise CommandError(str(error)) from None
     problems: list[str] = []
     members = Members(raw, problems)
-    to_step = members.optional_count("to_step")
-    command = Command(
-        kind=members.text("kind"),
-        from_step=_whole(members, "from_step"),
-        to_step=to_step,
-        rules=members.texts("rules"),
-        undoes=members.optional_count("undoes"),
-        reason=one_line(members.text("reason"))[:_MAX_TEXT],
-        by=one_line(members.text("by"))[:_MAX_TEXT],
-        attempt=members.count("attempt"),
-        created_ns=members.count("created_ns"),
-        id=members.text("id"),
-        number=number,
-    )
+    from_step = members.optional_count("from_step")
+    read = members.plain(Command, "from_step", "number")
+    read |= {name: one_line(read[name])[:_MAX_TEXT] for name in ("reason", "by")}
+    command = Command(**read, from_step=-1 if from_step is None else from_step, number=number)
     problem = problems[0] if problems else problem_of(command)
     if problem is not None:
         raise CommandError(f"{where}: {problem}")
@@ -148,7 +123,7 @@ def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
 
 
 def problem_of(command: Command) -> str | None:
-    """Return why no writer would take a command; None where it would."""
+    """Why no writer would take a command; None where writers would."""
     if command.kind not in KINDS:
         return f"unknown kind {command.kind[:40]!r}; this version knows {', '.join(KINDS)}"
     if not 0 <= command.from_step < _MAX_STEP or (command.to_step is not None and command.to_step >= _MAX_STEP):
@@ -169,7 +144,7 @@ def problem_of(command: Command) -> str | None:
 
 
 def rules_of(command: Command) -> tuple[Rule, ...]:
-    """The rules of a command that `problem_of` has nothing against."""
+    """The rules of a command that `problem_of` accepts."""
     return parse_rules(list(command.rules))
 
 
@@ -190,24 +165,17 @@ def _problem_of_rules(command: Command) -> str | None:
     return None
 
 
-def _whole(members: Members, key: str) -> int:
-    """Return a count that must be there, or -1, which no step is."""
-    value = members.optional_count(key)
-    return -1 if value is None else value
-
-
 WAITING, IN_FORCE, ENDED, MISSED, REFUSED = "waiting", "in force", "ended", "missed", "refused"
 STATES = (WAITING, IN_FORCE, ENDED, MISSED, REFUSED)
-"""What a writer says of a command: its steps lie ahead; it is done now, or was done; the writer learned of it too late
-for any of its steps; the writer does not do it. A later version may have more."""
+"""The states of a command at a writer: its steps lie ahead; it is done now; it was done; the writer learned of it after
+all its steps; the writer refuses it. A later version may have more states."""
 _PROGRESS = (WAITING, IN_FORCE)
-"""States after which a writer has more to say, the first one first."""
-_MAX_TEXT = 200
+"""The states that another state follows, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a writer says of one command."""
+    """A writer's answer to one command."""
 
     number: int
     id: str
@@ -215,24 +183,21 @@ class Answer:
     state: str
     """One of `STATES`."""
     since: int | None = None
-    """The first step at which this writer does it; behind the command's own where the writer learned of it late."""
+    """The first step at which this writer does it; later than the command's own if the writer learned of it late."""
     until: int | None = None
-    """The last step at which this writer does it, where that is known."""
     why: str = ""
-    """Why the command was missed or refused, or what it left; a sentence."""
+    """Why the command was missed or refused, or what it left, as a sentence."""
     by: str = ""
-    """Who sent the command."""
     rules: tuple[str, ...] = ()
-    """The rules of a command that has some."""
 
     def members(self) -> dict[str, Any]:
-        """Return it for a manifest, without what it does not say."""
+        """The answer for a manifest; empty members are left out."""
         return self.short_members() | {
             name: value for name, value in (("by", self.by), ("rules", list(self.rules))) if value
         }
 
     def short_members(self) -> dict[str, Any]:
-        """Return it for a status, which has little room."""
+        """The answer for a status, which has little room."""
         members = {
             "number": self.number,
             "id": self.id,
@@ -245,36 +210,22 @@ class Answer:
         return {name: value for name, value in members.items() if value is not None}
 
     def is_before(self, other: Answer) -> bool:
-        """Whether the same writer has said this before it said another answer to the same command."""
+        """Whether the writer gave this answer to a command before another answer to it."""
         known = len(_PROGRESS)
         one, two = (_PROGRESS.index(of.state) if of.state in _PROGRESS else known for of in (self, other))
         return one < two
 
     @classmethod
     def read(cls, members: Members) -> Answer:
-        """Read it from an object of unknown origin."""
-        return cls(
-            number=members.count("number"),
-            id=members.text("id"),
-            kind=members.text("kind"),
-            state=members.text("state"),
-            since=members.optional_count("since"),
-            until=members.optional_count("until"),
-            why=members.text("why")[:_MAX_TEXT],
-            by=members.text("by")[:_MAX_TEXT],
-            rules=members.texts("rules"),
-        )
+        """Read untrusted JSON."""
+        answer = cls(**members.plain(cls))
+        return replace(answer, why=answer.why[:_MAX_TEXT], by=answer.by[:_MAX_TEXT])
 
 
 def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rule]:
-    """The rules of a writer over all of its steps: its own and those that it was sent, each with its steps.
+    """A writer's own rules and those that it was sent, each with the steps at which it held.
 
-    Args:
-        rules: the writer's own.
-        answers: what became of the commands that it was sent.
-
-    Raises:
-        ConfigError: a rule that it was sent is none.
+    `answers` are the writer's answers to its commands. ConfigError: a rule that it was sent is invalid.
     """
     held = [answer for answer in answers if answer.since is not None and answer.state != REFUSED]
     pauses = [span for answer in held if answer.kind == PAUSE and (span := _span(answer)) is not None]
@@ -289,7 +240,7 @@ def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rul
 
 
 Span = tuple[int, int | None]
-"""Steps from a first to a last one; None: without an end."""
+"""Steps from a first to a last one; None means without an end."""
 
 
 def _at(rule: Rule, spans: Sequence[Span]) -> Rule:
@@ -297,13 +248,12 @@ def _at(rule: Rule, spans: Sequence[Span]) -> Rule:
 
 
 def _span(answer: Answer) -> Span | None:
-    """Return the steps at which a command was done; None where there are none."""
     assert answer.since is not None, "commands without a first step were left out"
     return None if answer.until is not None and answer.until < answer.since else (answer.since, answer.until)
 
 
 def without(span: Span, pauses: Iterable[Span]) -> list[Span]:
-    """Return what is left of a span without pauses."""
+    """A span without pauses."""
     first, last = span
     spans: list[Span] = []
     for begin, end in sorted(pauses, key=lambda pause: pause[0]):

@@ -1,13 +1,13 @@
-"""64 bits of a tensor's value that add up over the pieces of a tensor; never depends on how it was cut.
+"""64 bits of a tensor's value that add up over the chunks of a tensor, however it is cut.
 
 F = sum over elements of (bits as a signed integer) * product over dims of C_d ** (index along d), modulo 2**64, where d
-counts from the last dim and indices are those in the whole tensor. FORMAT.md, section "Fingerprint", is the norm.
+counts from the last dim and indices are those in the global tensor. FORMAT.md, section "Fingerprint", is the norm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..native import Kernels, Weights
+from ..numerics.dtypes import flat_boxes
 
 MODULUS = 1 << 64
 _WORD_BYTES = 4
-"""Wider elements count as words: in one 64-bit sum the sign bits of a whole negated tensor would cancel."""
+"""Wider elements count as words: in one 64-bit sum the sign bits of a negated tensor would cancel."""
 _BLOCK_ITEMS = 1 << 15
 """Elements multiplied at once: values and weights together stay in the second-level cache."""
 
@@ -35,14 +36,10 @@ def fingerprint(
     offsets: tuple[int, ...] | None = None,
     kernels: Kernels | None = None,
 ) -> int:
-    """The fingerprint of a tensor, or of a chunk of one, as an unsigned 64-bit integer.
+    """The fingerprint of a tensor, or of a chunk at `offsets` of one, as an unsigned 64-bit integer.
 
-    Args:
-        data: its little-endian C-order bytes, contiguous.
-        item_bytes: bytes of one element.
-        shape: the shape of what `data` holds.
-        offsets: where that lies in the whole tensor, in elements; None for at its origin.
-        kernels: the compiled loops, where they are to be used.
+    `data` are its little-endian C-order bytes, contiguous; `shape` is theirs. `kernels` are the compiled loops, if
+    wanted.
     """
     if kernels is not None and len(data):
         weights = compiled_weights(item_bytes, shape)
@@ -59,7 +56,7 @@ def fingerprint(
 
 @lru_cache(maxsize=128)
 def compiled_weights(item_bytes: int, shape: tuple[int, ...]) -> Weights:
-    """How the compiled loops weigh the words of a tensor that is not empty, at its origin; 4 MiB in all, mostly."""
+    """How the compiled loops weigh the words of a tensor at its origin that is not empty; 4 MiB in all, mostly."""
     plan = _plan(_word_shape(item_bytes, shape), _COMPILED_BLOCK_ITEMS)
     return Weights(
         _weights(plan.block_shape, 0),
@@ -75,14 +72,14 @@ def _word_shape(item_bytes: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def moved(value: int, item_bytes: int, offsets: tuple[int, ...]) -> int:
-    """The fingerprint of a chunk at `offsets` of a tensor, out of the one that it has at the origin."""
+    """The fingerprint of a chunk at `offsets`, from its fingerprint at the origin."""
     if item_bytes > _WORD_BYTES:
         offsets = (*offsets, 0)
     return value * _product_of_powers(offsets) % MODULUS
 
 
 def to_text(value: int) -> str:
-    """How the column `fingerprint` spells it: 16 lowercase hexadecimal digits."""
+    """The text in the column `fingerprint`: 16 lowercase hexadecimal digits."""
     return f"{value % MODULUS:016x}"
 
 
@@ -109,7 +106,7 @@ class _Plan(NamedTuple):
     """The last outer dim, counted from the last of the tensor."""
     run_items: int
     block_step: int
-    """What a block's weights are multiplied by for those of the next in the run."""
+    """The factor from a block's weights to those of the next block in the run."""
 
 
 def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
@@ -128,7 +125,7 @@ def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
 
 
 def _fingerprint_at_origin(words: npt.NDArray[np.signedinteger], shape: tuple[int, ...]) -> int:
-    """Sum blocks of consecutive words: some whole rows along one dim, with everything of the dims after it."""
+    """Sum blocks of consecutive words: complete rows along one dim, with everything of the dims after it."""
     if not words.size:
         return 0
     plan = _plan(shape, _BLOCK_ITEMS)
@@ -180,52 +177,24 @@ def flat_fingerprint(
     start: int,
     kernels: Kernels | None = None,
 ) -> int:
-    """Return the fingerprint of a run of elements of the flattened (C order) tensor, weighed by their positions in it.
+    """The fingerprint of a run of elements of a flattened (C order) tensor, whose first element has number `start`.
 
-    Args:
-        data: the run's little-endian bytes, contiguous.
-        item_bytes: bytes of one element.
-        global_shape: the shape of the whole tensor.
-        start: the run's first element, counted in the flattened tensor.
-        kernels: the compiled loops, where they are to be used.
+    `data` are the run's little-endian bytes, contiguous. Each element is weighed by its position in the global tensor.
     """
     total = done = 0
-    for shape, offsets in _boxes(global_shape, start, len(data) // item_bytes):
+    for offsets, shape in flat_boxes(global_shape, start, start + len(data) // item_bytes):
         num_bytes = math.prod(shape) * item_bytes
         total += fingerprint(data[done : done + num_bytes], item_bytes, shape, offsets, kernels)
         done += num_bytes
     return total % MODULUS
 
 
-def _boxes(shape: tuple[int, ...], start: int, count: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shape and offsets of the boxes that a run of elements consists of, in order; at most 2 x dims - 1."""
-    if not count:
-        return
-    if not shape:
-        yield (), ()
-        return
-    inner = shape[1:]
-    row_items = math.prod(inner)
-    row, begin = divmod(start, row_items)
-    if begin or count < row_items:  # a row that is not whole
-        in_row = min(count, row_items - begin)
-        yield from (((1, *box), (row, *at)) for box, at in _boxes(inner, begin, in_row))
-        yield from _boxes(shape, start + in_row, count - in_row)
-        return
-    num_rows = count // row_items
-    yield (num_rows, *inner), (row,) + (0,) * len(inner)
-    yield from _boxes(shape, start + num_rows * row_items, count % row_items)
-
-
 def combine_fingerprints(
     fingerprints: Sequence[str | None], moves: Sequence[tuple[int, ...] | None], item_bytes: int
 ) -> str | None:
-    """The fingerprint of a whole tensor from those of its chunks; None where one is missing.
+    """The fingerprint of a tensor from those of its chunks; None where one is missing.
 
-    Args:
-        fingerprints: of the chunks, as in their rows.
-        moves: where each lies, if its fingerprint was taken at the origin; None where it was taken at its position.
-        item_bytes: bytes of an element.
+    `moves` are the offsets of each chunk whose fingerprint was taken at the origin, None where it was taken in place.
     """
     total = 0
     for text, offsets in zip(fingerprints, moves, strict=True):

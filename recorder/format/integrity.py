@@ -1,13 +1,12 @@
-"""The metadata that each batch of a shard carries: number, ledger and checksums; never touches files.
+"""The metadata of each batch of a shard: number, ledger and checksums. Never touches files.
 
-A checksum covers the bytes that a column's values need, no padding: IPC alignment and IPC compression do not change it.
+A checksum covers the bytes that a column's values need, but no padding: IPC alignment and compression do not change it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,24 +14,22 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from ..errors import CorruptError
-from .members import parse_object
+from .rundir import parse_object
 
 METADATA_KEY = b"recorder_batch"
 METADATA_CRC_KEY = b"recorder_batch_crc32c"
 FILE_CRC_KEY = b"recorder_file_crc32c"
 """Key in the footer's `custom_metadata`; its value is the checksum of the whole file, 8 hexadecimal digits."""
 NO_DIGITS = b"00000000"
-"""Stands for the digits of the file's checksum while that checksum is computed."""
+"""The digits in the place of the file's checksum while that checksum is computed."""
 
 Crcs = dict[str, list[int | None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchHeader:
-    """What the metadata of one batch says; read, never written by hand."""
+class BatchHeader(NamedTuple):
+    """The metadata of one batch; read, never written by hand."""
 
     number: int
-    """Position of the batch in its shard, from 0."""
     ledger: dict[str, Any]
     """The writer's cumulative accounts, this batch included."""
     crcs: Crcs
@@ -48,7 +45,7 @@ class BatchHeader:
 def batch_metadata(
     batch: pa.RecordBatch, *, number: int, ledger: Mapping[str, object], crcs: Crcs | None = None
 ) -> dict[bytes, bytes]:
-    """The `custom_metadata` of one IPC batch, which must not be a slice; `crcs` where its checksums are known."""
+    """The `custom_metadata` of one IPC batch, which must not be a slice; `crcs` are its checksums if known."""
     crcs = batch_crcs(batch) if crcs is None else crcs
     return _metadata({"number": number, "rows": batch.num_rows, "ledger": dict(ledger), "crc32c": crcs})
 
@@ -61,14 +58,7 @@ def batch_crcs(batch: pa.RecordBatch) -> Crcs:
 def seal_metadata(
     *, number: int, num_batches: int, ledger: Mapping[str, object], has_file_crc: bool = False
 ) -> dict[bytes, bytes]:
-    """The `custom_metadata` of the last batch, of 0 rows.
-
-    Args:
-        number: of this batch.
-        num_batches: of the shard, this one included.
-        ledger: the accounts at the end of the shard.
-        has_file_crc: the footer holds the checksum of the whole file.
-    """
+    """The `custom_metadata` of the last batch, of 0 rows; with `has_file_crc` the footer has the file's checksum."""
     if num_batches != number + 1:
         raise ValueError(f"the seal is batch {number} of {num_batches}: expected to be the last")
     fields = {"number": number, "rows": 0, "ledger": dict(ledger), "crc32c": {}, "num_batches": num_batches}
@@ -83,18 +73,10 @@ def check_batch(
     crcs_of: Callable[[str], list[int | None]] | None = None,
     where: str,
 ) -> BatchHeader:
-    """Compare a batch as read with what its metadata says was written.
+    """Compare a batch as read, all its columns or some, with what its `custom_metadata` says was written.
 
-    Args:
-        batch: a whole batch, all columns or some.
-        metadata: the `custom_metadata` that came with it.
-        columns: which columns to check; None for all that the batch has.
-        crcs_of: computes what `buffer_crcs` does of a column, by name, off the bytes that the batch was decoded from;
-            None: the buffers of the batch are read.
-        where: file and batch number, for the message.
-
-    Raises:
-        CorruptError: metadata missing or damaged, or bytes of a column changed.
+    `crcs_of` computes `buffer_crcs` of a column from the bytes that the batch was decoded from; by default the buffers
+    of the batch are read. CorruptError: the metadata is missing or damaged, or bytes of a column changed.
     """
     fields = _parse(metadata, where)
     header = _header(fields, where)
@@ -115,11 +97,7 @@ def check_batch(
 
 
 def read_header(metadata: Mapping[Any, Any] | None, where: str) -> BatchHeader:
-    """What the `custom_metadata` of a message says, compared with its checksum; nothing of the batch is looked at.
-
-    Raises:
-        CorruptError: metadata missing or damaged.
-    """
+    """The `custom_metadata` of a message alone. CorruptError: it is missing, or its checksum differs."""
     return _header(_parse(metadata, where), where)
 
 
@@ -149,22 +127,11 @@ def _header(fields: dict[str, Any], where: str) -> BatchHeader:
             f"{where}: a seal numbered {number} that says {num_batches} batches, {fields.get('rows')} rows"
         )
     is_seal = num_batches is not None
-    return BatchHeader(
-        number=number,
-        ledger=ledger,
-        crcs=crcs,
-        is_seal=is_seal,
-        num_batches=num_batches,
-        has_file_crc=is_seal and fields.get("file_crc32c") is True,
-    )
+    return BatchHeader(number, ledger, crcs, is_seal, num_batches, is_seal and fields.get("file_crc32c") is True)
 
 
 def column_crcs(column: Any) -> list[int | None]:
-    """CRC32C of each buffer of a column, as `buffer_crcs`.
-
-    Raises:
-        ValueError: the column is a slice.
-    """
+    """CRC32C of each buffer of a column, as `buffer_crcs`. ValueError: the column is a slice."""
     if column.offset:
         raise ValueError("a slice of an array")
     buffers = [None if buffer is None else memoryview(buffer) for buffer in column.buffers()]
@@ -172,7 +139,7 @@ def column_crcs(column: Any) -> list[int | None]:
 
 
 class ColumnKind(NamedTuple):
-    """How many bytes a column's values need of its buffers."""
+    """How many bytes of its buffers a column's values need."""
 
     bit_width: int
     """Bits of a value of fixed width; 0 for texts and bytes."""
@@ -191,12 +158,9 @@ def column_kind(column_type: Any) -> ColumnKind:
 
 
 def buffer_crcs(
-    kind: ColumnKind,
-    num_rows: int,
-    num_nulls: int,
-    buffers: Sequence[memoryview | None],
+    kind: ColumnKind, num_rows: int, num_nulls: int, buffers: Sequence[memoryview | None]
 ) -> list[int | None]:
-    """CRC32C of the validity bitmap (None where nothing is null), then of each further buffer, as long as used.
+    """CRC32C of the validity bitmap (None where nothing is null), then of each further buffer, as far as it is used.
 
     Raises:
         ValueError: a buffer is shorter than the values need.

@@ -1,22 +1,170 @@
-"""What `_run.json` and `_writer.json` say, each read once: `RunManifest`, `WriterManifest`. Never opens a file.
+"""The content of `_run.json` and `_writer.json`, each read once: `RunManifest`, `WriterManifest`. Never opens a file.
 
-A manifest is untrusted input. So what a member says is looked at here and nowhere else: one of another
-kind than FORMAT.md wants counts as missing, and `problems` says so.
+A manifest is untrusted input, and its members are looked at here and nowhere else: a member of another kind than
+FORMAT.md wants counts as missing, and `problems` says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import RUN_NAME
 from ..rules import Rule
-from ..sites import FORMAT_VERSION
+from ..sites import FORMAT_VERSION, SITE_OF, Expected, values_of
 from ..system.processes import runs
 from .commands import Answer, rules_in_force
-from .members import Members, Shared
-from .roots import RecordedRoot
+from .rundir import Members, Shared
+
+MAX_RANKS = 1 << 14
+_MAX_RANK = 1 << 24
+MAX_STAGES = 1 << 14
+_NEVER = 1 << 62
+
+
+class Stage(NamedTuple):
+    """A part of a model in a pipeline."""
+
+    number: int
+    num_stages: int
+
+    def is_between(self, module_path: str, site: str) -> bool:
+        """Whether a value goes from one stage to another: it is a root's input or output, but not the model's."""
+        if module_path:
+            return False
+        is_first, is_last = self.number == 0, self.number == self.num_stages - 1
+        return not is_first if values_of(site) == "input" else not is_last and values_of(site) == "output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelRanks:
+    """Ranks that share a root."""
+
+    ranks: tuple[int, ...]
+    """In the order of the group; empty where the members cannot be ranks."""
+    kind: str = ""
+    """``ddp``, ``fsdp1`` or ``fsdp2``; empty for ranks that work on the same part of the batch."""
+    broadcast_buffers: bool | None = None
+    """Whether each forward begins with the first rank's buffers on all ranks; None where unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jitter:
+    """What the setting `jitter` moved of a root."""
+
+    moved: tuple[str, ...]
+    """``inputs``, ``embeddings``, or nothing."""
+    eps: float
+    """The largest relative change of an element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedModule:
+    """One module below a root, as its writer describes it."""
+
+    path: str
+    class_name: str = ""
+    source: str = ""
+    sites: tuple[str, ...] = ()
+    params: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """For parameters with several names: by own name, the full name under which the parameter is recorded."""
+    non_persistent: tuple[str, ...] = ()
+    """Buffers that are in no state dict."""
+    foreign_hooks: tuple[str, ...] = ()
+    """The program's own hooks on the module: when each runs, its name and its source line."""
+    hidden: str = ""
+    """Why hooks see no call of the module; empty where they do."""
+    tapped: tuple[str, ...] = ()
+    """Sites at which only graphs show the module."""
+    has_dtensors: bool = False
+    """Whether the module has parameters that are DTensors."""
+    is_compiled: bool = False
+    """True where the hooks do nothing, because the module is compiled."""
+    disarmed: Mapping[str, int] = field(default_factory=dict)
+    """By site, the step from which on the hooks were off, because they kept failing."""
+    members: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that the writer says, for whoever writes it again."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the selected sites can have values: a module without parameters has no gradients of parameters."""
+        kinds = {SITE_OF[site].expected for site in self.sites if site in SITE_OF}
+        has_state = (Expected.PARAMETER in kinds and self.params) or (Expected.BUFFER in kinds and self.buffers)
+        return bool(Expected.CALL in kinds or has_state)
+
+    @classmethod
+    def read(cls, members: Members) -> RecordedModule:
+        raw = members.raw
+        disarmed = {}
+        if "disarmed" in raw and (inner := members.inner("disarmed")) is not None:
+            disarmed = {site: step for site in list(inner.raw) if (step := inner.optional_count(site)) is not None}
+        return cls(
+            **members.plain(cls, "class_name", "has_dtensors", "is_compiled"),
+            class_name=members.text("class"),
+            tied=members.texts_of("tied") if "tied" in raw else {},
+            has_dtensors=members.flag("dtensor"),
+            is_compiled=members.flag("compiled"),
+            disarmed={site: step for site, step in disarmed.items() if step < _NEVER},
+            members=raw,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRoot:
+    """One outermost module."""
+
+    name: str
+    class_name: str = ""
+    modules: tuple[RecordedModule, ...] = ()
+    data_parallel: ParallelRanks | None = None
+    """The ranks that have other parts of the batch; None without a wrapper."""
+    model_parallel: ParallelRanks | None = None
+    """The ranks that work on the same part of the batch; None where unknown."""
+    stage: Stage | None = None
+    unshared: Mapping[str, str] = field(default_factory=dict)
+    """By full name, why each rank has a parameter for itself."""
+    jitter: Jitter | None = None
+    members: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, members: Members) -> RecordedRoot:
+        jitter = members.inner("jitter")
+        unshared = members.inner("unshared")
+        return cls(
+            name=members.text("name"),
+            class_name=members.text("class"),
+            modules=tuple(map(RecordedModule.read, members.list_inner("modules"))),
+            data_parallel=_ranks(members.inner("data_parallel")),
+            model_parallel=_ranks(members.inner("model_parallel")),
+            stage=_stage(members.inner("pipeline")),
+            unshared={} if unshared is None else {name: unshared.text(name) for name in list(unshared.raw)},
+            jitter=None if jitter is None else Jitter(moved=jitter.texts("moved"), eps=jitter.number("eps", below=1)),
+            members=members.raw,
+        )
+
+
+def _ranks(members: Members | None) -> ParallelRanks | None:
+    if members is None:
+        return None
+    return ParallelRanks(
+        ranks=members.ranks("ranks", MAX_RANKS, _MAX_RANK),
+        kind=members.text("kind"),
+        broadcast_buffers=members.optional_flag("broadcast_buffers"),
+    )
+
+
+def _stage(members: Members | None) -> Stage | None:
+    if members is None:
+        return None
+    number, num_stages = members.optional_count("stage"), members.optional_count("num_stages")
+    if number is None or num_stages is None or not number < num_stages <= MAX_STAGES:
+        return None
+    return Stage(number, num_stages)
+
 
 COUNTED = "counted"
 """The `step_source` of steps that merely count from 0."""
@@ -30,29 +178,25 @@ class Balance:
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     passed: int = 0
-    """Rows that waited in the ring for a trigger until their steps had passed; no loss."""
+    """Rows that were kept in memory only, because no trigger asked for their steps; no loss."""
     retired_rows: int = 0
     retired_bytes: int = 0
     suspect: int = 0
-    """Written rows of which nobody knows whether the medium has them: a sync of their file has failed."""
+    """Written rows that may not be on the medium: a sync of their file has failed."""
     synced: int = 0
-    """Written rows that the medium had when the account was made; 0 where an older writer did not count them."""
+    """Written rows that were on the medium when the account was made; an older writer leaves 0."""
 
     @classmethod
     def read(cls, ledger: Members | None) -> Balance:
-        """Read the accounts from a ledger; empty ones where it is none."""
+        """The accounts in a ledger; empty ones where there is none."""
         if ledger is None:
             return cls()
         retired = ledger.inner("retired")
         return cls(
-            observed=ledger.count("observed"),
-            written=ledger.count("written"),
+            **ledger.plain(cls, "retired_rows", "retired_bytes"),
             dropped=ledger.counts_of("dropped"),
-            passed=ledger.count("passed"),
             retired_rows=retired.count("rows") if retired else 0,
             retired_bytes=retired.count("bytes") if retired else 0,
-            suspect=ledger.count("suspect"),
-            synced=ledger.count("synced"),
         )
 
     @property
@@ -61,7 +205,7 @@ class Balance:
 
     @property
     def num_missing(self) -> int:
-        """Rows that were numbered and are neither written nor counted as dropped or passed."""
+        """Rows that were numbered and are neither written, nor counted as dropped or passed."""
         return self.observed - self.written - self.num_dropped - self.passed
 
     @property
@@ -83,23 +227,19 @@ class RunManifest:
     """`_run.json`."""
 
     version: tuple[int, int] = FORMAT_VERSION
-    """Major and minor of the format."""
     run_id: str | None = None
     name: str | None = None
-    """What people call the run; None where the manifest gives no name, or no text as one."""
     world_size: int | None = None
-    """Ranks that the run was started with, where it says so."""
     created_ns: int | None = None
     merged_from: MergedFrom | None = None
     """None unless it is the output of a merge."""
     members: Mapping[str, Any] = field(default_factory=dict)
-    """All that it says, also what no field holds."""
     problems: tuple[str, ...] = ()
-    """Members that are something else than they should be; a sentence each."""
+    """A sentence for each member of an unexpected kind."""
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> RunManifest:
-        """From an object of unknown origin; `check_version` judges whether it is a manifest of ours at all."""
+        """Read untrusted JSON; `check_version` judges whether it is a manifest of ours at all."""
         problems: list[str] = []
         members = Members(raw, problems)
         name, source = members.optional_text("name"), members.inner("merged_from")
@@ -122,32 +262,31 @@ class RunManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """What a writer's manifest and its status both say: which process it is, and how far it has come."""
+    """The members that a writer's manifest and its status share: which process it is, and its state."""
 
     writer: str = ""
-    """Its name, as it gives it."""
     attempt: int = 0
     state: str = ""
     """``recording``, ``closed``, or ``failed`` where its thread has given up."""
     host: str = ""
     pid: int = 0
     process: str | None = None
-    """Which process of that number."""
+    """Tells processes apart that had one pid."""
     started_ns: int = 0
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> Lifetime:
-        return Lifetime(**_lifetime(Members(raw)))
+        return Lifetime(**Members(raw).plain(Lifetime))
 
     @property
     def is_running(self) -> bool | None:
-        """Whether its process still runs; None where that cannot be told from here."""
+        """Whether the process still runs; None where that cannot be seen from here."""
         return runs(self.host, self.pid, self.process)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSetting:
-    """A setting that was in force, and who gave it."""
+    """A setting that was in force, and where it came from."""
 
     value: Any
     source: str
@@ -155,42 +294,36 @@ class RecordedSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedEvent:
-    """What the recorder itself had to say."""
+    """A message of the recorder itself."""
 
     kind: str
     message: str
     members: Mapping[str, Any]
-    """All of it, also what no field holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingDump:
-    """The steps that a trigger asked a writer for, and what it wrote of them."""
+    """The steps that a trigger asked a writer for, and what the writer wrote of them."""
 
     first_step: int
     last_step: int
     reason: str
     by: str
-    """Who saw it: a rank, or a user and a host."""
+    """Who asked: a rank, or a user and a host."""
     time_ns: int
     num_rows: int
     num_bytes: int
-    """Bytes of the payloads, before they were encoded."""
     missed: tuple[int, ...]
-    """The first of the steps that the writer had given up by then."""
+    """The first steps that the writer had already dropped."""
     num_missed: int
 
     @classmethod
     def read(cls, members: Members) -> RingDump:
-        """From an object of unknown origin."""
+        """Read untrusted JSON."""
         missed = members.raw.get("missed")
         steps = [step for step in missed if type(step) is int and step >= 0] if isinstance(missed, list) else []
         return cls(
-            first_step=members.count("first_step"),
-            last_step=members.count("last_step"),
-            reason=members.text("reason"),
-            by=members.text("by"),
-            time_ns=members.count("time_ns"),
+            **members.plain(cls, "num_rows", "num_bytes", "num_missed"),
             num_rows=members.count("rows"),
             num_bytes=members.count("bytes"),
             missed=tuple(steps),
@@ -200,23 +333,27 @@ class RingDump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetiredEarlier:
-    """What a writer has deleted of an earlier one of its rank."""
+    """What a writer has deleted of an earlier writer of its rank."""
 
     shards: Mapping[str, Balance]
-    """By the sealed names of shards, how much they held as `retired_rows` and `retired_bytes`."""
+    """By sealed name of each shard, what it held, as `retired_rows` and `retired_bytes`."""
     balance: Balance
-    """The earlier one's accounts, where a deleted shard held the newest."""
+    """The earlier writer's accounts, where a deleted shard held the newest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedWriter:
-    """In a merged run, what is left of a writer that it was merged from."""
+    """In a merged run, a writer of the source."""
 
     rank: int | None
     writer: str
     state: str
     ending: str
     balance: Balance
+
+    @classmethod
+    def read(cls, members: Members) -> MergedWriter:
+        return cls(**members.plain(cls), balance=Balance.read(members))
 
     @property
     def has_lost(self) -> bool:
@@ -226,44 +363,40 @@ class MergedWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterManifest(Lifetime):
-    """`_writer.json`. Without an argument it is that of a writer which has not yet said anything."""
+    """`_writer.json`. Without arguments, the manifest of a writer that has not written one yet."""
 
     run_id: str | None = None
     local_rank: int | None = None
     node_rank: int | None = None
     world_size: int = 0
-    """Ranks of the writer's launch; 0 where the manifest does not say."""
+    """Ranks of the writer's launch; 0 where unknown."""
     step_source: str | None = None
     balance: Balance = field(default_factory=Balance)
     retired_earlier: Mapping[str, RetiredEarlier] = field(default_factory=dict)
     """By the name of an earlier writer."""
     restarted: str = ""
-    """The error after which the writer began anew; empty where it did not."""
+    """The error after which the writer started again; empty without one."""
     roots: tuple[RecordedRoot, ...] = ()
     rules: tuple[str, ...] = ()
     settings: Mapping[str, RecordedSetting] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the package, of Python and of torch."""
     events: tuple[RecordedEvent, ...] = ()
     commands: tuple[Answer, ...] = ()
-    """What became of the commands that the run was sent while it was under way, by number."""
+    """The answers to commands that were sent while the run was under way, by number."""
     dumps: tuple[RingDump, ...] = ()
-    """What triggers asked for."""
     autoload: bool = False
-    """Whether the environment asked for the recording, and not the program."""
+    """True where the environment asked for the recording, and not the program."""
     merged_writers: tuple[MergedWriter, ...] = ()
     members: Mapping[str, Any] = field(default_factory=dict)
-    """All that it says, also what no field holds, for whoever writes it again; empty where there is no manifest."""
+    """Everything that the manifest says, for whoever writes it again; empty where there is none."""
     problems: tuple[str, ...] = ()
-    """Members that are something else than they should be; a sentence each."""
+    """A sentence for each member of an unexpected kind."""
 
     @classmethod
     def read(cls, raw: dict[str, Any], shared: Shared | None = None) -> WriterManifest:
-        """From an object of unknown origin; `check_version` judges whether it is a manifest of ours at all.
+        """Read untrusted JSON, which the manifest keeps; `check_version` judges whether it is ours at all.
 
-        Args:
-            raw: the object; it is the manifest's own from now on.
-            shared: holds what manifests of one run say alike.
+        `shared` holds what the manifests of one run have in common.
         """
         shared = shared or Shared()
         for key, value in raw.items():
@@ -271,21 +404,17 @@ class WriterManifest(Lifetime):
                 raw[key] = shared.once(key, value)
         problems: list[str] = []
         members = Members(raw, problems)
-        roots, wrong = shared.made(raw.get("roots"), lambda: _roots(raw))
+        wrong: list[str] = []
+        listed = Members(raw, wrong).list_inner
+        roots, wrong = shared.made(raw.get("roots"), lambda: (tuple(map(RecordedRoot.read, listed("roots"))), wrong))
         earlier = members.all_inner("retired_earlier")
         settings = members.all_inner("settings")
         return cls(
-            **_lifetime(members),
+            **members.plain(cls, "run_id", "problems"),
             run_id=_printable(members.optional_text("run_id")),
-            local_rank=members.optional_count("local_rank"),
-            node_rank=members.optional_count("node_rank"),
-            world_size=members.count("world_size"),
-            step_source=members.optional_text("step_source"),
             balance=Balance.read(members.inner("ledger")),
             retired_earlier={name: _retired_earlier(one) for name, one in earlier.items()},
-            restarted=members.text("restarted"),
             roots=roots,
-            rules=members.texts("rules"),
             settings={
                 name: RecordedSetting(value=one.raw.get("value"), source=one.text("source"))
                 for name, one in settings.items()
@@ -297,41 +426,19 @@ class WriterManifest(Lifetime):
             ),
             commands=tuple(map(Answer.read, members.list_inner("commands"))),
             dumps=tuple(map(RingDump.read, members.list_inner("dumps"))),
-            autoload=members.flag("autoload"),
-            merged_writers=tuple(map(_merged_writer, members.list_inner("merged_writers"))),
+            merged_writers=tuple(map(MergedWriter.read, members.list_inner("merged_writers"))),
             members=raw,
             problems=(*problems, *wrong),
         )
 
     def in_force(self, rules: Sequence[Rule]) -> list[Rule]:
-        """The writer's own rules, already read, and those that it was sent, each with the steps at which it held.
-
-        Raises:
-            ConfigError: a rule that it was sent is none.
-        """
+        """The writer's own rules and those it was sent, each with its steps. ConfigError: a sent rule is invalid."""
         return rules_in_force(rules, self.commands)
 
     def whole_setting(self, name: str) -> int:
-        """The value of a setting that is a whole number; 0 where it is none."""
+        """The value of a setting that is a whole number, else 0."""
         value = self.settings[name].value if name in self.settings else 0
         return value if type(value) is int else 0
-
-
-def _lifetime(members: Members) -> dict[str, Any]:
-    return {
-        "writer": members.text("writer"),
-        "attempt": members.count("attempt"),
-        "state": members.text("state"),
-        "host": members.text("host"),
-        "pid": members.count("pid"),
-        "process": members.optional_text("process"),
-        "started_ns": members.count("started_ns"),
-    }
-
-
-def _roots(raw: dict[str, Any]) -> tuple[tuple[RecordedRoot, ...], list[str]]:
-    problems: list[str] = []
-    return tuple(map(RecordedRoot.read, Members(raw, problems).list_inner("roots"))), problems
 
 
 def _retired_earlier(members: Members) -> RetiredEarlier:
@@ -345,16 +452,6 @@ def _retired_earlier(members: Members) -> RetiredEarlier:
     )
 
 
-def _merged_writer(members: Members) -> MergedWriter:
-    return MergedWriter(
-        rank=members.optional_count("rank"),
-        writer=members.text("writer"),
-        state=members.text("state"),
-        ending=members.text("ending"),
-        balance=Balance.read(members),
-    )
-
-
 def _printable(text: str | None) -> str | None:
-    """A text without halves of characters, which JSON may hold and UTF-8 may not."""
+    """A text without lone surrogates, which JSON may hold and UTF-8 may not."""
     return None if text is None else text.encode(errors="backslashreplace").decode()

@@ -1,30 +1,34 @@
-"""The files of a run directory beside its rows: their names, the version of the format, and the text of JSON files.
+"""The files of a run directory beside its rows: their names, the version of the format, and their JSON.
 
-Needs neither numpy nor pyarrow. Must never take a name that was found on disk for a path.
+Manifests are untrusted input: `Members` reads each member as the kind that is expected. A member that is missing or
+null has its default; a member of another kind has it too, is taken out of the object, and a sentence says where it was
+and what was expected. Needs neither numpy nor pyarrow. Must never use a name that was found on disk as a path.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 from crc32c import crc32c
 
 from ..errors import CorruptError, NotARunError, UnsupportedError, install_line
 from ..sites import FORMAT_NAME, FORMAT_VERSION
-from .members import parse_object
 
 RUN_MANIFEST = "_run.json"
 WRITER_MANIFEST = "_writer.json"
 MERGE_MANIFEST = "_merge.json"
-"""In the output of a merge, before it is a run: of which run it is, and with which options."""
+"""In the output of a merge: the run that it is made of, and the options."""
 SHARD_KINDS = ("tensors", "stats")
 MAX_MANIFEST_BYTES = 64 << 20
-"""50,000 modules with their sites need 15 MB; what is larger was not written by us."""
+"""50,000 modules with their sites need 15 MB; a larger file is not ours."""
 
 CHECKSUM = "crc32c"
 """First member of a manifest: CRC32C of all bytes after the comma that follows it."""
@@ -34,11 +38,11 @@ _RANK_DIR = re.compile(r"rank=([0-9]{5,9})")
 _SHARD = re.compile(rf"({'|'.join(SHARD_KINDS)})-([0-9]{{6,9}})\.arrow")
 _OPEN_PREFIX = "_"
 OPEN_SUFFIX = ".open"
-"""How the name of a shard ends while it is being written."""
+"""The end of the name of a shard that is being written."""
 
 
 class ShardName(NamedTuple):
-    """What a shard's file name says."""
+    """The parts of a shard's file name."""
 
     kind: str
     number: int
@@ -76,7 +80,7 @@ def index_name(shard: str) -> str:
 
 
 def parse_shard_name(name: str) -> ShardName | None:
-    """What a file name says, for `shard_name` and `open_name` alike; None for any other name."""
+    """The parts of a name made by `shard_name` or `open_name`; None for any other name."""
     is_open = name.startswith(_OPEN_PREFIX) and name.endswith(OPEN_SUFFIX)
     match = _SHARD.fullmatch(name[len(_OPEN_PREFIX) : -len(OPEN_SUFFIX)] if is_open else name)
     if match is None or match[0] != shard_name(match[1], int(match[2])):
@@ -85,7 +89,7 @@ def parse_shard_name(name: str) -> ShardName | None:
 
 
 def encode_manifest(obj: Mapping[str, object]) -> bytes:
-    """The text of a manifest, which has a member at least: JSON that begins with the checksum of all after it."""
+    """The text of a manifest with at least one member: JSON that begins with the checksum of everything after it."""
     rest = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()[1:]
     return b'{"%s":"%08x",%s' % (CHECKSUM.encode(), crc32c(rest), rest)
 
@@ -95,7 +99,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
 
     Raises:
         NotARunError: there is no such regular file.
-        CorruptError: it is too large, holds no JSON object, or not what its checksum says.
+        CorruptError: it is too large, holds no JSON object, or its checksum differs.
     """
     try:
         # O_NONBLOCK: opening a FIFO would wait for a writer, for ever.
@@ -106,7 +110,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotARunError(f"{path}: not a regular file; expected a manifest of a run")
         with open(descriptor, "rb", closefd=False) as file:
-            # Python takes the memory for all that may come, before it reads.
+            # Python allocates the memory for `max_bytes` before it reads.
             text = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
     finally:
         os.close(descriptor)
@@ -116,11 +120,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """The object in the text of a manifest, which is called `where`.
-
-    Raises:
-        CorruptError: it holds no JSON object, or not what its checksum says.
-    """
+    """The object in a manifest called `where`. CorruptError: it holds no JSON object, or its checksum differs."""
     head = _CHECKSUM.match(text)
     if head is not None and b"%08x" % crc32c(text[head.end() :]) != head[1]:
         raise CorruptError(f"{where}: its bytes are not those that were written; the checksum differs")
@@ -134,7 +134,7 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
 
 
 def check_version(raw: Mapping[str, Any], where: str) -> None:
-    """See that a manifest is ours and of a major version that this package reads.
+    """Check that a manifest is ours and of a major version that this package reads.
 
     Raises:
         NotARunError: the manifest is of another format.
@@ -155,16 +155,16 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
 
 STATUS = "_status.json"
 STATUS_BYTES = 4096
-"""The file always has this size: one block, which the kernel replaces as a whole wherever it can."""
+"""The file always has this size: one block, which the kernel replaces at once wherever it can."""
 OTHER_REASONS = "other"
-"""What drops are called whose reasons have no room."""
+"""The name for drops whose reasons have no room."""
 _MAX_REASONS = 24
 _MAX_ANSWERS = 8
 _MAX_TEXT = 200
 
 
 def encode_status(facts: Mapping[str, object]) -> bytes:
-    """The whole file: the JSON of a manifest with its checksum in front, made up to its size by a member of blanks."""
+    """The file of a status: a manifest that a member of blanks pads to its size."""
     facts = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
     dropped = facts.get("dropped")
     for num_reasons, num_commands in ((_MAX_REASONS, _MAX_ANSWERS), (1, _MAX_ANSWERS), (1, 1), (0, 0)):
@@ -185,3 +185,197 @@ def _largest(dropped: Mapping[str, int], num_reasons: int) -> dict[str, int]:
     by_count = sorted(dropped.items(), key=lambda item: -item[1])
     kept = {reason[:_MAX_TEXT]: count for reason, count in by_count[:num_reasons]}
     return {**kept, OTHER_REASONS: kept.get(OTHER_REASONS, 0) + sum(count for _, count in by_count[num_reasons:])}
+
+
+_MAX_PROBLEMS = 100
+_MAX_SHOWN = 40
+_MAX_SHARED = 8
+"""So many different values of a member are compared with each further value."""
+Made = TypeVar("Made")
+
+
+def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """The JSON object in a text. CorruptError: there is none; the message begins with `where`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{where}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+class Members:
+    """One JSON object, and its place in its file.
+
+    `problems` takes a sentence for each member of an unexpected kind. The object `above` calls this one `key`.
+    """
+
+    __slots__ = ("_above", "_key", "_problems", "raw")
+
+    def __init__(
+        self, raw: dict[str, Any], problems: list[str] | None = None, key: str = "", above: Members | None = None
+    ) -> None:
+        self.raw = raw
+        self._problems = problems if problems is not None else []
+        self._key = key
+        self._above = above
+
+    def text(self, key: str) -> str:
+        """A text; empty by default."""
+        value: Any = self.raw.get(key)
+        if isinstance(value, str):
+            return value
+        self._refuse(key, value, "a text")
+        return ""
+
+    def optional_text(self, key: str) -> str | None:
+        """A text; None where there is none, and empty where it is something else."""
+        return None if self.raw.get(key) is None else self.text(key)
+
+    def count(self, key: str) -> int:
+        """A whole number from 0 on that fits 63 bits; 0 by default."""
+        return self.optional_count(key) or 0
+
+    def optional_count(self, key: str) -> int | None:
+        """A `count`; None where there is none."""
+        value: Any = self.raw.get(key)
+        if type(value) is int and 0 <= value < 1 << 63:
+            return value
+        self._refuse(key, value, "a whole number, not negative")
+        return None
+
+    def number(self, key: str, below: float = 1e12) -> float:
+        """A finite number from 0 up to a bound; 0 by default."""
+        value: Any = self.raw.get(key)
+        if type(value) in (int, float) and math.isfinite(value) and 0 <= value < below:
+            return float(value)
+        self._refuse(key, value, f"a number from 0 to {below:g}")
+        return 0.0
+
+    def flag(self, key: str) -> bool:
+        """True or false; false by default."""
+        value: Any = self.raw.get(key)
+        if not isinstance(value, bool):
+            self._refuse(key, value, "true or false")
+        return value is True
+
+    def optional_flag(self, key: str) -> bool | None:
+        """A `flag`; None where it is neither true nor false."""
+        self.flag(key)
+        value: Any = self.raw.get(key)
+        return value if isinstance(value, bool) else None
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """The texts of a list."""
+        return tuple(self._chosen(key, lambda one: isinstance(one, str), "a list of texts"))
+
+    def counts_of(self, key: str) -> dict[str, int]:
+        """The counts of an object by name, without those that are 0."""
+        inner = self.inner(key)
+        return {} if inner is None else {name: count for name in list(inner.raw) if (count := inner.count(name))}
+
+    def texts_of(self, key: str) -> dict[str, str]:
+        """The texts of an object by name."""
+        inner = self.inner(key)
+        return {} if inner is None else {name: text for name in list(inner.raw) if (text := inner.optional_text(name))}
+
+    def ranks(self, key: str, max_ranks: int, max_rank: int) -> tuple[int, ...]:
+        """Ranks, each once; none where one cannot be a rank, or where there are too many."""
+        value: Any = self.raw.get(key)
+        is_sound = isinstance(value, list) and len(value) <= max_ranks
+        if is_sound and all(type(rank) is int and 0 <= rank < max_rank for rank in value):
+            return tuple(dict.fromkeys(value))
+        self._refuse(key, value, f"a list of at most {max_ranks} ranks")
+        return ()
+
+    def inner(self, key: str) -> Members | None:
+        """An object; None where there is none."""
+        value: Any = self.raw.get(key)
+        if isinstance(value, dict):
+            return Members(value, self._problems, key, self)
+        self._refuse(key, value, "an object")
+        return None
+
+    def all_inner(self, key: str) -> dict[str, Members]:
+        """The objects inside an object, by name."""
+        inner = self.inner(key)
+        objects = {name: inner.inner(name) for name in list(inner.raw)} if inner is not None else {}
+        return {name: one for name, one in objects.items() if one is not None}
+
+    def list_inner(self, key: str) -> list[Members]:
+        """The objects of a list."""
+        objects = self._chosen(key, lambda one: isinstance(one, dict), "a list of objects")
+        return [Members(one, self._problems, f"{key}[{number}]", self) for number, one in enumerate(objects)]
+
+    def plain(self, kind: Any, *but: str) -> dict[str, Any]:
+        """The members that a dataclass has fields of plain types for, under the same names; but some."""
+        return {name: read(self, name) for name, read in _plain_fields(kind) if name not in but}
+
+    def _chosen(self, key: str, is_sound: Callable[[Any], bool], expected: str) -> list[Any]:
+        value: Any = self.raw.get(key)
+        if not isinstance(value, list):
+            self._refuse(key, value, expected)
+            return []
+        sound = [one for one in value if is_sound(one)]
+        if len(sound) < len(value):
+            self._refuse(key, next(one for one in value if not is_sound(one)), f"{expected}, in every item")
+            self.raw[key] = sound
+        return sound
+
+    def _refuse(self, key: str, value: Any, expected: str) -> None:
+        if value is None:
+            return
+        self.raw.pop(key, None)
+        if len(self._problems) < _MAX_PROBLEMS:
+            shown = repr(value)
+            shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+            self._problems.append(f"{self._path(key)} is {shown}, expected {expected}")
+
+    def _path(self, key: str) -> str:
+        path, at = key, self
+        while at is not None and at._above is not None:
+            path, at = f"{at._key}.{path}", at._above
+        return path
+
+
+_READERS: dict[Any, Callable[[Members, str], Any]] = {
+    "str": Members.text,
+    "str | None": Members.optional_text,
+    "int": Members.count,
+    "int | None": Members.optional_count,
+    "bool": Members.flag,
+    "bool | None": Members.optional_flag,
+    "tuple[str, ...]": Members.texts,
+}
+"""How a member is read that a dataclass has a field for, by the type of the field as it is written."""
+
+
+@lru_cache(maxsize=64)
+def _plain_fields(kind: Any) -> list[tuple[str, Callable[[Members, str], Any]]]:
+    return [(field.name, _READERS[field.type]) for field in dataclasses.fields(kind) if field.type in _READERS]
+
+
+class Shared:
+    """Keeps equal members of several manifests once: each of 4,096 ranks lists all ranks and all modules."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[Any]] = {}
+        self._made: dict[int, tuple[Any, Any]] = {}
+        """By the identity of a value, the value itself, which must live on, and the result of `make`."""
+
+    def once(self, key: str, value: Any) -> Any:
+        """A value, or an equal one that this member had in an earlier manifest."""
+        known = self._known.setdefault(key, [])
+        same = next((one for one in known if one == value), value)
+        if same is value:
+            known[:] = [value, *known[: _MAX_SHARED - 1]]
+        return same
+
+    def made(self, value: Any, make: Callable[[], Made]) -> Made:
+        """The result of `make` for a value, made once."""
+        known = self._made.get(id(value))
+        if known is None:
+            known = self._made[id(value)] = value, make()
+        earlier: Made = known[1]
+        return earlier

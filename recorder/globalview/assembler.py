@@ -1,4 +1,4 @@
-"""The payload of a global tensor: rows of several ranks, by their plan, to parts of one.
+"""The payload of a global tensor, put together by its plan from the rows of several ranks.
 
 Must never decode where frames can be laid side by side, and never hold more than a few parts at a time.
 """
@@ -34,14 +34,12 @@ _BLOCK_ITEMS = 1 << 15
 
 
 class PayloadPart(NamedTuple):
-    """A row's worth of a tensor's payload."""
+    """A row's worth of a tensor's payload; the buffers in `data` are laid end to end."""
 
     encoding: str
     data: list[memoryview]
-    """To be laid end to end."""
     payload_bytes: int
     flat_offset: int
-    """First element in the flattened tensor."""
 
     def decoded(self, dtype: str) -> npt.NDArray[np.uint8]:
         """The bytes of the elements, new and writable."""
@@ -50,18 +48,17 @@ class PayloadPart(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A recorded local tensor: its rows and what they hold."""
+    """A recorded local tensor."""
 
     dtype: str
     shape: Ints
     positions: tuple[int, ...]
-    """Positions of the rows of the value's parts, in order."""
     ends: tuple[int, ...]
     """Elements of the flattened tensor up to the end of each part."""
 
 
 class Assembler:
-    """Payloads of values, of some loaded rows. Not thread-safe."""
+    """The payloads of values among loaded rows. Not thread-safe."""
 
     def __init__(self, rows: MetadataRows, payloads: Payloads) -> None:
         self._rows = rows
@@ -72,11 +69,10 @@ class Assembler:
 
     @cached_property
     def _encoder(self) -> Encoder:
-        """For what is computed, and for what cannot be laid side by side."""
         return Encoder("auto", kernels=native.load(is_native_wanted()))
 
     def tensor(self, position: int) -> Tensor | None:
-        """The local tensor whose part 0 is at a position; None where some of its payload was not recorded."""
+        """The local tensor whose part 0 is at a position; None where a part of its payload was not recorded."""
         if position not in self._tensors:
             self._tensors[position] = self._find_tensor(position)
         return self._tensors[position]
@@ -90,7 +86,7 @@ class Assembler:
         )
 
     def _held(self, plan: Plan, positions: Sequence[int], chunk: int) -> int:
-        """The row of a chunk; of a replica whose values were not recorded, that of another one that has them."""
+        """The row of a chunk. A replica without values is replaced by another replica that has them."""
         if self.tensor(positions[chunk]) is None:
             for copies in plan.copies:
                 if copies[0] == chunk:
@@ -100,7 +96,6 @@ class Assembler:
         return positions[chunk]
 
     def dtype(self, plan: Plan, positions: Sequence[int]) -> str:
-        """The dtype of the global tensor."""
         return plan.dtype or self._rows.text("dtype", positions[0]) or ""
 
     def array(self, plan: Plan, positions: Sequence[int]) -> npt.NDArray[np.uint8]:
@@ -125,7 +120,7 @@ class Assembler:
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     def local_parts(self, position: int) -> Iterator[PayloadPart]:
-        """The payload of a rank's own tensor as it is."""
+        """The payload of a rank's own tensor, part by part, as it is stored."""
         tensor = self._whole(position)
         for part, start in zip(tensor.positions, (0, *tensor.ends), strict=False):
             encoded = self._payloads.encoded(part)
@@ -189,19 +184,17 @@ class Assembler:
         assemble(out, start, plan.global_shape, sources)
 
     def _fetch(self, position: int, low: int, high: int) -> Items:
-        """Elements of a rank's flattened tensor."""
         tensor = self._whole(position)
         items = _items(tensor.dtype)
-        chunks, start = [], 0
-        for part, end in zip(tensor.positions, tensor.ends, strict=True):
-            if low < end and start < high:
-                data = self._decoded_part(part).view(items)
-                chunks.append(data[max(low - start, 0) : high - start])
-            start = end
+        chunks = [
+            self._decoded_part(part).view(items)[max(low - start, 0) : high - start]
+            for part, start, end in zip(tensor.positions, (0, *tensor.ends), tensor.ends, strict=False)
+            if low < end and start < high
+        ]
         return chunks[0] if len(chunks) == 1 else np.concatenate([*chunks, np.empty(0, items)])
 
     def _reduce(self, fill: Fill, op: str, positions: Sequence[int], dtype: str, low: int, high: int) -> Items:
-        """Elements of a sum (or so) over ranks, computed in float64 and rounded once; whole numbers stay whole."""
+        """Elements of a reduction over ranks, computed in float64 and rounded once; integers stay integers."""
         terms = []
         for chunk, factor in fill.terms:
             tensor = self._whole(positions[chunk])
@@ -233,12 +226,7 @@ class Assembler:
         return decoded
 
     def _check_claims(self, plan: Plan, positions: Sequence[int]) -> None:
-        """Before a whole tensor is allocated: its parts must hold what their rows say, by their frames' own headers.
-
-        Raises:
-            CorruptError: one of them does not.
-            UnsupportedError: nobody here can tell, as the encoding is unknown.
-        """
+        """Before a tensor is allocated, compare what its rows say with the headers of the parts' own frames."""
         sources = self._sources(plan, positions)
         self._payloads.prepare(sources)
         for position in sources:
@@ -250,25 +238,20 @@ class Assembler:
                 raise type(error)(f"{self._where(position)}: {error}") from error
 
     def _sources(self, plan: Plan, positions: Sequence[int]) -> list[int]:
-        """The rows that go into a value, in the order of its parts."""
         terms = [term for fill in plan.fills for term in fill.terms]
         return [
             position for term in terms for position in self._whole(self._held(plan, positions, term.chunk)).positions
         ]
 
     def _decode(self, position: int) -> npt.NDArray[np.uint8]:
-        """The bytes of a part: as many as its metadata row promised, which an index may have said, not the shard."""
+        """The bytes of a part. The metadata row, which may come from an index, must have promised as many."""
         decoded = self._payloads.decoded(position)
         if len(decoded) != self._rows.numbers("payload_bytes")[position]:
             raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")
         return decoded
 
     def _whole(self, position: int) -> Tensor:
-        """The local tensor of a row.
-
-        Raises:
-            CorruptError: the rows of its parts do not make it up.
-        """
+        """The local tensor of a row. CorruptError: the rows of its parts do not make it up."""
         tensor = self.tensor(position)
         if tensor is None:
             raise CorruptError(f"{self._where(position)}: its parts are not all there, or contradict each other")
@@ -278,7 +261,6 @@ class Assembler:
         return f"{self._rows.shard_of(position)[0].path}, row seq={int(self._rows.numbers('seq')[position])}"
 
     def _find_further_parts(self) -> dict[tuple[int, int], list[int]]:
-        """Positions of parts above 0, by their writer and the seq of their part 0."""
         rows = self._rows
         parts = rows.numbers("part")
         at: Positions = np.flatnonzero(parts > 0)
@@ -312,16 +294,11 @@ class Assembler:
         return Tensor(dtype, shape, tuple(positions), tuple(ends))
 
 
-_OPS: dict[str, Any] = {
-    "sum": np.add,
-    "max": np.maximum,
-    "min": np.minimum,
-    "product": np.multiply,
-}
+_OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}
 
 
 def _as_runs(plan: Plan) -> list[Fill] | None:
-    """The parts in order where the flattened tensor is nothing but their content end to end; else None."""
+    """The fills in order, if their contents laid end to end are the flattened tensor; else None."""
     if not all(fill.is_copy for fill in plan.fills):
         return None
     runs = []
@@ -340,7 +317,7 @@ def _as_runs(plan: Plan) -> list[Fill] | None:
 
 
 def _is_exact_in_float32(dtype: str, factor: float) -> bool:
-    """Whether a product is what float64 would make of it: a power of two moves the exponent alone."""
+    """Whether the product equals that of float64: a power of two moves only the exponent."""
     return dtype in ("float32", "bfloat16", "float16") and math.frexp(factor)[0] == 0.5 and 2**-16 <= factor < 1
 
 
@@ -368,7 +345,7 @@ def _put(out: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
 
 
 def as_items(data: npt.NDArray[np.uint8], dtype: str) -> Items:
-    """Bytes as elements that can be compared: their bits."""
+    """Bytes as elements that can be compared bit by bit."""
     return data.view(_items(dtype))
 
 

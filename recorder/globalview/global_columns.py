@@ -1,4 +1,4 @@
-"""The columns of global rows: what a row of a whole tensor says where its ranks' rows say something else."""
+"""The columns of global rows: what the row of a complete tensor says differently from the rows of its ranks."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from ..errors import CorruptError
 from ..format.fingerprint import combine_fingerprints
 from ..layout.placement import Plan, Term
 from ..numerics.dtypes import ITEM_BYTES, numpy_dtype
-from ..numerics.histogram import Histogram, added
-from ..numerics.moments import combine_chunks
-from ..numerics.units import ChunkUnits, Units, joined
+from ..numerics.moments import ChunkUnits, combine_chunks, join_histograms, joined
+from ..numerics.units import Units
 from ..read.metadata import MetadataRows
 from .assembler import Assembler
 from .planner import GlobalValue
 
 NO_VALUES = "no_values"
-"""Member of a note: why a row has no values although ranks recorded some."""
+"""Member of a note: why a row has no values although some ranks recorded theirs."""
 _MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine is Combine.NOTHING)
-"""Columns that say nothing of a tensor of the whole model."""
+"""Columns without a meaning for a tensor of the complete model."""
 
 
 class GlobalColumns:
-    """The columns in which global rows differ from their first chunk's."""
+    """The columns in which global rows differ from the rows of their first chunks."""
 
     def __init__(self, metadata: MetadataRows, assembler: Assembler, values: Sequence[GlobalValue]) -> None:
         self._metadata = metadata
@@ -40,7 +39,7 @@ class GlobalColumns:
         self._values = values
         self._positions = [value.positions for value in values]
         self._lacking: dict[tuple[int, str], str] = {}
-        """By number of the value and member of its note, why it lacks what its chunks have."""
+        """By number of the value and member of its note, why the value lacks what its chunks have."""
         self._plans: list[Plan] = [value.plan for value in values if isinstance(value.plan, Plan)]
 
     def by_name(self) -> dict[str, list[Any]]:
@@ -76,13 +75,12 @@ class GlobalColumns:
         return columns
 
     def _of_firsts(self, name: str) -> list[Any]:
-        """A column of the first chunks."""
         at = np.array([positions[0] for positions in self._positions], np.int64)
         values: list[Any] = self._metadata.take(name, at).to_pylist()
         return values
 
     def _were_recorded(self, has_values: Sequence[bool]) -> list[bool]:
-        """Whether any rank recorded the values of a row; looked up for those that have none here."""
+        """Whether any rank recorded the values of a row; looked up only for rows that have no values here."""
         rows = [positions for positions, has_own in zip(self._positions, has_values, strict=True) if not has_own]
         at = np.array([position for positions in rows for position in positions], np.int64)
         is_there = iter(self._metadata.take("encoding", at).is_valid().to_pylist() if rows else ())
@@ -103,7 +101,7 @@ class GlobalColumns:
             own = texts[start : start + len(positions)]
             start += len(positions)
             if not _is_copied(plan) or any(len(fill.region.boxes) > 1 for fill in plan.fills):
-                fingerprints.append(None)  # a strided shard's was taken of it as it lies in memory
+                fingerprints.append(None)  # the fingerprint of a strided shard depends on how it lies in memory
             elif len(own) == 1 and plan.fills[0].moved is None:
                 fingerprints.append(own[0])
             else:
@@ -112,7 +110,7 @@ class GlobalColumns:
         return fingerprints
 
     def _statistics(self) -> tuple[dict[str, list[Any]], list[str | None]]:
-        """Combined statistics by name, and why some values have none."""
+        """The combined statistics by name, and for each value the reason if it has none."""
         metadata, positions, factors, starts = self._metadata, list[int](), list[float](), list[int]()
         reasons: list[str | None] = []
         for plan, value in zip(self._plans, self._values, strict=True):
@@ -142,43 +140,30 @@ class GlobalColumns:
             pieces = list(zip(histograms.to_pylist(), factors, numels.tolist(), strict=True))
             for i, (start, end) in enumerate(zip(starts, [*starts[1:], len(pieces)], strict=True)):
                 if reasons[i] is None:
-                    columns["histogram"][i] = self._histogram(i, pieces[start:end])
+                    columns["histogram"][i] = self._or_reason(i, "histogram", join_histograms(pieces[start:end]))
         columns["units"] = self._units(reasons)
         for i, plan in enumerate(self._plans):
             if reasons[i] is None and any(len(fill.terms) > 1 for fill in plan.fills):
                 reasons[i] = self._set_single(columns, i, plan)
         return columns, reasons
 
-    def _histogram(self, i: int, pieces: Sequence[tuple[bytes | None, float, float]]) -> bytes | None:
-        """The histogram of a value from those of its chunks, each with its factor and its number of elements."""
-        (first, factor, _), *others = pieces
-        if first is None or (not others and factor == 1.0):
-            return first
-        if any(data is None and numel for data, _, numel in pieces):
+    def _or_reason(self, i: int, name: str, value: bytes | str | None) -> bytes | None:
+        """The bytes of a column; where a text says why there are none, the note of the value keeps it."""
+        if isinstance(value, str):
+            self._lacking[i, f"no_{name}"] = value
             return None
-        try:
-            scaled = [Histogram.from_bytes(data).scaled(factor) for data, factor, _ in pieces if data is not None]
-        except CorruptError:
-            self._lacking[i, "no_histogram"] = "damaged"
-            return None
-        known = [one for one in scaled if one is not None]
-        if len(known) < len(scaled):
-            self._lacking[i, "no_histogram"] = "scaled by a factor that is no power of two"
-            return None
-        return added(known).to_bytes()
+        return value
 
     def _units(self, reasons: Sequence[str | None]) -> list[bytes | None]:
-        """Sums over the units of each value; None where its statistics are missing too, for the reason given."""
-        units: list[bytes | None] = [None] * len(self._plans)
         if self._metadata.column("units").null_count == self._metadata.num_rows:
-            return units
-        for i, plan in enumerate(self._plans):
-            if reasons[i] is None and plan.fills:
-                units[i] = self._units_of(i, plan)
-        return units
+            return [None] * len(self._plans)
+        return [
+            self._or_reason(i, "units", self._units_of(i, plan)) if reasons[i] is None and plan.fills else None
+            for i, plan in enumerate(self._plans)
+        ]
 
-    def _units_of(self, i: int, plan: Plan) -> bytes | None:
-        """The sums over the units of a value, from those of its chunks: units side by side, or added."""
+    def _units_of(self, i: int, plan: Plan) -> bytes | str | None:
+        """The sums over the units of a value, from those of its chunks; a text says why there are none."""
         positions = self._values[i].positions
         terms = [fill.terms[0] for fill in plan.fills]
         at = np.array([positions[term.chunk] for term in terms], np.int64)
@@ -194,12 +179,10 @@ class GlobalColumns:
             try:
                 units = Units.from_bytes(data, parse_shape(text))
             except CorruptError:
-                self._lacking[i, "no_units"] = "damaged"
-                return None
+                return "damaged"
             boxes = fill.region.boxes
             if sum(box.numel for box in boxes) != numel or any(len(box.start) <= units.dim for box in boxes):
-                self._lacking[i, "no_units"] = "a chunk is no box of the tensor"
-                return None
+                return "a chunk is no box of the tensor"
             ranges = {(box.local_start[units.dim], box.start[units.dim], box.shape[units.dim]) for box in boxes}
             pieces.append(ChunkUnits(units.scaled(term.factor) if term.factor != 1.0 else units, sorted(ranges)))
         if not pieces:
@@ -207,38 +190,38 @@ class GlobalColumns:
         try:
             return joined(pieces, plan.global_shape, pieces[0].units.dim).to_bytes()
         except ValueError as error:
-            self._lacking[i, "no_units"] = str(error)
-            return None
+            return str(error)
 
     def _set_single(self, columns: dict[str, list[Any]], i: int, plan: Plan) -> str | None:
-        """Statistics of a value of one element that is a sum over ranks, or why it has none."""
+        """Set the statistics of a value of one element that is a sum over ranks; return the reason if it has none."""
         value, terms = self._values[i], plan.fills[0].terms
-        means = self._metadata.take("mean", np.array([value.positions[term.chunk] for term in terms])).to_pylist()
-        known = [mean for mean in means if mean is not None]
-        dtype = plan.dtype or self._metadata.text("dtype", self._values[i].positions[0]) or ""
         for name in DETAILS:
             if any(self._metadata.take(name, np.array(value.positions)).is_valid().to_pylist()):
                 self._lacking[i, f"no_{name}"] = "reduced over ranks"
         for name in (*STATISTICS, *COUNTS, *DETAILS):
             columns[name][i] = None
+        at = np.array([value.positions[term.chunk] for term in terms])
+        means = self._metadata.take("mean", at).to_pylist()
+        known = [mean for mean in means if mean is not None]
         if len(known) < len(means):
-            at = np.array([value.positions[term.chunk] for term in terms])
-            counts = {name: sum(filter(None, self._metadata.take(name, at).to_pylist())) for name in NONFINITE}
-            if not any(counts.values()):
+            nan_count, inf_count = (sum(filter(None, self._metadata.take(n, at).to_pylist())) for n in NONFINITE)
+            if not nan_count and not inf_count:
                 return "not measured on some rank"
-            is_nan = counts["nan_count"] > 0
-            for name, count in (("nan_count", int(is_nan)), ("inf_count", int(not is_nan)), ("zero_count", 0)):
-                columns[name][i] = count
-            return None
-        x = float(sum(mean * term.factor for mean, term in zip(known, terms, strict=True)))
-        with np.errstate(over="ignore"):  # the value is that of the row's own dtype
-            x = float(np.float64(x).astype(numpy_dtype(dtype)))
-        if not np.isfinite(x):
-            columns["nan_count"][i], columns["inf_count"][i], columns["zero_count"][i] = 0, 1, 0
-            return None
-        sets = {"mean": x, "std": 0.0, "min": x, "max": x, "absmax": abs(x), "l2": abs(x), "sum": x, "sum_sq": x * x}
-        sets |= {"sum_abs": abs(x), "sum_fourth": (x * x) * (x * x)}
-        for name, number in (sets | {"nan_count": 0, "inf_count": 0, "zero_count": int(x == 0)}).items():
+            sets: dict[str, float] = {
+                "nan_count": int(nan_count > 0),
+                "inf_count": int(nan_count == 0),
+                "zero_count": 0,
+            }
+        else:
+            x = float(sum(mean * term.factor for mean, term in zip(known, terms, strict=True)))
+            dtype = plan.dtype or self._metadata.text("dtype", value.positions[0]) or ""
+            with np.errstate(over="ignore"):  # the row's own dtype may not hold the sum
+                x = float(np.float64(x).astype(numpy_dtype(dtype)))
+            sets = {"nan_count": 0, "inf_count": int(not np.isfinite(x)), "zero_count": int(x == 0)}
+            if np.isfinite(x):
+                sets |= {"mean": x, "std": 0.0, "min": x, "max": x, "absmax": abs(x), "l2": abs(x), "sum": x}
+                sets |= {"sum_sq": x * x, "sum_abs": abs(x), "sum_fourth": (x * x) * (x * x)}
+        for name, number in sets.items():
             columns[name][i] = number
         return None
 
@@ -250,7 +233,6 @@ def _is_copied(plan: Plan) -> bool:
 def _note(
     plan: Plan, value: GlobalValue, reason: str | None, has_values: bool, was_recorded: bool, text: str | None
 ) -> str | None:
-    """The row's note: what its first chunk says, and what became of it here."""
     note = note_members(text)
     note |= {key: list(item) if isinstance(item, tuple) else item for key, item in plan.note}
     if reason is not None:
@@ -272,7 +254,7 @@ def _note(
 
 
 def with_member(note: str | None, name: str, value: object) -> str:
-    """A row's note with one more member."""
+    """A row's note with a further member."""
     return as_json(note_members(note) | {name: value})
 
 
@@ -287,5 +269,5 @@ def _sizes_text(numbers: tuple[int, ...]) -> str:
 
 
 def as_json(value: object) -> str:
-    """JSON as the rows have it."""
+    """Compact JSON, as rows hold it."""
     return json.dumps(value, separators=(",", ":"))

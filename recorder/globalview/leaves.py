@@ -1,15 +1,15 @@
 """Infers from rows whether the ranks hold equal values of a leaf, and along which dim the leaf has the batch.
 
-The layout of a leaf is a property of the leaf, so that no step is judged by itself: NaN, constants and slices repeated
-along the batch are alike in copies and in batches, and prove nothing. Must never answer by the step that is asked
-about: whatever part of a run is looked at, the answer is the same.
+The layout is a property of the leaf, so no step is judged by itself: NaN, constants and slices repeated along the batch
+are equal in copies and in batches, and prove nothing. The answer must never depend on the step that is asked about, nor
+on the part of the run that is looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,10 @@ ChunkKeys = tuple[tuple[int, int], ...]
 
 
 class Leaf(NamedTuple):
-    """What is recorded again and again under one name."""
+    """A tensor that is recorded again and again under one name."""
 
     root: str
     stage: int
-    """The stage of a pipeline; `NONE` where there is no pipeline."""
     module_path: str
     site: str
     name: str
@@ -43,51 +42,47 @@ class Leaf(NamedTuple):
 
 
 class Observation(Enum):
-    """What the values of one moment say of their layout."""
+    """What the ranks' values at one moment say about their layout."""
 
     NOTHING = 0
-    """Copies and batches are alike in them."""
+    """Copies and batches could both look like this."""
     REPEATED = 1
-    """They are equal, and each is one slice again and again along what may be the batch."""
+    """The values are equal, and each is one slice repeated along a dim that may be the batch."""
     UNEQUAL = 2
     PERHAPS = 3
-    """They are equal, and nothing says why a batch should be."""
+    """The values are equal, and nothing says why batches should be."""
     EQUAL = 4
-    """They are equal, and no batch could be."""
+    """The values are equal, and batches could not be."""
 
 
 class BatchDims(NamedTuple):
-    """What is known of a leaf at one moment, where its batch is known."""
+    """The sizes of the ranks' batches at one moment, and the dims of a leaf that have these sizes."""
 
     sizes: tuple[int, ...]
-    """Sizes of the ranks' batches."""
     dims: frozenset[int]
-    """Along which the ranks' tensors have just these sizes; 0 also for a multiple of them."""
+    """Dim 0 also counts where its sizes are a multiple of the batches' sizes."""
 
 
 class Sample(NamedTuple):
-    """The values of some steps, of all leaves: what is known of each value, which has a number."""
+    """The values of the sampled steps, of all leaves. Each value has a number."""
 
     grouped: GroupedRows
     leaves: Mapping[Leaf, Integers]
-    """The values of each leaf, in the order of execution."""
     calls: Integers
-    """For each value, a number for the call of a module on a rank that it is of."""
+    """For each value, its moment (step, micro-step, stage) and the call of a module that it belongs to, as numbers."""
     order: Integers
-    """The values in the order of execution."""
     look: Callable[[int, ChunkKeys | None], Observation]
-    """At the chunks of one value, or at some of them."""
+    """Compares the chunks of one value, or some of them."""
     moment: Callable[[int], BatchDims | None]
-    """None where the batch is not known."""
+    """Finds the dims that may be the batch; None where the batch is not known."""
     cut: Callable[[int, ChunkKeys], int | NoPlan | None]
-    """Along which dim the chunks of one value, of ranks that share a batch, are cut; None where some are missing."""
+    """Finds the dim along which chunks of ranks that share a batch are cut; None where some chunks are missing."""
 
 
 class Leaves:
-    """The leaves of a run. Nothing is read before the first question."""
+    """The leaves of a run. The first question asks for the sample, which is None where there are no values."""
 
     def __init__(self, sample: Callable[[], Sample | None]) -> None:
-        """Made of a sample of the run, which is asked for once; None where there are no values."""
         self._make = sample
         self._loaded: tuple[Sample | None, Flags, Flags] | None = None
         self._known: dict[tuple[Leaf, ChunkKeys | None], Replication] = {}
@@ -96,14 +91,14 @@ class Leaves:
         self._cuts: dict[tuple[Leaf, ChunkKeys], set[int]] = {}
 
     def replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
-        """How the tensors of all ranks that have a leaf stand to each other, or those of some of them."""
+        """Whether the tensors of all ranks that have a leaf, or of some chunks, are copies of each other."""
         key = leaf, chunks
         if key not in self._known:
             self._known[key] = self._judge(leaf, chunks)
         return self._known[key]
 
     def batch_dim(self, leaf: Leaf) -> int | None:
-        """The dim that is the batch wherever that is known; None where nothing tells, or the dims are several."""
+        """The dim that is the batch wherever the batch is known; None where no step tells, or several dims remain."""
         if leaf not in self._dims:
             moments = self._moments(leaf)
             common = frozenset.intersection(*(one.dims for one in moments)) if moments else frozenset()
@@ -111,12 +106,12 @@ class Leaves:
         return self._dims[leaf]
 
     def cut_dims(self, leaf: Leaf, chunks: ChunkKeys) -> set[int]:
-        """Along which dims the chunks of ranks that share a batch are cut, by the moments that tell."""
+        """The dims along which the chunks of ranks that share a batch are cut, from all moments that tell."""
         key = leaf, chunks
         if key not in self._cuts:
             sample, every = self._values_of(leaf)
             _, is_void, _ = self._load()
-            numbers = self._spread([number for number in every if not is_void[number]])
+            numbers = _a_few([number for number in every if not is_void[number]])
             dims = [sample.cut(number, chunks) for number in numbers] if sample is not None else []
             self._cuts[key] = {dim for dim in dims if isinstance(dim, int)}
         return self._cuts[key]
@@ -126,20 +121,16 @@ class Leaves:
         key = root, mode, name
         if key not in self._varying:
             sample, _, _ = self._load()
-            own = (
-                []
-                if sample is None
-                else [
-                    numbers
-                    for leaf, numbers in sample.leaves.items()
-                    if (leaf.module_path, leaf.site) == ("", "input") and (leaf.root, leaf.mode, leaf.name) == key
-                ]
+            leaves = {} if sample is None else sample.leaves
+            self._varying[key] = sample is not None and any(
+                bool((sample.grouped.equal[numbers] == 0).any())
+                for leaf, numbers in leaves.items()
+                if (leaf.module_path, leaf.site) == ("", "input") and (leaf.root, leaf.mode, leaf.name) == key
             )
-            self._varying[key] = any(bool((sample.grouped.equal[some] == 0).any()) for some in own if sample)
         return self._varying[key]
 
     def _load(self) -> tuple[Sample | None, Flags, Flags]:
-        """The sample, which of its values are void, and which are in doubt."""
+        """The sample, which of its values say nothing, and which are in doubt."""
         if self._loaded is None:
             sample, nothing = self._make(), np.zeros(0, bool)
             self._loaded = sample, *((nothing, nothing) if sample is None else _find_void(sample))
@@ -150,14 +141,9 @@ class Leaves:
         values = None if sample is None else sample.leaves.get(leaf)
         return sample, [] if values is None else values.tolist()
 
-    def _spread(self, numbers: Sequence[int]) -> list[int]:
-        """A few of them, the first and the last among these."""
-        few = min(len(numbers), _MAX_LOOKED_AT)
-        return [numbers[i] for i in dict.fromkeys(np.linspace(0, len(numbers) - 1, few).round().astype(int).tolist())]
-
     def _moments(self, leaf: Leaf) -> list[BatchDims]:
         sample, numbers = self._values_of(leaf)
-        moments = [sample.moment(number) for number in self._spread(numbers)] if sample is not None else []
+        moments = [sample.moment(number) for number in _a_few(numbers)] if sample is not None else []
         return [one for one in moments if one is not None]
 
     def _judge(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
@@ -175,9 +161,9 @@ class Leaves:
             numbers = [number for number in numbers if not is_unequal[number]]
         numbers = [number for number in numbers if not is_void[number]]
         sure = [number for number in numbers if not is_doubtful[number]]
-        observations |= {sample.look(number, chunks) for number in self._spread(sure)}
+        observations |= {sample.look(number, chunks) for number in _a_few(sure)}
         in_doubt = [number for number in numbers if is_doubtful[number]]
-        observations |= {sample.look(number, chunks) for number in self._spread(in_doubt)} - {Observation.PERHAPS}
+        observations |= {sample.look(number, chunks) for number in _a_few(in_doubt)} - {Observation.PERHAPS}
         if Observation.EQUAL in observations:
             return Replication.REPLICATED
         if Observation.UNEQUAL in observations:
@@ -187,35 +173,37 @@ class Leaves:
         return Replication.UNKNOWN
 
     def _follows_the_batch(self, leaf: Leaf) -> bool:
-        """Whether a dim has always the size of the batch, which was not always the same."""
+        """Whether some dim always has the size of the batch, and the batch did not always have one size."""
         moments = self._moments(leaf)
         sizes = {size for one in moments for size in one.sizes}
         return len(sizes) > 1 and bool(frozenset.intersection(*(one.dims for one in moments)))
 
 
-class _Inputs:
-    """What is known of the inputs of one call of a module, as they come."""
+def _a_few(numbers: Sequence[int]) -> list[int]:
+    """Evenly chosen numbers, the first and the last included."""
+    few = min(len(numbers), _MAX_LOOKED_AT)
+    return [numbers[i] for i in dict.fromkeys(np.linspace(0, len(numbers) - 1, few).round().astype(int).tolist())]
 
+
+class _Inputs:
     def __init__(self, num_void: int) -> None:
-        """Made of how many values were void or in doubt before the first of them."""
         self.num_before = self.num_so_far = num_void
+        """Values that were void or in doubt before the first input, and before the next one."""
         self.are_void = self.are_equal = True
         self.has_void = False
 
     def add(self, *, is_void: bool, is_doubtful: bool, is_equal: bool) -> None:
-        """One more."""
         self.are_void &= is_void
         self.are_equal &= is_equal or is_void
         self.has_void |= is_void or is_doubtful
 
 
 def _find_void(sample: Sample) -> tuple[Flags, Flags]:
-    """Which values say nothing of their layout, and which others are in doubt: their equality may prove nothing.
+    """Which values say nothing of their layout (they are void), and which others are in doubt.
 
-    Constants say nothing, nor does what a module makes of nothing but such: behind a dead ReLU the output of a linear
-    layer is its bias, again and again, on all ranks and whatever batch they are of. What a function between modules
-    makes has no recorded origin, so that it may be made of anything that was void before. Such a value is in doubt,
-    and so is what a module makes of it, or with functions of its own.
+    Constants are void, and so is what a module makes of void inputs alone: behind a dead ReLU the output of a linear
+    layer is its bias, on all ranks and for any batch. A function between modules leaves no record of its inputs, so its
+    result may be made of anything that was void before. Such a result is in doubt, and so is what a module makes of it.
     """
     grouped = sample.grouped
     is_void: Flags = grouped.is_blank & (grouped.equal != 0)
@@ -266,38 +254,32 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
     return is_void, is_doubtful
 
 
-class LeafAcrossSteps:
-    """What all steps say of the chunks of one value."""
-
-    def __init__(self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk]) -> None:
-        self._leaves = leaves
-        self._leaf = leaf
-        self._chunks = chunks
-
-    def replication(self, numbers: Sequence[int] | None) -> Replication:
-        return self._leaves.replication(self._leaf, None if numbers is None else keys_of(self._chunks, numbers))
-
-    def batch_dim(self) -> int | None:
-        return self._leaves.batch_dim(self._leaf)
-
-
 def keys_of(chunks: Sequence[RankChunk], numbers: Sequence[int]) -> ChunkKeys:
-    """Some chunks by what names them at every step."""
+    """Some chunks by rank and micro-step, which name them at every step."""
     return tuple((chunks[i].rank, chunks[i].micro_step) for i in numbers)
 
 
-class AcrossSteps(Protocol):
-    """What all steps say of one value; see `leaves.Leaves`."""
+class LeafAcrossSteps(Unequal):
+    """What all steps say of the chunks of one value, or of some of its chunks. The value itself was not recorded."""
 
-    def replication(self, numbers: Sequence[int] | None) -> Replication:
-        """How all chunks of the value, or those with some numbers, are replicated."""
+    def __init__(
+        self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk], numbers: Sequence[int] | None = None
+    ) -> None:
+        self.leaves, self.leaf, self.chunks, self.numbers = leaves, leaf, chunks, numbers
+
+    def replication(self) -> Replication:
+        return self.leaves.replication(self.leaf, None if self.numbers is None else keys_of(self.chunks, self.numbers))
 
     def batch_dim(self) -> int | None:
-        """See `layout.rules.Values`."""
+        return self.leaves.batch_dim(self.leaf)
+
+    def among(self, numbers: Sequence[int]) -> LeafAcrossSteps:
+        """The same question about some of the chunks."""
+        return LeafAcrossSteps(self.leaves, self.leaf, self.chunks, numbers)
 
 
-class Comparison:
-    """What rows, and where they must be read payloads, say of the values of one group."""
+class Comparison(LeafAcrossSteps):
+    """What all steps say of one value, and what its rows, and where needed its payloads, say of this step."""
 
     def __init__(
         self,
@@ -305,34 +287,22 @@ class Comparison:
         number: int,
         rows: Sequence[int],
         is_same: Callable[[Sequence[int]], bool | None],
-        across_steps: AcrossSteps,
-        *,
-        is_float: bool,
+        across_steps: LeafAcrossSteps,
     ) -> None:
-        """Hold what is known of one value.
-
-        Args:
-            grouped: rows grouped by value.
-            number: of the value.
-            rows: the indices of its rows among those described, in data-parallel order.
-            is_same: whether the tensors of rows at some positions are equal; None where a payload is missing.
-            across_steps: what other steps say.
-            is_float: whether equal sums tell that values are equal.
-        """
+        """Read nothing yet. `rows` are the grouped rows of value `number`, in data-parallel order."""
+        super().__init__(across_steps.leaves, across_steps.leaf, across_steps.chunks)
         self.has_read = False
         self.is_by_statistics = False
-        """Whether equality was judged by statistics alone."""
+        """True where equality was judged by statistics alone."""
         self._grouped = grouped
         self._rows = rows
-        self._is_float = is_float
         self.known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
-        """What the rows say of all chunks: whether they are equal, None where nothing tells, and their statistics."""
+        """Whether the rows say that all chunks are equal (None: they do not tell), and whether their statistics are."""
         self._is_same = is_same
-        self._across_steps = across_steps
         self._equal: dict[tuple[int, ...], bool | None] = {}
 
     def pattern(self) -> tuple[tuple[int, ...], ...]:
-        """Which rows have the same fingerprint, and which the same statistics: of each the first of its like."""
+        """For each row, the index of the first row with its fingerprint; then the same for the statistics."""
         patterns = []
         for column in (self._grouped.fingerprints, self._grouped.statistics):
             numbers = column[self._rows].tolist()
@@ -340,27 +310,19 @@ class Comparison:
             patterns.append(tuple(NONE if n == NONE else first.setdefault(n, i) for i, n in enumerate(numbers)))
         return tuple(patterns)
 
-    def replication(self) -> Replication:
-        return self._across_steps.replication(None)
-
     def are_equal(self) -> bool:
         return self.equality() is True
 
     def are_unequal(self) -> bool:
         return self.equality() is False
 
-    def batch_dim(self) -> int | None:
-        return self._across_steps.batch_dim()
-
     def among(self, numbers: Sequence[int]) -> ComparisonOfSome:
-        """What is known of some of the chunks."""
-        return ComparisonOfSome(self, numbers, self._across_steps)
+        return ComparisonOfSome(self, numbers)
 
     def equality(self, numbers: Sequence[int] | None = None) -> bool | None:
         """Whether all chunks, or some of them, are equal; None where nothing tells.
 
-        By fingerprint, else by value, else by statistics: of floats, whose sums tell, and the row says so. Whole
-        numbers are indices, masks and permutations often enough, which have equal statistics in any order.
+        Fingerprints decide, then values, then statistics of floats: integers in another order have equal statistics.
         """
         rows = self._rows if numbers is None else [self._rows[i] for i in numbers]
         key = tuple(rows)
@@ -377,45 +339,20 @@ class Comparison:
             return False
         self.has_read = True
         is_same = self._is_same(self._grouped.chosen[list(rows)].tolist())
-        if is_same is None and is_measured and self._is_float:
+        if is_same is None and is_measured and self.chunks[0].dtype.startswith(("float", "bfloat")):
             self.is_by_statistics = is_same = True
         return is_same
 
 
-class ComparisonOfSome:
-    """What is known of some chunks of a value."""
+class ComparisonOfSome(LeafAcrossSteps):
+    """A comparison of some chunks of a value."""
 
-    def __init__(self, comparison: Comparison, numbers: Sequence[int], across_steps: AcrossSteps) -> None:
+    def __init__(self, comparison: Comparison, numbers: Sequence[int]) -> None:
+        super().__init__(comparison.leaves, comparison.leaf, comparison.chunks, numbers)
         self._comparison = comparison
-        self._numbers = numbers
-        self._across_steps = across_steps
-
-    def replication(self) -> Replication:
-        return self._across_steps.replication(self._numbers)
 
     def are_equal(self) -> bool:
-        return self._comparison.equality(self._numbers) is True
+        return self._comparison.equality(self.numbers) is True
 
     def are_unequal(self) -> bool:
-        return self._comparison.equality(self._numbers) is False
-
-    def batch_dim(self) -> int | None:
-        return self._across_steps.batch_dim()
-
-
-class UnrecordedValue(Unequal):
-    """What other steps say of a value that was not recorded at this one."""
-
-    def __init__(self, across_steps: AcrossSteps, numbers: Sequence[int] | None = None) -> None:
-        self._across_steps = across_steps
-        self._numbers = numbers
-
-    def replication(self) -> Replication:
-        return self._across_steps.replication(self._numbers)
-
-    def batch_dim(self) -> int | None:
-        return self._across_steps.batch_dim()
-
-    def among(self, numbers: Sequence[int]) -> UnrecordedValue:
-        """The value with some of its chunks alone."""
-        return UnrecordedValue(self._across_steps, numbers)
+        return self._comparison.equality(self.numbers) is False

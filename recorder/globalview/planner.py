@@ -1,28 +1,43 @@
-"""The plan of one value: how its ranks' chunks make one tensor, or why they make none; rule by rule, in one order.
+"""The plan of one value: how its ranks' chunks make one tensor, or why they do not.
 
-Payloads are compared only where the rows say nothing that decides.
+`Planner` applies every rule in one order; `decide` picks the rule of `layout` and sees chunks, groups of ranks and
+comparisons, but no rows. Payloads are compared only where the rows leave it open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..columns import HANDED_ON
-from ..format.roots import Stage
-from ..layout.placement import NoPlan, Plan, RankChunk, named, reduce_op
-from ..layout.rules import Batch, Replication, copies_unless
-from ..read.manifests import unseen
-from ..read.metadata import NONE
-from ..sites import NUMBERS, STATES
+from ..errors import LookupFailedError
+from ..format.manifest import Stage
+from ..layout.levels import BatchGroup, WholeTensors, compose, renumbered, within
+from ..layout.placement import RANK_BOUND, NoPlan, Plan, RankChunk, named, reduce_op
+from ..layout.rules import (
+    Batch,
+    ChunkValues,
+    Replication,
+    copies_unless,
+    decide_activation,
+    decide_gradient,
+    decide_local_gradient,
+    decide_override,
+    decide_scalar,
+    decide_state,
+    mixed,
+    parse_override,
+)
+from ..read.metadata import NONE, unseen
+from ..read.run import RecordedRun
+from ..rules import hint, matches, parse_patterns
+from ..sites import CALL, NUMBERS, SITES, STATES
 from ..system.text import listed
-from .decisions import LOCAL_GRADIENT, Override, Overrides, Question, decide, find_override
-from .leaves import Comparison, LeafAcrossSteps, UnrecordedValue, keys_of
-from .own_parameters import BEGAN_ALIKE, NOT_OF_BATCH, NOT_SHARED
-from .row_groups import FORWARD_OF, FindingLog, GroupedRows
-from .sharding import NO_BATCH, Wanted
-from .value_rows import ValueReader, ValueRows
+from .leaves import Comparison, LeafAcrossSteps, keys_of
+from .row_groups import FORWARD_OF, FindingLog, GroupedRows, Wanted
+from .run_topology import BEGAN_ALIKE, NOT_OF_BATCH, NOT_SHARED
+from .value_rows import NO_BATCH, ValueReader, ValueRows
 
 _ADDED_UP = (
     "its rows say that they are summands, and they are equal to the last bit, as if they had been added up in place: "
@@ -32,25 +47,20 @@ _ASSUMED = " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '.
 
 
 class GlobalValue(NamedTuple):
-    """Rows of several ranks that are one value, in data-parallel order."""
+    """Rows of several ranks that hold one value, in data-parallel order."""
 
     positions: tuple[int, ...]
-    """Positions of the rows of each rank's part 0."""
+    """The row of each rank's part 0."""
     plan: Plan | NoPlan
     present: tuple[int, ...]
     expected: tuple[int, ...]
     differing: tuple[int, ...] = ()
     """Ranks whose replica differs from the first one's."""
     batch: Batch = Batch(None)
-    """That decided of an activation."""
+    """The batch that decided the layout of an activation."""
     leads: tuple[int, ...] = ()
-    """The ranks whose batches `batch` is of; one of each part of the batch."""
+    """One rank for each part of `batch`."""
     stage: Stage | None = None
-    """The stage of a pipeline that ran the module."""
-
-    @property
-    def is_refused(self) -> bool:
-        return isinstance(self.plan, NoPlan)
 
     @property
     def is_between_stages(self) -> bool:
@@ -59,32 +69,22 @@ class GlobalValue(NamedTuple):
 
 
 class _Differing(NamedTuple):
-    """Copies that differ from what they should be copies of."""
+    """Replicas that differ, and the chunks that they were compared with; both as numbers of chunks."""
 
     copies: tuple[int, ...] = ()
-    """Numbers of the chunks that differ."""
     originals: tuple[int, ...] = ()
-    """Numbers of the chunks that they were compared with."""
 
 
 class Planner:
-    """Plans values one by one, and remembers what it decided of others like them."""
+    """Plans values one by one, and remembers its decisions for values like them."""
 
     def __init__(self, reader: ValueReader, overrides: Overrides, loss: str, findings: FindingLog) -> None:
-        """Nothing happens before the first value.
-
-        Args:
-            reader: of the rows.
-            overrides: what the user says of layouts.
-            loss: see `layout.rules.decide_gradient`.
-            findings: takes what the reader of the plans should know.
-        """
         self._reader = reader
         self._overrides = overrides
         self._loss = loss
         self._findings = findings
         self._decided: dict[Any, tuple[Plan | NoPlan, Batch, Plan | NoPlan | None]] = {}
-        """Decisions by all that they hang on; with the plan whose identity is a part of the key, so that it lives."""
+        """Decisions by everything that they depend on; each keeps the plan alive whose identity is part of its key."""
 
     def plan(
         self,
@@ -95,14 +95,11 @@ class Planner:
         is_gradient: bool,
         is_micro_batch: bool,
     ) -> GlobalValue:
-        """One value. After the layout is decided, each rule may still keep the chunks with their ranks.
+        """Plan value `number` of the grouped rows.
 
-        Args:
-            grouped: rows grouped by value.
-            number: of the value.
-            forward: the value that this is the gradient of, where that was recorded.
-            is_gradient: whether this is the gradient of an activation.
-            is_micro_batch: only one micro-batch of a pipeline is asked for, so that others do not lack.
+        After the layout is decided, each rule may still keep the chunks with their ranks. `forward` is the value that a
+        gradient belongs to, where that was recorded. With `is_micro_batch` no other micro-batch of a pipeline is
+        missing.
         """
         value = self._reader.read(grouped, number)
         override = find_override(self._overrides, value.key.module_path, value.key.site, value.key.name)
@@ -144,7 +141,6 @@ class Planner:
         *,
         is_gradient: bool,
     ) -> tuple[Plan | NoPlan, Batch]:
-        """The layout by the rules of `decisions`, and the batch that the value was taken to be of."""
         is_state = value.key.site in STATES
         kind = LOCAL_GRADIENT if value.key.site == "grad" and value.key.phase == "backward" else value.key.site
         batches = NO_BATCH if is_state else self._batches(value, forward, is_gradient=is_gradient)
@@ -156,21 +152,10 @@ class Planner:
         )  # fmt: skip
         if key in self._decided:
             return self._decided[key][:2]
-        question = Question(
-            chunks=value.chunks,
-            site=kind,
-            group=value.group,
-            num_expected=value.local_batches.num_expected,
-            comparison=comparison,
-            override=override,
-            batches=batches,
-            forward=forward_plan,
-            unrecorded=self._unrecorded_value(value) if is_gradient and forward is None else None,
-            is_gradient=is_gradient,
-            loss=self._loss,
-            infer=partial(self._infer_sharding, value, comparison),
-        )
-        plan, batch = decide(question, value.batch_groups)
+        unrecorded = self._unrecorded_value(value) if is_gradient and forward is None else None
+        infer = partial(self._infer_sharding, value, comparison)
+        asked = value, kind, comparison, override, batches, forward_plan, unrecorded, is_gradient, self._loss, infer
+        plan, batch = decide(Question(*asked))
         if not comparison.has_read:
             self._decided[key] = plan, batch, forward_plan
         return plan, batch
@@ -180,17 +165,14 @@ class Planner:
             return (_batch_of_ranks(forward, value.local_batches.ranks),)
         return self._reader.batches(value, is_later=is_gradient or value.key.phase == "recompute")
 
-    def _unrecorded_value(self, value: ValueRows) -> UnrecordedValue | None:
-        """What other steps say of the value that this is the gradient of, which was not recorded at this one."""
+    def _unrecorded_value(self, value: ValueRows) -> LeafAcrossSteps | None:
+        """The value that this is the gradient of, which was not recorded at this step."""
         site = FORWARD_OF.get(value.key.site)
-        if site is None:
-            return None
-        forward_leaf = value.leaf._replace(site=site, phase="forward")
-        return UnrecordedValue(LeafAcrossSteps(self._reader.leaves, forward_leaf, value.chunks))
+        leaf = value.leaf._replace(site=site or "", phase="forward")
+        return None if site is None else LeafAcrossSteps(self._reader.leaves, leaf, value.chunks)
 
     def _infer_sharding(self, value: ValueRows, comparison: Comparison, chunks: Sequence[RankChunk]) -> int | NoPlan:
-        """Along which dim plain chunks of ranks that share a batch are cut."""
-        comparison.has_read = True  # other rows, and of that step: no answer for another
+        comparison.has_read = True  # other rows of that step decide, so the decision holds for no other step
         dims = self._reader.leaves.cut_dims(value.leaf, keys_of(chunks, range(len(chunks))))
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
         dim = self._reader.sharding.infer(wanted, chunks, dims)
@@ -202,7 +184,7 @@ class Planner:
     def _fit_into_pipeline(
         self, plan: Plan | NoPlan, value: ValueRows, stage: Stage, *, is_micro_batch: bool
     ) -> Plan | NoPlan:
-        """What being of a stage makes of a plan: values between stages are no model's, and no micro-batch may lack."""
+        """Refuse values that one stage hands to the next, and values of which a micro-batch is missing."""
         key = value.key
         if stage.is_between(key.module_path, key.site):
             return NoPlan(HANDED_ON, f"stage {stage.number} of {stage.num_stages} hands it on or is handed it")
@@ -221,7 +203,7 @@ class Planner:
     def _find_differing_copies(
         self, plan: Plan | NoPlan, value: ValueRows, grouped: GroupedRows, number: int
     ) -> _Differing:
-        """Copies that are none; what was inferred to be copies from equal values needs no second look."""
+        """Replicas that differ. Copies that were inferred from equal values need no second look."""
         if isinstance(plan, NoPlan) or (plan.source == "inferred" and value.key.site not in STATES):
             return _Differing()
         if not plan.copies or grouped.equal_of(number):
@@ -235,17 +217,16 @@ class Planner:
         return _Differing(tuple(copy for _, copy in pairs), tuple(dict.fromkeys(original for original, _ in pairs)))
 
     def _is_same(self, grouped: GroupedRows, value: ValueRows, one: int, other: int) -> bool | None:
-        """Whether two chunks hold the same values; None where nothing tells."""
         rows = [value.indices[one], value.indices[other]]
         fingerprints, statistics = grouped.fingerprints[rows], grouped.statistics[rows]
         if (fingerprints != NONE).all():
             return bool(fingerprints[0] == fingerprints[1])
         if (statistics != NONE).all() and statistics[0] != statistics[1]:
-            return False  # equal ones would prove nothing: the values may stand in another order
+            return False  # equal statistics would prove nothing: the values may be in another order
         return self._reader.is_same((value.positions[one], value.positions[other]))
 
     def _is_of_own_parameters(self, value: ValueRows) -> bool:
-        """Whether plain chunks are of a parameter that each rank has for itself, or of what it makes with such."""
+        """Whether plain chunks are of a parameter that each rank has for itself, or of what it computes with such."""
         root, module_path, site, name, _, _ = value.key
         if value.chunks[0].global_shape is not None or len(value.expected) < 2 or site in NUMBERS:
             return False
@@ -253,7 +234,6 @@ class Planner:
         return own.has(root, module_path, name) if site in STATES else own.works_apart(root, module_path)
 
     def _report_missing_ranks(self, value: ValueRows, missing: tuple[int, ...]) -> None:
-        """Say which ranks lack a row, and whether they ever ran what it is of."""
         root, _, site, _, mode, _ = value.key
         when = root, mode, value.step, int(self._reader.rows.numbers("micro_step")[value.first])
         ran_elsewhere = site in STATES or any(self._reader.root_batches.ran(when, rank) for rank in missing)
@@ -268,7 +248,7 @@ class Planner:
     def _report_differing_copies(
         self, plan: Plan | NoPlan, value: ValueRows, override: Override | None, differing: _Differing
     ) -> Plan | NoPlan:
-        """Say which copies differ. Their chunks stay with their ranks, but for buffers, which may differ."""
+        """Say which replicas differ. Their chunks stay with their ranks; only buffers may differ."""
         copies, originals = (tuple(value.ranks[i] for i in numbers) for numbers in differing)
         text = f"rank {listed(copies)} differs from rank {listed(originals)}"
         if value.group.source == "assumed" and not value.group.model_groups:
@@ -289,9 +269,9 @@ class Planner:
 
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
-    """What becomes of the chunks of parameters that each rank has for itself, and of what is made with these.
+    """Keep the chunks of parameters that each rank has for itself with their ranks, and what is computed with them.
 
-    A parameter of which all ranks have the same values may be shown as one all the same.
+    A parameter that has the same values on all ranks may be shown as one all the same.
     """
     is_state = value.key.site in STATES
     if is_state and not differing.copies and isinstance(plan, Plan):
@@ -300,9 +280,9 @@ def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differi
 
 
 def _refuse_equal_summands(plan: Plan | NoPlan, chunks: Sequence[RankChunk], comparison: Comparison) -> Plan | NoPlan:
-    """The plan, or why ranks that should have summands of an activation stay apart: they have the same.
+    """Refuse to add up an activation's summands that are equal on all ranks.
 
-    What a program adds up in place through ``.data`` leaves no trace in the tensor that was a summand.
+    A program that adds up in place through ``.data`` leaves no trace in the tensor that was a summand.
     """
     if isinstance(plan, NoPlan) or reduce_op(chunks[0].placements) != "sum":
         return plan
@@ -313,7 +293,6 @@ def _refuse_equal_summands(plan: Plan | NoPlan, chunks: Sequence[RankChunk], com
 
 
 def _batch_of_ranks(forward: GlobalValue, ranks: tuple[int, ...]) -> Batch:
-    """The batch of a value, for those of its ranks whose gradient was recorded."""
     batch = forward.batch
     if batch.sizes is None or ranks == forward.leads:
         return batch
@@ -321,3 +300,193 @@ def _batch_of_ranks(forward: GlobalValue, ranks: tuple[int, ...]) -> Batch:
         return batch._replace(sizes=None)  # a rank had two rows of it
     sizes = dict(zip(forward.leads, batch.sizes, strict=True))
     return batch._replace(sizes=tuple(sizes[rank] for rank in ranks) if set(ranks) <= set(sizes) else None)
+
+
+LOCAL_GRADIENT = "local_grad"
+"""Stands for site `grad` of phase `backward`: before any reduction."""
+KNOWN_SITES = frozenset((*SITES, LOCAL_GRADIENT))
+_OF_A_CALL = "it is of the call of one rank, which a replay runs again as that rank ran it"
+_UNKNOWN_SITE = "this version does not know what stands at the site: it may be of a later one"
+Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
+"""Along which dim plain chunks of ranks that share a batch are cut."""
+Decided = tuple[Plan | NoPlan, Batch]
+
+
+class Override(NamedTuple):
+    """The user's layout for a value."""
+
+    wanted: str
+    rule: str
+
+
+class Question(NamedTuple):
+    """Everything that the plan of a value depends on."""
+
+    value: ValueRows
+    site: str
+    comparison: Comparison
+    override: Override | None
+    batches: tuple[Batch, ...]
+    """Likeliest first."""
+    forward: Plan | NoPlan | None
+    unrecorded: LeafAcrossSteps | None
+    """The value whose gradient this is, where that value was not recorded; both are cut in the same way."""
+    is_gradient: bool
+    loss: str
+    infer: Infer
+
+    @property
+    def num_expected(self) -> int:
+        """Ranks that should have a chunk; with two levels, parts of the batch that should."""
+        return self.value.local_batches.num_expected
+
+
+def decide(question: Question) -> Decided:
+    """The plan of a value, and the batch that it was taken to belong to."""
+    value, override, batch = question.value, question.override, question.batches[0]
+    keys = [(chunk.rank, chunk.micro_step) for chunk in value.chunks]
+    if len(set(keys)) < len(keys):
+        twice = next(key[0] for i, key in enumerate(keys) if key in keys[:i])
+        text = f"rank {twice} has several rows with one and the same key, so nobody can tell which value is which"
+        return NoPlan("inconsistent", text), batch
+    if override is None and (decided := _without_layout_rule(question)) is not None:
+        return decided, batch
+    if value.batch_groups is not None and not isinstance(value.batch_groups, NoPlan):
+        return _of_two_levels(question, value.batch_groups)
+    if override is not None:
+        return _overridden(question, override), batch
+    return _of_one_level(question, value.chunks, question.unrecorded or question.comparison)
+
+
+def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
+    """Decide numbers of a step, and refuse what no rule of `layout` covers."""
+    value, site, chunks = question.value, question.site, question.value.chunks
+    if site in NUMBERS and len({p.dtype for p in chunks}) == 1 and not any(p.shape for p in chunks):
+        return decide_scalar(chunks, question.comparison)
+    is_plain = chunks[0].global_shape is None
+    if value.group.conflict and (is_plain or value.batch_groups is not None):
+        return NoPlan("inconsistent" if value.group.model_groups else "per_rank", value.group.conflict)
+    if question.num_expected > 1 or len(chunks) > 1:
+        bounds = (chunk.rank_bound for chunk in chunks if chunk.rank_bound and chunk.global_shape is None)
+        rank_bound = next(bounds, None)
+        if rank_bound is not None and (rank_bound == "no_layout" or site not in STATES):
+            return NoPlan("per_rank", RANK_BOUND[rank_bound])
+        if site not in KNOWN_SITES and is_plain:
+            return NoPlan("per_rank", _OF_A_CALL if site == CALL else _UNKNOWN_SITE)
+    return value.batch_groups if isinstance(value.batch_groups, NoPlan) else None
+
+
+def _overridden(question: Question, override: Override) -> Plan | NoPlan:
+    chunks, num_expected = question.value.chunks, question.num_expected
+    plan = decide_override(chunks, override.wanted, override.rule)
+    if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # a layout says nothing of the loss
+        batch, loss = question.batches[0], question.loss
+        plan = decide_gradient(chunks, plan, batch=batch, loss=loss, num_expected=num_expected)
+        plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
+    return plan
+
+
+def _of_one_level(question: Question, chunks: Sequence[RankChunk], values: ChunkValues) -> Decided:
+    num_expected, loss = question.num_expected, question.loss
+    if question.site == LOCAL_GRADIENT:
+        return decide_local_gradient(chunks, num_expected=num_expected), question.batches[0]
+    if question.site in STATES:
+        plan = decide_state(chunks, source=question.value.group.source, num_expected=num_expected)
+        return plan, question.batches[0]
+    for batch in question.batches:
+        if question.is_gradient:
+            of_value = values if question.unrecorded is not None else None
+            plan = decide_gradient(
+                chunks, question.forward, batch=batch, loss=loss, num_expected=num_expected, values=of_value
+            )
+        else:
+            plan = decide_activation(chunks, batch=batch, values=values, num_expected=num_expected)
+            if question.comparison.is_by_statistics and isinstance(plan, Plan) and plan.source == "inferred":
+                plan = plan._replace(note=(*plan.note, ("equal_by", "statistics")))
+        if isinstance(plan, Plan):
+            break
+    return plan, batch
+
+
+def _of_two_levels(question: Question, batch_groups: tuple[BatchGroup, ...]) -> Decided:
+    chunks = question.value.chunks
+    if (problem := mixed(chunks)) is not None and question.override is None:
+        return problem, question.batches[0]
+    wholes: list[Plan] = []
+    for batch_group in batch_groups:
+        whole = _of_batch_group(question, batch_group)
+        if isinstance(whole, NoPlan):
+            return whole, question.batches[0]
+        wholes.append(whole)
+    tensors = [
+        RankChunk(batch_group.ranks[0], chunks[batch_group.units[0][0]].dtype, whole.global_shape)
+        for batch_group, whole in zip(batch_groups, wholes, strict=True)
+    ]
+    forward = question.forward
+    if isinstance(forward, Plan) and forward.across is not None:
+        forward = forward.across
+    values = WholeTensors(wholes, (question.unrecorded or question.comparison).among)
+    across, batch = _of_one_level(question._replace(forward=forward), tensors, values)
+    return (across if isinstance(across, NoPlan) else compose(across, wholes)), batch
+
+
+def _of_batch_group(question: Question, batch_group: BatchGroup) -> Plan | NoPlan:
+    chunks, override = question.value.chunks, question.override
+    if override is not None:
+        numbers = tuple(i for unit in batch_group.units for i in unit)
+        plan = decide_override([chunks[i] for i in numbers], override.wanted, override.rule)
+        return plan if isinstance(plan, NoPlan) else renumbered(plan, numbers)
+    is_state = question.site in STATES
+    return within(chunks, batch_group, is_state=is_state, among=question.comparison.among, infer=question.infer)
+
+
+Overrides = list[tuple[tuple[str, ...], str]]
+"""Patterns over ``module_path:site:name``, each with a layout; the last pattern that fits a value wins."""
+_LEAF = ["module_path", "site", "name"]
+
+
+def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
+    """Refuse layouts (see `Run.view`) that are not ``PATTERN=LAYOUT``, or whose pattern fits no value of any run.
+
+    Raises:
+        LookupFailedError: the message says which layout.
+    """
+    try:
+        overrides = parse_overrides(layouts)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise LookupFailedError(str(error)) from error
+    if not overrides:
+        return
+    leaves = [leaf for run in runs for leaf in run.table(_LEAF).group_by(_LEAF).aggregate([]).to_pylist()]
+    there = list(dict.fromkeys(":".join(leaf[name] or "" for name in _LEAF) for leaf in leaves))
+    for patterns, wanted in overrides:
+        if not any(matches(patterns, leaf) for leaf in there):
+            pattern = ",".join(patterns)
+            near = hint(patterns[0], there)
+            raise LookupFailedError(
+                f"--layout '{pattern}={wanted}': no value fits {pattern!r}, patterns over module_path:site:name{near}"
+            )
+
+
+def parse_overrides(layouts: Sequence[str]) -> Overrides:
+    """Parse ``PATTERN=LAYOUT``, with patterns over ``module_path:site:name``; one without a colon means a module.
+
+    Raises:
+        ValueError: a layout is not of this form.
+    """
+    overrides = []
+    for layout in layouts:
+        pattern, equals, wanted = layout.rpartition("=")
+        if not equals or not pattern:
+            raise ValueError(f"layout {layout!r}: expected PATTERN=LAYOUT, such as 'layers.*:output:=shard(1)'")
+        parse_override(wanted)
+        overrides.append((tuple(one if ":" in one else f"{one}:*" for one in parse_patterns(pattern)), wanted))
+    return overrides
+
+
+def find_override(overrides: Overrides, module_path: str, site: str, name: str) -> Override | None:
+    """The last layout whose pattern fits a value; None where none does."""
+    for patterns, wanted in reversed(overrides):
+        if matches(patterns, f"{module_path}:{site}:{name}"):
+            return Override(wanted, f"{','.join(patterns)}={wanted}")
+    return None

@@ -1,23 +1,27 @@
-"""Groups the rows of several ranks by the value that they hold, and keeps the findings about these rows, each once.
+"""Groups the rows of several ranks by the value that they hold, and keeps each finding about these rows once.
 
-Must never mix two launches within a step, and never read a payload.
+It also infers how plain tensors are cut, from rows of one step that name their positions. Where these rows contradict
+each other, or where two dims of one size might be cut, nothing is known. Must never mix two launches within a step, and
+never read a payload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from ..columns import COUNTS, KEY, MEASURED, STATISTICS, note_members, parse_shape
-from ..format.roots import Stage
-from ..layout.placement import RANK_BOUND, RankChunk
+from ..format.manifest import Stage
+from ..layout.placement import RANK_BOUND, NoPlan, RankChunk, mesh_of, parse_placements
+from ..layout.regions import Ints
 from ..numerics.keys import NULL, POSITIVE, Integers, bits_of, digest, pack
-from ..read.manifests import MicroBatches, in_order
-from ..read.metadata import NONE, Keys, MetadataRows, Positions
-from ..sites import ACTIVATIONS, VALUE_OF
+from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, in_order
+from ..sites import ACTIVATIONS, STATES, VALUE_OF, values_of
 
 FORWARD_OF = {gradient: site for gradient, site in VALUE_OF.items() if gradient in ACTIVATIONS}
 """For each site of gradients of activations, the site of the values."""
@@ -27,14 +31,14 @@ COLUMNS = (
     *KEY, *_CHUNK, *STATISTICS, *COUNTS, "fingerprint", "rank", "seq", "part", "attempt", "encoding", "payload_bytes",
     "numel", "batch", "row",
 )  # fmt: skip
-"""What must be loaded of the rows."""
+"""The columns that must be loaded."""
 
 _MINUS_ZERO = np.iinfo(np.int64).min
 """The bits of -0.0."""
 
 
 class GroupedRows(NamedTuple):
-    """Rows grouped by value: what is known of each row and of each group."""
+    """Rows grouped by value, with what is known of each row and of each value."""
 
     chosen: Positions
     starts: Integers
@@ -45,20 +49,18 @@ class GroupedRows(NamedTuple):
     """1 where all rows of a value are equal, 0 where they are not, `NONE` where only their payloads can tell."""
     has_same_statistics: npt.NDArray[np.bool_]
     is_blank: npt.NDArray[np.bool_]
-    """Whether all rows of a value are measured and hold one number each, or nothing finite: any layout has that."""
+    """Whether all rows of a value are measured and hold a constant or nothing finite: every layout has such values."""
     is_zero: npt.NDArray[np.bool_]
-    """Whether all rows of a value are measured and hold zeros alone, of either sign."""
+    """Whether all rows of a value are measured and hold only zeros, of either sign."""
     has_nan: npt.NDArray[np.bool_]
     """Whether some row of a value has a NaN, or is measured and has no finite number."""
     is_measured: npt.NDArray[np.bool_]
-    """Whether all rows of a value have statistics."""
     fingerprints: Integers
     statistics: Integers
-    """For each row, a number that is equal where all statistics are equal; `NONE` without statistics."""
+    """For each row, a digest of all its statistics; `NONE` without statistics."""
     labels: dict[str, Keys]
-    """For each value, the texts that name it."""
     writers: Integers
-    """For each value, the number of the writer of its first row."""
+    """For each value, the writer of its first row."""
 
     def equal_of(self, number: int) -> bool | None:
         return None if self.equal[number] == NONE else bool(self.equal[number])
@@ -69,7 +71,7 @@ class GroupedValues(NamedTuple):
 
     rows: GroupedRows
     keys: Integers
-    """For each value, a number that stands for its key: root, module, site, name, mode, phase, step and so on."""
+    """For each value, a number that stands for its key: root, module, site, name, mode, phase, step and the rest."""
     forward_keys: Integers
     """For each value that is a gradient, the key of the value whose gradient it is; else -1."""
     order: Integers
@@ -77,17 +79,16 @@ class GroupedValues(NamedTuple):
 
 
 class RowGrouper:
-    """Groups rows of a run by value."""
+    """Groups rows with `COLUMNS` by value; `stages` are the pipeline stages by writer and root."""
 
     def __init__(self, rows: MetadataRows, stages: Mapping[tuple[int, str], Stage]) -> None:
-        """Made of rows with `COLUMNS`, and of the pipeline stages by number of the writer and root."""
         self._rows = rows
         self._stages = stages
         self._chunks: list[RankChunk] = []
         self._numbers: dict[RankChunk, int] = {}
 
     def group(self, chosen: Positions) -> GroupedValues:
-        """Rows by value, of each value in the order of ranks."""
+        """Rows by value; the rows of one value are ordered by rank."""
         rows = self._rows
         micro_batches = MicroBatches(rows, chosen, self._stages)
         keys, forward_keys = self._number_keys(chosen, micro_batches)
@@ -100,7 +101,7 @@ class RowGrouper:
         return GroupedValues(grouped, keys[starts], forward_keys[starts], sequence)
 
     def _number_keys(self, chosen: Positions, micro_batches: MicroBatches) -> tuple[Integers, Integers]:
-        """For each row, a number for its key, and one for the key of the value whose gradient it is (-1: none)."""
+        """For each row a number for its key, and for a gradient the number of its value's key (-1 for other rows)."""
         keys = {name: self._rows.keys(name, chosen) for name in KEY}
         columns = {name: key.codes.copy() for name, key in keys.items()}
         columns |= {"micro_step": micro_batches.key, "stage": micro_batches.stage}
@@ -128,7 +129,6 @@ class RowGrouper:
         return numbers[: len(chosen)], forward_keys
 
     def _describe(self, chosen: Positions, starts: Integers, micro_steps: Integers) -> GroupedRows:
-        """Per row a number that stands for its chunk, and per value whether all its rows are equal."""
         rows = self._rows
         ends = np.r_[starts[1:], len(chosen)]
         columns = [self._rows.keys(name, chosen).codes for name in _CHUNK]
@@ -175,7 +175,6 @@ class RowGrouper:
         )
 
     def chunk(self, position: int, micro_step: int) -> RankChunk:
-        """What a row says of its rank's chunk."""
         texts = {name: self._rows.text(name, position) for name in _CHUNK}
         note = note_members(texts["note"])
         global_shape, offsets = (texts[name] and parse_shape(texts[name]) for name in ("global_shape", "offsets"))
@@ -193,28 +192,26 @@ class RowGrouper:
 
 
 class RowFinding(NamedTuple):
-    """Something about the ranks' rows that the reader should know."""
+    """A finding about the ranks' rows that the reader should know."""
 
     kind: str
     """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded``,
-    ``stranger``, ``layout_changes``: ranks have it alike at some steps and not at others, or ``alone``: the other
-    ranks never ran it."""
+    ``stranger``, ``layout_changes`` (ranks have equal values at some steps only) or ``alone`` (the other ranks never
+    ran the module)."""
     step: int
-    """The first step where it shows."""
     module_path: str
     site: str
     name: str
     ranks: tuple[int, ...]
     text: str
     num_rows: int = 1
-    """Values of which the same was found."""
+    """How many values have this finding."""
 
 
 class FindingLog:
-    """Findings in the order in which they were made."""
+    """Findings in the order in which they were made, each counted once for every value or step that shows it."""
 
     def __init__(self, rows: MetadataRows) -> None:
-        """Begin without findings, for the rows that they will be about."""
         self.findings: list[RowFinding] = []
         self._rows = rows
         self._index_of: dict[Any, int] = {}
@@ -229,17 +226,7 @@ class FindingLog:
         site: str = "",
         name: str = "",
     ) -> None:
-        """Remember a finding once; where it is of many values, or of one value at many steps, it is counted.
-
-        Args:
-            kind: see `Finding.kind`.
-            position: of a row at whose step it shows; None where it is of no step.
-            ranks: that it is of.
-            text: for people.
-            module_path: of the value; like `site` and `name` empty where it is of the whole run.
-            site: of the value.
-            name: of the value.
-        """
+        """Add a finding at the step of the row at `position`; without a position it is about the run, not a step."""
         key = (kind, ranks, text) if kind == "partial" else (kind, ranks, text, module_path, site, name)
         index = self._index_of.get(key)
         if index is not None:
@@ -249,3 +236,170 @@ class FindingLog:
         self._index_of[key] = len(self.findings)
         step = int(self._rows.numbers("step")[position]) if position is not None else NONE
         self.findings.append(RowFinding(kind, step, module_path, site, name, ranks, text))
+
+
+_COLUMNS = ("root", "module_path", "site", "shape", "global_shape", "placements", "mesh")
+
+
+class Wanted(NamedTuple):
+    """The tensors that a question is about."""
+
+    root: str
+    module_path: str
+    site: str
+    step: int
+
+
+class _ShardedDim(NamedTuple):
+    dim: int
+    size: int
+    """Size of this rank's chunk along the dim, as if no other axis cut the tensor."""
+    ranks: Ints
+    """The ranks along the axis, this rank included; empty where the row does not name them."""
+
+
+class ShardingInference:
+    """Infers how plain tensors are cut, from rows of the same step that name their positions.
+
+    `counts` tells by position whether a row counts, and `is_linear` whether the class of a module is a linear one.
+    """
+
+    def __init__(
+        self, rows: MetadataRows, counts: npt.NDArray[np.bool_], is_linear: Callable[[str, str], bool]
+    ) -> None:
+        self._is_linear = is_linear
+        self._rows = rows
+        self._counts = counts
+        self._of_step: dict[int, tuple[dict[object, set[_ShardedDim]], dict[object, set[_ShardedDim]]]] = {}
+        self._whole: set[object] = set()
+        """Root, rank and shape of the values of the step that no rank has cut."""
+
+    def infer(self, wanted: Wanted, chunks: Sequence[RankChunk], known: Set[int] = frozenset()) -> int | NoPlan:
+        """The dim along which chunks of ranks that share a batch lie end to end, or why that is not known.
+
+        `known` are the dims that other steps tell of this value; empty where no step tells.
+        """
+        parameters, dims_beside = self._step(wanted.step)
+        ranks = tuple(chunk.rank for chunk in chunks)
+        dims: set[int] = {*known}
+        if not dims and all(chunk.shape for chunk in chunks) and self._is_linear(wanted.root, wanted.module_path):
+            dims = _common([_by_parameters(parameters, wanted, chunk, ranks) for chunk in chunks])
+        if not dims:
+            sought = [(wanted.root, chunk.rank, chunk.shape) for chunk in chunks]
+            cuts = [dims_beside.get(key, set()) if key not in self._whole else set() for key in sought]
+            dims = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
+            if len(dims) == 1 and any(chunk.shape.count(chunk.shape[min(dims)]) > 1 for chunk in chunks):
+                dims = set()  # a copy of such a value that is turned round has the same shape
+        shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(chunk.shape for chunk in chunks))
+        why = f"ranks {', '.join(map(str, ranks[:8]))} share a batch, and their tensors of {shapes} differ"
+        if len(dims) == 1:
+            (dim,) = dims
+            others = {(*chunk.shape[:dim], *chunk.shape[dim + 1 :]) for chunk in chunks}
+            return dim if len(others) == 1 else NoPlan("per_rank", f"{why} in other dims than {dim}, which is cut")
+        more = f"values beside them are cut along dims {sorted(dims)}" if dims else "nothing says how they are one"
+        return NoPlan("per_rank", f"{why}; {more}; --layout '...=shard(DIM)' can")
+
+    def _step(self, step: int) -> tuple[dict[object, set[_ShardedDim]], dict[object, set[_ShardedDim]]]:
+        """The cuts of parameters by root, module and rank, and of other values by root, rank and shape."""
+        if step not in self._of_step:
+            parameters: dict[object, set[_ShardedDim]] = {}
+            dims_beside: dict[object, set[_ShardedDim]] = {}
+            self._whole = set()
+            for site, root, path, rank, shape, cut in self._cuts(step):
+                if site in STATES:
+                    parameters.setdefault((root, path, rank), set()).add(cut)
+                else:
+                    dims_beside.setdefault((root, rank, shape), set()).add(cut)
+            self._of_step = {step: (parameters, dims_beside)}  # values come in the order of steps
+            self._whole |= self._equal(step)
+        return self._of_step[step]
+
+    def _cuts(self, step: int) -> list[tuple[str, str, str, int, Ints, _ShardedDim]]:
+        rows = self._rows
+        positions: Positions = np.flatnonzero(self._counts & (rows.numbers("step") == step))
+        is_distributed = rows.keys("placements", positions).codes != NONE
+        positions = positions[is_distributed & (rows.numbers("part")[positions] == 0)]
+        columns = {name: rows.keys(name, positions) for name in _COLUMNS}
+        ranks = rows.numbers("rank")[positions]
+        codes = np.stack([*(keys.codes for keys in columns.values()), ranks])
+        _, firsts = np.unique(codes, axis=1, return_index=True)
+        sharded = []
+        for i in firsts.tolist():
+            root, path, site, shape, whole, placements, mesh = (columns[name].text(i) for name in _COLUMNS)
+            chunk = RankChunk(int(ranks[i]), "", parse_shape(shape), parse_shape(whole), None, placements, mesh)
+            cuts = _cuts_of(chunk)
+            if site in ACTIVATIONS and chunk.shape == chunk.global_shape:
+                self._whole.add((root, chunk.rank, chunk.shape))
+            if values_of(site) == "param" or (site in ACTIVATIONS and len(cuts) == 1):
+                sharded += [(site, root, path, chunk.rank, chunk.shape, cut) for cut in cuts]
+        return sharded
+
+    def _equal(self, step: int) -> set[object]:
+        """Root, rank and shape of plain values that several ranks have bit for bit; constants and NaN are left out."""
+        rows = self._rows
+        positions: Positions = np.flatnonzero(self._counts & (rows.numbers("step") == step))
+        columns = {name: rows.keys(name, positions) for name in ("root", "site", "shape", "fingerprint", "placements")}
+        is_plain = (columns["placements"].codes == NONE) & (columns["fingerprint"].codes != NONE)
+        low, high, nans = (rows.take(name, positions) for name in ("min", "max", "nan_count"))
+        is_plain &= ~pc.fill_null(pc.equal(low, high), pc.is_valid(nans)).to_numpy()
+        is_plain &= ~pc.fill_null(pc.greater(nans, 0), False).to_numpy()
+        ranks = rows.numbers("rank")[positions]
+        holders: dict[tuple[str, str, str], set[int]] = {}
+        for i in np.flatnonzero(is_plain).tolist():
+            root, site, shape, text = (columns[name].text(i) for name in ("root", "site", "shape", "fingerprint"))
+            if site in ACTIVATIONS:
+                holders.setdefault((root, shape, text), set()).add(int(ranks[i]))
+        return {
+            (root, rank, parse_shape(shape))
+            for (root, shape, _), some in holders.items()
+            if len(some) > 1
+            for rank in some
+        }
+
+
+def _by_parameters(
+    parameters: dict[object, set[_ShardedDim]], wanted: Wanted, chunk: RankChunk, ranks: Ints
+) -> set[int]:
+    """The last dim, if its size is that of this rank's chunk of a linear module's weight or bias."""
+    cuts = parameters.get((wanted.root, wanted.module_path, chunk.rank), set())
+    last = len(chunk.shape) - 1
+    if values_of(wanted.site) == "input":
+        fitting = [cut.size for cut in cuts if _is_of(cut, ranks) and cut.dim == 1]
+    else:
+        fitting = [cut.size for cut in cuts if _is_of(cut, ranks) and cut.dim == 0 and wanted.site != "tap"]
+    return {last} if chunk.shape[last] in fitting else set()
+
+
+def _is_of(cut: _ShardedDim, ranks: Ints) -> bool:
+    return not cut.ranks or cut.ranks == ranks
+
+
+def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
+    """What each axis of a mesh cuts of a chunk; nothing where an axis does more than cut."""
+    shape, coordinate, ranks = mesh_of(chunk)
+    placements = parse_placements(chunk.placements)
+    if not len(shape) == len(coordinate) == len(placements) or (ranks and len(ranks) != math.prod(shape)):
+        return []
+    if any(at >= num for at, num in zip(coordinate, shape, strict=True)):
+        return []
+    sharded_dims = []
+    for axis, (placement, num) in enumerate(zip(placements, shape, strict=True)):
+        kind, dim = placement.get("kind"), placement.get("dim")
+        if kind == "Replicate" or num == 1:
+            continue
+        if kind not in ("Shard", "StridedShard") or type(dim) is not int or chunk.global_shape is None:
+            return []
+        if not 0 <= dim < len(chunk.global_shape):
+            return []
+        total = chunk.global_shape[dim]
+        each = -(-total // num)
+        size = max(0, min(each, total - coordinate[axis] * each))
+        at: list[int | slice] = [*coordinate]
+        at[axis] = slice(None)
+        along = np.array(ranks).reshape(shape)[tuple(at)].tolist() if ranks else []
+        sharded_dims.append(_ShardedDim(dim, size, tuple(along)))
+    return sharded_dims
+
+
+def _common(of_ranks: Sequence[set[int]]) -> set[int]:
+    return of_ranks[0] if all(some == of_ranks[0] for some in of_ranks) else set()

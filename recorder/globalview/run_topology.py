@@ -1,18 +1,21 @@
-"""What manifests say about ranks: which are data-parallel, which have a module, and which attempt counts.
+"""What manifests say about ranks: their data-parallel groups, modules, attempts, and the parameters of their own.
 
-This module must never look at anything of rows but their steps.
+Of rows this module reads the steps, and of parameters that may be a rank's own the first statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..format.roots import MAX_RANKS, ParallelRanks, RecordedRoot, Stage
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..columns import COUNTS, MEASURED, STATISTICS, parse_shape
+from ..format.manifest import MAX_RANKS, ParallelRanks, RecordedRoot, Stage
 from ..read.writers import RecordedWriter
 from ..system.text import listed
-from .own_parameters import OwnParameters
 
 
 class Launch(NamedTuple):
@@ -20,11 +23,10 @@ class Launch(NamedTuple):
 
     attempt: int
     number: int
-    """The number of the launch among several starts of one attempt."""
 
 
 class Topology:
-    """What all writers of a run say together."""
+    """What all writers of a run say together about its ranks."""
 
     def __init__(self, writers: Sequence[RecordedWriter], run_id: str, world_size: int | None) -> None:
         self._writers = writers
@@ -36,16 +38,13 @@ class Topology:
         self.foreign_writers = [
             number for number, writer in enumerate(writers) if writer.manifest.run_id not in (None, run_id)
         ]
-        """Numbers of writers that say they belong to another run."""
         self.launches = self._find_launches()
-        """By number of the writer."""
         self.own_parameters = OwnParameters(writers)
-        """Parameters that are each rank's own."""
 
     def group(self, root: str, module_path: str, number: int) -> DataParallelGroup:
-        """The ranks that should have rows of a module, where a writer of that number has one.
+        """The ranks that should have rows of a module, if the writer of that number has one.
 
-        Equal groups are one object, which lives as long as these facts.
+        Equal groups are one object that lives as long as the topology: callers compare groups by identity.
         """
         world_size = self._world_sizes[number]
         stage = self.stages.get((number, root))
@@ -55,19 +54,30 @@ class Topology:
             world = tuple(range(world_size)) if world_size is not None else self._world
             base = self._groups.get(of_stage)
             if stage is not None:
-                base = base or DataParallelGroup("assumed", self._ranks_of_stage(root, stage))
+                of_stage_ranks = {
+                    self._writers[n].rank for (n, name), own in self.stages.items() if (name, own) == (root, stage)
+                }
+                ranks = tuple(sorted(rank for rank in of_stage_ranks if rank is not None))
+                base = base or DataParallelGroup("assumed", ranks)
             elif base is None:
                 base = DataParallelGroup("assumed", world)
             elif base.model_groups:  # ranks that its meshes leave out are expected all the same
-                left_out = (rank for rank in world if rank not in self._modules or root in self._roots[rank])
+                left_out = (
+                    rank
+                    for rank in world
+                    if rank not in self._modules or any(name == root for name, _ in self._modules[rank])
+                )
                 base = base._replace(ranks=tuple(dict.fromkeys((*base.ranks, *left_out))))
-            has = tuple(rank for rank in base.ranks if self._has_module(rank, root, module_path))
+            modules = self._modules
+            has = tuple(
+                r for r in base.ranks if not module_path or r not in modules or (root, module_path) in modules[r]
+            )
             group = base.of(has or base.ranks)
             self._expected[key] = self._interned.setdefault(group, group)
         return self._expected[key]
 
     def own_ranks(self, root: str, number: int) -> Ranks:
-        """The ranks that a writer says share a root with it: those of its data-parallel group, else of its mesh."""
+        """The ranks that a writer says share a root with it: its data-parallel group, else its mesh."""
         writer = self._writers[number]
         for one in writer.manifest.roots:
             if one.name == root:
@@ -76,21 +86,18 @@ class Topology:
         return ()
 
     def describe(self, number: int) -> str:
-        """A writer by its number, for people."""
         writer = self._writers[number]
         return f"{writer.name} of rank {writer.rank} (run {writer.manifest.run_id})"
 
     def counting(self) -> bool:
-        """Whether some writer merely counted its steps, so that those of two launches are not the same."""
+        """Whether some writer merely counted its steps, so that equal steps of two launches are not the same step."""
         return any(writer.is_counted for writer in self._writers)
 
     def winners(self, steps_of: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Which launch (its index in the order of starts) counts at a step, where there were several.
+        """By step, the launch (its index in the order of starts) whose rows count; empty where there was one launch.
 
-        The newest that completed the step, else the newest. Where steps were merely counted, the newest alone.
-
-        Args:
-            steps_of: steps of which there are rows, by number of the writer.
+        The newest launch that completed the step counts, else the newest. Where steps were merely counted, only the
+        newest launch counts. `steps_of` are the recorded steps by number of the writer.
         """
         if len(set(self.launches)) < 2:
             return {}
@@ -107,7 +114,7 @@ class Topology:
 
     @cached_property
     def _complete_to(self) -> dict[int, int]:
-        """The first step that each launch, by its index in the order of starts, did not complete on all its ranks."""
+        """By launch, the first step that the launch did not complete on all its ranks."""
         first_incomplete: dict[int, int] = {}
         for launch_index, writer in zip(self.launch_indices(), self._writers, strict=True):
             if writer.last_step is not None:
@@ -121,7 +128,7 @@ class Topology:
         return [order.index(launch) for launch in self.launches]
 
     def last_step(self, rank: int) -> int:
-        """The last step of which a rank left a row; -1 without any."""
+        """The last step of which a rank left a row; -1 without rows."""
         return self._last_steps.get(rank, -1)
 
     @cached_property
@@ -134,7 +141,7 @@ class Topology:
 
     @cached_property
     def _world_sizes(self) -> list[int | None]:
-        """The number of ranks of the job by writer, since relaunches may differ; None where the run says it."""
+        """By writer, the ranks of its launch, since relaunches may differ; None where the run's own number holds."""
         if len(set(self.launches)) < 2:
             return [None] * len(self.launches)
         world_sizes: dict[Launch, int] = {}
@@ -150,7 +157,7 @@ class Topology:
 
     @cached_property
     def _groups(self) -> dict[tuple[int | None, str, int | None], DataParallelGroup]:
-        """The groups of ranks, by size of the world, root and pipeline stage."""
+        """The groups of ranks by world size, root and pipeline stage."""
         told: dict[tuple[int | None, str, int | None], list[RankStatement]] = {}
         for world_size, writer in zip(self._world_sizes, self._writers, strict=True):
             for root in writer.manifest.roots:
@@ -166,13 +173,13 @@ class Topology:
         return RankStatement(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
 
     def _ranks(self, told: ParallelRanks | None, world_size: int | None) -> Ranks:
-        """Return the ranks that share a root; no ranks where they are more than this run has."""
+        """The ranks that share a root; none where a manifest names more ranks than the run has."""
         largest = world_size or self._world_size or MAX_RANKS
         return told.ranks if told is not None and len(told.ranks) <= largest else ()
 
     @cached_property
     def _modules(self) -> dict[int, set[tuple[str, str]]]:
-        """Roots and paths by rank, of the ranks whose manifests tell."""
+        """By rank, root and path of each module; only ranks whose manifests list modules."""
         modules: dict[int, set[tuple[str, str]]] = {}
         for writer in self._writers:
             if writer.rank is not None and writer.manifest.roots:
@@ -191,12 +198,8 @@ class Topology:
             if root.stage is not None
         }
 
-    def _ranks_of_stage(self, root: str, stage: Stage) -> tuple[int, ...]:
-        writers = [self._writers[number] for (number, name), own in self.stages.items() if (name, own) == (root, stage)]
-        return tuple(sorted({writer.rank for writer in writers if writer.rank is not None}))
-
     def is_linear(self, root: str, module_path: str) -> bool:
-        """Whether a module is of a class that is called a linear one."""
+        """Whether the class of a module has a name that ends in ``Linear``."""
         return (root, module_path) in self._linear
 
     @cached_property
@@ -209,16 +212,8 @@ class Topology:
             if module.class_name.endswith("Linear")
         }
 
-    @cached_property
-    def _roots(self) -> dict[int, set[str]]:
-        return {rank: {root for root, _ in modules} for rank, modules in self._modules.items()}
-
-    def _has_module(self, rank: int, root: str, module_path: str) -> bool:
-        known = self._modules.get(rank)
-        return known is None or not module_path or (root, module_path) in known
-
     def _find_launches(self) -> list[Launch]:
-        """Launches by their start. In one attempt with as many ranks, the n-th writers of all ranks are one launch."""
+        """By writer, its launch. In one attempt with as many ranks, the n-th writers of all ranks are one launch."""
         seen: dict[tuple[int | None, int, int], int] = {}
         keys = []
         starts: dict[tuple[int, int, int], int] = {}
@@ -259,7 +254,6 @@ class DataParallelGroup(NamedTuple):
     source: str
     """The row's `layout_source` for replicas: ``ddp``, ``fsdp``, or ``assumed`` where no wrapper was seen."""
     ranks: Ranks
-    """In data-parallel order."""
     conflict: str = ""
     """Why the ranks of this root are no single group."""
     is_sorted: bool = True
@@ -267,7 +261,7 @@ class DataParallelGroup(NamedTuple):
     """Ranks that share a part of the batch, in data-parallel order; none where each rank has a part of its own."""
 
     def of(self, ranks: Ranks) -> DataParallelGroup:
-        """The group with some of its ranks alone."""
+        """The group restricted to some of its ranks."""
         if ranks == self.ranks:
             return self
         wanted = set(ranks)
@@ -276,7 +270,7 @@ class DataParallelGroup(NamedTuple):
 
 
 def find_group(told: Sequence[RankStatement]) -> DataParallelGroup | None:
-    """The group of one root; None where no rank says anything of others."""
+    """The group of one root; None where no rank names another."""
     sources = {one.data: one.source for one in told if one.data}
     models = tuple(dict.fromkeys(one.model for one in told if len(one.model) > 1))
     if models:
@@ -308,9 +302,9 @@ def _of_model_groups(told: Sequence[RankStatement], models: tuple[Ranks, ...], s
 
 
 def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[Ranks, ...], str]:
-    """The instances by the data-parallel order of their ranks, those included of which no rank left a manifest."""
+    """The instances in data-parallel order, with those of which no rank left a manifest."""
     known = next((some for some in models if all(rank in data for rank in some)), None)
-    if known is None:  # of every instance some rank has left nothing
+    if known is None:  # every instance has a rank without a manifest
         first = next(iter(data.values()))
         index_of = {rank: i for i, rank in enumerate(first)}
         return tuple(sorted(models, key=lambda some: min(index_of.get(rank, len(first)) for rank in some))), ""
@@ -331,3 +325,133 @@ def _is_sorted(ranks: Ranks) -> bool:
 
 def _groups(groups: Sequence[Ranks]) -> str:
     return listed(map(list, groups), 4)
+
+
+_IGNORED = "ignored"
+NOT_SHARED = "each rank has a parameter of its own under this name, as its manifest says"
+BEGAN_ALIKE = (
+    "; its wrapper was told to leave it alone, and it began equal on all ranks: --layout '...=per_rank' if each rank "
+    "has its own"
+)
+NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"
+
+
+_FIRSTS = ("root", "module_path", "name", "site", "step", "rank", "ranks_present", "fingerprint", *STATISTICS, *COUNTS)
+_Names = set[tuple[str, str]]
+"""Root and full name of parameters or modules."""
+
+
+class OwnParameters:
+    """Parameters that each rank has for itself (as experts are), and the modules that have no other parameters.
+
+    A parameter that a wrapper was merely told to ignore must have differed between ranks at its first record: an expert
+    that began equal on all ranks is no expert, and that nobody reduces its gradients is an oversight. What an expert
+    takes and gives is no part of the rank's own batch: it works on rows that other ranks sent.
+    """
+
+    def __init__(self, writers: Sequence[RecordedWriter]) -> None:
+        self._writers = writers
+        roots = [root for writer in writers for root in writer.manifest.roots]
+        reasons = {(root.name, full, reason) for root in roots for full, reason in root.unshared.items()}
+        self._claimed: _Names = {(root, full) for root, full, _ in reasons}
+        """Parameters that a manifest calls a rank's own."""
+        self._stated: _Names = {(root, full) for root, full, reason in reasons if reason != _IGNORED}
+        """Those that the program itself calls so; the others its wrapper was told to ignore."""
+
+    @cached_property
+    def _names(self) -> _Names:
+        return self._claimed - self._alike
+
+    @cached_property
+    def _modules(self) -> _Names:
+        return self._apart(self._names)
+
+    @cached_property
+    def _alike(self) -> _Names:
+        """Parameters that a wrapper ignores and that began equal on all ranks, with every other one of their expert."""
+        is_open = self._claimed - self._stated
+        if not is_open:
+            return set()
+        apart = self._apart(self._claimed)
+        owners = {(root, full): (root, _expert_of(apart, root, _owner(full))) for root, full in is_open}
+        contents = _first_contents(self._writers, is_open)
+        alike = {
+            one: len(of_ranks) > 1 and len(set(of_ranks.values())) == 1 and None not in of_ranks.values()
+            for one, of_ranks in contents.items()
+        }
+        others = {owners[one] for one in is_open if alike.get(one) is False}
+        known = {owners[one] for one in is_open if alike.get(one)}
+        return {one for one, owner in owners.items() if owner in known - others}
+
+    def _apart(self, names: _Names) -> _Names:
+        """The modules whose parameters all have these names."""
+        shared: _Names = set()
+        for writer in self._writers if names else ():
+            for root in writer.manifest.roots:
+                for module in root.modules:
+                    if any((root.name, _joined(module.path, own)) not in names for own in module.params):
+                        shared |= {(root.name, above) for above in _with_above(module.path)}
+        return {(root, path) for root, full in names for path in _with_above(_owner(full))} - shared
+
+    def has(self, root: str, module_path: str, name: str) -> bool:
+        """Whether a parameter, or the parameter of a state such as ``weight.exp_avg``, is each rank's own."""
+        return bool(self._claimed) and _is_of(self._names, root, module_path, name)
+
+    def began_alike(self, root: str, module_path: str, name: str) -> bool:
+        """Whether a wrapper was told to ignore a parameter, although it began equal on all ranks."""
+        return bool(self._claimed) and _is_of(self._alike, root, module_path, name)
+
+    def works_apart(self, root: str, module_path: str) -> bool:
+        """Whether a module, or one around it, has parameters of its rank's own and no others."""
+        return bool(self._claimed) and any((root, path) in self._modules for path in _with_above(module_path))
+
+
+def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
+    """By parameter and rank, the content at the first recorded step, as a text that is equal where values are equal.
+
+    None where the row does not tell. A merged row counts for all its ranks.
+    """
+    first_contents: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
+    ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
+    for shard in (shard for writer in writers for shard in writer.shards):
+        for batch in shard.columns(_FIRSTS):
+            is_asked = pc.and_(pc.equal(batch.column("site"), "param"), pc.is_in(batch.column("name"), ends))
+            for row in batch.filter(pc.fill_null(is_asked, False)).to_pylist():
+                one = row["root"], _joined(row["module_path"], row["name"])
+                if one not in names or row["step"] > first_contents.get(one, (row["step"],))[0]:
+                    continue
+                if row["step"] < first_contents.setdefault(one, (row["step"], {}))[0]:
+                    first_contents[one] = row["step"], {}
+                number = tuple(repr(row[name]) for name in (*STATISTICS, *COUNTS))
+                word = row["fingerprint"] or (number if row[MEASURED] is not None else None)
+                ranks = [row["rank"]]
+                if row["rank"] is None and row["ranks_present"]:
+                    ranks = list(parse_shape(row["ranks_present"]))
+                first_contents[one][1].update((rank, word) for rank in ranks if rank is not None)
+    return {one: words for one, (_, words) in first_contents.items()}
+
+
+def _expert_of(modules: _Names, root: str, module_path: str) -> str:
+    """The outermost of `modules` around a module; the module itself where there is none."""
+    above = [path for path in _with_above(module_path) if (root, path) in modules]
+    return above[-1] if above else module_path
+
+
+def _is_of(names: _Names, root: str, module_path: str, name: str) -> bool:
+    full = _joined(module_path, name)
+    return any((root, some) in names for some in (full, *_with_above(_owner(full))))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _owner(full: str) -> str:
+    return full.rpartition(".")[0]
+
+
+def _with_above(path: str) -> Iterator[str]:
+    """A path, and the paths of the modules around it but the root."""
+    while path:
+        yield path
+        path = _owner(path)

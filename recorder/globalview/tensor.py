@@ -1,4 +1,4 @@
-"""One global tensor: the value that a question means, put together from the ranks' chunks, or explained as text."""
+"""The one global tensor that a question means: put together from the ranks' chunks, or explained as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .view import LoadedRows
 
 
 def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
-    """Whether a row of a merged run says that ranks are missing in it."""
+    """Whether a row of a merged run says that it lacks ranks."""
     metadata.load(["note"])
     note = metadata.text("note", int(positions[0]))
     return "partial" in note_members(note)
@@ -38,15 +38,10 @@ def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
 def global_tensor(
     loaded: LoadedRows, tensor_rows: TensorRows, *, partial: bool
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-    """Bytes, dtype and shape of the one global tensor that some ranks' rows are.
-
-    Args:
-        loaded: all rows of the run.
-        tensor_rows: those of that value, of all ranks.
-        partial: answer also where ranks are missing.
+    """Bytes, dtype and shape of the global tensor of some ranks' rows; with `partial` also where ranks are missing.
 
     Raises:
-        LookupFailedError: they make no single tensor, or ranks are missing; the message says why.
+        LookupFailedError: the rows make no single tensor, or ranks are missing; the message says why.
         CorruptError: the bytes are not those that were written.
     """
     _, values, assembler = loaded
@@ -70,11 +65,7 @@ def global_tensor(
 
 
 def value_of(values: GlobalValues, tensor_rows: TensorRows) -> GlobalValue:
-    """The one value that some ranks' rows are.
-
-    Raises:
-        LookupFailedError: they are several.
-    """
+    """The value that some ranks' rows hold. LookupFailedError: they hold several values."""
     chosen = values.values_of(tensor_rows.positions, tensor_rows.related, is_micro_batch=tensor_rows.is_micro_batch)
     if len(chosen) > 1:  # what stages hand on has the same name as the input and the output of the model
         chosen = [value for value in chosen if not value.is_between_stages]
@@ -87,11 +78,7 @@ def value_of(values: GlobalValues, tensor_rows: TensorRows) -> GlobalValue:
 
 
 def plan_of(value: GlobalValue, what: str, *, partial: bool) -> Plan:
-    """The plan that makes one tensor of a value.
-
-    Raises:
-        LookupFailedError: there is none, or a rank that it needs is missing.
-    """
+    """The plan that makes one tensor of a value. LookupFailedError: there is none, or a needed rank is missing."""
     plan = value.plan
     if not isinstance(plan, Plan):
         raise LookupFailedError(
@@ -114,17 +101,13 @@ _COLUMNS = (*DETAILS, "zero_count", "nan_count", "min", "max", "shape", "note")
 def histogram_of(
     loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool
 ) -> Histogram:
-    """The histogram of the one value that a question means.
+    """The histogram of the value that a question means; with `partial` also where ranks are missing.
 
-    Args:
-        loaded: all rows, where those of all ranks are meant; None where one row is.
-        metadata: the run's rows.
-        tensor_rows: the rows of the value.
-        partial: answer also where ranks are missing.
+    `loaded` holds all rows of the run; None where the question means a single row.
 
     Raises:
-        LookupFailedError: there is none; the message says why.
-        CorruptError: the bytes of a histogram are none.
+        LookupFailedError: there is no histogram; the message says why.
+        CorruptError: the bytes are no histogram.
     """
     row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "histogram", tensor_rows, "a histogram", "it")
@@ -138,7 +121,7 @@ def histogram_of(
 
 
 def units_of(loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool) -> Units:
-    """The sums over the units of the one value that a question means; arguments and errors as for `histogram_of`."""
+    """The sums over the units of the value that a question means; arguments and errors as for `histogram_of`."""
     row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "units", tensor_rows, "sums of its units", "them")
     try:
@@ -148,7 +131,6 @@ def units_of(loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: Ten
 
 
 def _check_recorded(row: dict[str, Any], column: str, tensor_rows: TensorRows, what: str, them: str) -> None:
-    """Refuse a row that lacks what is asked for, with the reason."""
     if row[column] is not None:
         return
     note = note_members(row["note"])
@@ -193,17 +175,17 @@ class LayoutChunk:
     rank: int
     shape: Ints
     coordinate: Ints | None
-    """In the mesh that its row names; None of a plain tensor."""
+    """In the mesh that its row names; None for a plain tensor."""
     mesh: Ints
-    """The ranks of that mesh, row-major; none where its row does not name them."""
+    """The ranks of that mesh, row-major; empty where the row does not name them."""
     placements: str
     """Such as ``Shard(0) Replicate``; empty for a plain tensor."""
     offsets: Ints | None
-    """Where it begins in the global tensor; None where it is no box of it, or there is no global tensor."""
+    """Where it begins in the global tensor; None where it is no box, or there is no global tensor."""
     micro_step: int
-    """Its slice of the batch, in a pipeline."""
+    """In a pipeline, the micro-batch."""
     is_copy: bool
-    """Whether another rank's chunk was taken in its stead."""
+    """Whether another rank's chunk was used instead."""
     reduce_op: str = ""
     """How a summand is reduced with the others of its region, such as ``sum``; empty for any other value."""
 
@@ -213,22 +195,19 @@ class TensorLayout:
     """Where the chunks of a global tensor came from. Made by `Run.layout`; printing it shows it."""
 
     what: str
-    """The question."""
     global_shape: Ints | None
     """None where the chunks make no single tensor."""
     source: str
     """The row's `layout_source`; empty where the chunks make no single tensor."""
     why: str
-    """Why they make none; else empty."""
+    """Why the chunks make no single tensor; else empty."""
     kind: str
-    """Then ``per_rank``, ``inconsistent`` or another kind of finding that a merge reports; else empty."""
+    """The kind of finding that a merge reports then, such as ``per_rank`` or ``inconsistent``; else empty."""
     scale: str | None
-    """The row's `scale`."""
     mesh_shape: Ints | None
     pieces: tuple[LayoutChunk, ...]
     """The ranks' chunks, under the name that `show --where --json` gives them."""
     missing: Ints
-    """Ranks that should have a chunk."""
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -252,7 +231,7 @@ class TensorLayout:
         return [*lines, *self._mesh(), *self._cut(), "", *self._table()]
 
     def _mesh(self) -> list[str]:
-        """The ranks where they stand in each mesh: rows are its first axes, columns the last one."""
+        """The ranks in each mesh: its last axis runs across, the others down."""
         if not self.mesh_shape or math.prod(self.mesh_shape) > _MAX_LISTED:
             return []
         meshes = dict.fromkeys(chunk.mesh for chunk in self.pieces if chunk.coordinate)
@@ -267,7 +246,7 @@ class TensorLayout:
         return lines + (["  ..."] if len(meshes) > _MAX_MESHES else [])
 
     def _cut(self) -> list[str]:
-        """The tensor as a box, cut along at most two dims, with the ranks that have each chunk."""
+        """The tensor as a box cut along at most two dims, with the ranks that have each chunk."""
         if self.global_shape is None or any(chunk.offsets is None for chunk in self.pieces):
             return []
         starts = [sorted({(chunk.offsets or ())[d] for chunk in self.pieces}) for d in range(len(self.global_shape))]
@@ -296,36 +275,30 @@ class TensorLayout:
         return lines
 
     def _table(self) -> list[str]:
-        has_micro_batches = any(chunk.micro_step for chunk in self.pieces)
-        differ = len({chunk.placements for chunk in self.pieces}) > 1
-        titles = ["rank", *(["micro-batch"] if has_micro_batches else []), "mesh", *(["placement"] if differ else [])]
-        titles += ["offsets", "shape", ""]
-        lines = [
-            [
-                str(chunk.rank),
-                *([str(chunk.micro_step)] if has_micro_batches else []),
-                "-" if chunk.coordinate is None else _sizes(chunk.coordinate),
-                *([chunk.placements or "-"] if differ else []),
-                "-" if chunk.offsets is None else _sizes(chunk.offsets),
-                _sizes(chunk.shape),
-                "copy" if chunk.is_copy else f"summand ({chunk.reduce_op})" if chunk.reduce_op else "",
-            ]
-            for chunk in self.pieces[:_MAX_LISTED]
-        ]
-        widths = [max(len(line[i]) for line in [titles, *lines]) for i in range(len(titles))]
-        shown = ["  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True)) for line in [titles, *lines]]
+        shown = self.pieces[:_MAX_LISTED]
+        columns = [["rank", *(str(chunk.rank) for chunk in shown)]]
+        if any(chunk.micro_step for chunk in self.pieces):
+            columns.append(["micro-batch", *(str(chunk.micro_step) for chunk in shown)])
+        columns.append(["mesh", *("-" if chunk.coordinate is None else _sizes(chunk.coordinate) for chunk in shown)])
+        if len({chunk.placements for chunk in self.pieces}) > 1:
+            columns.append(["placement", *(chunk.placements or "-" for chunk in shown)])
+        columns.append(["offsets", *("-" if chunk.offsets is None else _sizes(chunk.offsets) for chunk in shown)])
+        columns.append(["shape", *(_sizes(chunk.shape) for chunk in shown)])
+        summands = (f"summand ({chunk.reduce_op})" if chunk.reduce_op else "" for chunk in shown)
+        columns.append(["", *("copy" if chunk.is_copy else text for chunk, text in zip(shown, summands, strict=True))])
+        widths = [max(map(len, column)) for column in columns]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
         more = len(self.pieces) - _MAX_LISTED
-        return [line.rstrip() for line in shown] + ([f"and {more} more"] if more > 0 else [])
+        return lines + ([f"and {more} more"] if more > 0 else [])
 
 
 def _together(chunks: Sequence[LayoutChunk]) -> str:
-    """The ranks of one region: ``0,2``, or ``0+1`` of summands; copies of summands are left out."""
+    """The ranks of one region: ``0,2``, or ``0+1`` for summands; copies of summands are left out."""
     summands = [str(chunk.rank) for chunk in chunks if chunk.reduce_op and not chunk.is_copy]
     return "+".join(summands) or ",".join(str(chunk.rank) for chunk in chunks)
 
 
 def _grid(rank_at: Mapping[Ints, int], shape: Ints) -> list[str]:
-    """Ranks by their coordinates; a dot where a rank is missing."""
     width = max(len(str(rank)) for rank in rank_at.values())
     lines = []
     for lead in itertools.product(*map(range, shape[:-1])):
@@ -335,11 +308,7 @@ def _grid(rank_at: Mapping[Ints, int], shape: Ints) -> list[str]:
 
 
 def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
-    """Where the chunks of the one tensor that a question means came from.
-
-    Raises:
-        LookupFailedError: its rows are several values.
-    """
+    """Where the chunks of the tensor in question came from. LookupFailedError: its rows are several values."""
     value = value_of(values, tensor_rows)
     chunks = values.chunks(value)
     return describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
@@ -348,27 +317,19 @@ def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
 def describe(
     what: str, chunks: list[RankChunk], plan: Plan | NoPlan, *, expected: Ints, differing: Ints = ()
 ) -> TensorLayout:
-    """The explanation of one value.
-
-    Args:
-        what: the question, for people.
-        chunks: of all ranks, as the plan numbers them.
-        plan: of the value.
-        expected: ranks that should have a chunk.
-        differing: ranks whose copy differs.
-    """
-    is_plan = isinstance(plan, Plan)
+    """The explanation of one value, whose chunks are as the plan numbers them; replicas of `differing` ranks differ."""
+    made, refused = (plan, None) if isinstance(plan, Plan) else (None, plan)
     starts: dict[int, Ints | None] = {}
     copies: set[int] = set()
     ops: dict[int, str] = {i: reduce_op(chunk.placements) for i, chunk in enumerate(chunks)}
-    if isinstance(plan, Plan):
-        starts = {term.chunk: _start(fill.region) for fill in plan.fills for term in fill.terms}
-        for first, *others in plan.copies:
+    if made is not None:
+        starts = {term.chunk: _start(fill.region) for fill in made.fills for term in fill.terms}
+        for first, *others in made.copies:
             starts |= {other: starts.get(first) for other in others}
             copies |= set(others)
-        for fill in plan.fills:
+        for fill in made.fills:
             if len(fill.terms) > 1:
-                ops |= {term.chunk: ops[term.chunk] or _op_of(fill, plan) for term in fill.terms}
+                ops |= {term.chunk: ops[term.chunk] or _op_of(fill, made) for term in fill.terms}
         again = {i for i, op in ops.items() if op and i not in starts}  # of a mesh that has the whole sum twice
         copies |= again
         starts |= {i: _beside(chunks, i, starts) for i in again}
@@ -377,11 +338,11 @@ def describe(
     ranks = {chunk.rank for chunk in chunks}
     return TensorLayout(
         what=what,
-        global_shape=plan.global_shape if isinstance(plan, Plan) else None,
-        source=plan.source if isinstance(plan, Plan) else "",
-        why="" if isinstance(plan, Plan) else plan.why,
-        kind="" if isinstance(plan, Plan) else plan.kind,
-        scale=plan.scale if isinstance(plan, Plan) else None,
+        global_shape=made.global_shape if made else None,
+        source=made.source if made else "",
+        why=refused.why if refused else "",
+        kind=refused.kind if refused else "",
+        scale=made.scale if made else None,
         mesh_shape=next(iter(shapes)) if len(shapes) == 1 else None,
         pieces=tuple(
             LayoutChunk(
@@ -390,7 +351,7 @@ def describe(
                 coordinate=mesh.coordinate or None,
                 mesh=mesh.ranks,
                 placements=in_words(chunk.placements),
-                offsets=starts.get(i) if is_plan else None,
+                offsets=starts.get(i),
                 micro_step=chunk.micro_step,
                 is_copy=i in copies and chunk.rank not in differing,
                 reduce_op=ops[i],
@@ -402,7 +363,7 @@ def describe(
 
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
-    """Return where the summand begins that a chunk copies: both have the same coordinates on axes that cut or sum."""
+    """Where the summand begins that a chunk repeats: both have the same coordinates on axes that cut or sum."""
 
     def sharded_coordinate(chunk: RankChunk) -> list[int]:
         kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]
@@ -414,7 +375,7 @@ def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints 
 
 
 def _op_of(fill: Fill, plan: Plan) -> str:
-    """Return how chunks are reduced that do not say so themselves."""
+    """How chunks are reduced whose own rows do not say it."""
     is_mean = plan.op == "sum" and {term.factor for term in fill.terms} == {1 / len(fill.terms)}
     return "avg" if is_mean and plan.scale in (None, "assumed_mean") else plan.op
 

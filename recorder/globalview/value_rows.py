@@ -1,28 +1,187 @@
-"""What the rows and the manifests say of one value, before anything is decided of it."""
+"""What the rows and the manifests say of one value, and of its batch, before its layout is decided."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..format.roots import Stage
+from ..columns import COUNTS, MEASURED, STATISTICS, parse_shape
+from ..format.manifest import Stage
 from ..layout.levels import BatchGroup, split
 from ..layout.placement import NoPlan, RankChunk
 from ..layout.rules import Batch
+from ..numerics.keys import NULL, bits_of, digest
 from ..read.metadata import NONE, MetadataRows
 from ..sites import NUMBERS
 from .leaves import Comparison, Leaf, LeafAcrossSteps, Leaves
-from .row_groups import LABELS, GroupedRows
+from .row_groups import LABELS, GroupedRows, ShardingInference
 from .run_topology import DataParallelGroup, Topology
-from .sharding import NO_BATCH, RootBatches, ShardingInference
+
+NO_BATCH: tuple[Batch, ...] = (Batch(None),)
+_MAX_BATCHES = 4
+_When = tuple[str, str, int, int]
+"""Root, mode, step and micro-step."""
+
+
+class _Leaf(NamedTuple):
+    shape: tuple[int, ...]
+    content: str
+    """A text that is equal where the values are; empty where the rows do not tell."""
+
+
+class _Call(NamedTuple):
+    seq: int
+    leaves: dict[str, _Leaf]
+
+
+class RootBatches:
+    """The batches of all calls of all roots.
+
+    `varies` tells whether ranks were ever given different values for an argument, named by root, mode and name.
+    """
+
+    def __init__(
+        self, rows: MetadataRows, counts: npt.NDArray[np.bool_], varies: Callable[[str, str, str], bool]
+    ) -> None:
+        self._varies = varies
+        self._rows = rows
+        self._counts = counts
+        self._known: dict[object, tuple[Batch, ...]] = {}
+
+    def of(
+        self, when: _When, ranks: tuple[int, ...], seqs: Sequence[int] | None, expected: tuple[int, ...]
+    ) -> tuple[Batch, ...]:
+        """The batches that values of some ranks may belong to, the likeliest first; never empty.
+
+        `seqs` are the numbers of their rows: a value belongs to the last call that began before it. None for values
+        that came later, with a backward.
+        """
+        calls = self._calls.get(when)
+        if calls is None:
+            return NO_BATCH  # another step may have another batch, and a window must answer as all steps do
+        if seqs is None:
+            numbers = [tuple(min(k, len(calls.get(rank, ())) - 1) for rank in expected) for k in range(_MAX_BATCHES)]
+        else:
+            seq_of = dict(zip(ranks, seqs, strict=True))
+
+            def last_begun(rank: int) -> int:
+                return bisect_right([call.seq for call in calls.get(rank, ())], seq_of[rank]) - 1
+
+            numbers = [tuple(last_begun(rank if rank in seq_of else ranks[0]) for rank in expected)]
+        key = when, ranks, expected, tuple(numbers)
+        if key not in self._known:
+            chosen = [
+                {
+                    rank: calls[rank][number]
+                    for rank, number in zip(expected, some, strict=True)
+                    if 0 <= number < len(calls.get(rank, ()))
+                }
+                for some in numbers
+            ]
+            self._known[key] = _batches(chosen, ranks, expected, partial(self._varies, when[0], when[1]))
+        return self._known[key]
+
+    def ran(self, when: _When, rank: int) -> bool:
+        return rank in self._calls.get(when, {})
+
+    def micro_batches(self, when: tuple[str, str, int], ranks: set[int]) -> set[int]:
+        """The micro-steps of a root, mode and step in which some of these ranks called the root."""
+        return set().union(*(own for rank, own in self._slices.get(when, {}).items() if rank in ranks))
+
+    @cached_property
+    def _slices(self) -> dict[tuple[str, str, int], dict[int, set[int]]]:
+        micro_steps: dict[tuple[str, str, int], dict[int, set[int]]] = {}
+        for (root, mode, step, micro_step), of_ranks in self._calls.items():
+            for rank in of_ranks:
+                micro_steps.setdefault((root, mode, step), {}).setdefault(rank, set()).add(micro_step)
+        return micro_steps
+
+    @cached_property
+    def _calls(self) -> dict[_When, dict[int, list[_Call]]]:
+        """By slice and rank, the calls in their order."""
+        rows, paths = self._rows, self._rows.module_paths()
+        positions = np.flatnonzero(self._counts & (paths.codes == paths.code("")))
+        sites, phases = (rows.keys(name, positions) for name in ("site", "phase"))
+        is_input = (sites.codes == sites.code("input")) & (phases.codes == phases.code("forward"))
+        positions = positions[is_input & (rows.numbers("part")[positions] == 0)]
+        positions = positions[np.argsort(rows.numbers("seq")[positions], kind="stable")]
+        names = ("root", "mode", "name", "shape", "global_shape", "dtype", "fingerprint")
+        columns = {name: rows.keys(name, positions) for name in names}
+        numbers = {
+            name: rows.numbers(name)[positions].tolist() for name in ("step", "micro_step", "call", "rank", "seq")
+        }
+        bits = {name: bits_of(rows.take(name, positions)) for name in (*STATISTICS, *COUNTS)}
+        is_measured, statistics = bits[MEASURED] != NULL, digest([*bits.values()])
+        calls: dict[_When, dict[int, list[_Call]]] = {}
+        last: dict[tuple[_When, int], int] = {}
+        for i in range(len(positions)):
+            root, mode, name, shape, global_shape, dtype, content = (columns[n].text(i) for n in names)
+            if not content and is_measured[i] and dtype.startswith(("float", "bfloat")):
+                content = str(statistics[i])
+            when, rank = (root, mode, numbers["step"][i], numbers["micro_step"][i]), numbers["rank"][i]
+            of_rank = calls.setdefault(when, {}).setdefault(rank, [])
+            if last.get((when, rank)) != numbers["call"][i]:
+                last[when, rank] = numbers["call"][i]
+                of_rank.append(_Call(numbers["seq"][i], {}))
+            sizes = parse_shape(global_shape or shape)
+            if sizes:
+                of_rank[-1].leaves[name] = _Leaf(sizes, content)
+        return calls
+
+
+def _batches(
+    calls: Iterable[dict[int, _Call]],
+    ranks: tuple[int, ...],
+    expected: tuple[int, ...],
+    varies: Callable[[str], bool],
+) -> tuple[Batch, ...]:
+    batches: list[Batch] = []
+    for of_ranks in calls:
+        if all(rank in of_ranks for rank in ranks):
+            batches += [batch for batch in _of_call(of_ranks, ranks, expected, varies) if batch not in batches]
+    return tuple(batches[:_MAX_BATCHES]) or NO_BATCH
+
+
+def _of_call(
+    of_ranks: dict[int, _Call], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
+) -> list[Batch]:
+    """The sizes of dim 0 of one call's arguments: of those that differ between ranks, the most frequent first.
+
+    An argument that is equal on all ranks in this call may be the batch nevertheless: zeros, or the same samples.
+    """
+    leaves = {
+        name: [of_ranks[rank].leaves[name] for rank in ranks]
+        for name in of_ranks[ranks[0]].leaves
+        if all(name in of_ranks[rank].leaves for rank in ranks)
+    }
+    contents = {name: {leaf.content for leaf in some} for name, some in leaves.items()}
+    is_shared = {name: len(ranks) > 1 and len(some) == 1 and "" not in some for name, some in contents.items()}
+    differing = {name: some for name, some in leaves.items() if not is_shared[name]}
+    own = differing or {name: some for name, some in leaves.items() if len(some) > 1 and varies(name)}
+    names_of: dict[tuple[int, ...], list[str]] = {}
+    for name, some in (own or leaves).items():
+        names_of.setdefault(tuple(leaf.shape[0] for leaf in some), []).append(name)
+    by_votes = sorted(
+        names_of.items(), key=lambda item: (-len(item[1]), -max(len(leaves[n][0].shape) for n in item[1]))
+    )
+    batches = []
+    for sizes, (name, *_) in by_votes:
+        all_leaves = [of_ranks[rank].leaves.get(name) if rank in of_ranks else None for rank in expected]
+        known = [leaf.shape[0] for leaf in all_leaves if leaf is not None]
+        total = sum(known) if len(known) == len(expected) else None
+        inner = {math.prod(leaf.shape[1:stop]) for leaf in all_leaves if leaf for stop in range(2, len(leaf.shape) + 1)}
+        batches.append(Batch(sizes, not differing, tuple(sorted(inner - {0, 1})), total))
+    return batches
 
 
 class ValueKey(NamedTuple):
-    """What a value is called, by the columns of `grouping.LABELS`."""
+    """The names of a value, by the columns of `row_groups.LABELS`."""
 
     root: str
     module_path: str
@@ -39,12 +198,9 @@ class ValueRows(NamedTuple):
     """Position of its first row in the order of execution."""
     step: int
     key: ValueKey
-    writer: int
-    """Number of the first row's writer."""
     stage: Stage | None
     """The pipeline stage that ran it; the numbers of a step are of the whole program."""
     leaf: Leaf
-    """What it is one of, step by step."""
     group: DataParallelGroup
     indices: list[int]
     """Indices of the value's rows among the grouped rows."""
@@ -52,30 +208,27 @@ class ValueRows(NamedTuple):
     """For each row, the number that stands for its chunk."""
     chunks: list[RankChunk]
     ranks: tuple[int, ...]
-    """The rank of each row."""
     positions: tuple[int, ...]
     expected: tuple[int, ...]
-    """Ranks that should have a row."""
     batch_groups: tuple[BatchGroup, ...] | NoPlan | None
-    """Ranks that share a local batch, where ranks do."""
+    """The chunks of ranks that share a part of the batch; None where no ranks share one."""
     local_batches: LocalBatches
 
 
 class LocalBatches(NamedTuple):
-    """The parts of the batch that chunks are of."""
+    """The parts of the batch that a value's chunks belong to."""
 
     chunks: tuple[int, ...]
     """The first chunk of each part."""
     ranks: tuple[int, ...]
-    """Its rank."""
     micro_steps: tuple[int, ...]
     expected: tuple[int, ...]
-    """A rank of each part that there should be."""
+    """One rank of each part that there should be."""
     num_expected: int
 
     @property
     def has_micro_batches(self) -> bool:
-        """Whether they are micro-batches of a pipeline."""
+        """Whether the parts are micro-batches of a pipeline."""
         return any(self.micro_steps)
 
 
@@ -85,14 +238,7 @@ def find_local_batches(
     group: DataParallelGroup,
     expected: tuple[int, ...],
 ) -> LocalBatches:
-    """The parts of the batch that a value's chunks are of.
-
-    Args:
-        chunks: in data-parallel order.
-        batch_groups: chunks of ranks that share a part, where ranks do.
-        group: of the value's module.
-        expected: ranks that should have a chunk.
-    """
+    """The parts of the batch that chunks, in data-parallel order, belong to. `expected` ranks should have a chunk."""
     ranks = tuple(chunk.rank for chunk in chunks)
     micro_steps = tuple(chunk.micro_step for chunk in chunks)
     if batch_groups is None or isinstance(batch_groups, NoPlan):
@@ -106,7 +252,11 @@ def find_local_batches(
 
 
 class ValueReader:
-    """Reads what is known of values. Decides nothing."""
+    """Reads what is known of values from rows with `row_groups.COLUMNS`, and decides nothing.
+
+    `counts` tells by position whether a row counts. `is_same` compares the tensors of some rows (None where a payload
+    is missing), and `items_of` reads a row's tensor (None likewise).
+    """
 
     def __init__(
         self,
@@ -118,16 +268,6 @@ class ValueReader:
         is_same: Callable[[Sequence[int]], bool | None],
         items_of: Callable[[int], npt.NDArray[Any] | None],
     ) -> None:
-        """Nothing is read before the first question.
-
-        Args:
-            rows: of a run or of a window of steps of it, with `grouping.COLUMNS`.
-            topology: of the run.
-            counts: by position, whether a row counts.
-            leaves: what all steps of the run say.
-            is_same: whether the tensors of some rows hold the same values; None where a payload is missing.
-            items_of: a row's tensor; None where its payload is missing.
-        """
         self.rows = rows
         self.topology = topology
         self.leaves = leaves
@@ -139,7 +279,6 @@ class ValueReader:
         self._split: dict[Any, tuple[tuple[BatchGroup, ...] | NoPlan | None, LocalBatches]] = {}
 
     def read(self, grouped: GroupedRows, number: int) -> ValueRows:
-        """The rows of a value, by its number."""
         start, end = int(grouped.starts[number]), int(grouped.ends[number])
         first = int(grouped.chosen[start])
         step = int(self.rows.numbers("step")[first])
@@ -155,25 +294,10 @@ class ValueReader:
         chunks = [grouped.chunks[code] for code in codes]
         ranks = tuple(chunk.rank for chunk in chunks)
         expected = self._expected_ranks(key, step, group, chunks)
-        batch_groups, local_batches = self._split_batch(codes, chunks, group, expected)
         positions = tuple(grouped.chosen[indices].tolist())
-        return ValueRows(
-            first=first,
-            step=step,
-            key=key,
-            writer=writer,
-            stage=stage,
-            leaf=self.leaf(grouped, number),
-            group=group,
-            indices=indices,
-            codes=codes,
-            chunks=chunks,
-            ranks=ranks,
-            positions=positions,
-            expected=expected,
-            batch_groups=batch_groups,
-            local_batches=local_batches,
-        )
+        leaf = self.leaf(grouped, number)
+        own = first, step, key, stage, leaf, group, indices, codes, chunks, ranks, positions, expected
+        return ValueRows(*own, *self._split_batch(codes, chunks, group, expected))
 
     def _expected_ranks(
         self, key: ValueKey, step: int, group: DataParallelGroup, chunks: Sequence[RankChunk]
@@ -189,7 +313,7 @@ class ValueReader:
 
     @cached_property
     def _reporting_ranks(self) -> dict[tuple[str, str], set[int]]:
-        """Which ranks have rows of a number of the step, by root and name."""
+        """The ranks that ever recorded a number of the step, by root and name."""
         rows, everything = self.rows, np.flatnonzero(self._counts)
         sites = rows.keys("site", everything)
         positions = everything[np.isin(sites.codes, [sites.code(site) for site in NUMBERS])]
@@ -203,7 +327,6 @@ class ValueReader:
     def _split_batch(
         self, codes: tuple[int, ...], chunks: list[RankChunk], group: DataParallelGroup, expected: tuple[int, ...]
     ) -> tuple[tuple[BatchGroup, ...] | NoPlan | None, LocalBatches]:
-        """The chunks by local batch, where several ranks share one, and those local batches."""
         key = codes, id(group), expected
         if key not in self._split:
             batch_groups = split(chunks, () if group.conflict else group.model_groups, expected)
@@ -211,13 +334,10 @@ class ValueReader:
         return self._split[key]
 
     def compare(self, grouped: GroupedRows, number: int, value: ValueRows) -> Comparison:
-        """What is known of whether the ranks' chunks are equal."""
         across_steps = LeafAcrossSteps(self.leaves, value.leaf, value.chunks)
-        is_float = value.chunks[0].dtype.startswith(("float", "bfloat"))
-        return Comparison(grouped, number, value.indices, self.is_same, across_steps, is_float=is_float)
+        return Comparison(grouped, number, value.indices, self.is_same, across_steps)
 
     def leaf(self, grouped: GroupedRows, number: int) -> Leaf:
-        """What a value is one of, step by step."""
         root, path, site, name, mode, phase = (grouped.labels[label].text(number) for label in LABELS)
         stage = self.topology.stages.get((int(grouped.writers[number]), root))
         start = grouped.starts[number]
@@ -234,11 +354,10 @@ class ValueReader:
         )
 
     def batches(self, value: ValueRows, *, is_later: bool) -> tuple[Batch, ...]:
-        """What the root's input says of the batch, likeliest first.
+        """The batches that the root's inputs name for an activation or its gradient, the likeliest first.
 
-        Args:
-            value: an activation, or the gradient of one.
-            is_later: it came after the root's call, with a backward, so that its position among the rows says nothing.
+        Where `is_later`, the value came with a backward, after the root's call: its position among the rows says
+        nothing.
         """
         local = value.local_batches
         seqs = None

@@ -1,4 +1,4 @@
-"""The values that some rows of a run hold, each with its plan; and the few steps that show the layout of each leaf."""
+"""The values that rows of a run hold, each with its plan; and the few steps that show the layout of each leaf."""
 
 from __future__ import annotations
 
@@ -14,28 +14,22 @@ import pyarrow as pa
 
 from ..layout.levels import BatchGroup
 from ..layout.placement import NoPlan, RankChunk
-from ..numerics.keys import pack
-from ..read.manifests import MicroBatches, missing_stages
-from ..read.metadata import NONE, MetadataRows, Positions, text_keys
+from ..numerics.keys import encode, pack
+from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, missing_stages
 from ..read.writers import RecordedWriter
 from ..sites import ACTIVATIONS, GRADIENTS, NUMBERS, STATES
-from .decisions import Overrides
 from .leaves import BatchDims, ChunkKeys, Leaves, Observation, Sample
-from .planner import GlobalValue, Planner
-from .row_groups import COLUMNS, LABELS, FindingLog, GroupedRows, GroupedValues, RowFinding, RowGrouper
+from .planner import GlobalValue, Overrides, Planner
+from .row_groups import COLUMNS, LABELS, FindingLog, GroupedRows, GroupedValues, RowFinding, RowGrouper, Wanted
 from .run_topology import Topology
-from .sharding import Wanted
 from .value_rows import ValueReader, ValueRows
 
 _MAX_LOOKED_UP = 100_000
-"""Rows of which a look-up keeps the values for the next: those of the modules of a step, of some ranks."""
+"""How many rows look-ups keep grouped for the next look-up: those of the modules of a step, on some ranks."""
 
 
 def find_counting_rows(rows: MetadataRows, topology: Topology, findings: FindingLog) -> npt.NDArray[np.bool_]:
-    """By position, whether a row counts.
-
-    A row does not count whose step a later launch recorded again, nor one of a writer of another run.
-    """
+    """By position, whether a row counts: a row of another run, or of a step that was recorded again, does not."""
     writers = rows.writer_numbers(np.arange(rows.num_rows, dtype=np.int64))
     counts: npt.NDArray[np.bool_] = ~np.isin(writers, topology.foreign_writers)
     for number in topology.foreign_writers:
@@ -59,10 +53,9 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
 
 
 class PlannedValues:
-    """Values of which each is planned when it is first asked for."""
+    """Values, each planned when it is first asked for; arguments as for `GlobalValues.values_of`."""
 
     def __init__(self, values: GroupedValues, planner: Planner, *, is_micro_batch: bool) -> None:
-        """Nothing is planned yet; arguments as of `GlobalValues.values`."""
         self._values = values
         self._planner = planner
         self._is_micro_batch = is_micro_batch
@@ -70,18 +63,17 @@ class PlannedValues:
         self._number_of = {int(key): number for number, key in enumerate(values.keys)}
 
     def __iter__(self) -> Iterator[GlobalValue]:
-        """The values in the order of execution."""
         for number in self._values.order.tolist():
             yield self._plan(number)
 
     def holding(self, positions: Positions) -> list[GlobalValue]:
-        """The values that some rows are of, in the order of execution."""
+        """The values that have some of these rows, in the order of execution."""
         rows = self._values.rows
         is_wanted = np.logical_or.reduceat(np.isin(rows.chosen, positions), rows.starts)
         return [self._plan(number) for number in self._values.order.tolist() if is_wanted[number]]
 
     def _plan(self, number: int) -> GlobalValue:
-        """One value; the plan of a gradient needs that of the value itself."""
+        """The plan of a gradient needs the plan of the value itself."""
         if number not in self._planned:
             forward_key = int(self._values.forward_keys[number])
             forward_number = self._number_of.get(forward_key) if forward_key >= 0 else None
@@ -96,7 +88,7 @@ class PlannedValues:
 
 
 class GlobalValues:
-    """The values of rows that are loaded. Not thread-safe."""
+    """The values of loaded rows. Not thread-safe."""
 
     def __init__(
         self,
@@ -109,23 +101,13 @@ class GlobalValues:
         items_of: Callable[[int], npt.NDArray[Any] | None],
         leaves: Leaves | None = None,
     ) -> None:
-        """Load what is needed.
-
-        Args:
-            rows: of a run or of a window of steps of it.
-            topology: of the run.
-            loss: see `layout.rules.decide_gradient`.
-            overrides: what the user says of layouts.
-            is_same: whether the tensors of some rows hold the same values; None where a payload is missing.
-            items_of: a row's tensor; None where its payload is missing.
-            leaves: what all steps of the run say; by default what these rows do.
-        """
+        """Load the columns that every question needs; `leaves` are by default those of these rows."""
         rows.load(COLUMNS)
         self._rows = rows
         self._topology = topology
         self._log = FindingLog(rows)
         self.counts = find_counting_rows(rows, topology, self._log)
-        """By position, whether a row counts: superseded ones and those of another run do not."""
+        """By position, whether a row counts: superseded rows and rows of another run do not."""
         for text in missing_stages(topology.stages):
             self._log.add("partial", None, (), text)
         leaves = leaves or Leaves(self.sample)
@@ -141,20 +123,17 @@ class GlobalValues:
         return self._log.findings
 
     def values(self, positions: Positions | None = None) -> Iterator[GlobalValue]:
-        """The values of some rows (all by default), in the order of execution; rows that do not count are skipped."""
+        """The values of some rows, by default of all, in the order of execution; rows that do not count are skipped."""
         values = self._group(positions)
         if values is not None:
             yield from PlannedValues(values, self._planner, is_micro_batch=False)
 
     def values_of(self, rows: Positions, module_rows: Positions, *, is_micro_batch: bool) -> list[GlobalValue]:
-        """The values that some rows are of.
+        """The values that have some of these rows.
 
-        Whoever asks for a tensor asks for others of its module and step, so the grouping of their rows is kept.
-
-        Args:
-            rows: positions of the rows.
-            module_rows: all rows of the module at that step.
-            is_micro_batch: they are of one micro-batch of a pipeline, and others do not lack.
+        Whoever asks for a tensor asks for others of its module and step, so the grouping of `module_rows`, all rows of
+        the module at that step, is kept. With `is_micro_batch` one micro-batch of a pipeline is asked for, so no other
+        is missing.
         """
         key = module_rows.tobytes(), is_micro_batch
         if key not in self._kept:
@@ -169,18 +148,18 @@ class GlobalValues:
         return self._kept[key].holding(rows)
 
     def chunks(self, value: GlobalValue) -> list[RankChunk]:
-        """What the rows of a value say of it, as its plan numbers them."""
+        """What each row of a value says of its chunk; the plan numbers the chunks in this order."""
         positions = np.array(value.positions, np.int64)
         micro_steps = MicroBatches(self._rows, positions, self._topology.stages).micro_step
         return [self._grouper.chunk(int(p), int(m)) for p, m in zip(positions, micro_steps, strict=True)]
 
     def sample(self, positions: Positions | None = None) -> Sample | None:
-        """The values of these rows but parameters and their like, whose layout hangs on no value; None without any."""
+        """The values of these rows but parameters and the like, whose layout no value decides; None without any."""
         values = self._group(positions, without_sites=(*STATES, *NUMBERS))
         return None if values is None else Sampler(self._reader).sample(values)
 
     def _group(self, positions: Positions | None, without_sites: Sequence[str] = ()) -> GroupedValues | None:
-        """The rows that count by value, each tensor by its part 0; None without any."""
+        """The rows that count, by value; of each tensor only part 0; None without any."""
         chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
         chosen = chosen[self._rows.numbers("part")[chosen] == 0]
         if without_sites:
@@ -190,7 +169,7 @@ class GlobalValues:
 
 
 MAX_ROWS = 50_000
-"""Rows of a run, of all ranks, of which every step is asked: half a second."""
+"""In a run of so many rows, of all ranks, every step is sampled: half a second."""
 _COLUMNS = ("step", "site", "mode", "payload_bytes", "min", "max", "nan_count")
 _SITES = tuple(site for site in ACTIVATIONS if site not in GRADIENTS)
 _NUM_STEPS = 4
@@ -199,7 +178,7 @@ _MAX_STEPS = 12
 
 
 def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
-    """The steps to be asked, ascending; None for all."""
+    """The steps of the sample, ascending; None for all."""
     if sum(writer.num_rows for writer in writers) <= MAX_ROWS:
         return None
     ranks = [writer.rank for writer in writers if writer.rank is not None and writer.num_rows]
@@ -209,7 +188,7 @@ def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
         return []
     columns = {name: pa.chunked_array([batch.column(name) for batch in batches]) for name in _COLUMNS}
     steps = columns["step"].to_numpy()
-    sites, modes = text_keys(columns["site"]), text_keys(columns["mode"])
+    sites, modes = (Keys(*encode(columns[name])) for name in ("site", "mode"))
     low, high = (columns[name].fill_null(np.nan).to_numpy() for name in ("min", "max"))
     is_telling = (low < high) & (columns["nan_count"].fill_null(0).to_numpy() == 0)
     is_unmeasured = columns["nan_count"].is_null().to_numpy()
@@ -223,7 +202,7 @@ def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
 
 
 def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Positions:
-    """Load the batches of a sample, and return the rows of its steps; None for all."""
+    """Load the batches of a sample, and return the rows of its steps."""
     metadata.load(COLUMNS)
     numbers = metadata.numbers("step")
     return np.arange(len(numbers)) if steps is None else np.flatnonzero(np.isin(numbers, steps))
@@ -232,7 +211,7 @@ def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Position
 def _choose(
     steps: npt.NDArray[np.int64], is_telling: npt.NDArray[np.bool_], has_values: npt.NDArray[np.bool_]
 ) -> list[int]:
-    """Steps for the sample, from those with the most telling values: two with most payloads, first and last."""
+    """The two steps with the most payloads of telling values, and the first and the last step with many such values."""
     known, indices = np.unique(steps[is_telling], return_inverse=True)
     if not len(known):
         return []
@@ -244,24 +223,24 @@ def _choose(
 
 
 _MIN_BITS = 10
-"""Least bits of whole numbers; with fewer, values are equal by chance, as the classes of a few samples are."""
+"""Integers with fewer bits in all may be equal by chance, as the classes of a few samples are."""
 
 
 class EqualContent(Enum):
-    """What equal tensors hold."""
+    """What tensors that are equal hold."""
 
     NOTHING = 0
-    """One number throughout, NaN, or so few whole numbers that they may be equal by chance."""
+    """A constant, NaN, or so few integers that they may be equal by chance."""
     WHOLE = 1
-    """Whole numbers: indices, masks, classes."""
+    """Integers: indices, masks, classes."""
     NUMBERS = 2
-    """Numbers that no two tensors have by chance."""
+    """Numbers that two tensors do not share by chance."""
 
 
 def content_by(
     low: float | None, high: float | None, total: float | None, numel: int, *, is_float: bool
 ) -> EqualContent:
-    """By the least and the greatest finite number of a tensor, their sum, and how many there are."""
+    """Judged by the least and the greatest finite number of a tensor, the sum, and the number of elements."""
     if low is None or high is None:
         return EqualContent.NOTHING
     if is_float and not (low.is_integer() and high.is_integer() and total is not None and float(total).is_integer()):
@@ -271,7 +250,7 @@ def content_by(
 
 
 def content_of(items: npt.NDArray[Any]) -> EqualContent:
-    """By the values themselves."""
+    """Judged by the values themselves."""
     kind = items.dtype.kind
     try:
         wide = items.astype(np.float64 if kind != "c" else np.complex128)
@@ -289,19 +268,17 @@ def content_of(items: npt.NDArray[Any]) -> EqualContent:
 
 
 def is_repeated(items: npt.NDArray[Any], dim: int) -> bool:
-    """Whether a tensor is one slice repeated along a dim, as `expand` makes them."""
+    """Whether a tensor is one slice repeated along a dim, as `expand` makes it."""
     return bool((items == items.take([0], axis=dim)).all())
 
 
 class Sampler:
-    """Looks at the values of sampled steps."""
+    """Looks at the values of the sampled steps."""
 
     def __init__(self, reader: ValueReader) -> None:
-        """Made of what reads the sampled rows."""
         self._reader = reader
 
     def sample(self, values: GroupedValues) -> Sample:
-        """What can be asked of these values."""
         rows, grouped, sequence = self._reader.rows, values.rows, values.order
         firsts = grouped.chosen[grouped.starts]
         stages, roots = np.full(len(firsts), NONE), grouped.labels["root"]
@@ -327,7 +304,7 @@ class Sampler:
         )
 
     def observe(self, grouped: GroupedRows, number: int, some: ChunkKeys | None) -> Observation:
-        """What the values of one moment say of how the ranks' tensors stand to each other."""
+        """What the values of one moment say about how the ranks' tensors relate to each other."""
         value = self._reader.read(grouped, number)
         numbers = _numbers_of(value.chunks, some)
         chunks = [value.chunks[i] for i in numbers]
@@ -365,7 +342,7 @@ class Sampler:
         return Observation.EQUAL if is_certain else Observation.PERHAPS
 
     def _content(self, position: int, chunk: RankChunk) -> EqualContent:
-        """How much a row's statistics say that its values are no accident."""
+        """What a row's statistics say about the values."""
         at = np.array([position], np.int64)
         low, high, total = (self._reader.rows.take(name, at)[0].as_py() for name in ("min", "max", "sum"))
         numel = int(self._reader.rows.numbers("numel")[position])
@@ -376,7 +353,7 @@ class Sampler:
         return self._batch_dims_of(self._reader.read(grouped, number))[0]
 
     def _batch_dims_of(self, value: ValueRows) -> tuple[BatchDims | None, bool]:
-        """Along which dims the chunks may be the batch, where it is known, and whether all ranks were given one."""
+        """The dims that may be the batch, where the batch is known, and whether all ranks were given one batch."""
         batch = self._reader.batches(value, is_later=value.key.phase in ("recompute", "backward"))[0]
         shapes = [value.chunks[i].shape for i in value.local_batches.chunks]
         if batch.sizes is None or len(batch.sizes) != len(shapes) or len({len(shape) for shape in shapes}) > 1:
@@ -388,7 +365,7 @@ class Sampler:
         return BatchDims(batch.sizes, frozenset(dims)), batch.is_shared
 
     def sharded_dim(self, grouped: GroupedRows, number: int, some: ChunkKeys) -> int | NoPlan | None:
-        """Along which dim some chunks of a value are cut; None where one of them is missing."""
+        """The dim along which some chunks of a value are cut; None where one of them is missing."""
         value = self._reader.read(grouped, number)
         numbers = _numbers_of(value.chunks, some)
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
@@ -396,7 +373,7 @@ class Sampler:
 
 
 def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int]:
-    """The numbers of some chunks (all by default) by what names them; none where one is missing."""
+    """The indices of the chunks that `some` names, by default of all; empty where one is missing."""
     if some is None:
         return list(range(len(chunks)))
     at = {(chunk.rank, chunk.micro_step): i for i, chunk in enumerate(chunks)}
@@ -404,7 +381,7 @@ def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int
 
 
 def _share_a_local_batch(batch_groups: tuple[BatchGroup, ...] | NoPlan | None, numbers: Sequence[int]) -> bool:
-    """Whether chunks are of ranks that were given one part of the batch; without groups, all ranks of a mesh are."""
+    """Whether chunks are of ranks that share a part of the batch; without groups, all ranks of a mesh do."""
     if batch_groups is None or isinstance(batch_groups, NoPlan):
         return batch_groups is None
     return any(set(numbers) <= {i for unit in batch_group.units for i in unit} for batch_group in batch_groups)

@@ -1,6 +1,6 @@
-"""The global view of a run: its rows as the tensors of the whole model, whatever ranks held them.
+"""The global view of a run: its rows as the tensors of the complete model, whichever ranks held them.
 
-A merged run is passed through as it is. Must never show a tensor as whole of which a chunk is missing.
+A merged run is passed through as it is. Must never show a tensor as complete of which a chunk is missing.
 """
 
 from __future__ import annotations
@@ -15,50 +15,44 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..columns import COLUMN_OF, COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS, Combine, note_members, parse_shape
+from ..columns import COUNTS, HANDED_ON, METADATA_COLUMNS, SCHEMA, STATISTICS, note_members, parse_shape
 from ..errors import LookupFailedError, RunError
-from ..format.roots import Stage
+from ..format.manifest import Stage
 from ..layout.placement import NoPlan, Plan
 from ..layout.regions import Region
 from ..layout.rules import AS_ASKED, LOSSES
 from ..numerics.dtypes import ITEM_BYTES, as_array
-from ..read.manifests import mark_stage, whole_roots
-from ..read.metadata import NONE, SIZE_COLUMNS, MetadataRows, Positions, StepSizes, text_keys
+from ..numerics.keys import encode
+from ..read.metadata import NONE, SIZE_COLUMNS, MetadataRows, Positions, StepSizes, whole_roots
 from ..read.payload import Payloads, is_same
 from ..read.run import RecordedRun
-from ..read.shard_rows import ShardRows
 from .assembler import Assembler, PayloadPart, as_items
-from .decisions import parse_overrides
-from .global_columns import NO_VALUES, GlobalColumns, as_json, with_member
+from .global_columns import NO_VALUES, GlobalColumns, as_json
 from .leaves import Leaves, Sample
-from .planner import GlobalValue
+from .planner import GlobalValue, parse_overrides
 from .row_groups import COLUMNS, RowFinding
 from .run_topology import Topology
 from .values import GlobalValues, choose_steps, load_sample
 
-_MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine is Combine.NOTHING)
-"""Columns that say nothing of a tensor of the whole model."""
-
 
 class LoadedRows(NamedTuple):
-    """Rows of a run that are loaded, as the values of the whole model."""
+    """Loaded rows as the values of the complete model, and the way to their payloads."""
 
     metadata: MetadataRows
     values: GlobalValues
     assembler: Assembler
-    """The way to their payloads."""
 
 
 class GlobalView:
-    """How the rows of a run are put together. Made by `Run.view`."""
+    """How the ranks' rows of a run are put together. Made by `Run.view`."""
 
     def __init__(self, run: RecordedRun, *, loss: str = "mean", layouts: Sequence[str] = ()) -> None:
-        """Decide how.
+        """Read nothing yet.
 
         Args:
             run: recorded or merged.
-            loss: what each rank's loss is of its samples: ``mean`` (activation gradients of W ranks are divided by W),
-                ``weighted`` (by the ranks' batch sizes) or ``sum`` (not scaled).
+            loss: how each rank's loss depends on its samples: ``mean`` (activation gradients of W ranks are divided by
+                W), ``weighted`` (by the ranks' batch sizes) or ``sum`` (not scaled).
             layouts: ``PATTERN=LAYOUT``, where PATTERN is a glob over ``module_path:site:name`` and LAYOUT one of
                 ``shard(DIM)``, ``replicate``, ``partial(sum)`` and ``per_rank``; the last that fits wins.
 
@@ -75,15 +69,14 @@ class GlobalView:
         self._loss = loss
         self._topology = Topology(run.writers, run.run_id, run.world_size)
         self.leaves = Leaves(self._sample)
-        """What all steps say of each leaf."""
         self.stages: Mapping[tuple[int, str], Stage] = self._topology.stages
-        """By writer and root, which stage of a pipeline it ran."""
+        """Pipeline stages by number of the writer and root."""
         self.has_pipeline = bool(self.stages)
-        """Whether the stages of a pipeline ran in it: then the micro-batches of a step are one batch."""
+        """True for a run of a pipeline, where the micro-batches of a step make one batch."""
         self._kept: tuple[int, LoadedRows] | None = None
 
     def part_of_batch(self, root: str, rank: int, attempt: int) -> tuple[int, int] | None:
-        """Which part of the batch a rank works on, and of how many; None where that is not known."""
+        """Which part of the batch a rank works on, and of how many parts; None where that is not known."""
         return self._parts_of_batch.get((root, rank, attempt))
 
     @cached_property
@@ -91,7 +84,7 @@ class GlobalView:
         part_of_writer: dict[tuple[str, int, int], tuple[int, int] | None] = {}
         of_models = whole_roots(self.stages)
         parts: dict[int, tuple[dict[int, int], int]] = {}
-        """By the group's identity, the part of each rank, and how many parts there are: not anew for each writer."""
+        """By the group's identity, the part of each rank, and how many parts there are."""
         for number, writer in enumerate(self._run.writers):
             for root in writer.manifest.roots:
                 group = self._topology.group(root.name, "", number)
@@ -106,14 +99,13 @@ class GlobalView:
         return part_of_writer
 
     def windows(self, max_rows: int = 200_000, max_bytes: int | None = None) -> list[tuple[int, int]]:
-        """Half-open ranges of steps that cover every recorded one, in order; found from the indexes.
+        """Half-open ranges of steps that cover every recorded step, in order; found from the indexes.
 
-        Args:
-            max_rows: a range of several steps has at most so many rows of all ranks.
-            max_bytes: and at most so many bytes of payload, decoded; without, any number.
+        A range of several steps has at most `max_rows` rows of all ranks, and at most `max_bytes` of decoded payload.
         """
         columns = [name for name in SIZE_COLUMNS if max_bytes is not None or name != "payload_bytes"]
-        sizes = StepSizes.sum(StepSizes.of(shard.columns(columns)) for shard in self._shards())
+        shards = (shard for writer in self._run.writers for shard in writer.shards)
+        sizes = StepSizes.sum(StepSizes.of(shard.columns(columns)) for shard in shards)
         return [step_range[:2] for step_range in sizes.cut(max_rows, max_bytes)]
 
     def rows(
@@ -122,13 +114,11 @@ class GlobalView:
         last: int | None = None,
         only: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> GlobalRows:
-        """The global rows of the steps from `first` up to, but not including, `last`; of them `only` some, or all."""
+        """The global rows of the steps from `first` up to, but not including, `last`; with `only`, of some of them."""
         metadata = self._metadata(first, last)
         metadata.load((*METADATA_COLUMNS, *COLUMNS))
         steps = metadata.numbers("step")
-        is_wanted = (steps >= (first if first is not None else NONE)) & (
-            steps < (last if last is not None else 1 << 62)
-        )
+        is_wanted = (steps >= (NONE if first is None else first)) & (steps < (1 << 62 if last is None else last))
         if only is not None:
             is_wanted &= np.isin(steps, only)
         positions = np.flatnonzero(is_wanted)
@@ -139,14 +129,13 @@ class GlobalView:
         return GlobalRows(metadata, assembler, planned, positions, values.findings, whole_roots(self.stages))
 
     def kept(self, metadata: MetadataRows) -> LoadedRows:
-        """All rows of the run, kept for the next question as long as no damage has moved them."""
+        """All rows of the run, kept for the next question until damage moves them."""
         metadata.load(COLUMNS)
         if self._kept is None or self._kept[0] != metadata.num_rows or self._kept[1].metadata is not metadata:
             self._kept = metadata.num_rows, self.load(metadata)
         return self._kept[1]
 
     def load(self, metadata: MetadataRows) -> LoadedRows:
-        """Some rows as values, and the way to their payloads."""
         metadata.load(COLUMNS)
         payloads = Payloads(metadata, len(self._run.writers))
         assembler = Assembler(metadata, payloads)
@@ -158,12 +147,12 @@ class GlobalView:
             try:
                 return is_same(payloads, [tensor.positions for tensor in tensors if tensor is not None])
             except RunError:
-                return None  # whoever asks for the values is told what is wrong with them
+                return None  # the error is raised to whoever asks for the values
 
         def items_of(position: int) -> npt.NDArray[Any] | None:
             tensor = assembler.tensor(position)
             if tensor is None or len(tensor.positions) > 1:
-                return None  # nobody expands what takes several parts
+                return None  # a tensor made by `expand` is never so large
             try:
                 return as_items(assembler.local(position), tensor.dtype).reshape(tensor.shape)
             except RunError:
@@ -181,9 +170,9 @@ class GlobalView:
         return LoadedRows(metadata, values, assembler)
 
     def sample_batches(self) -> tuple[MetadataRows, list[int] | None]:
-        """The batches by which layouts are known, not loaded yet, and the steps whose rows count; None for all.
+        """The batches by which layouts are known, not loaded yet, and the steps whose rows count; None for all steps.
 
-        They are the same whatever part of the run is looked at.
+        Both are the same for every part of the run that is looked at.
         """
         steps = choose_steps(self._run.writers)
         ranges = None if steps is None else tuple((step, step + 1) for step in steps)
@@ -194,19 +183,14 @@ class GlobalView:
         positions = load_sample(metadata, steps)
         return self.load(metadata).values.sample(positions)
 
-    def _shards(self) -> Iterator[ShardRows]:
-        for writer in self._run.writers:
-            yield from writer.shards
-
     def _metadata(self, first: int | None, last: int | None) -> MetadataRows:
-        """The rows of the batches that hold some of these steps: a shard may have thousands of each rank."""
         if first is None and last is None:
             return MetadataRows(self._run.writers)
         return MetadataRows(self._run.writers, (NONE if first is None else first, 1 << 62 if last is None else last))
 
 
 class GlobalRows:
-    """Rows of the global view; the i-th row of `table` is the i-th of everything else."""
+    """Rows of the global view; the i-th row of `table` is the i-th row everywhere else."""
 
     def __init__(
         self,
@@ -217,10 +201,10 @@ class GlobalRows:
         findings: Sequence[RowFinding] = (),
         roots: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Made by `GlobalView.rows`; of a pipeline's roots `roots` says of which model each is a stage."""
+        """Made by `GlobalView.rows`. `roots` names, for each root that is a pipeline stage, the root of the model."""
         self._roots = roots
         self.findings = list(findings)
-        """What the reader should know; the same of many values once."""
+        """What the reader should know; a finding about many values stands once."""
         self._metadata = metadata
         self._is_merged = assembler is None
         apart = [(value, value.plan) for value in values if isinstance(value.plan, NoPlan)]
@@ -229,7 +213,7 @@ class GlobalRows:
         self._assembler = assembler or Assembler(metadata, Payloads(metadata))
         if self._is_merged:
             part_0 = positions[metadata.numbers("part")[positions] == 0]
-            # A step that was merged in chunks has a writer for each, in the order of execution.
+            # A step that was merged as several units has a writer for each unit, in the order of execution.
             keys = (metadata.numbers("seq")[part_0], metadata.writer_numbers(part_0), metadata.numbers("rank")[part_0])
             order = np.lexsort([*keys, metadata.numbers("step")[part_0]])
             self._sources: list[GlobalValue | int] = part_0[order].tolist()
@@ -238,17 +222,18 @@ class GlobalRows:
         self._handed_on = {p: one.stage for one in values if one.is_between_stages for p in one.positions}
         self.table = self._make_table()
         """Metadata columns, one row per tensor in the order of execution; `rank` is null where it is global."""
-        self.payload_bytes: npt.NDArray[np.int64] = self._count_bytes()
-        """Bytes of each row's tensor once decoded; 0 where its values cannot be had."""
+        whole_bytes = _whole_bytes(self.table.column("dtype"), self.table.column("numel"))
+        self.payload_bytes = np.where(self.table.column("encoding").is_valid().to_numpy(), whole_bytes, 0)
+        """Decoded bytes of each row's tensor; 0 where it has no values."""
 
     def __len__(self) -> int:
         return len(self._sources)
 
     def array(self, i: int) -> npt.NDArray[Any]:
-        """The tensor of a row; bfloat16 and the 8-bit floats come in ml_dtypes' types.
+        """The tensor of a row; bfloat16 and the 8-bit floats have ml_dtypes' types.
 
         Raises:
-            LookupFailedError: it has no values.
+            LookupFailedError: the row has no values.
             CorruptError: the bytes are not those that were written.
         """
         source = self._with_payload(i)
@@ -260,7 +245,7 @@ class GlobalRows:
         return as_array(self._assembler.array(source.plan, source.positions), dtype, shape)
 
     def chunk_regions(self, i: int) -> list[tuple[int, int, Region]]:
-        """Which rank, in which micro-step, has which elements of a row's tensor alone; empty where that is not so."""
+        """Rank, micro-step and region of each chunk of a row's tensor; empty where chunks are reduced."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -272,7 +257,7 @@ class GlobalRows:
         return [(int(ranks[p]), int(micro_steps[p]), fill.region) for p, fill in zip(at, fills, strict=True)]
 
     def statistics_of_chunks(self, i: int) -> list[dict[str, Any]]:
-        """Rank, micro-step and statistics of each rank's part, or summand, of a row's tensor; none where it is one."""
+        """Rank, micro-step and statistics of each rank's chunk or summand; empty for a rank's own row."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -285,7 +270,7 @@ class GlobalRows:
         """The encoded payload of a row, in parts of at most 32 MiB; frames are copied where nothing is computed.
 
         Raises:
-            LookupFailedError: it has no values.
+            LookupFailedError: the row has no values.
             CorruptError: the bytes are not those that were written.
         """
         source = self._with_payload(i)
@@ -302,10 +287,6 @@ class GlobalRows:
             what = f"{row['module_path']!r} site={row['site']!r} name={row['name']!r} step={row['step']}"
             raise LookupFailedError(f"{what} has no values in the global view{note}")
         return self._sources[i]
-
-    def _count_bytes(self) -> npt.NDArray[np.int64]:
-        has_payload = self.table.column("encoding").is_valid().to_numpy()
-        return np.where(has_payload, _whole_bytes(*(self.table.column(name) for name in ("dtype", "numel"))), 0)
 
     def _make_table(self) -> Any:
         metadata, sources = self._metadata, self._sources
@@ -326,39 +307,39 @@ class GlobalRows:
             if name in changed:
                 column = pc.replace_with_mask(column, is_global, pa.array(changed[name], kind))
             columns[name] = column
-        if self._whys:
-            columns["note"] = self._with_whys(columns["note"])
-        if self._handed_on:
-            notes = columns["note"].to_pylist()
-            for i, source in enumerate(sources):
-                if isinstance(source, int) and (stage := self._handed_on.get(source)) is not None:
-                    notes[i] = mark_stage(stage, notes[i])
-            columns["note"] = pa.array(notes, pa.string())
         is_cut = self._find_cut(columns)
-        for name in ("encoding", "payload_bytes") if is_cut.any() else ():
-            columns[name] = pc.if_else(pa.array(is_cut), None, columns[name])
         if is_cut.any():
-            notes = columns["note"].to_pylist()
-            for i in np.flatnonzero(is_cut).tolist():
-                notes[i] = with_member(notes[i], NO_VALUES, "a part of it is missing")
-            columns["note"] = pa.array(notes, pa.string())
-        return pa.table(columns, schema=pa.schema([_nullable(SCHEMA.field(name)) for name in METADATA_COLUMNS]))
+            for name in ("encoding", "payload_bytes"):
+                columns[name] = pc.if_else(pa.array(is_cut), None, columns[name])
+        columns["note"] = self._with_reasons(columns["note"], is_cut)
+        fields = [SCHEMA.field(name) for name in METADATA_COLUMNS]
+        return pa.table(columns, schema=pa.schema([f.with_nullable(True) if f.name == "rank" else f for f in fields]))
 
-    def _with_whys(self, notes: Any) -> Any:
-        """The notes, with why a row stays with its rank where it does."""
-        whys = [self._whys.get(source, "") if isinstance(source, int) else "" for source in self._sources]
-        is_apart = pa.array([why != "" for why in whys], pa.bool_())
-        own = notes.filter(is_apart).to_pylist()
-        apart = [source for source, why in zip(self._sources, whys, strict=True) if why and isinstance(source, int)]
-        told = []
-        for note, why, source in zip(own, filter(None, whys), apart, strict=True):
-            differing = self._differing.get(source)
-            more = {"replicas_differ": list(differing)} if differing else {}
-            told.append(as_json(note_members(note) | {"per_rank": why} | more))
-        return pc.replace_with_mask(notes, is_apart, pa.array(told, pa.string()))
+    def _with_reasons(self, notes: Any, is_cut: npt.NDArray[np.bool_]) -> Any:
+        """The notes of ranks' own rows, with the reason why the row stays with its rank or has no values."""
+        changed: dict[int, str] = {}
+        if not (self._whys or self._handed_on or is_cut.any()):
+            return notes
+        for i, source in enumerate(self._sources):
+            if not isinstance(source, int):
+                continue
+            members: dict[str, Any] = {}
+            if why := self._whys.get(source):
+                members["per_rank"] = why
+                if differing := self._differing.get(source):
+                    members["replicas_differ"] = list(differing)
+            if (stage := self._handed_on.get(source)) is not None:
+                members[HANDED_ON] = list(stage)
+            if is_cut[i]:
+                members[NO_VALUES] = "a part of it is missing"
+            if members:
+                changed[i] = as_json(note_members(notes[i].as_py()) | members)
+        is_changed = np.zeros(len(self._sources), bool)
+        is_changed[[*changed]] = True
+        return pc.replace_with_mask(notes, pa.array(is_changed), pa.array([*changed.values()], pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
-        """Rows that stay per rank and lack a further part: they have no values to give."""
+        """Rows that stay with their rank and lack a further part: they have no values to give."""
         payload_bytes = columns["payload_bytes"].fill_null(NONE).to_numpy()
         is_cut = np.zeros(len(self._sources), bool)
         for i in np.flatnonzero(
@@ -370,24 +351,17 @@ class GlobalRows:
 
 
 def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:
-    """Bytes of tensors, by the columns of their rows; 0 for a dtype that is unknown."""
-    keys = text_keys(dtype if isinstance(dtype, pa.ChunkedArray) else pa.chunked_array([dtype]))
-    widths = np.array([ITEM_BYTES.get(text, 0) for text in keys.texts or ()] + [0], np.int64)
-    total: npt.NDArray[np.int64] = numel.to_numpy() * widths[keys.codes]
+    codes, texts = encode(dtype)
+    widths = np.array([ITEM_BYTES.get(text, 0) for text in texts] + [0], np.int64)
+    total: npt.NDArray[np.int64] = numel.to_numpy() * widths[codes]
     return total
 
 
-def _nullable(field: Any) -> Any:
-    return field if field.name != "rank" else field.with_nullable(True)
-
-
 def _rows_of_values(values: Sequence[GlobalValue]) -> Iterator[GlobalValue | int]:
-    """The rows that a value becomes: one, or its ranks' own, or both where the global row does not say all."""
+    """The rows that a value becomes: one, or its ranks' own, or both where the global row does not say everything."""
     for value in values:
-        if value.is_refused:
-            yield from value.positions
-            continue
-        yield value
-        assert isinstance(value.plan, Plan)
-        if value.plan.scale == "assumed_mean" or value.differing or not value.plan.is_complete:
+        plan = value.plan
+        if isinstance(plan, Plan):
+            yield value
+        if isinstance(plan, NoPlan) or plan.scale == "assumed_mean" or value.differing or not plan.is_complete:
             yield from value.positions

@@ -1,6 +1,6 @@
-"""Plans of two levels: ranks that share a part of the batch make one tensor, and those tensors become one.
+"""Plans of two levels: ranks that share a part of the batch make one tensor, and these tensors make one.
 
-Must never take plain tensors that differ for one, and never look at values beyond whether they are equal.
+Must never treat plain tensors that differ as one, and look at values only to see whether they are equal.
 """
 
 from __future__ import annotations
@@ -10,32 +10,29 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .placement import Fill, NoPlan, Plan, RankChunk, Term, mesh_of, plan_by_placements
-from .regions import Box, Ints, Region, overlap, whole
-from .rules import ChunkValues, Replication, concatenated, copies_unless
+from .regions import Box, Ints, Region, overlap
+from .rules import ChunkValues, Replication, concatenated, copies_unless, replicas
 
 Groups = tuple[Ints, ...]
 Among = Callable[[Sequence[int]], ChunkValues]
-"""Returns what is known of the values of some chunks, by their numbers."""
+"""Returns what is known of the values of some chunks, given their numbers."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""Returns the dim along which plain chunks are cut that differ, although their ranks share a batch."""
+"""Returns the dim along which plain chunks are cut that differ although their ranks share a batch."""
 
 
 class BatchGroup(NamedTuple):
     """The chunks of ranks that share a part of the batch."""
 
     units: Groups
-    """Units of chunks by their numbers: those that are distributed over one mesh, or one plain chunk."""
+    """The numbers of chunks that are distributed over one mesh, or of one plain chunk."""
     ranks: Ints
     """The ranks that should have a chunk."""
 
 
 def split(chunks: Sequence[RankChunk], model_groups: Groups, expected: Ints) -> tuple[BatchGroup, ...] | NoPlan | None:
-    """Split chunks into groups in data-parallel order; None where there is only one level.
+    """Split chunks (in data-parallel order) into groups that share a part of the batch; None for a single level.
 
-    Args:
-        chunks: in data-parallel order, those of one rank by micro-batch.
-        model_groups: ranks that share a part of the batch, in data-parallel order; none where no manifest says so.
-        expected: ranks that should have a chunk.
+    `model_groups` are the ranks that share a part, in data-parallel order, as manifests name them.
     """
     meshes = [_mesh_ranks(chunk, model_groups) for chunk in chunks]
     if (problem := _contradiction(chunks, meshes)) is not None:
@@ -73,7 +70,7 @@ def _in_batch_groups(
 
 
 def _mesh_ranks(chunk: RankChunk, model_groups: Groups) -> Ints:
-    """Return the ranks of the mesh of a chunk's placements; none for a plain chunk, or where nothing names them."""
+    """The ranks of the mesh of a chunk's placements; empty for a plain chunk, or where nothing names them."""
     if chunk.global_shape is None:
         return ()
     shape, _, ranks = mesh_of(chunk)
@@ -83,7 +80,6 @@ def _mesh_ranks(chunk: RankChunk, model_groups: Groups) -> Ints:
 
 
 def _contradiction(chunks: Sequence[RankChunk], meshes: Sequence[Ints]) -> NoPlan | None:
-    """Return the problem where ranks disagree about the meshes that they are on."""
     of_rank = {chunk.rank: mesh for chunk, mesh in zip(chunks, meshes, strict=True) if mesh}
     if len(set(of_rank.values())) == 1 and all(rank in mesh for rank, mesh in of_rank.items()):
         return None
@@ -100,20 +96,15 @@ def _contradiction(chunks: Sequence[RankChunk], meshes: Sequence[Ints]) -> NoPla
 def within(
     chunks: Sequence[RankChunk], batch_group: BatchGroup, *, is_state: bool, among: Among, infer: Infer
 ) -> Plan | NoPlan:
-    """Plan the one tensor of ranks that share a part of the batch; its terms are numbers of all `chunks`.
+    """Plan the tensor of ranks that share a part of the batch; its terms are numbers of all `chunks`.
 
-    Args:
-        chunks: those of all ranks.
-        batch_group: the group whose tensor is planned.
-        is_state: True for parameters and what goes with them, which are replicas unless their rows say more; the caller
-            compares them.
-        among: called only where chunks might be replicas.
-        infer: called only for plain chunks that are no replicas, or may be none.
+    Parameters and what belongs to them (`is_state`) are replicas unless their rows say more; the caller compares them.
+    `among` is called only where chunks might be replicas, `infer` only for plain chunks that may be none.
     """
     plans: list[Plan] = []
     for unit in batch_group.units:
         own = [chunks[i] for i in unit]
-        unit_plan = plan_by_placements(own, len(own)) if own[0].global_shape is not None else _plain(own[0])
+        unit_plan = plan_by_placements(own, len(own)) if own[0].global_shape is not None else replicas(own[:1], "")
         if isinstance(unit_plan, NoPlan):
             return unit_plan
         plans.append(renumbered(unit_plan, unit))
@@ -140,12 +131,8 @@ def within(
     return _overlay(plans, "inferred") if replication is Replication.UNKNOWN and values.are_equal() else differ
 
 
-def _plain(chunk: RankChunk) -> Plan:
-    return Plan(chunk.shape, (Fill(whole(chunk.shape), (Term(0),)),), "")
-
-
 def renumbered(plan: Plan, numbers: Ints) -> Plan:
-    """Return a plan of some chunks as a plan of all chunks, among which `numbers` are theirs."""
+    """A plan of some chunks as a plan of all chunks; `numbers` are their numbers among all."""
     fills = tuple(
         fill._replace(terms=tuple(Term(numbers[term.chunk], term.factor) for term in fill.terms)) for fill in plan.fills
     )
@@ -153,7 +140,7 @@ def renumbered(plan: Plan, numbers: Ints) -> Plan:
 
 
 def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
-    """Return the chunks that hold the same region of each tensor; None where the tensors are not cut alike."""
+    """The chunks that hold the same region of each tensor; None where the tensors are cut differently."""
     first = {fill.region: fill.terms for fill in plans[0].fills}
     chunks_at: dict[tuple[Region, int], list[int]] = {
         (region, k): [term.chunk] for region, terms in first.items() for k, term in enumerate(terms)
@@ -169,7 +156,7 @@ def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
 
 
 class WholeTensors:
-    """What is known of the values of whole tensors, from what is known of their corresponding chunks."""
+    """The values of tensors made of several chunks, compared chunk by chunk."""
 
     def __init__(self, wholes: Sequence[Plan], among: Among) -> None:
         self._wholes = wholes
@@ -192,14 +179,14 @@ class WholeTensors:
         return next((values.batch_dim() for values in self._pairs()), None)
 
     def _pairs(self) -> list[ChunkValues]:
-        """Return, for each region, the values that all tensors have there; none where they are cut differently."""
+        """For each region, the values that all tensors have there; empty where they are cut differently."""
         if len({plan.global_shape for plan in self._wholes}) > 1:
             return []
         return [self._among(some) for some in corresponding(self._wholes) or ()]
 
 
 def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
-    """Plan one tensor of which there are several copies, some perhaps with holes."""
+    """Plan one tensor from several copies, some perhaps with holes."""
     plans = sorted(plans, key=lambda plan: not plan.is_complete)
     base = plans[0]
     inner = {some[0]: some for plan in plans for some in plan.copies}
@@ -229,11 +216,9 @@ def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
 
 
 def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
-    """Make one plan out of two levels.
+    """Make one plan of two levels.
 
-    Args:
-        across: the plan that joins the groups' tensors; its terms are numbers of `wholes`.
-        wholes: the plan of each group, in order; their terms are numbers of chunks.
+    `across` joins the groups' tensors: its terms are numbers of `wholes`, whose own terms are numbers of chunks.
     """
     if len({plan.op for plan in wholes}) > 1:
         return NoPlan("inconsistent", f"they are reduced in different ways: {', '.join(plan.op for plan in wholes)}")
@@ -259,7 +244,7 @@ def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
 
 
 def _source(across: Plan, wholes: Sequence[Plan]) -> str:
-    """Return the weakest source that the layout depends on: an assumption first, then an inference, then the rows."""
+    """The weakest source that the layout depends on: an assumption first, then an inference, then the rows."""
     sources = [plan.source for plan in wholes]
     for word in ("override", "assumed", "inferred"):
         if word in sources or across.source == word:
@@ -268,7 +253,7 @@ def _source(across: Plan, wholes: Sequence[Plan]) -> str:
 
 
 def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoPlan:
-    """Return the fills of one group's tensor, moved to where it lies in the whole."""
+    """The fills of one group's tensor, moved to its place in the composed tensor."""
     term = fill.terms[0]
     plan = wholes[term.chunk]
     start = fill.region.start if across.dim is not None else (0,) * len(across.global_shape)
@@ -288,7 +273,7 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
 
 
 def _reduced(fill: Fill, wholes: Sequence[Plan]) -> list[Fill] | NoPlan:
-    """Return the fills of the sum of several groups' tensors, region by region."""
+    """The fills of the sum of several groups' tensors, region by region."""
     chosen = [wholes[term.chunk] for term in fill.terms]
     if any(plan.op != "sum" for plan in chosen):
         return NoPlan("per_rank", f"a sum of what is reduced by {chosen[0].op} cannot be computed in one go")
@@ -321,7 +306,6 @@ def _sum(first: Ints | None, second: Ints) -> Ints | None:
 
 
 def _inferred(chunks: Sequence[RankChunk], numbers: Sequence[int], infer: Infer) -> Plan | NoPlan:
-    """Plan plain chunks laid end to end along a dim that `infer` names."""
     own = [chunks[i] for i in numbers]
     dim = infer(own)
     if isinstance(dim, NoPlan):

@@ -1,6 +1,6 @@
-"""The plan of one tensor; and the plans of chunks that say where they belong: DTensor's shards, FSDP1's slices.
+"""The plan of one tensor; and the plans of chunks whose rows name their position: DTensor's shards, FSDP1's slices.
 
-Must never trust a single chunk: its placements, mesh and offsets are checked against those of the others, and against
+Must never trust a single chunk: its placements, mesh and offsets are compared with those of the others, and with
 DTensor's rules.
 """
 
@@ -28,7 +28,7 @@ from .regions import (
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 _MAX_SPLIT_FACTOR = 1 << 12
-"""Bounds the product of a row's split factors: a strided shard has a box for each combination of its cuts."""
+"""Bound on the product of a row's split factors: a strided shard has a box for each combination of its cuts."""
 _MAX_RANKS = 1 << 14
 _MAX_TEXT = 1 << 18
 
@@ -38,13 +38,13 @@ class Mesh(NamedTuple):
 
     shape: Ints
     coordinate: Ints
-    """The coordinates of the row's rank in the mesh."""
+    """The position of the row's rank in the mesh."""
     ranks: Ints
     """All ranks of the mesh, row-major; empty where the row does not name them."""
 
 
 def plan_by_placements(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan:
-    """Plan a tensor whose rows each name the region of their chunk, as DTensor and FSDP1 do."""
+    """Plan a tensor whose rows name the region of each chunk, as DTensor and FSDP1 do."""
     if (problem := _contradiction(chunks)) is not None:
         return problem
     global_shape = chunks[0].global_shape
@@ -54,7 +54,7 @@ def plan_by_placements(chunks: Sequence[RankChunk], num_expected: int) -> Plan |
     for i, chunk in enumerate(chunks):
         region = _region_of(chunk)
         if isinstance(region, str):
-            return NoPlan("inconsistent", f"rank {chunk.rank}: {region}")
+            return _inconsistent(f"rank {chunk.rank}: {region}")
         region_by_chunk.append(region)
         regions.setdefault((region.run, region.boxes), []).append(i)
     kinds = [str(placement.get("kind")) for placement in _placements(chunks[0])]
@@ -81,20 +81,20 @@ def plan_by_placements(chunks: Sequence[RankChunk], num_expected: int) -> Plan |
         return NoPlan("per_rank", str(error))
     if clash is not None:
         i, j = (fills[k].terms[0].chunk for k in clash)
-        return NoPlan(
-            "inconsistent", f"the chunks of ranks {chunks[i].rank} and {chunks[j].rank} overlap: {_positions(chunks)}"
-        )
+        return _inconsistent(f"the chunks of ranks {chunks[i].rank} and {chunks[j].rank} overlap: {_positions(chunks)}")
     num_ranks = math.prod(mesh_of(chunks[0]).shape)
     covered = sum(fill.region.numel for fill in fills)
     is_partial_sum_whole = "Partial" not in kinds or len(chunks) >= num_ranks
     is_complete = covered == math.prod(global_shape) and is_partial_sum_whole
     if not is_complete and len(chunks) >= num_ranks:
-        return NoPlan(
-            "inconsistent", f"no rank holds {math.prod(global_shape) - covered} elements: {_positions(chunks)}"
-        )
+        return _inconsistent(f"no rank holds {math.prod(global_shape) - covered} elements: {_positions(chunks)}")
     source = "fsdp" if "FlatShard" in kinds else "dtensor"
     op = "sum" if op == "avg" else op
     return Plan(global_shape, tuple(fills), source, op=op, copies=tuple(copies), is_complete=is_complete)
+
+
+def _inconsistent(why: str) -> NoPlan:
+    return NoPlan("inconsistent", why)
 
 
 _KINDS = ("Shard", "StridedShard", "Replicate", "Partial", "FlatShard")
@@ -103,7 +103,7 @@ _KINDS = ("Shard", "StridedShard", "Replicate", "Partial", "FlatShard")
 def _by_axis(
     same: list[int], kinds: list[str], coordinates: list[Ints], chunks: Sequence[RankChunk]
 ) -> tuple[list[int], Ints, str | NoPlan | None]:
-    """Sort the chunks of one region into summands and replicas; also return how to reduce, or the problem."""
+    """Sort the chunks of one region into summands and replicas, with the reduction or the problem."""
     op = reduce_op(chunks[0].placements)
     if op and op not in REDUCE_OPS:
         return [], (), NoPlan("per_rank", f"Partial({op}) cannot be reduced")
@@ -116,7 +116,7 @@ def _by_axis(
     if len(by_sharding) > 1 and _region_of(chunks[same[0]]).numel:  # type: ignore[union-attr]
         clash = [chunks[i].rank for i in by_sharding.values()]
         why = f"ranks {clash[0]} and {clash[1]} say they hold the same elements: {_positions(chunks)}"
-        return [], (), NoPlan("inconsistent", why)
+        return [], (), _inconsistent(why)
     if not op:
         return same[:1], tuple(same), None
     replicated = [tuple(c for c, k in zip(coordinates[i], kinds, strict=True) if k == "Replicate") for i in same]
@@ -125,7 +125,7 @@ def _by_axis(
 
 
 def _region_of(chunk: RankChunk) -> Region | str:
-    """Return the region of the global tensor that a chunk holds, or the fault in its row."""
+    """The region of the global tensor that a chunk holds, or the fault in its row."""
     assert chunk.global_shape is not None
     placements = _placements(chunk)
     flat = [placement for placement in placements if placement.get("kind") == "FlatShard"]
@@ -164,7 +164,7 @@ def _region_of(chunk: RankChunk) -> Region | str:
 
 
 def _derived(chunk: RankChunk, placements: tuple[dict[str, Any], ...]) -> Region | str | None:
-    """Return the region that DTensor's rules derive from placements and mesh; None where these do not say."""
+    """The region that DTensor's rules derive from placements and mesh; None where these do not say."""
     mesh_shape, coordinate, _ = mesh_of(chunk)
     if not placements or len(mesh_shape) != len(placements) or len(coordinate) != len(placements):
         return None
@@ -189,51 +189,41 @@ def _derived(chunk: RankChunk, placements: tuple[dict[str, Any], ...]) -> Region
 
 
 def _contradiction(chunks: Sequence[RankChunk]) -> NoPlan | None:
-    """Return the problem where ranks disagree on shapes, dtypes, mesh or placements."""
     for field, fault in (("global_shape", "global shapes differ"), ("dtype", "dtypes differ")):
         if len({getattr(chunk, field) for chunk in chunks}) > 1:
-            return NoPlan("inconsistent", f"{fault}: {named(chunks, field)}")
+            return _inconsistent(f"{fault}: {named(chunks, field)}")
     meshes = {mesh_of(chunk).shape for chunk in chunks}
     if len(meshes) > 1:
         shown = values_of_ranks(chunks, lambda chunk: list(mesh_of(chunk).shape))
-        return NoPlan("inconsistent", f"ranks disagree on the mesh: {shown}")
+        return _inconsistent(f"ranks disagree on the mesh: {shown}")
     kinds = {str([(p.get("kind"), p.get("dim")) for p in _placements(chunk)]) for chunk in chunks}
     if len(kinds) > 1:
         shown = values_of_ranks(chunks, lambda chunk: in_words(chunk.placements))
-        return NoPlan("inconsistent", f"ranks disagree on the placements: {shown}")
+        return _inconsistent(f"ranks disagree on the placements: {shown}")
     mesh_shape, coordinate, _ = mesh_of(chunks[0])
     if len(coordinate) != len(_placements(chunks[0])) or len(mesh_shape) != len(coordinate):
-        return NoPlan(
-            "inconsistent", f"rank {chunks[0].rank}: its mesh and its placements have different numbers of axes"
-        )
+        return _inconsistent(f"rank {chunks[0].rank}: its mesh and its placements have different numbers of axes")
     taken: dict[Ints, int] = {}
     for chunk in chunks:
         other = taken.setdefault(mesh_of(chunk).coordinate, chunk.rank)
         if other != chunk.rank:
             at = list(mesh_of(chunk).coordinate)
-            return NoPlan("inconsistent", f"ranks {other} and {chunk.rank} both say they are at {at} of the mesh")
+            return _inconsistent(f"ranks {other} and {chunk.rank} both say they are at {at} of the mesh")
     return next((problem for chunk in chunks if (problem := _coordinate_problem(chunk)) is not None), None)
 
 
 def _coordinate_problem(chunk: RankChunk) -> NoPlan | None:
-    """Return the problem where a rank is not at its own coordinate of the mesh."""
-    mesh = mesh_of(chunk)
-    if len(mesh.coordinate) != len(mesh.shape):
-        why = f"rank {chunk.rank} says it is at {list(mesh.coordinate)} of a mesh of {list(mesh.shape)}"
-        return NoPlan("inconsistent", why)
-    if not mesh.ranks:
+    shape, coordinate, ranks = mesh_of(chunk)
+    if len(coordinate) != len(shape):
+        return _inconsistent(f"rank {chunk.rank} says it is at {list(coordinate)} of a mesh of {list(shape)}")
+    if not ranks:
         return None
-    if len(mesh.ranks) != math.prod(mesh.shape) or len(set(mesh.ranks)) < len(mesh.ranks):
-        return NoPlan(
-            "inconsistent",
-            f"rank {chunk.rank}: its mesh of {list(mesh.shape)} has ranks {list(mesh.ranks[:MAX_NAMED])}",
-        )
-    at = flat_index(mesh.coordinate, mesh.shape)
-    if not 0 <= at < len(mesh.ranks) or mesh.ranks[at] != chunk.rank:
-        why = (
-            f"rank {chunk.rank} says it is at {list(mesh.coordinate)} of a mesh of ranks {list(mesh.ranks[:MAX_NAMED])}"
-        )
-        return NoPlan("inconsistent", why)
+    shown = list(ranks[:MAX_NAMED])
+    if len(ranks) != math.prod(shape) or len(set(ranks)) < len(ranks):
+        return _inconsistent(f"rank {chunk.rank}: its mesh of {list(shape)} has ranks {shown}")
+    at = flat_index(coordinate, shape)
+    if not 0 <= at < len(ranks) or ranks[at] != chunk.rank:
+        return _inconsistent(f"rank {chunk.rank} says it is at {list(coordinate)} of a mesh of ranks {shown}")
     return None
 
 
@@ -258,17 +248,17 @@ def parse_placements(text: str | None) -> tuple[dict[str, Any], ...]:
 
 
 def kinds_of(text: str | None) -> tuple[str, ...]:
-    """Return the kinds that the column `placements` names, one for each axis of the mesh; none of a plain tensor."""
+    """The kinds that the column `placements` names, one for each axis of the mesh; empty for a plain tensor."""
     return tuple(str(placement.get("kind")) for placement in parse_placements(text))
 
 
 def reduce_op(text: str | None) -> str:
-    """Return the operation of the ``Partial`` in the column `placements`; empty where there is none."""
+    """The operation of the ``Partial`` in the column `placements`; empty where there is none."""
     return next((str(p.get("reduce_op", "sum")) for p in parse_placements(text) if p.get("kind") == "Partial"), "")
 
 
 def in_words(text: str | None) -> str:
-    """Return the column `placements` for people: ``Shard(0) Partial(sum)``; empty for a plain tensor."""
+    """The column `placements` for people: ``Shard(0) Partial(sum)``; empty for a plain tensor."""
     words = []
     for placement in parse_placements(text):
         kind = str(placement.get("kind"))
@@ -278,7 +268,7 @@ def in_words(text: str | None) -> str:
 
 
 def mesh_of(chunk: RankChunk) -> Mesh:
-    """Return the mesh that a chunk's row names, with its rank's coordinate."""
+    """The mesh that a chunk's row names."""
     return parse_mesh(chunk.mesh)
 
 
@@ -293,7 +283,6 @@ def parse_mesh(text: str | None) -> Mesh:
 
 
 def _regular(members: dict[str, Any], shape: Ints) -> Ints:
-    """Return the ranks of a mesh along each of whose axes the rank grows by a stride."""
     first, strides = _ints([members.get("first")], 1), _ints(members.get("strides"), 64)
     if not first or len(strides) != len(shape) or not 0 < math.prod(shape) <= _MAX_RANKS:
         return ()
@@ -337,7 +326,6 @@ class RankChunk(NamedTuple):
     rank_bound: str | None = None
     """The member of `RANK_BOUND` that its row has."""
     micro_step: int = 0
-    """The number of the micro-batch, where a pipeline ran the batch in several."""
 
 
 class Term(NamedTuple):
@@ -366,12 +354,10 @@ class Plan(NamedTuple):
     global_shape: Ints
     fills: tuple[Fill, ...]
     source: str
-    """The row's `layout_source`."""
     op: str = "sum"
     copies: tuple[Ints, ...] = ()
     """Groups of chunks that must hold the same values, by number; the first of a group stands in a fill."""
     scale: str | None = None
-    """The row's `scale`."""
     dtype: str | None = None
     """The dtype of the result, where it is not that of the chunks."""
     is_complete: bool = True

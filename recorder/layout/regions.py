@@ -1,19 +1,20 @@
 """Geometry of regions: which elements of a global tensor a rank's local tensor holds, and how they are copied.
 
-A region is the part of the global tensor that one local tensor holds: a run of the flattened tensor (FSDP1), or boxes
-(DTensor shards; several where a shard is strided). Must never look at values, and never trust regions before `overlap`
-has compared them.
+A region is a run of the flattened global tensor (FSDP1), or boxes (DTensor shards; several where a shard is strided).
+Must never look at values, and never trust regions before `overlap` has compared them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from ..numerics.dtypes import flat_boxes
 
 Ints = tuple[int, ...]
 Range = tuple[int, int]
@@ -21,11 +22,11 @@ Range = tuple[int, int]
 
 
 _MAX_COMPARED = 4_000_000
-"""Pairs of boxes; 10 s. A mesh of 1,024 ranks with strided shards needs 100,000."""
+"""Pairs of boxes, which take 10 s. A mesh of 1,024 ranks with strided shards needs 100,000."""
 
 
 class Box(NamedTuple):
-    """A box of the global tensor, and where it begins in the local one."""
+    """A box of the global tensor, and its place in the local tensor."""
 
     start: Ints
     shape: Ints
@@ -40,11 +41,11 @@ class Region(NamedTuple):
     """The elements of the global tensor that one local tensor holds: either `run` or `boxes`."""
 
     run: Range | None
-    """A range of the flattened global tensor; the local tensor has a single dim."""
+    """A range of the flattened global tensor; then the local tensor has one dim."""
     boxes: tuple[Box, ...]
     local_shape: Ints
     skipped: int = 0
-    """The elements of a flattened box of `local_shape` before the run of it that the local tensor has."""
+    """Where the local tensor is a run of a flattened box of `local_shape`: the elements before that run."""
 
     @property
     def numel(self) -> int:
@@ -52,11 +53,11 @@ class Region(NamedTuple):
 
     @property
     def start(self) -> Ints | None:
-        """Return where a single box begins; None for any other region."""
+        """Where a single box begins; None for any other region."""
         return self.boxes[0].start if len(self.boxes) == 1 else None
 
     def as_run(self, global_shape: Ints) -> Range | None:
-        """Return the region as a run of the flattened tensor, or None where it is none."""
+        """The region as a run of the flattened tensor; None where it is none."""
         if self.run is not None:
             return self.run
         if len(self.boxes) != 1:
@@ -72,23 +73,23 @@ class Region(NamedTuple):
 
 
 def whole(shape: Ints) -> Region:
-    """Return the region of a tensor that is nowhere cut."""
+    """The region of a tensor that is not cut."""
     return box_region((0,) * len(shape), shape)
 
 
 def box_region(start: Ints, shape: Ints) -> Region:
-    """Return the region of a local tensor that is one box."""
+    """The region of a local tensor that is one box."""
     empty = math.prod(shape) == 0
     return Region(None, () if empty else (Box(start, shape, (0,) * len(shape)),), shape)
 
 
 def flat_region(start: int, numel: int) -> Region:
-    """Return the region of a slice of the flattened tensor."""
+    """The region of a slice of the flattened tensor."""
     return Region((start, start + numel), (), (numel,))
 
 
 def run_in_box(box: Region, start: int, numel: int) -> Region:
-    """Return the region of a slice of a flattened box."""
+    """The region of a slice of a flattened box."""
     offset = box.start or (0,) * len(box.local_shape)
     boxes = (
         Box(tuple(i + first for i, first in zip(inner, offset, strict=True)), shape, inner)
@@ -98,7 +99,7 @@ def run_in_box(box: Region, start: int, numel: int) -> Region:
 
 
 def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
-    """Return the region of a local tensor that holds, along each dim, some ranges laid end to end."""
+    """The region of a local tensor that holds, along each dim, some ranges laid end to end."""
     ranges = [_joined(dim) for dim in ranges]
     local_starts = [list(itertools.accumulate((stop - start for start, stop in dim), initial=0)) for dim in ranges]
     boxes = []
@@ -112,7 +113,6 @@ def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
 
 
 def _joined(ranges: Sequence[Range]) -> list[Range]:
-    """Return ranges after joining those that touch."""
     joined: list[Range] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
@@ -123,7 +123,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 
 
 def shard(ranges: Sequence[Range], num_chunks: int, index: int) -> list[Range]:
-    """Return chunk `index` of ranges cut as `torch.chunk` cuts: equal sizes, the last ones shorter or empty."""
+    """Chunk `index` of ranges cut as `torch.chunk` cuts: equal sizes, the last chunks shorter or empty."""
     total = sum(stop - start for start, stop in ranges)
     size = -(-total // num_chunks)
     begin, end = min(index * size, total), min((index + 1) * size, total)
@@ -144,40 +144,15 @@ def strided_shard(ranges: Sequence[Range], num_chunks: int, index: int, split_fa
 
 
 def flat_index(index: Ints, shape: Ints) -> int:
-    """Return the number of an element in the flattened (C order) tensor."""
+    """The number of an element in the flattened (C order) tensor."""
     flat = 0
     for i, size in zip(index, shape, strict=True):
         flat = flat * size + i
     return flat
 
 
-def flat_boxes(shape: Ints, start: int, stop: int) -> Iterator[tuple[Ints, Ints]]:
-    """Yield boxes (start, shape) that are, in order, the elements from `start` to `stop` of the flattened tensor."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last and (start != first * row or stop != (first + 1) * row):
-        for inner_start, inner_shape in flat_boxes(shape[1:], start - first * row, stop - first * row):
-            yield (first, *inner_start), (1, *inner_shape)
-        return
-    head_stop = first + (start > first * row)
-    tail_start = last + (stop == (last + 1) * row)
-    if head_stop > first:
-        for inner_start, inner_shape in flat_boxes(shape[1:], start - first * row, row):
-            yield (first, *inner_start), (1, *inner_shape)
-    if tail_start > head_stop:
-        yield (head_stop, *(0,) * (len(shape) - 1)), (tail_start - head_stop, *shape[1:])
-    if tail_start == last:
-        for inner_start, inner_shape in flat_boxes(shape[1:], 0, stop - last * row):
-            yield (last, *inner_start), (1, *inner_shape)
-
-
 def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | None:
-    """Return the numbers of two regions that share an element; None where no two do.
+    """The numbers of two regions that share an element; None where no two do.
 
     Raises:
         OverflowError: the regions have so many boxes that comparing them would take minutes.
@@ -214,12 +189,10 @@ def _boxes(region: Region, global_shape: Ints) -> list[Box]:
 
 
 def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints) -> tuple[Ints, Ints] | None:
-    """Return the box (start, shape) that two boxes share; None where they share nothing."""
+    """The box (start, shape) that two boxes share; None where they share nothing."""
     low = tuple(map(max, start, other_start))
-    high = tuple(
-        min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True)
-    )  # exclusive
-    sizes = tuple(h - s for s, h in zip(low, high, strict=True))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True))
+    sizes = tuple(end - begin for begin, end in zip(low, ends, strict=True))
     return (low, sizes) if all(size > 0 for size in sizes) else None
 
 
@@ -229,20 +202,16 @@ Fetch = Callable[[int, int], Items]
 
 
 class Source(NamedTuple):
-    """One local tensor and the region of the global one that it holds."""
+    """One local tensor and its region of the global tensor."""
 
     region: Region
     fetch: Fetch
 
 
 def assemble(out: Items, start: int, global_shape: Ints, sources: Sequence[Source]) -> None:
-    """Fill `out`, the elements of the flattened global tensor from `start` on, with what the sources hold of them.
+    """Fill `out`, the elements of the flattened global tensor from `start` on, from sources that do not overlap.
 
-    Args:
-        out: 1-D and contiguous; elements of no source stay as they are.
-        start: number of the first element of `out` in the flattened tensor.
-        global_shape: shape of the global tensor.
-        sources: local tensors whose regions do not overlap.
+    `out` is 1-D and contiguous. Elements of no source stay as they are.
     """
     stop = start + len(out)
     boxed = []
@@ -276,7 +245,7 @@ def _copy_boxes(target: Items, target_start: Ints, source: Source) -> None:
 
 
 def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:
-    """Return a box of a local tensor, after fetching the stretch from its first to its last element."""
+    """A box of a local tensor, of which the stretch from its first to its last element is fetched."""
     shape = source.region.local_shape
     first = flat_index(low, shape)
     last = flat_index(tuple(i + n - 1 for i, n in zip(low, sizes, strict=True)), shape)

@@ -1,7 +1,7 @@
 """Decides how the local tensors of several ranks are one global tensor, or why they are not.
 
-It decides from shapes, placements and what the run knows of its ranks. Of values it only asks whether ranks have them
-alike, over all steps, never at one. A plan never covers less than it says: `is_complete` tells whether chunks are
+It decides by shapes, placements and what the run knows of its ranks. Of values it only asks whether ranks have equal
+ones, over all steps, never at one step alone. A plan covers what it says: `is_complete` tells whether chunks are
 missing.
 """
 
@@ -26,47 +26,47 @@ _NO_NUMBERS = ("float4_e2m1fn_x2",)
 
 
 class Batch(NamedTuple):
-    """The batch of a step, as far as the layout of activations depends on it."""
+    """The batch of a step, as far as layouts depend on it."""
 
     sizes: tuple[int, ...] | None
-    """Rows of each chunk's rank, or None where the root's input was not recorded."""
+    """Samples of each chunk's rank; None where the root's input was not recorded."""
     is_shared: bool = False
     """True where all ranks were given the same values, so that equal values say nothing."""
     factors: tuple[int, ...] = ()
-    """Numbers of rows that a sample may have where the batch is merged with other dims of the root's input."""
+    """Rows that a sample may have where the batch is merged with other dims of the root's input."""
     total: int | None = None
-    """Rows of all ranks that should have a chunk, where that is known."""
+    """Samples of all ranks that should have a chunk; None where unknown."""
 
 
 class Replication(Enum):
-    """The relation of the ranks' tensors of one name to each other, by their values at all steps."""
+    """How the ranks' tensors of one name relate to each other, by their values at all steps."""
 
     REPLICATED = "copies"
-    """All ranks have the same values, where they could have differed."""
+    """All ranks have the same values where they could have differed."""
     DISTINCT = "own"
-    """Each rank has its own values: they differ, and at no step is it certain that they should not."""
+    """The ranks' values differ, and no step shows that they should not."""
     UNKNOWN = "unknown"
-    """Nobody knows: the values were never seen, or are NaN, constant or repeated, as copies and batches both may be."""
+    """The values were never seen, or are NaN, constant or repeated, as copies and batches both may be."""
 
 
 class ChunkValues(Protocol):
     """Questions about the values of some chunks; an answer may cost the reading of payloads."""
 
     def replication(self) -> Replication:
-        """Return the relation of the values over all steps."""
+        """How the values relate to each other over all steps."""
 
     def are_equal(self) -> bool:
-        """Whether all chunks hold the same values at this step, as far as can be told."""
+        """Whether all chunks hold the same values at this step, as far as is known."""
 
     def are_unequal(self) -> bool:
         """Whether the chunks certainly hold different values at this step."""
 
     def batch_dim(self) -> int | None:
-        """Return the dim that is the batch at all steps whose batch is known; None where no step tells."""
+        """The dim that is the batch at all steps whose batch is known; None where no step tells."""
 
 
 class Unequal:
-    """Values that nothing is known to join."""
+    """Values of which nothing is known."""
 
     def replication(self) -> Replication:
         return Replication.DISTINCT
@@ -85,11 +85,11 @@ def decide_state(chunks: Sequence[RankChunk], *, source: str, num_expected: int)
     """Decide parameters, gradients, buffers and optimizer state: as their own rows say, else as replicas."""
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision
-    return _unequal_shapes(chunks) or _replicas(chunks, source)
+    return _unequal_shapes(chunks) or replicas(chunks, source)
 
 
 def decide_local_gradient(chunks: Sequence[RankChunk], *, num_expected: int) -> Plan | NoPlan:
-    """Decide gradients of parameters before their reduction, which should make the mean over ranks of them."""
+    """Decide gradients of parameters before their reduction: the global gradient is the mean over the ranks."""
     if (decision := _without_rule(chunks, num_expected) or _unequal_shapes(chunks)) is not None:
         return decision
     terms = tuple(Term(i, 1 / len(chunks)) for i in range(len(chunks)))
@@ -103,14 +103,8 @@ def decide_activation(
 ) -> Plan | NoPlan:
     """Decide inputs, outputs and taps of data-parallel ranks: the batch laid end to end, or copies.
 
-    A tensor that ranks with different batches have alike has nothing of the batch in it, whatever its sizes. Whether
-    they have it alike is a property of the tensor, not of a step: see `Replication`.
-
-    Args:
-        chunks: in data-parallel order.
-        batch: the batch of their root's call.
-        values: what is known of their values.
-        num_expected: ranks that should have a chunk.
+    A tensor that is equal on ranks with different batches does not depend on the batch, whatever its sizes. Whether it
+    is equal is a property of the tensor, not of a step: see `Replication`.
     """
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision
@@ -120,13 +114,13 @@ def decide_activation(
     if ndims == {0}:
         return decide_scalar(chunks, values)._replace(needs_all=True)
     if len(chunks) == 1:
-        known, values = values, Unequal()  # one of several ranks tells nothing of the others
+        known, values = values, Unequal()  # one of several ranks shows nothing of the others
         if known.replication() is Replication.REPLICATED:
-            return _replicas(chunks, "inferred")
+            return replicas(chunks, "inferred")
     has_one_shape = _unequal_shapes(chunks) is None
     sizes: tuple[int, ...] | None = batch.sizes
     if has_one_shape and values.replication() is Replication.REPLICATED:
-        return copies_unless(values) or _replicas(chunks, "inferred")
+        return copies_unless(values) or replicas(chunks, "inferred")
     usual = values.batch_dim()
     if sizes is None:
         dim = usual if usual is not None and usual < min(ndims) else 0
@@ -143,37 +137,37 @@ def decide_activation(
     ratios = {chunk.shape[0] / size if size else 0.0 for chunk, size in of_chunks if size or chunk.shape[0]}
     is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
     is_multiple = is_multiple and _unequal_shapes(chunks, but=0) is None
-    # With several samples, a dim 0 of exactly their words is no accident, but a later dim of the batch's size may be.
+    # With several samples, a dim 0 of exactly their rows is no accident, but a later dim of the batch's size may be.
     if fits and not (is_multiple and fits[0] > 0 and max(sizes) > 1):
         dim = usual if usual in fits else fits[0]
         return concatenated(chunks, dim, (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
     if is_multiple:
         return concatenated(chunks, 0, (("batch_factor", int(min(ratios))),))
     if has_one_shape and values.replication() is Replication.UNKNOWN and values.are_equal():
-        return _replicas(chunks, "inferred")  # there is nothing else that it could be
+        return replicas(chunks, "inferred")  # there is nothing else that it could be
     return NoPlan(
         "per_rank", f"no dim of {_shapes(chunks)} is the batch of {', '.join(map(str, dict.fromkeys(sizes)))}"
     )
 
 
 def copies_unless(values: ChunkValues) -> NoPlan | None:
-    """Return the reason where tensors that are copies of each other at other steps differ at this step."""
+    """The reason where tensors that are copies at other steps differ at this step."""
     return NoPlan("layout_changes", CHANGES) if values.are_unequal() else None
 
 
 def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan | None:
-    """Decide what needs no rule: chunks that say where they belong, that contradict each other, or that are alone."""
+    """Decide what needs no rule: chunks that name their position, that contradict each other, or that are alone."""
     if (problem := mixed(chunks)) is not None:
         return problem
     if chunks[0].global_shape is not None:
         return plan_by_placements(chunks, num_expected)
-    return _replicas(chunks, "single") if num_expected == 1 else None
+    return replicas(chunks, "single") if num_expected == 1 else None
 
 
 def decide_scalar(chunks: Sequence[RankChunk], values: ChunkValues) -> Plan:
-    """Plan 0-dim values: one value where all ranks agree, else their mean, beside which the ranks' own rows stay."""
+    """Plan 0-dim values: one value where all ranks agree, else their mean; then the ranks' own rows are kept too."""
     if len(chunks) == 1 or values.are_equal():
-        return _replicas(chunks, "inferred")
+        return replicas(chunks, "inferred")
     dtype = chunks[0].dtype
     terms = tuple(Term(i, 1 / len(chunks)) for i in range(len(chunks)))
     is_float = dtype.startswith(("float", "bfloat", "complex"))
@@ -190,11 +184,11 @@ def decide_gradient(
     num_expected: int,
     values: ChunkValues | None = None,
 ) -> Plan | NoPlan:
-    """Decide the gradient of an activation: laid out like the activation, and scaled to the loss of the whole batch.
+    """Decide the gradient of an activation: laid out like the activation, and scaled to the loss of the complete batch.
 
     Args:
         chunks: in data-parallel order.
-        forward: what was decided of the value itself; None where it was not recorded.
+        forward: the decision about the value itself; None where it was not recorded.
         batch: the batch of the root's call.
         loss: how each rank's loss reduces its samples: ``mean``; ``weighted``, a mean over batches of unequal size in
             which each sample counts once; or ``sum``.
@@ -250,7 +244,7 @@ def decide_override(chunks: Sequence[RankChunk], wanted: str, rule: str) -> Plan
     if (problem := _unequal_shapes(chunks)) is not None:
         return _misfit(rule, problem.why)
     if word == "replicate":
-        return _replicas(chunks, "override")
+        return replicas(chunks, "override")
     if chunks[0].dtype in _NO_NUMBERS:
         return NoPlan("per_rank", f"{chunks[0].dtype} cannot be reduced")
     terms = tuple(Term(i, 1 / len(chunks) if argument == "avg" else 1.0) for i in range(len(chunks)))
@@ -263,11 +257,7 @@ def _misfit(rule: str, why: str) -> NoPlan:
 
 
 def parse_override(wanted: str) -> tuple[str, str]:
-    """Split an override into its word and its argument.
-
-    Raises:
-        ValueError: the text is no override; the message says what is allowed.
-    """
+    """Split an override into its word and its argument. ValueError: the text is no override."""
     word, _, argument = wanted.strip().partition("(")
     argument = argument.removesuffix(")").strip()
     if word == "shard" and argument.isdecimal():
@@ -279,7 +269,8 @@ def parse_override(wanted: str) -> tuple[str, str]:
     raise ValueError(f"layout {wanted!r}: expected shard(DIM), replicate, partial({'|'.join(REDUCE_OPS)}) or per_rank")
 
 
-def _replicas(chunks: Sequence[RankChunk], source: str) -> Plan:
+def replicas(chunks: Sequence[RankChunk], source: str) -> Plan:
+    """Plan chunks that are copies of one tensor."""
     copies = (tuple(range(len(chunks))),) if len(chunks) > 1 else ()
     return Plan(chunks[0].shape, (Fill(whole(chunks[0].shape), (Term(0),)),), source, copies=copies)
 
@@ -298,7 +289,7 @@ def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, A
 def _loss_factors(
     sizes: tuple[int, ...] | None, total: int | None, num_chunks: int, loss: str, num_expected: int
 ) -> tuple[list[float], str | None]:
-    """Return the factor of each chunk, and the row's word for it."""
+    """The factor of each chunk, and the row's word for the scale."""
     if loss == "sum":
         return [1.0] * num_chunks, None
     total = total or sum(sizes or ())
@@ -308,7 +299,7 @@ def _loss_factors(
 
 
 def mixed(chunks: Sequence[RankChunk]) -> NoPlan | None:
-    """Return the problem where only some chunks know their position, or where dtypes differ."""
+    """The problem where only some chunks name their position, or where dtypes differ."""
     if len({chunk.global_shape is None for chunk in chunks}) > 1:
         without = next(chunk.rank for chunk in chunks if chunk.global_shape is None)
         return NoPlan("inconsistent", f"rank {without} holds a plain tensor, other ranks hold chunks of a global one")

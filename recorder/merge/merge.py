@@ -1,6 +1,6 @@
-"""Runs a merge from beginning to end: plan, workers, resumption, publication, and its report.
+"""Runs a merge from beginning to end: plan, workers, resumption, publication and report.
 
-Must never change the source, and never hand a run to a worker: each opens its own.
+Must never change the source, and never hand an open run to a worker: each worker opens its own.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ClusterError, NotARunError, WriteError
-from ..globalview.decisions import check_overrides
+from ..globalview.planner import check_overrides
 from ..run.run import Run
 from ..run.step_ranges import SEES_AS_HERE, RunAsOpened
 from ..system.executors import worker_name
 from .output import Output, of_run, of_source, of_units, open_output
-from .plan import Inputs, Unit
 from .unit import (
     UNKNOWN,
+    Inputs,
     Summary,
+    Unit,
     UnitBuilder,
     UnitReport,
     combine,
@@ -37,9 +38,9 @@ from .unit import (
 )
 
 Report = Callable[[int], None]
-"""Takes the number of bytes that were merged since the last call."""
+"""Takes the bytes merged since the last call."""
 Progress = Callable[[str, int], AbstractContextManager[Report]]
-"""Makes a report from a title and the number of bytes to come."""
+"""Makes a `Report` from a title and the number of bytes to come."""
 
 _SHARDS_PER_UNIT = 200
 """A worker of a cluster opens the run once for a task: 0.3 ms a shard, so tasks grow with the run."""
@@ -47,7 +48,7 @@ _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
 """A network file system may show a new folder a few seconds late."""
 _TASKS_PER_WORKER = 2
-"""A worker runs one task, while another waits for it as long as this thread is busy."""
+"""A worker runs one task while another waits, in case this thread is busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class MergeReport:
     path: Path
     num_units: int
     num_kept_units: int
-    """Units that an earlier call had finished from the same rows."""
+    """Units that an earlier call finished from the same rows."""
     num_tensors: int
     num_rows: int
     source_bytes: int
@@ -65,20 +66,18 @@ class MergeReport:
     merged_bytes: int
     """The part of that payload that this call merged."""
     written_bytes: int
-    """Size of the merged shards, those kept included."""
+    """Size of the merged shards, with those of kept units."""
     elapsed_s: float
     findings: Summary
 
     @property
     def num_problems(self) -> int:
-        """Return the number of findings which mean that something is wrong or missing."""
+        """Findings which mean that something is wrong or missing."""
         return num_problems(self.findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """Everything that a worker needs beside its units."""
-
     run: RunAsOpened
     out: Path
     loss: str
@@ -87,9 +86,8 @@ class _Job:
     num_shards: int
     num_workers: int
     call: str
-    """The call of the output; see `Output.call`."""
     is_alone: bool
-    """True where a worker is a process that does one task after the other, and keeps the run open between them."""
+    """True where a worker is a process that keeps the run open from one task to the next."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -120,14 +118,14 @@ def merge_run(
         out: a directory that does not exist yet, is empty, or is a merge of this run with these options.
         executor: shares the work with this thread, where there is more than one unit. It is not shut down.
         num_workers: the tasks that the executor runs at once.
-        helps: True where this thread builds units, too; else it only hands them out.
+        helps: True where this thread builds units too; else it only hands them out.
         loss: as in `Run.view`.
         layouts: as in `Run.view`.
         progress: makes the progress bar.
 
     Raises:
-        WriteError: `out` is something else, or cannot be written. What is finished is kept for the next call.
-        RunError: the run cannot be read at all, or an option makes no sense.
+        WriteError: `out` is something else, or cannot be written. Finished units are kept for the next call.
+        RunError: the run cannot be read at all, or an option is invalid.
     """
     if (source := run.manifest.merged_from) is not None:
         raise NotARunError(f"{run.path}: is the merge of run {source.run_id} already; every command reads it as it is")
@@ -200,10 +198,8 @@ def _hand_out(
 ) -> list[Unit]:
     """Have the executor build units, and build from the end of the list with `build`, until all are taken.
 
-    Where that fails, `stop` is called, which makes the workers fail, too, instead of going on.
-
-    Returns:
-        The units that were not built, because the run has changed since it was opened here.
+    On failure `stop` makes the workers fail too. Returns the units that were not built, because the run has changed
+    since it was opened here.
     """
     size = 1 if job.is_alone else 1 + job.num_shards // _SHARDS_PER_UNIT
     waiting = deque(units[start : start + size] for start in range(0, len(units), size))
@@ -212,7 +208,7 @@ def _hand_out(
     try:
         while waiting or running:
             # A few at a time: Python 3.11's pool hangs over cancelled tasks when a worker dies. This thread takes the
-            # last task: else it would wait at the end for a worker that has two.
+            # last task, or it would wait at the end for a worker that has two.
             while len(waiting) > (build is not None) and len(running) < _TASKS_PER_WORKER * job.num_workers:
                 task = waiting.popleft()
                 running[executor.submit(_work, job, task)] = task
@@ -221,19 +217,14 @@ def _hand_out(
             else:
                 wait(running, return_when=FIRST_COMPLETED)
             for future in [future for future in running if future.done()]:
-                left += _take(future, running.pop(future), report)
+                task, undone = running.pop(future), future.result()
+                report(sum(unit.payload_bytes for unit in task) - sum(unit.payload_bytes for unit in undone))
+                left += undone
     except BaseException:
         stop()
         wait(running)  # workers still write there
         raise
     return sorted(left, key=units.index)
-
-
-def _take(future: Future[list[Unit]], task: Sequence[Unit], report: Report) -> list[Unit]:
-    """Return the units that a worker has left of a task, after reporting the others."""
-    undone = future.result()
-    report(sum(unit.payload_bytes for unit in task) - sum(unit.payload_bytes for unit in undone))
-    return undone
 
 
 def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
@@ -257,11 +248,7 @@ def _open(job: _Job) -> tuple[UnitBuilder, Output]:
 
 
 def _check_reachable(output: Output) -> None:
-    """Check that this process can write where the merge is put together.
-
-    Raises:
-        ClusterError: it does not see the output, or cannot write it.
-    """
+    """Check that this process can write where the merge is built. ClusterError: it cannot."""
     for num_tries_left in reversed(range(_SEES_TRIES)):
         try:
             output.begin().rmdir()
@@ -291,7 +278,7 @@ def _build(builder: UnitBuilder, output: Output, unit: Unit) -> None:
 
 
 def _report_of(output: Output, name: str) -> UnitReport:
-    """Return the report of a finished unit; a unit whose manifest has none counts as damaged."""
+    """The report of a finished unit; a unit without one counts as damaged."""
     try:
         return read_report(output.manifest_of(name))
     except (KeyError, TypeError):

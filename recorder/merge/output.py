@@ -1,8 +1,8 @@
 """The output directory of a merge: its manifests, its units, and the moment at which readers see the units.
 
-While `_run.json` stands, what is published is one whole merge. It goes first and comes back last whenever units are
-published or removed, so no reader sees a part. Finished units wait in `_merging`. Must never touch a directory that is
-not a merge of this very run with these very options.
+Where `_run.json` is there, the published units are one complete merge. It is removed first and written last whenever
+units are published or removed, so no reader sees a part. Finished units wait in `_merging`. Must never touch a
+directory that is not a merge of this very run with these very options.
 """
 
 from __future__ import annotations
@@ -29,29 +29,23 @@ from ..system.processes import locked_folder
 from ..system.text import listed
 from ..write.files.file import Disk
 from ..write.files.manifest import create_manifest, replace_manifest
-from .plan import is_unit_name
+from .unit import is_unit_name
 
 _MERGING = "_merging"
 _PRIVATE = 0o700
-"""Directories are for the owner alone, as those of a recording are."""
+"""Only the owner may enter the directories, as in a recording."""
 _DISK = Disk()
 _SOURCE = "source"
-"""The writer without rows, whose manifest stands for those of the source's writers."""
+"""The name of the writer without rows whose manifest replaces those of the source's writers."""
 
 
 class Output:
-    """The directory of a merged run."""
+    """The directory of a merged run. A worker is given the `call` of the process that has the lock."""
 
     def __init__(self, path: Path, call: str | None = None) -> None:
-        """Touch nothing yet.
-
-        Args:
-            path: the directory.
-            call: `call` of the process that has the lock; None in that process itself.
-        """
         self.path = path
         self.call = call or f"_{os.getpid()}-{os.urandom(6).hex()}"
-        """The folder in which this call's units are built; a worker that comes after its removal builds nothing."""
+        """The folder in which this call builds units; without the folder, a late worker builds nothing."""
         self._merging = path / _MERGING
 
     @property
@@ -60,11 +54,11 @@ class Output:
         return (self.path / RUN_MANIFEST).is_file()
 
     def units(self) -> set[str]:
-        """Return the names of the units that are finished, published or not."""
+        """The names of the finished units, published or not."""
         return self._published() | {name for name in _names(self._merging) if self._is_waiting(name)}
 
     def manifest_of(self, unit: str) -> dict[str, Any]:
-        """Return the manifest of the global rows of a finished unit; empty where it cannot be read."""
+        """The manifest of the global rows of a finished unit; empty where it cannot be read."""
         for folder in (self._merging / unit / GLOBAL_DIR, self.path / GLOBAL_DIR / unit):
             with contextlib.suppress(RunError):
                 return read_json(folder / WRITER_MANIFEST)
@@ -72,7 +66,7 @@ class Output:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Path]:
-        """Let units be built, by any process, until the block ends: a process that outlives it cannot go on."""
+        """Let any process build units until the block ends; a process that outlives the block fails."""
         folder = self._merging / self.call
         folder.mkdir(mode=_PRIVATE, parents=True)
         try:
@@ -90,39 +84,32 @@ class Output:
         shutil.rmtree(gone, ignore_errors=True)
 
     def begin(self) -> Path:
-        """Make a new folder to build a unit in; any process may, while the merge is `building`."""
+        """Make a folder to build a unit in; any process may, while the merge is `building`."""
         folder = self._merging / self.call / f"{os.uname().nodename}-{os.getpid()}-{os.urandom(6).hex()}"
         folder.mkdir(mode=_PRIVATE)
         return folder
 
     def finish(self, folder: Path, unit: str) -> None:
-        """Take over the unit in `folder`, which is whole and on the disk: it need not be made again."""
+        """Take over the unit in `folder`, which is complete and on the disk."""
         _DISK.sync_directory(folder)
         try:
             os.rename(folder, self._merging / unit)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._is_waiting(unit):
                 raise
-            # A worker that was given up has made the unit after all; both made the same bytes.
+            # A worker that had been given up made the unit after all; both made the same bytes.
             shutil.rmtree(folder, ignore_errors=True)
         _DISK.sync_directory(self._merging)
 
     def clear(self, wanted: Collection[str] | None = None) -> None:
-        """Remove what a killed merge has left half done, and finished units that are not `wanted` and not published."""
+        """Remove what a killed merge left unfinished, and finished units that are neither `wanted` nor published."""
         for name in _names(self._merging):
             if not self._is_waiting(name) or (wanted is not None and name not in wanted):
-                shutil.rmtree(
-                    self._merging / name, ignore_errors=True
-                )  # a worker of a killed merge may still write there
+                # A worker of a killed merge may still write there.
+                shutil.rmtree(self._merging / name, ignore_errors=True)
 
     def publish(self, wanted: Collection[str], source: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Show readers the finished units `wanted`, and nothing else.
-
-        Args:
-            wanted: names of units, all of them finished.
-            source: the manifest that stands for those of the source's writers.
-            run: the manifest of the run.
-        """
+        """Show readers the finished units `wanted` and nothing else, with the manifests `source` and `run`."""
         published = self._published()
         waiting = [name for name in wanted if name not in published or self._is_waiting(name)]
         stale = [published - set(wanted), self._debris(wanted)]
@@ -138,7 +125,8 @@ class Output:
             self._remove(folder)
         for name in waiting:
             if name in published:  # made again; the global part goes last, so that after a kill it can be removed
-                for folder in (*self._of_ranks(name), self.path / GLOBAL_DIR / name):
+                of_ranks = (self.path / rank / name for rank in self._ranks())
+                for folder in (*filter(Path.is_dir, of_ranks), self.path / GLOBAL_DIR / name):
                     self._remove(folder)
             self._publish(name)
         source_folder = self.path / GLOBAL_DIR / _SOURCE
@@ -155,24 +143,19 @@ class Output:
         return {name for name in _names(self.path / GLOBAL_DIR) if is_unit_name(name)}
 
     def _is_waiting(self, name: str) -> bool:
-        """Whether a name in `_merging` is a finished unit; a half-published unit still has its global part."""
+        """Whether a name in `_merging` is a finished unit; a unit that is half published still has its global part."""
         return is_unit_name(name) and (self._merging / name / GLOBAL_DIR).is_dir()
 
     def _debris(self, wanted: Collection[str]) -> list[Path]:
-        """Return the per-rank parts of units that are not wanted."""
         return [
             self.path / name / unit for name in self._ranks() for unit in _names(self.path / name) if unit not in wanted
         ]
-
-    def _of_ranks(self, unit: str) -> list[Path]:
-        """Return the published per-rank parts of a unit."""
-        return [self.path / name / unit for name in self._ranks() if (self.path / name / unit).is_dir()]
 
     def _ranks(self) -> list[str]:
         return [name for name in _names(self.path) if parse_rank_dir(name) is not None]
 
     def _publish(self, unit: str) -> None:
-        """Move the directories of a unit to their final paths, the global one last: once it is there, all are."""
+        """Move the directories of a unit to their final paths; the global one comes last: then all are there."""
         folder = self._merging / unit
         for name in sorted(_names(folder), key=lambda name: (name == GLOBAL_DIR, name)):
             (self.path / name).mkdir(mode=_PRIVATE, exist_ok=True)
@@ -180,14 +163,14 @@ class Output:
         folder.rmdir()
 
     def _remove(self, folder: Path) -> None:
-        """Remove a published directory; it is gone for readers at once."""
+        """Remove a published directory, for readers at once."""
         self._merging.mkdir(mode=_PRIVATE, exist_ok=True)
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         os.rename(folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def _has_manifests(self, source: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
-        """Whether the manifests on disk hold this already, apart from the times."""
+        """Whether the manifests on disk are the same already, apart from the times."""
         try:
             paths = self.path / GLOBAL_DIR / _SOURCE / WRITER_MANIFEST, self.path / RUN_MANIFEST
             on_disk = [read_json(path) for path in paths]
@@ -203,12 +186,7 @@ class Output:
 
 @contextlib.contextmanager
 def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Output]:
-    """Create or take up the directory of a merge, and lock it while it is worked on.
-
-    Args:
-        path: a directory that is new, empty, or a merge of this very run with these options, finished or not.
-        run: the source.
-        options: the options of the merge.
+    """Create or continue the directory of a merge of a run with some options, and lock it while it is worked on.
 
     Raises:
         WriteError: the directory holds something else, cannot be written, or another merge is at work there. Nothing
@@ -251,11 +229,6 @@ def _check_path(path: Path, run: Run) -> None:
 
 
 def _find_manifest(path: Path, run: Run) -> dict[str, Any] | None:
-    """Return the manifest of the merge in a directory; None where there is nothing yet.
-
-    Raises:
-        WriteError: the directory holds something that is no merge.
-    """
     advice = "name a directory that does not exist yet"
     if not os.path.lexists(path):
         return None
@@ -280,11 +253,10 @@ def _find_manifest(path: Path, run: Run) -> dict[str, Any] | None:
 
 
 def _check_links(path: Path) -> None:
-    """Raise where a directory has a symbolic link in it, through which files elsewhere might be changed or removed."""
+    """Refuse symbolic links, through which files elsewhere might be changed or removed."""
     for folder, folders, files in os.walk(path):
-        for name in (*folders, *files):
-            if os.path.islink(os.path.join(folder, name)):
-                where = os.path.join(folder, name)
+        for where in (os.path.join(folder, name) for name in (*folders, *files)):
+            if os.path.islink(where):
                 raise WriteError(f"{where}: is a symbolic link, and a merge has none; name another directory")
 
 
@@ -302,7 +274,6 @@ def _check_same(path: Path, manifest: Mapping[str, Any], identity: Mapping[str, 
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in a directory; none where there is no directory."""
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError:
@@ -315,12 +286,7 @@ _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 
 
 def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `_run.json`.
-
-    Args:
-        run: the source.
-        options: the path of the source, and the options of the merge.
-    """
+    """`_run.json`, with the path of the source and the options of the merge."""
     merged_from = {"run_id": run.run_id, "created_ns": run.manifest.created_ns, **options}
     return {
         **_FORMAT,
@@ -333,12 +299,12 @@ def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_units(run: Run) -> dict[str, Any]:
-    """Return the members that the manifests of all units share."""
+    """The members that the manifests of all units share."""
     return {"run_id": run.run_id, "world_size": run.world_size, "step_source": _step_source(run)}
 
 
 def of_source(run: Run) -> dict[str, Any]:
-    """Return `_writer.json` of a writer without rows, with the modules, rules, events and accounts of the source."""
+    """`_writer.json` of a writer without rows, with the modules, rules, events and accounts of the source."""
     informative = {
         name: next((members[name] for writer in run.writers if name in (members := writer.manifest.members)), None)
         for name in _INFORMATIVE
@@ -366,7 +332,7 @@ def of_source(run: Run) -> dict[str, Any]:
 
 
 def _rewritable(value: Any, depth: int = 0) -> Any:
-    """Return untrusted JSON as it may be written again: without NaN, and with a bounded depth."""
+    """Untrusted JSON as it may be written again: without NaN, and of bounded depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict | list) and depth > _MAX_DEPTH:
@@ -377,13 +343,13 @@ def _rewritable(value: Any, depth: int = 0) -> Any:
 
 
 def _step_source(run: Run) -> str | None:
-    """Return how steps were counted; ``counted`` if any writer says so, because then no attempts can be joined."""
+    """How steps were counted; ``counted`` if any writer says so, because then no attempts can be joined."""
     sources = [source for writer in run.writers if (source := writer.manifest.step_source) is not None]
     return COUNTED if COUNTED in sources else next(iter(sources), None)
 
 
 def _roots(run: Run) -> list[dict[str, Any]]:
-    """Return the roots, each with the modules of all writers: a pipeline's stages are one root in several processes."""
+    """The roots with the modules of all writers: the stages of a pipeline are one root in several processes."""
     roots: dict[str, dict[str, Any]] = {}
     modules: dict[str, dict[str, Any]] = {}
     unshared_of: dict[str, dict[str, str]] = {}
@@ -399,7 +365,7 @@ def _roots(run: Run) -> list[dict[str, Any]]:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """Return the events of all writers; an event of several ranks stands once, with its ranks."""
+    """The events of all writers; an event of several ranks appears once, with its ranks."""
     events: dict[tuple[str, str], dict[str, Any]] = {}
     for writer in run.writers:
         for event in writer.manifest.events:
@@ -410,7 +376,6 @@ def _events(run: Run) -> list[dict[str, Any]]:
 
 
 def _dumps(run: Run) -> list[dict[str, Any]]:
-    """Return what triggers asked for, each once for all ranks."""
     return [
         {
             "first_step": dump.first_step,

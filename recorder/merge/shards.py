@@ -1,15 +1,15 @@
 """Writes rows of the global view as checked shards: batches of some MiB, sealed files, one writer directory.
 
-Must never hold more payload than one batch, and never write outside the directory that it was given.
+Must never hold more payload than one batch, and never write outside the given directory.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,19 +28,18 @@ from ..write.files.manifest import replace_manifest
 from ..write.files.shard import BatchFile, Index
 
 BATCH_BYTES = 8 << 20
-"""Payload at which a batch is written."""
 _BATCH_ROWS = 4096
 _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
 _LAYOUTS = {"tensors": IpcFormat(SCHEMA), "stats": IpcFormat(SCHEMA, "zstd")}
 _LIGHT_BYTES = 256 << 10
-"""Payload of scalars, which stand with the statistics, at which a batch is written."""
+"""Payload of scalars, which are stored with the statistics, at which a batch is written."""
 _SMALL_BYTES = 1024
-"""A scalar's payload of up to so many bytes stands with the statistics."""
+"""A scalar's payload of up to so many bytes is stored with the statistics."""
 
 
 class WriterMemory:
-    """The memory that a process writes from; one directory after the other uses it."""
+    """The memory that a process writes from; directories use it one after the other."""
 
     def __init__(self) -> None:
         self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_LIGHT_BYTES)}
@@ -48,16 +47,9 @@ class WriterMemory:
 
 
 class MergedDirectory:
-    """One writer directory in the making: add rows, finish, describe."""
+    """One writer directory in the making: add rows of the record batch `rows`, finish, describe."""
 
     def __init__(self, path: Path, rows: Any, memory: WriterMemory) -> None:
-        """Create the directory.
-
-        Args:
-            path: the directory, which must not exist.
-            rows: the view's rows as one record batch.
-            memory: memory that nothing else may use before `finish`.
-        """
         self.path = path
         self.num_rows = 0
         self.written_bytes = 0
@@ -71,12 +63,12 @@ class MergedDirectory:
         self._times_ns = rows.column("time_ns").to_numpy()
         self._first_ns = 0
         self.unit_bytes = pc.binary_length(rows.column("units")).fill_null(0).to_numpy(zero_copy_only=False)
-        """By row, the bytes of what it says of each unit."""
+        """By row, the bytes of its column `units`."""
         self.disk.make_directory(path)
         self._lanes = {kind: _KindWriter(self, kind) for kind in _LAYOUTS}
 
     def add(self, row: int, part: PayloadPart | None, number: int = 0, why: str | None = None) -> None:
-        """Take one part of a row, or the row without a payload; the payload is copied.
+        """Take a row of the view with one part of its payload, or without a payload; the payload is copied.
 
         Args:
             row: the number of the row in the view.
@@ -92,7 +84,6 @@ class MergedDirectory:
         self._lanes["stats" if is_light else "tensors"].add(self.num_rows - 1, row, part, number, why)
 
     def finish(self) -> None:
-        """Write what is left, and seal."""
         for lane in self._lanes.values():
             lane.close()
 
@@ -104,7 +95,7 @@ class MergedDirectory:
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "attempt": self._max_attempt,
-            # The time of the first row: readers order the units of a step by it, whenever each was merged.
+            # The time of the first row, by which readers order the units of a step.
             "started_ns": self._first_ns,
             "closed_ns": time.time_ns(),
             "state": "closed",
@@ -113,20 +104,28 @@ class MergedDirectory:
         replace_manifest(self.disk, self.path / WRITER_MANIFEST, {**manifest, **own})
 
     def abandon(self) -> None:
-        """Close the open files; the caller removes the directory with what is left of them."""
+        """Close the open files; the caller removes the directory."""
         for lane in self._lanes.values():
             lane.abandon()
 
     def ledger(self, about_to_write: int = 0) -> dict[str, Any]:
-        """Return the accounts, with the rows of the batch that the ledger itself will stand in."""
+        """The accounts, with the rows of the batch that will carry them."""
         written = self.num_written_rows + about_to_write
         retired = {"rows": 0, "bytes": 0}
         return {"observed": self.num_rows, "written": written, "dropped": {}, "retired": retired}
 
 
-class _KindWriter:
-    """Rows of one kind, on their way into the shards of a directory."""
+class _WaitingRow(NamedTuple):
+    seq: int
+    row: int
+    number: int
+    flat_offset: int
+    encoding: str | None
+    payload_bytes: int
+    why: str | None
 
+
+class _KindWriter:
     def __init__(self, directory: MergedDirectory, kind: str) -> None:
         self._directory = directory
         self._kind = kind
@@ -140,11 +139,8 @@ class _KindWriter:
         self._clear()
 
     def add(self, seq: int, row: int, part: PayloadPart | None, number: int, why: str | None) -> None:
-        """Take one row for the shard."""
-        if why is not None:
-            self._whys[len(self._rows)] = why
         if part is None:
-            self._note(seq, row, number, 0, None, 0, self._ends[-1])
+            self._waiting.append(_WaitingRow(seq, row, number, 0, None, 0, why))
         else:
             buffers = [np.frombuffer(data, np.uint8) for data in part.data]
             num_bytes = sum(map(len, buffers))
@@ -156,49 +152,31 @@ class _KindWriter:
             for buffer in buffers:
                 self._payload.data[start : start + len(buffer)] = buffer
                 start += len(buffer)
-            end = self._ends[-1] + num_bytes
-            self._note(seq, row, number, part.flat_offset, part.encoding, part.payload_bytes, end)
+            payload = part.flat_offset, part.encoding, part.payload_bytes
+            self._waiting.append(_WaitingRow(seq, row, number, *payload, why))
+        self._ends.append(self._ends[-1] if part is None else start)
+        self._unit_bytes += 0 if number else int(self._directory.unit_bytes[row])
         is_large = self._ends[-1] >= self._batch_bytes or self._unit_bytes >= BATCH_BYTES
-        if is_large or len(self._rows) >= _BATCH_ROWS:
+        if is_large or len(self._waiting) >= _BATCH_ROWS:
             self._flush()
 
     def close(self) -> None:
-        """Write and seal what there is."""
         self._flush()
         self._seal()
 
     def abandon(self) -> None:
-        """Stop writing."""
         if self._file is not None:
             self._file.abandon()
             self._file = None
 
-    def _note(
-        self, seq: int, row: int, number: int, flat_offset: int, encoding: str | None, payload_bytes: int, end: int
-    ) -> None:
-        self._seqs.append(seq)
-        self._rows.append(row)
-        self._numbers.append(number)
-        self._flat_offsets.append(flat_offset)
-        self._encodings.append(encoding)
-        self._payload_bytes.append(payload_bytes)
-        self._ends.append(end)
-        self._unit_bytes += 0 if number else int(self._directory.unit_bytes[row])
-
     def _clear(self) -> None:
-        self._seqs: list[int] = []
-        self._rows: list[int] = []
-        self._numbers: list[int] = []
-        self._flat_offsets: list[int] = []
-        self._encodings: list[str | None] = []
-        self._payload_bytes: list[int] = []
-        self._whys: dict[int, str] = {}
-        """The reason why a waiting row has no values, by the number of the row."""
+        self._waiting: list[_WaitingRow] = []
         self._ends = [0]
+        """The end of each waiting row's payload."""
         self._unit_bytes = 0
 
     def _flush(self) -> None:
-        if not self._rows:
+        if not self._waiting:
             return
         directory = self._directory
         if self._file is None:
@@ -228,81 +206,66 @@ class _KindWriter:
         file.seal(final, directory.ledger())
         directory.written_bytes += file.num_bytes
         if self._has_index:
-            directory.written_bytes += self._index.write(
-                directory.disk, final, file.num_bytes, directory.memory.message
-            )
+            memory = directory.memory.message
+            directory.written_bytes += self._index.write(directory.disk, final, file.num_bytes, memory)
         self._file, self._index = None, Index()
         self._next_number += 1
 
     def _batch(self, payload: Payload | None) -> pa.RecordBatch:
-        """Return the waiting rows; `data` is empty where the payload is written separately."""
-        taken = self._directory.rows.take(_array(pa.int64(), self._rows))
-        is_later = np.array(self._numbers) > 0
+        """The waiting rows; `data` is empty where the payload is written separately."""
+        seqs, rows, numbers, flat_offsets, encodings, payload_bytes, whys = zip(*self._waiting, strict=True)
+        taken = self._directory.rows.take(_array(pa.int64(), rows))
+        is_later = np.array(numbers) > 0
+        has_payload = [encoding is not None for encoding in encodings]
         own = {
-            "seq": _array(pa.int64(), self._seqs),
-            "part": _array(pa.int32(), self._numbers),
-            "flat_offset": _array(pa.int64(), self._flat_offsets),
-            "encoding": _texts(self._encodings),
-            "payload_bytes": _array(
-                pa.int64(), self._payload_bytes, [encoding is not None for encoding in self._encodings]
-            ),
-            "data": self._data(payload),
+            "seq": _array(pa.int64(), seqs),
+            "part": _array(pa.int32(), numbers),
+            "flat_offset": _array(pa.int64(), flat_offsets),
+            "encoding": pa.array(encodings, pa.string()),
+            "payload_bytes": _array(pa.int64(), payload_bytes, has_payload),
+            "data": self._data(has_payload, payload),
         }
         columns = []
         for field in SCHEMA:
             column = own.get(field.name)
             if column is None:
                 column = taken.column(field.name)
-                if field.name == "note" and self._whys:
-                    column = self._with_reasons(column)
+                if field.name == "note" and any(whys):
+                    notes = zip(column.to_pylist(), whys, strict=True)
+                    texts = [with_member(note, NO_VALUES, why) if why else note for note, why in notes]
+                    column = pa.array(texts, pa.string())
                 if field.name in OF_FIRST_PART and is_later.any():
-                    column = pa.compute.if_else(_mask(~is_later), column, pa.scalar(None, field.type))
+                    column = pc.if_else(pa.array(~is_later), column, pa.scalar(None, field.type))
                 column = _clean(column)
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
-    def _with_reasons(self, notes: Any) -> Any:
-        """Return the notes, to which the reasons why rows have no values are added."""
-        texts = notes.to_pylist()
-        for i, why in self._whys.items():
-            texts[i] = with_member(texts[i], NO_VALUES, why)
-        return _texts(texts)
-
-    def _data(self, payload: Payload | None) -> pa.Array:
-        is_there = [encoding is not None for encoding in self._encodings]
-        if not any(is_there):
-            return pa.nulls(len(is_there), pa.large_binary())
+    def _data(self, has_payload: list[bool], payload: Payload | None) -> pa.Array:
+        if not any(has_payload):
+            return pa.nulls(len(has_payload), pa.large_binary())
         ends = np.array(self._ends, np.int64) if payload is None else np.zeros_like(payload.ends)
-        buffers = [_bits(is_there), pa.py_buffer(ends), pa.py_buffer(self._payload.data[: ends[-1]])]
-        return pa.Array.from_buffers(pa.large_binary(), len(is_there), buffers)
+        buffers = [_bits(has_payload), pa.py_buffer(ends), pa.py_buffer(self._payload.data[: ends[-1]])]
+        return pa.Array.from_buffers(pa.large_binary(), len(has_payload), buffers)
 
 
 def as_batch(table: Any) -> pa.RecordBatch:
-    """Return a table as one record batch."""
+    """A table as one record batch."""
     batches = table.combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
 def _bits(is_there: Any) -> pa.Buffer | None:
-    """Return a validity bitmap whose unused bits are zero; None where all values are there."""
+    """A validity bitmap whose unused bits are zero; None where all values are there."""
     return None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
 
 
-def _array(kind: pa.DataType, values: list[int], is_there: list[bool] | None = None) -> pa.Array:
+def _array(kind: pa.DataType, values: Sequence[int], is_there: list[bool] | None = None) -> pa.Array:
     data = pa.py_buffer(np.array(values, np.int32 if kind == pa.int32() else np.int64))
     return pa.Array.from_buffers(kind, len(values), [None if is_there is None else _bits(is_there), data])
 
 
-def _texts(values: list[str | None]) -> pa.Array:
-    return pa.array(values, pa.string())
-
-
-def _mask(values: Any) -> pa.Array:
-    return pa.array(values)
-
-
 def _clean(column: pa.Array) -> pa.Array:
-    """Return a column with its validity rewritten: it begins at a byte, and its unused bits are zero."""
+    """A column whose validity begins at a byte and has zeros in its unused bits."""
     if column.null_count == 0:
         return column
     validity, *rest = column.buffers()

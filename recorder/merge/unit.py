@@ -1,31 +1,173 @@
-"""Merges one unit: writes the rows of the view as closed writer directories in a folder, and counts the findings.
+"""The units of a merge: cuts a run into units by its indexes, merges and recognizes them, and counts findings.
 
-Must never write outside that folder, and never hold a unit's payload. A row that the source cannot give becomes a
-finding.
+A unit is written as closed writer directories in a folder, never outside it. Planning opens no payload; merging never
+holds a unit's payload. A row that the source cannot give becomes a finding.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import RunError, UnsupportedError
 from ..format.rundir import rank_dir
 from ..globalview.row_groups import RowFinding
 from ..globalview.view import GlobalRows, GlobalView
-from ..read.writers import GLOBAL_DIR
+from ..read.metadata import SIZE_COLUMNS, StepSizes
+from ..read.writers import GLOBAL_DIR, RecordedWriter
 from ..run.run import Run
-from .plan import Inputs, Unit, Window
 from .shards import MergedDirectory, WriterMemory, as_batch
 
+_PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
+"""Members of a root that say how its ranks share the work."""
+UNIT_BYTES = 256 << 20
+"""Decoded payload of a unit, of all ranks: a second of work, and the most that a kill costs."""
+UNIT_ROWS = 100_000
+"""Rows of a unit, of all ranks: the bound on the memory for their columns."""
+ROWS_PER_WRITER = 4096
+"""With many writers, a unit has so many rows of each, because shards are read batch by batch."""
+UNIT_FORMAT = 3
+"""Raised when the result of the same inputs changes; units of an older number are made again."""
+_NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
+
+Counts = npt.NDArray[np.int64]
+
+
+class Window(NamedTuple):
+    """Steps that are merged together, `first <= step < last`, cut into units of about equal payload."""
+
+    first: int
+    last: int
+    num_units: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A share of a window: the rows that one writer directory of the merged run holds."""
+
+    window: Window
+    share: int
+    """From 0 to the window's `num_units` - 1."""
+    digest: str
+    """A hash of everything that decides the result: the shards of these steps, their writers, the options."""
+    payload_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The name of the unit's directories, which identifies it: a directory of this name holds this very unit."""
+        first, last, num_units = self.window
+        return f"steps{first:09d}to{last:09d}-{self.share + 1:02d}of{num_units:02d}-{self.digest}"
+
+
+def is_unit_name(name: str) -> bool:
+    """Whether a directory has the name of a unit."""
+    return _NAME.fullmatch(name) is not None
+
+
+class Inputs:
+    """The rows and bytes of each step in each shard of a run, and what else the global view depends on."""
+
+    def __init__(self, run: Run, options: dict[str, Any]) -> None:
+        self._constant = [UNIT_FORMAT, options]
+        self._writers: list[Any] = []
+        self._shards: list[tuple[int, str, int | None]] = []
+        sizes = [StepSizes.sum([])]
+        shards = [np.zeros(0, np.int64)]
+        for number, writer in enumerate(run.writers):
+            self._writers.append(_inputs_of(writer))
+            for shard in writer.shards:
+                sizes.append(StepSizes.of(shard.columns(SIZE_COLUMNS)))
+                shards.append(np.full(len(sizes[-1].steps), len(self._shards), np.int64))
+                size_bytes = shard.size_bytes if shard.is_sealed else None  # an open one grows with later steps
+                self._shards.append((number, shard.path.name, size_bytes))
+        self.shards = [shard for writer in run.writers for shard in writer.shards]
+        step, rows, num_bytes = map(np.concatenate, zip(*sizes, strict=True))
+        order = np.argsort(step, kind="stable")
+        self._step, self._shard = step[order], np.concatenate(shards)[order]
+        self._rows, self._bytes = rows[order], num_bytes[order]
+        # Where steps are merely counted, a later life of a rank replaces the earlier ones as a whole.
+        is_counted = any(writer.is_counted for writer in run.writers)
+        self._constant.append(self._writers if is_counted else None)
+
+    def windows(self, kept: Sequence[Window] = ()) -> Iterator[Window]:
+        """Yield windows that cover every step: those `kept`, and between them as few as the bounds allow."""
+        kept = sorted(kept)
+        sizes = StepSizes.sum([StepSizes(self._step, self._rows, self._bytes)])
+        max_rows = max(UNIT_ROWS, ROWS_PER_WRITER * len(self._writers))
+        known = [edge for window in kept for edge in window[:2]]
+        edges = [0, *np.searchsorted(sizes.steps, known).tolist(), len(sizes.steps)]
+        for number, (begin, end) in enumerate(pairwise(edges)):
+            if number % 2:
+                yield kept[number // 2]
+            else:
+                some = StepSizes(*(column[begin:end] for column in sizes))
+                for first, last, num_rows, num_bytes in some.cut(max_rows, UNIT_BYTES):
+                    num_units = max(1, math.ceil(num_rows / max_rows), -(-num_bytes // UNIT_BYTES))
+                    yield Window(first, last, num_units)
+
+    def units(self, window: Window) -> list[Unit]:
+        """Return the units of a window as this run fills it."""
+        begin, end = np.searchsorted(self._step, window[:2])
+        digest = self._digest(begin, end)
+        payload_bytes = int(self._bytes[begin:end].sum())
+        return [
+            Unit(window=window, share=share, digest=digest, payload_bytes=payload_bytes // window.num_units)
+            for share in range(window.num_units)
+        ]
+
+    def shards_of(self, window: Window) -> list[Any]:
+        """Return the shards with rows of a window's steps."""
+        begin, end = np.searchsorted(self._step, window[:2])
+        return [self.shards[number] for number in np.unique(self._shard[begin:end]).tolist()]
+
+    def kept_windows(self, names: Collection[str]) -> list[Window]:
+        """Return the windows all of whose units are among `names`, merged from just what this run holds."""
+        candidates: set[Window] = set()
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match is not None:
+                candidates.add(Window(int(match[1]), int(match[2]), int(match[4])))
+        kept: list[Window] = []
+        for window in sorted(candidates):
+            is_apart = not kept or kept[-1].last <= window.first
+            if is_apart and window.first < window.last and all(unit.name in names for unit in self.units(window)):
+                kept.append(window)
+        return kept
+
+    def _digest(self, begin: int, end: int) -> str:
+        shards, index = np.unique(self._shard[begin:end], return_inverse=True)
+        rows = np.zeros(len(shards), np.int64)
+        np.add.at(rows, index.reshape(-1), self._rows[begin:end])
+        listed = [(*self._shards[shard], count) for shard, count in zip(shards.tolist(), rows.tolist(), strict=True)]
+        # Writers stand by name, not by number: numbers move when an earlier rank starts to write.
+        named = sorted([*self._writers[number][:2], *rest] for number, *rest in listed)
+        writers = [self._writers[number] for number in sorted({number for number, *_ in listed})]
+        text = json.dumps([self._constant, writers, named], separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _inputs_of(writer: RecordedWriter) -> list[Any]:
+    groups = [
+        [root.name, *(root.members.get(name) for name in _PARALLEL), len(root.modules)]
+        for root in writer.manifest.roots
+    ]
+    folder = GLOBAL_DIR if writer.rank is None else rank_dir(writer.rank)
+    run = [writer.manifest.run_id, writer.manifest.world_size, writer.manifest.step_source]
+    return [folder, writer.name, writer.attempt, *run, groups]
+
+
 _ROW_WEIGHT = 1024
-"""The weight of a row without a payload when a window is cut, in bytes."""
 _MAX_DAMAGE = 20
 _DAMAGED = "they are damaged, or cannot be read"
 _NOT_UNDERSTOOD = "a later version wrote them in a way that the merging one does not know"
@@ -33,26 +175,24 @@ _NOT_UNDERSTOOD = "a later version wrote them in a way that the merging one does
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitReport:
-    """The result of a unit, which also stands in its manifest. Sizes are in bytes."""
+    """The result of a unit, which its manifest holds too. Sizes are in bytes."""
 
     num_tensors: int
     num_rows: int
     source_bytes: int
-    """Decoded payload of all ranks."""
     written_bytes: int
     """Shards and indexes, without the manifests."""
     findings: Summary
     damage: list[str]
-    """Texts about the damage in the source's shards of these steps."""
+    """Messages about damage in the source's shards of these steps."""
 
     @property
     def is_damaged(self) -> bool:
-        """Whether another merge may give more, once the source is repaired."""
+        """Whether another merge may give more once the source is repaired."""
         return bool(self.damage) or CORRUPT in self.findings
 
 
 UNKNOWN = UnitReport(num_tensors=0, num_rows=0, source_bytes=0, written_bytes=0, findings={}, damage=["no manifest"])
-"""The report of a unit whose manifest has none."""
 
 
 class _Loaded(NamedTuple):
@@ -62,17 +202,9 @@ class _Loaded(NamedTuple):
 
 
 class UnitBuilder:
-    """Merges units of one run, one after the other. Not thread-safe."""
+    """Merges units of one run; `manifest` holds the members that all units' manifests share. Not thread-safe."""
 
     def __init__(self, run: Run, view: GlobalView, inputs: Inputs, manifest: Mapping[str, Any]) -> None:
-        """Read nothing before `build`.
-
-        Args:
-            run: the source, as it was when it was opened.
-            view: the global view of that run.
-            inputs: the inputs of that run.
-            manifest: the members that the manifests of all units share.
-        """
         self._run = run
         self._view = view
         self._inputs = inputs
@@ -81,14 +213,14 @@ class UnitBuilder:
         self._loaded: _Loaded | None = None
 
     def is_as_planned(self, unit: Unit) -> bool:
-        """Whether the run, as opened here, holds just what the unit was planned from; a growing run may hold more."""
+        """Whether the run, as opened here, holds what the unit was planned from; a growing run may hold more."""
         return self._inputs.units(unit.window)[unit.share].digest == unit.digest
 
     def build(self, unit: Unit, folder: Path) -> UnitReport:
         """Fill `folder`, which exists and is empty, with the writer directories of a unit.
 
         Raises:
-            OSError: the disk refused. The folder is for the caller to remove.
+            OSError: the disk refused. The caller removes the folder.
         """
         rows, batch = self._load(unit.window)
         is_own = _share_of_rows(rows.payload_bytes, unit.window.num_units) == unit.share
@@ -123,22 +255,21 @@ class UnitBuilder:
         for rank, directory in done:
             merge: dict[str, Any] = {"first": unit.window.first, "last": unit.window.last, "piece": unit.share}
             if rank is None:
-                merge |= report_fields(report)
+                merge |= {name: getattr(report, name) for name in UnitReport.__dataclass_fields__}
             directory.describe({**self._manifest, "writer": unit.name, "rank": rank, "merge": merge})
-        self._unmap_shards(unit)
+        for shard in self._inputs.shards_of(unit.window):
+            shard.release()  # mapped pages count as memory of the process
         return report
 
     def _load(self, window: Window) -> tuple[GlobalRows, Any]:
-        """Return the rows of a window, which the units of that window share."""
         if self._loaded is None or self._loaded.window != window:
             self._loaded = None
-            gc.collect()  # rows hold each other, and the mapped shards, in circles
+            gc.collect()  # rows and mapped shards refer to each other in circles
             rows = self._view.rows(window.first, window.last)
             self._loaded = _Loaded(window, rows, as_batch(rows.table))
         return self._loaded.rows, self._loaded.batch
 
     def _add(self, directory: MergedDirectory, rows: GlobalRows, row: int, findings: list[RowFinding]) -> None:
-        """Write one row with as much of its payload as can be read."""
         if directory.rows.column("encoding")[row].as_py() is None:
             directory.add(row, None)
             return
@@ -156,28 +287,14 @@ class UnitBuilder:
         if num_parts == 0:
             directory.add(row, None)
 
-    def _unmap_shards(self, unit: Unit) -> None:
-        """Unmap the shards of a unit, whose pages count as this process's memory as long as they are mapped."""
-        for shard in self._inputs.shards_of(unit.window):
-            shard.release()
-
-
-def report_fields(report: UnitReport) -> dict[str, Any]:
-    """Return a report as JSON, for the manifest."""
-    return {name: getattr(report, name) for name in UnitReport.__dataclass_fields__}
-
 
 def read_report(manifest: Mapping[str, Any]) -> UnitReport:
-    """Return the report in the manifest of a unit.
-
-    Raises:
-        KeyError: the manifest has no report, or another version's.
-    """
+    """The report in the manifest of a unit. KeyError: it has no report, or another version's."""
     return UnitReport(**{name: manifest["merge"][name] for name in UnitReport.__dataclass_fields__})
 
 
 def _share_of_rows(payload_bytes: Any, num_units: int) -> Any:
-    """Return the share to which each row belongs; a share has consecutive rows, of about equal payload."""
+    """The share of each row; a share has consecutive rows, and about as much payload as another."""
     weights = np.asarray(payload_bytes, np.int64) + _ROW_WEIGHT
     begins = np.cumsum(weights) - weights
     total = int(weights.sum()) or 1
@@ -200,24 +317,24 @@ def _unreadable(rows: Any, row: int, error: RunError) -> RowFinding:
 
 
 CORRUPT = "corrupt"
-"""The kind of finding where bytes of the source are not those that were written, or are gone."""
+"""The kind of finding for bytes of the source that changed or are gone."""
 UNKNOWN_ENCODING = "unknown_encoding"
-"""The kind where a later version encoded the payload, or named the element type, so that it cannot be read here."""
+"""The kind for an encoding or an element type of a later version, which cannot be read here."""
 UNKNOWN_COLUMN = "unknown_column"
-"""The kind where a later version has a column, which merged rows do without."""
+"""The kind for a column of a later version, which merged rows do not have."""
 MAX_EXAMPLES = 5
 _HARMLESS = ("per_rank", "inferred", "superseded", "buffers_differ", "between_stages", UNKNOWN_COLUMN)
 _FIELDS = ("step", "module_path", "site", "name", "text")
 
 Entry = dict[str, Any]
 Summary = dict[str, Entry]
-"""The summary of each kind: `count`, `num_problems` (findings that make the exit code 1) and `first`, some examples."""
+"""By kind: `count`, `num_problems` (findings that make the exit code 1) and `first`, some examples."""
 
 
 def is_problem(kind: str) -> bool:
-    """Whether a finding means that the merged run is less than it should be, or that training was not as it should.
+    """Whether a finding means that the merged run is incomplete, or that training did not go as it should.
 
-    Buffers are each rank's own until the next forward broadcasts them, so replicas of them may differ.
+    Replicas of buffers may differ: they are each rank's own until the next forward broadcasts them.
     """
     return kind not in _HARMLESS
 
@@ -226,7 +343,7 @@ def summarize(findings: Iterable[RowFinding]) -> Summary:
     """Count findings by kind."""
     summary: Summary = {}
     for finding in findings:
-        entry = summary.setdefault(finding.kind, {"count": 0, "num_problems": 0, "first": []})
+        entry = summary.setdefault(finding.kind, _of_run((), 0, 0))
         entry["count"] += finding.num_rows
         entry["num_problems"] += finding.num_rows * is_problem(finding.kind)
         if len(entry["first"]) < MAX_EXAMPLES:
@@ -236,27 +353,29 @@ def summarize(findings: Iterable[RowFinding]) -> Summary:
 
 
 def of_damage(texts: Iterable[str]) -> Summary:
-    """Summarize texts about damage in the source, each once, under the kind `CORRUPT`."""
+    """Summarize messages about damage in the source, each once."""
     texts = list(dict.fromkeys(texts))
-    first = [dict.fromkeys(_FIELDS) | {"ranks": [], "text": text} for text in texts[:MAX_EXAMPLES]]
-    return {CORRUPT: {"count": len(texts), "num_problems": len(texts), "first": first}} if texts else {}
+    return {CORRUPT: _of_run(texts, len(texts), len(texts))} if texts else {}
 
 
 def of_unknown_columns(rows_of: Mapping[str, int]) -> Summary:
-    """Summarize the columns that merged rows do without, from the number of rows that have each."""
-    if not rows_of:
-        return {}
+    """Summarize the columns that merged rows do not have, from the number of rows that have each."""
     texts = [f"column {name!r}: this version of recorder does not know it" for name in rows_of]
+    return {UNKNOWN_COLUMN: _of_run(texts, max(rows_of.values()), 0)} if texts else {}
+
+
+def _of_run(texts: Sequence[str], count: int, num_problems: int) -> Entry:
+    """The summary of findings about the run, whose examples have a text alone."""
     first = [dict.fromkeys(_FIELDS) | {"ranks": [], "text": text} for text in texts[:MAX_EXAMPLES]]
-    return {UNKNOWN_COLUMN: {"count": max(rows_of.values()), "num_problems": 0, "first": first}}
+    return {"count": count, "num_problems": num_problems, "first": first}
 
 
 def combine(summaries: Iterable[Summary]) -> Summary:
-    """Add up summaries; of examples that differ in nothing but their step, the first is kept."""
+    """Add up summaries; of examples that differ only in their step, the first is kept."""
     total: Summary = {}
     for summary in summaries:
         for kind, entry in summary.items():
-            into = total.setdefault(kind, {"count": 0, "num_problems": 0, "first": []})
+            into = total.setdefault(kind, _of_run((), 0, 0))
             into["count"] += entry["count"]
             into["num_problems"] += entry["num_problems"]
             known = [_content(example) for example in into["first"]]
@@ -270,5 +389,5 @@ def _content(example: Entry) -> Entry:
 
 
 def num_problems(summary: Summary) -> int:
-    """Return the number of findings that make the exit code 1."""
+    """The number of findings that make the exit code 1."""
     return sum(int(entry["num_problems"]) for entry in summary.values())

@@ -1,6 +1,6 @@
 """Compares, counts and draws the histograms and units of rows: shares, dead units, distances, lines of blocks.
 
-A histogram that a row lacks, or has damaged, is None here; `recorder verify` reports damage.
+A histogram that a row does not have, or that is damaged, is None here; `recorder verify` reports damage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..columns import parse_shape
 from ..errors import CorruptError
 from ..sites import MAX_COUNT
 from .histogram import HIGHEST, LOWEST, NORMAL_EXPONENTS, Histogram
-from .moments import Floats, Integers
+from .moments import Floats
 from .units import Units
 
 
@@ -27,10 +27,9 @@ class Bins(NamedTuple):
     first: int
     """The exponent of the first bin: its values are from 2^first on."""
     exponents_per_bin: int
-    """How many powers of two each bin has."""
     shares: list[list[float]]
-    """For each tensor the share of its values, of all signs and with those that are zero or not finite counted, that
-    lies in each bin; all of the same length, which is 0 where every value is zero or not finite."""
+    """For each tensor, the share of all its values that lies in each bin; the lists have one length, which is 0 where
+    every value is zero or not finite."""
 
     @property
     def last(self) -> int:
@@ -39,12 +38,7 @@ class Bins(NamedTuple):
 
 
 def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | None:
-    """That of a row, by the names of its columns; None where it has none.
-
-    Args:
-        row: with `histogram`, `zero_count` and `nan_count`.
-        suffix: what follows these names.
-    """
+    """The histogram of a row (`histogram`, `zero_count`, `nan_count`, each with `suffix`); None where it has none."""
     data = row[f"histogram{suffix}"]
     if data is None:
         return None
@@ -55,27 +49,8 @@ def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | No
         return None
 
 
-def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes | None]:
-    """Add up the histograms of each group; None where none of its rows has one.
-
-    Args:
-        column: the column `histogram` of the rows.
-        groups: which group each row is of.
-        num_groups: how many there are.
-    """
-    totals: list[Histogram | None] = [None] * num_groups
-    indices = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
-    rows = column.take(pa.array(indices, pa.int64())).to_pylist()
-    for group, data in zip(groups[indices].tolist(), rows, strict=True):
-        one = histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
-        if one is not None:
-            known = totals[group]
-            totals[group] = one if known is None else known + one
-    return [None if one is None else one.to_bytes() for one in totals]
-
-
 def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
-    """The shares of each in the same bins, no more than `max_bins`."""
+    """The shares of each histogram in the same bins, at most `max_bins`."""
     used = [one.exponents[one.counts.any(axis=0)] for one in histograms]
     known = [exponents for exponents in used if len(exponents)]
     if not known:
@@ -93,7 +68,7 @@ def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
 
 
 def share_apart(a: Histogram, b: Histogram) -> float | None:
-    """Which share of the values would have to change sign or power of two for the two to be spread alike.
+    """The share of the values that would have to change sign or power of two to make the two distributions equal.
 
     From 0 for the same shares to 1 where no bin has values of both. None where there are no values.
     """
@@ -105,7 +80,7 @@ def share_apart(a: Histogram, b: Histogram) -> float | None:
 
 
 def subnormal_count(histogram: Histogram, dtype: str) -> int | None:
-    """How many values that are not zero are below the least normal number of a type; None for other types."""
+    """How many values, zeros aside, are below the least normal number of a type; None for other types."""
     if dtype not in NORMAL_EXPONENTS:
         return None
     return int(histogram.counts[:, histogram.exponents < NORMAL_EXPONENTS[dtype][0]].sum())
@@ -116,7 +91,7 @@ def _num_all(histogram: Histogram) -> int:
 
 
 def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
-    """Its counts in the bins of `frame`, which has all of its bins, and behind them what is zero or not finite."""
+    """The counts in the bins of `frame`, which has all bins of both, then infinities, zeros and NaN."""
     counts = np.zeros(frame.counts.shape)
     at = histogram.first - frame.first
     counts[:, at : at + histogram.counts.shape[1]] = histogram.counts
@@ -125,30 +100,22 @@ def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
 
 
 class UnitsApart(NamedTuple):
-    """How the units of two values compare."""
+    """The units of two values, compared."""
 
     units_a: int
-    """How many there are."""
     units_b: int
     units_dead_a: int
-    """How many have no value but zero."""
     units_dead_b: int
     units_apart: int | None
-    """How many have other sums; None where the two have not as many units, or have them along other dims."""
+    """How many units have different sums; None where the numbers of units or their dims differ."""
     unit: int | None
-    """The unit whose root of the mean square is farthest apart; None where none has another."""
+    """The unit whose root mean squares differ most; None where none differs."""
     unit_rms_a: float | None
-    """The root of its mean square."""
     unit_rms_b: float | None
 
 
 def units_of_row(data: bytes | None, shape: Any) -> Units | None:
-    """Those of a row; None where it has none.
-
-    Args:
-        data: the column `units`.
-        shape: the column `shape`.
-    """
+    """The units of a row, by its columns `units` and `shape`; None where it has none."""
     if data is None:
         return None
     try:
@@ -158,7 +125,7 @@ def units_of_row(data: bytes | None, shape: Any) -> Units | None:
 
 
 def units_apart(a: Units | None, b: Units | None) -> UnitsApart | None:
-    """How they compare; None where one of them is not there."""
+    """The comparison; None where one of the two is missing."""
     if a is None or b is None:
         return None
     counts = (len(a), len(b), a.num_dead, b.num_dead)
@@ -179,14 +146,14 @@ Ints = npt.NDArray[np.int64]
 _HEAD_BYTES = 4
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _MOST_BYTES = 1 << 20
-"""The bytes of the rows that are looked at together: what is made of them fits into a cache."""
+"""Bytes of the rows that are decoded together: the results fit into a cache."""
 
 
 class Histograms(NamedTuple):
     """Histograms of rows that have the same number of bins."""
 
     rows: Ints
-    """Which rows of the column."""
+    """Indices in the column."""
     exponents: Ints
     """Shape (rows, bins)."""
     counts: Ints
@@ -199,30 +166,30 @@ class ManyUnits(NamedTuple):
     """Sums of units of rows that have the same number of units."""
 
     rows: Ints
-    """Which rows of the column."""
+    """Indices in the column."""
     sum: Floats
-    """Shape (rows, units), as the three that follow."""
+    """Shape (rows, units), like the next three."""
     sum_sq: Floats
     absmax: Floats
     zero_count: Ints
     num_values: Ints
-    """How many elements each unit of a row has."""
+    """Elements of each unit of a row."""
 
 
 class _Alike(NamedTuple):
-    """Rows whose bytes have the same length and the same beginning."""
+    """Rows whose bytes have one length and one beginning."""
 
     rows: Ints
     width: int
     """Bytes of a count."""
     second: int
-    """The byte behind that."""
+    """The byte after the width."""
     data: Bytes
     """Shape (rows, bytes)."""
 
 
 def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
-    """Those of rows of a column of bytes, which are not null there."""
+    """The histograms of rows of a column of bytes; null rows are not allowed."""
     for alike in _alike(column, rows, head_bytes=2):
         num_bytes = alike.data.shape[1] - _HEAD_BYTES
         if alike.second or num_bytes % (2 * alike.width) or num_bytes < 2 * alike.width:
@@ -243,19 +210,16 @@ def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
 
 
 def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], shape_of: Ints) -> Iterator[ManyUnits]:
-    """Those of rows of a column of bytes, which are not null there.
+    """The sums of units of rows of a column of bytes; null rows are not allowed.
 
-    Args:
-        column: of bytes, as a batch or a table has it.
-        rows: indices in the column.
-        shapes: of tensors; None for one that is none.
-        shape_of: by index in the column, which of these the row's tensor has.
+    `shapes` are shapes of tensors, None for an invalid one; `shape_of` gives, by index in the column, a row's shape.
     """
     for alike in _alike(column, rows, head_bytes=_HEAD_BYTES):
         num, rest = divmod(alike.data.shape[1] - _HEAD_BYTES, 24 + alike.width)
         dim, has_layout = alike.second, alike.data[0, 2:_HEAD_BYTES].any()
         sizes = [shape[dim] if shape is not None and dim < len(shape) else -1 for shape in shapes]
-        numels = [_numel(shape) for shape in shapes]
+        largest = np.iinfo(np.int64).max
+        numels = [0 if shape is None else min(math.prod(shape), largest) for shape in shapes]
         is_one = np.array(sizes, np.int64)[shape_of[alike.rows]] == num
         if rest or has_layout or not num or not is_one.any():
             continue
@@ -269,15 +233,8 @@ def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], 
         yield ManyUnits(alike.rows[is_one], sums[:, 0], sums[:, 1], sums[:, 2], zeros, num_values[is_one])
 
 
-def _numel(shape: tuple[int, ...] | None) -> int:
-    numel = 0 if shape is None else 1
-    for size in shape or ():
-        numel *= size
-    return min(numel, np.iinfo(np.int64).max)
-
-
 def _alike(column: Any, rows: Ints, head_bytes: int) -> Iterator[_Alike]:
-    """Rows of a column by how many bytes they have and how these begin, a bounded number of bytes at a time."""
+    """Rows of a column by the length and the beginning of their bytes, a bounded number of bytes at a time."""
     if not len(rows):
         return
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -322,12 +279,9 @@ _LOG_RATIO = 1000.0
 
 
 def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int = 24) -> str:
-    """Draw a series, the largest value of each bucket where it is longer than `width`.
+    """Draw a series in at most `width` characters; where it is longer, the largest value of each bucket.
 
-    Args:
-        values: the series; None and non-finite values leave a gap.
-        bad: True where a mark stands instead; as long as `values`.
-        width: characters at most.
+    None and values that are not finite leave a gap. `bad`, as long as `values`, is True where a mark is drawn instead.
     """
     known = [value for value in values if value is not None and math.isfinite(value)]
     largest = max(map(abs, known), default=0.0) or 1.0
@@ -336,7 +290,9 @@ def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int =
     low = min((value for value in scaled if value is not None), default=0.0)
     high = max((value for value in scaled if value is not None), default=0.0)
     line = []
-    for start, stop in _buckets(len(values), width):
+    num = min(len(values), width)
+    for i in range(num):
+        start, stop = len(values) * i // num, len(values) * (i + 1) // num
         bucket = [value for value in scaled[start:stop] if value is not None]
         if any(bad[start:stop]):
             line.append(NOT_FINITE)
@@ -349,30 +305,24 @@ def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int =
 
 
 def _scale(value: float | None, largest: float, is_log: bool) -> float | None:
-    """Scale a value to -1 to 1, so that no difference overflows; or return its logarithm."""
+    """Scale a value to -1 to 1, so that no difference overflows, or return its logarithm."""
     if value is None or not math.isfinite(value):
         return None
     return math.log(value) if is_log else value / largest
 
 
-def _buckets(length: int, width: int) -> list[tuple[int, int]]:
-    count = min(length, width)
-    return [(length * i // count, length * (i + 1) // count) for i in range(count)]
-
-
 HISTOGRAM_WIDTH = 24
-"""Characters at most."""
 _LEAST = 1e-6
 HISTOGRAM_LEGEND = "the lowest block is one in a million, each higher one 5.6 times more, the full one all"
 
 
 def histogram_line(shares: Sequence[float]) -> str:
-    """Draw shares on a logarithmic scale, so that a single outlier shows; a bin without values is a gap."""
+    """Draw shares on a logarithmic scale, so that a single outlier shows; an empty bin is a gap."""
     return "".join(_block(share) for share in shares)
 
 
 def extent(bins: Bins) -> str:
-    """Return which magnitudes the line is of: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
+    """The magnitudes that the line shows: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
     if not any(bins.shares):
         return "of no finite value but zero"
     wide = f", {bins.exponents_per_bin} powers of two a character" if bins.exponents_per_bin > 1 else ""

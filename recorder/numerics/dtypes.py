@@ -1,4 +1,4 @@
-"""The element types that rows may carry, by torch's names, and bytes as arrays of these types.
+"""The element types that rows may carry, by torch's names; bytes as arrays of these types; runs of a flattened tensor.
 
 Never imports torch, nor ml_dtypes before it is needed.
 """
@@ -6,7 +6,7 @@ Never imports torch, nor ml_dtypes before it is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,46 +15,21 @@ import numpy.typing as npt
 from ..errors import CorruptError, UnsupportedError
 
 ITEM_BYTES: dict[str, int] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "uint16": 2,
-    "int16": 2,
-    "uint32": 4,
-    "int32": 4,
-    "uint64": 8,
-    "int64": 8,
-    "float4_e2m1fn_x2": 1,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex32": 4,
-    "complex64": 8,
-    "complex128": 16,
+    **{"bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8},
+    **dict.fromkeys(("float4_e2m1fn_x2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **{"float8_e8m0fnu": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},
+    **{"complex32": 4, "complex64": 8, "complex128": 16},
 }
 """Bytes of one element; `float4_e2m1fn_x2` counts pairs, as torch does."""
 
-_NUMPY_SPELLING: dict[str, Any] = {
-    "float4_e2m1fn_x2": np.uint8,
-    "complex32": [("real", "<f2"), ("imag", "<f2")],
-}
-"""numpy has no such types: packed pairs stay bytes, half complex becomes a record of two halves."""
+_NUMPY_SPELLING: dict[str, Any] = {"float4_e2m1fn_x2": np.uint8, "complex32": [("real", "<f2"), ("imag", "<f2")]}
+"""numpy has no such types: packed pairs stay bytes, half complex is a record of two halves."""
 
 _ML_DTYPES = frozenset(name for name in ITEM_BYTES if name.startswith("float8") or name == "bfloat16")
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element of torch's `dtype` (its name without the prefix).
-
-    Raises:
-        UnsupportedError: this version does not know the name.
-    """
+    """Bytes of one element of torch's `dtype`, named without the prefix. UnsupportedError: the name is unknown."""
     try:
         return ITEM_BYTES[dtype]
     except KeyError:
@@ -92,10 +67,31 @@ def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> n
 
 
 def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> None:
-    """Refuse bytes that are not exactly one tensor.
-
-    Raises:
-        CorruptError: they are too few or too many.
-    """
+    """Refuse bytes that are not exactly one tensor. CorruptError: they are too few or too many."""
     if data.nbytes != math.prod(shape) * item_bytes(dtype):
         raise CorruptError(f"{data.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes (start, shape) that are, in order, the elements from `start` to `stop` of the flattened tensor."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and (start != first * row or stop != (first + 1) * row):
+        for inner_start, inner_shape in flat_boxes(shape[1:], start - first * row, stop - first * row):
+            yield (first, *inner_start), (1, *inner_shape)
+        return
+    head_stop = first + (start > first * row)
+    tail_start = last + (stop == (last + 1) * row)
+    if head_stop > first:
+        for inner_start, inner_shape in flat_boxes(shape[1:], start - first * row, row):
+            yield (first, *inner_start), (1, *inner_shape)
+    if tail_start > head_stop:
+        yield (head_stop, *(0,) * (len(shape) - 1)), (tail_start - head_stop, *shape[1:])
+    if tail_start == last:
+        for inner_start, inner_shape in flat_boxes(shape[1:], 0, stop - last * row):
+            yield (last, *inner_start), (1, *inner_shape)

@@ -1,6 +1,6 @@
 """Counts how many values of a tensor have which sign and which power of two; see "Histogram" in FORMAT.md.
 
-The bins are the same for every element type. So histograms add up over chunks, ranks, steps and runs.
+Every element type has the same bins, so histograms add up over chunks, ranks, steps and runs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SUBNORMAL = {-127: -149, -1023: -1074}
 """Bins that hold the subnormal values of an element type, and the exponent of the least of these."""
 NORMAL_EXPONENTS = {"float16": (-14, 15), "float8_e4m3fn": (-6, 8), "float8_e5m2": (-14, 15), "float32": (-126, 127)}
 NORMAL_EXPONENTS |= {"bfloat16": NORMAL_EXPONENTS["float32"]}
-"""Exponents of the least normal number and of the largest ones of a type."""
+"""The exponents of a type's least normal number and of its largest numbers."""
 _NO_COUNTS = np.zeros(2, np.int64)
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class Bounds(NamedTuple):
-    """Between which numbers, both included, a value lies."""
+    """The least and the greatest number, both included, that a value may be."""
 
     low: float
     high: float
@@ -43,28 +43,28 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histogram:
-    """Counts of values by sign and exponent. Two of them add up to that of all their values."""
+    """Counts of values by sign and exponent. Two of them add up to the histogram of all their values."""
 
     first: int = 0
     """The exponent of the first bin."""
     counts: Counts = field(default_factory=lambda: np.zeros((2, 0), np.int64))
-    """Shape (2, bins): of the negative values, and of the positive ones, with 2^exponent <= |x| < 2^(exponent + 1)."""
+    """Shape (2, bins): negative values, then positive ones, with 2^exponent <= |x| < 2^(exponent + 1)."""
     infinite: Counts = field(default_factory=_NO_COUNTS.copy)
-    """Shape (2,): how many values are infinite, of either sign."""
+    """Shape (2,): the infinite values of either sign."""
     zero_count: int = 0
     nan_count: int = 0
     min: float | None = None
-    """The least finite value, where it is known."""
+    """The least finite value; None where unknown."""
     max: float | None = None
 
     @property
     def exponents(self) -> Counts:
-        """The exponent of each bin, in the order of the bins."""
+        """The exponent of each bin."""
         return np.arange(self.first, self.first + self.counts.shape[1])
 
     @property
     def num_values(self) -> int:
-        """How many values there are but NaN."""
+        """How many values there are, without NaN."""
         return int(self.counts.sum() + self.infinite.sum()) + self.zero_count
 
     def __eq__(self, other: object) -> bool:
@@ -76,7 +76,6 @@ class Histogram:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        """A line for each bin, for people."""
         lines = [f"{'exponent':>8} {'negative':>10} {'positive':>10}"]
         for exponent, negative, positive in zip(self.exponents.tolist(), *self.counts.tolist(), strict=True):
             lines.append(f"{exponent:8} {negative:10} {positive:10}")
@@ -85,7 +84,6 @@ class Histogram:
         return "\n".join([*lines, ", ".join(f"{name}: {number}" for name, number in rest.items())])
 
     def __add__(self, other: Histogram) -> Histogram:
-        """Add the histograms of two tensors."""
         own = [one for one in (self, other) if one.counts.size]
         first = min((one.first for one in own), default=0)
         counts = np.zeros((2, max((one.first + one.counts.shape[1] for one in own), default=first) - first), np.int64)
@@ -107,7 +105,7 @@ class Histogram:
         return self.min is not None or not (self.zero_count or self.counts.any())
 
     def scaled(self, factor: float) -> Histogram | None:
-        """Return the histogram of the values times a factor; None where that is no power of two: bins would mix."""
+        """The histogram of the values times a factor; None unless the factor is a power of two: bins would mix."""
         power, exponent = math.frexp(abs(factor))
         shifted = self.first + exponent - 1
         is_inside = not self.counts.size or (shifted >= LOWEST and shifted + self.counts.shape[1] - 1 <= HIGHEST)
@@ -125,7 +123,7 @@ class Histogram:
         )
 
     def quantile(self, q: float) -> Bounds:
-        """Between which numbers the quantile lies, NaN left out; 0.5 is the lower median.
+        """The bounds of a quantile, without NaN; 0.5 is the lower median.
 
         Raises:
             ValueError: there is no value, or `q` is not between 0 and 1.
@@ -142,7 +140,7 @@ class Histogram:
         raise AssertionError("the counts do not add up")
 
     def _ascending(self) -> Iterable[tuple[Bounds, int]]:
-        """Each bin from the least values to the greatest, with its count."""
+        """Each bin with its count, from the least values to the greatest."""
         negative, positive = self.counts.tolist()
         of_bins = list(map(_bounds, self.exponents.tolist()))
         yield Bounds(-math.inf, -math.inf), int(self.infinite[0])
@@ -158,10 +156,10 @@ class Histogram:
         return Bounds(max(bounds.low, self.min), min(bounds.high, self.max))
 
     def buckets(self, max_buckets: int = 1 << 16) -> tuple[npt.NDArray[np.float64], Counts]:
-        """Edges, ascending, and how many finite values lie between each two; for tools that draw.
+        """Ascending edges, and the number of finite values between each two; for tools that draw.
 
-        They are the very bins. Zeros lie in the one from the largest negative edge to the least positive one. Where
-        there would be too many, bins of the least magnitudes join that one. NaN and infinities are in none.
+        Buckets are the bins. Zeros are in the bucket between the largest negative and the least positive edge; where
+        there would be too many buckets, the bins of the least magnitudes join it. NaN and infinities are in none.
         """
         (used,) = np.nonzero(self.counts[0] | self.counts[1])
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
@@ -174,11 +172,7 @@ class Histogram:
         return np.maximum(edges, -np.finfo(np.float64).max), np.concatenate((negative[::-1], [middle], positive))
 
     def rebinned(self, edges: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Finite values between each two edges, for drawing: those of a bin are taken to be spread evenly over it.
-
-        Args:
-            edges: ascending; at least two.
-        """
+        """Finite values between each two ascending edges, for drawing; values are taken to be uniform within a bin."""
         at = np.asarray(edges, np.float64)
         if at.ndim != 1 or len(at) < 2 or not (np.diff(at) > 0).all():
             raise ValueError("edges: expected at least two ascending numbers")
@@ -198,21 +192,12 @@ class Histogram:
         return counts
 
     def to_bytes(self) -> bytes:
-        """Return the column's bytes in their shortest form, so that equal histograms have equal bytes."""
+        """The column's bytes in their shortest form, so that equal histograms have equal bytes."""
         return _packed(self.first, self.counts[0], self.counts[1], self.infinite)
 
     @classmethod
     def from_bytes(cls, data: bytes, *, zero_count: int = 0, nan_count: int = 0) -> Histogram:
-        """Read the histogram of a row.
-
-        Args:
-            data: the column `histogram`.
-            zero_count: the column of that name.
-            nan_count: the column of that name.
-
-        Raises:
-            CorruptError: the bytes are none.
-        """
+        """Read the column `histogram` of a row and two more columns. CorruptError: the bytes are no histogram."""
         if len(data) < _HEAD.size:
             raise CorruptError(f"a histogram has {len(data)} bytes: expected at least {_HEAD.size}")
         width, layout, first = _HEAD.unpack_from(data)
@@ -233,14 +218,6 @@ class Histogram:
         )
 
 
-def added(histograms: Iterable[Histogram]) -> Histogram:
-    """Add several histograms."""
-    total = Histogram()
-    for one in histograms:
-        total = total + one
-    return total
-
-
 def _packed(first: int, negative: Counts, positive: Counts, infinite: Counts) -> bytes:
     (used,) = (negative | positive).nonzero()
     begin, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
@@ -250,12 +227,10 @@ def _packed(first: int, negative: Counts, positive: Counts, infinite: Counts) ->
 
 
 def _width_of(number: int) -> int:
-    """How many bytes a whole number takes."""
     return 1 if number < 1 << 8 else 2 if number < 1 << 16 else 4 if number < 1 << 32 else 8
 
 
 def _bounds(exponent: int) -> Bounds:
-    """The bounds of the magnitudes in a bin."""
     return Bounds(math.ldexp(1.0, _SUBNORMAL.get(exponent, exponent)), _power(exponent + 1))
 
 
@@ -275,7 +250,7 @@ for each pattern."""
 
 
 def of_bins(dtype: str, bins: _Bins) -> bytes:
-    """Return the column's bytes, from the array in which the values were counted. Zeros and NaN are not in it."""
+    """The column's bytes, from the array in which the values were counted, which has no zeros and no NaN."""
     if dtype in BY_PATTERN:
         with np.errstate(all="ignore"):
             codes = np.arange(256, dtype=np.uint8)
@@ -289,7 +264,7 @@ def of_bins(dtype: str, bins: _Bins) -> bytes:
 
 
 def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
-    """Return the histogram of a few values, each of which occurs so many times; float64 is exact for them."""
+    """The histogram of a few distinct values, each with a count; float64 holds them exactly."""
     counts, infinite = np.zeros((2, 256), np.int64), np.zeros(2, np.int64)
     is_positive = (values > 0).astype(np.int64)
     np.add.at(infinite, is_positive[np.isinf(values)], times[np.isinf(values)])
@@ -300,7 +275,7 @@ def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
 
 
 def of_row(measured: Measured) -> Histogram | None:
-    """Return the histogram that was measured; None where there is none."""
+    """The histogram that was measured; None where there is none."""
     if measured.histogram is None:
         return None
     counts = {"zero_count": measured.zero_count or 0, "nan_count": measured.nan_count or 0}

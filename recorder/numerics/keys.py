@@ -1,4 +1,4 @@
-"""Rows as whole numbers: which rows agree in some columns, and which rows of two tables belong together.
+"""Rows as integers: which rows are equal in some columns, and which rows of two tables belong together.
 
 Must never loop over rows.
 """
@@ -17,25 +17,23 @@ from ..columns import KEY
 Integers = npt.NDArray[np.int64]
 
 VALUE_KEY = KEY
-"""What names a value in a run, its rank aside."""
+"""The columns that name a value in a run, without its rank."""
 SERIES_KEY = tuple(name for name in KEY if name != "step")
-"""What names the same value over the steps."""
+"""The columns that name a value over all steps."""
 
 
 _NONE = -1
-"""The stage of a row of no pipeline."""
+"""The stage of a row outside of pipelines."""
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
-"""Stands for null among the bits of statistics; as a float64 it is a denormal that no statistic is."""
+"""Null among the bits of statistics; as a float64 it is a denormal that no statistic has."""
 
 
 class Groups(NamedTuple):
-    """Rows that agree, numbered in the order in which their first row stands."""
+    """Rows that agree, numbered in the order of their first rows."""
 
     ids: Integers
-    """For each row, the number of its group."""
     firsts: Integers
-    """For each group, its first row."""
 
     @property
     def num_groups(self) -> int:
@@ -43,7 +41,7 @@ class Groups(NamedTuple):
 
 
 def codes(column: Any) -> Integers:
-    """A column of texts or numbers as small numbers from 0, equal where the values are; null is a value."""
+    """A column of texts or numbers as small integers from 0, equal where the values are; null counts as a value."""
     if pa.types.is_floating(column.type):
         bits = column.cast(pa.float64()).fill_null(np.nan).to_numpy().view(np.int64)
         numbers = np.unique(bits, return_inverse=True)[1].reshape(-1) * 2
@@ -58,7 +56,7 @@ def codes(column: Any) -> Integers:
 
 
 def encode(column: Any) -> tuple[Integers, list[str]]:
-    """A column of texts as numbers of its distinct texts, -1 for null, and these."""
+    """A column of texts as indices of its distinct texts, -1 for null, and these texts."""
     chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
     encoded = chunked.dictionary_encode().unify_dictionaries()
     pieces = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
@@ -67,13 +65,13 @@ def encode(column: Any) -> tuple[Integers, list[str]]:
 
 
 def holds(column: Any, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-    """Which rows of a column of texts pass a test, which is made once a distinct text; null does not."""
+    """Which rows of a column of texts pass a test, which runs once for each distinct text; null does not pass."""
     ids, texts = encode(column)
     return np.array([*map(test, texts), False], np.bool_)[ids]
 
 
 def group(columns: Sequence[Integers]) -> Groups:
-    """Group rows by columns of codes, all of one length."""
+    """Group rows by columns of codes."""
     _, firsts, ids = np.unique(mix(columns), return_index=True, return_inverse=True)
     by_appearance = np.argsort(firsts)
     rank = np.empty(len(firsts), np.int64)
@@ -87,7 +85,7 @@ def group_rows(table: Any, names: Sequence[str]) -> Groups:
 
 
 def common_ids(a: Any, b: Any, names: Sequence[str]) -> tuple[Integers, Integers]:
-    """Numbers of the rows of two tables that are equal where the rows agree in columns, across the tables."""
+    """Numbers of the rows of two tables that are equal where the rows agree in some columns, across both tables."""
     both = pa.concat_tables([a.select(list(names)), b.select(list(names))])
     ids = group_rows(both, names).ids
     return ids[: a.num_rows], ids[a.num_rows :]
@@ -105,22 +103,21 @@ def join(a: Integers, b: Integers) -> tuple[Integers, Integers]:
 
 
 def _shifted(numbers: Integers, is_null: npt.NDArray[np.bool_]) -> Integers:
-    """From 0 for null; the others from 1."""
     known = numbers[~is_null]
     low = int(known.min()) if len(known) else 0
     return np.where(is_null, 0, numbers - low + 1).astype(np.int64)
 
 
 def pack(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """One number per row, equal where all columns are; numbers count up in the order of the columns."""
+    """One number per row, equal where all columns are; they count up in the order of the columns."""
     numbers: Integers = np.unique(mix(columns), return_inverse=True)[1].reshape(-1)
     return numbers
 
 
 def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """Return one number per row, equal where all columns of whole numbers are, and in their order; there are gaps.
+    """One number per row, equal where all columns of integers are, and in their order; there are gaps.
 
-    The result may be one of the columns, so nobody may change it.
+    The result may be one of the columns, so it must not be changed.
     """
     mixed, size = np.zeros(0, np.int64), 1
     for column in columns:
@@ -143,7 +140,7 @@ def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
 
 
 def bits_of(column: Any) -> Integers:
-    """A column of numbers as integers that are equal where the values are, NaN and null included."""
+    """A column of numbers as integers that are equal where the values are, with NaN and null."""
     values = (column.fill_null(0) if column.null_count else column).to_numpy()
     bits: Integers = values.view(np.int64).copy()
     if column.null_count:
@@ -152,7 +149,7 @@ def bits_of(column: Any) -> Integers:
 
 
 def digest(columns: Sequence[Integers]) -> Integers:
-    """One number per row out of several, equal where all are (and, one time in 2^64, where they are not)."""
+    """One number per row, equal where all columns are (and, one time in 2^64, where they are not)."""
     total = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -160,7 +157,7 @@ def digest(columns: Sequence[Integers]) -> Integers:
 
 
 class Times(NamedTuple):
-    """The columns that tell when some rows were seen; each has one number for each row."""
+    """The columns that tell when rows were recorded; one number for each row."""
 
     step: Integers
     mode: Integers
@@ -168,19 +165,18 @@ class Times(NamedTuple):
     is_backward: npt.NDArray[np.bool_]
     """Recomputed forwards are part of the backward."""
     seq: Integers
-    """In the order of execution on its rank."""
+    """The order of execution on the row's rank."""
     stage: Integers
-    """-1 for a row of no pipeline."""
+    """-1 outside of pipelines."""
     micro_step: Integers
-    """The micro-batch of each value of a pipeline that belongs to one micro-batch; else 0."""
+    """The micro-batch, for a value of a pipeline that belongs to one; else 0."""
     rank: Integers
 
     def order(self) -> Integers:
         """The order of execution.
 
-        Each rank numbers its rows by itself, so that ranks' numbers say nothing of the order of stages: forwards go
-        through them upwards, backwards downwards. Micro-batches follow one another here; that they overlap in time is
-        nothing that one of them could see.
+        Each rank numbers its own rows, so the numbers say nothing of the order of stages: forwards pass through the
+        stages upwards, backwards downwards. Micro-batches follow one another here, though they overlap in time.
         """
         if (self.stage == _NONE).all():
             return np.lexsort([self.rank, self.seq, self.step])

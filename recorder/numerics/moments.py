@@ -1,23 +1,27 @@
-"""How the statistics of parts make those of the whole: of a tensor's pieces, of its chunks, or of rows of any kind.
+"""Combines statistics: of a tensor's pieces, of its chunks, or of any rows.
 
-Which columns add, and of which the least or the greatest counts, the registry says (`Combine`); the formulae of
-`Combine.MOMENTS` stand here. Means and spreads are exact to rounding, also where the spread is far below the mean:
-Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample variances, 1979. Only
-`count_nonfinite` looks at elements.
+The registry of columns says which columns add up and where the least or the greatest counts (`Combine`); the formulae
+of `Combine.MOMENTS` are here, and so are the sums of histograms and of units. Means and standard deviations are exact
+to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque, Updating formulae and a
+pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` looks at elements.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ..columns import COUNTS, MEASURED, NONFINITE, STATISTIC_COLUMNS, STATISTICS, Combine
+from ..errors import CorruptError
 from ..records import Measured
+from .histogram import Histogram
+from .units import Units
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -33,7 +37,7 @@ _NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
 
 
 class Moments:
-    """The statistics of a tensor, put together from those of its pieces, one after the other."""
+    """The statistics of a tensor, combined from those of its pieces, one after the other."""
 
     def __init__(self) -> None:
         self.count = self.nan_count = self.inf_count = self.zero_count = 0
@@ -50,17 +54,7 @@ class Moments:
         sum_abs: float,
         sum_fourth: float,
     ) -> None:
-        """Take in the finite values of a piece, of which there is at least one.
-
-        Args:
-            count: how many.
-            low: the least.
-            high: the greatest.
-            total: their sum.
-            deviations: the sum of the squared differences from their own mean.
-            sum_abs: the sum of their magnitudes.
-            sum_fourth: the sum of their fourth powers.
-        """
+        """Take in the `count` > 0 finite values of a piece; `deviations` are squared, from the piece's own mean."""
         self.min, self.max = min(self.min, low), max(self.max, high)
         mean = total / count
         away = mean - self.mean
@@ -82,7 +76,7 @@ def measured(moments: Moments) -> Measured:
         return Measured(nan_count=counts[0], inf_count=counts[1], zero_count=counts[2])
     # Which of two zeros is the lesser depends on the processor; of the statistics none is -0.0.
     low, high, total, sum_sq = moments.min + 0.0, moments.max + 0.0, moments.sum, moments.sum_sq
-    if low == high:  # a constant tensor has exactly its value as mean, and no spread; rounding would say 1e-18
+    if low == high:  # the mean of a constant is the constant and its standard deviation 0; rounding would say 1e-18
         mean, std = low, 0.0
     else:
         mean, std = total / count, math.sqrt(moments.deviations / count)
@@ -104,13 +98,13 @@ def measured(moments: Moments) -> Measured:
 
 
 def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: Flags | None = None) -> Any:
-    """A column of groups from that of their rows.
+    """A column of groups from the column of their rows.
 
     Args:
         how: `SUM`, `MIN` or `MAX`.
-        values: of the rows, group by group. Further axes are those of a row's own list, joined element by element.
-        starts: where each group begins; each has a row.
-        has_values: which rows count; without, all do.
+        values: the rows' values, group by group. Further axes hold a row's own list, joined element by element.
+        starts: where each group begins; each group has a row.
+        has_values: which rows count; by default all.
     """
     if has_values is not None:
         values = np.where(has_values.reshape(-1, *(1,) * (values.ndim - 1)), values, _OF_NONE[how])
@@ -126,11 +120,11 @@ def merge(
         rows: each statistic of all rows, group by group; NaN for null.
         num_finite: finite elements of each row.
         has_values: the rows with finite elements that count.
-        starts: where each group begins; each has a row.
+        starts: where each group begins; each group has a row.
 
     Returns:
-        Each statistic of every group; NaN for null: where no row counts, or one that does lacks it. What overflowed is
-        infinite, as in a row.
+        Each statistic of every group. It is NaN (null) where no row counts, or where one that counts lacks it; what
+        overflowed is infinite, as in a row.
     """
     with np.errstate(all="ignore"):
         merged: dict[str, Floats] = {
@@ -146,15 +140,11 @@ def merge(
         merged["mean"] = mean
         merged["std"] = np.where(is_constant, 0.0, np.sqrt(deviations / count))
         merged["l2"] = np.sqrt(merged["sum_sq"])
-    lacks = {name: _any(has_values & np.isnan(rows[name]), starts) for name in STATISTICS}
+    lacks = {name: join(Combine.MAX, has_values & np.isnan(rows[name]), starts) for name in STATISTICS}
     for name, values in merged.items():
         is_null = np.logical_or.reduce([count == 0, lacks[name], *(lacks[other] for other in _NEEDS.get(name, ()))])
         merged[name] = np.where(is_null, np.nan, np.where(np.isnan(values), math.inf, values))
     return merged
-
-
-def _any(flags: Flags, starts: Integers) -> Flags:
-    return np.asarray(np.logical_or.reduceat(flags, starts) if len(starts) else flags[:0])
 
 
 def combine_chunks(
@@ -163,13 +153,13 @@ def combine_chunks(
     """Statistics of groups of chunks that share no element.
 
     Args:
-        chunks: each statistic of all chunks, group by group, as float64; counts too; NaN for null.
+        chunks: each statistic and count of all chunks, group by group, as float64; NaN for null.
         numels: elements of each chunk.
-        factors: what each chunk's values are multiplied with.
+        factors: what each chunk's values are multiplied by.
         starts: where each group begins.
 
     Returns:
-        Each statistic of every group; null wherever some chunk has none although it has elements.
+        Each statistic of every group; null where a chunk that has elements lacks it.
     """
     if not len(starts):
         return {name: np.zeros(0) for name in (*STATISTICS, *COUNTS)}
@@ -207,15 +197,15 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
     """The statistics of each group, as columns of length `num_groups`.
 
     Args:
-        table: rows with `numel`, the statistics and the counts; and `rows`, `rows_without` where they are combined
-            from rows themselves.
-        groups: which group each row is of.
-        num_groups: each has at least one row.
+        table: rows with `numel`, the statistics and the counts; also `rows` and `rows_without` where the rows are
+            themselves combined.
+        groups: the group of each row.
+        num_groups: how many groups there are; each has a row.
 
     Returns:
-        Columns `rows`, `rows_without` (how many rows have no statistics and are not in them), `numel` (of those that
-        are), the statistics and the counts. Statistics of a group with no finite element are null, and so is one
-        that some row of the group lacks, because its file is of an earlier version.
+        Columns `rows`, `rows_without` (rows without statistics, which are left out), `numel` (of the other rows), the
+        statistics and the counts. A statistic is null for a group without finite elements, and where a row of the group
+        lacks it because its file has an earlier version.
     """
     order = np.argsort(groups, kind="stable")
     starts = np.searchsorted(groups[order], np.arange(num_groups))
@@ -244,7 +234,7 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
 
 
 def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
-    """How many elements are NaN, how many infinite; a complex one is NaN if a part is, else infinite if a part is."""
+    """How many elements are NaN, and how many infinite; a complex element is NaN if one of its parts is."""
     if array.dtype.kind in "biu":
         return 0, 0
     num_nan = num_inf = 0
@@ -261,3 +251,75 @@ def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
             num_nan += is_nan
             num_inf += chunk.size - num_finite - is_nan
     return num_nan, num_inf
+
+
+def added(histograms: Iterable[Histogram]) -> Histogram:
+    """The histogram of several tensors together."""
+    return sum(histograms, Histogram())
+
+
+def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> bytes | str | None:
+    """The histogram of a tensor, from its chunks' histograms, factors and numbers of elements.
+
+    None where a chunk with elements has none; a text gives any other reason why there is none.
+    """
+    (first, factor, _), *others = pieces
+    if first is None or (not others and factor == 1.0):
+        return first
+    if any(data is None and numel for data, _, numel in pieces):
+        return None
+    try:
+        scaled = [Histogram.from_bytes(data).scaled(factor) for data, factor, _ in pieces if data is not None]
+    except CorruptError:
+        return "damaged"
+    known = [one for one in scaled if one is not None]
+    return added(known).to_bytes() if len(known) == len(scaled) else "scaled by a factor that is no power of two"
+
+
+def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes | None]:
+    """Add up the histograms of each group of rows; None where no row of a group has one.
+
+    Args:
+        column: the column `histogram` of the rows.
+        groups: the group of each row.
+        num_groups: how many groups there are.
+    """
+    totals: list[Histogram | None] = [None] * num_groups
+    indices = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
+    rows = column.take(pa.array(indices, pa.int64())).to_pylist()
+    for group, data in zip(groups[indices].tolist(), rows, strict=True):
+        with contextlib.suppress(CorruptError):
+            one, known = Histogram.from_bytes(data), totals[group]
+            totals[group] = one if known is None else known + one
+    return [None if one is None else one.to_bytes() for one in totals]
+
+
+class ChunkUnits(NamedTuple):
+    """Units of a chunk, and where they belong among those of the whole tensor."""
+
+    units: Units
+    ranges: Iterable[tuple[int, int, int]]
+    """First unit in the chunk, first unit in the whole, how many."""
+
+
+def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
+    """Return the sums of a whole tensor. Where several chunks have values of a unit, their sums add up.
+
+    Raises:
+        ValueError: the chunks do not fit.
+    """
+    num = shape[dim]
+    sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
+    for units, ranges in pieces:
+        if units.dim != dim:
+            raise ValueError(f"units of dim {units.dim} stand beside units of dim {dim}")
+        for local, start, size in ranges:
+            if local + size > len(units) or start + size > num:
+                raise ValueError(f"{len(units)} units do not hold those from {local} to {local + size}")
+            at, own = slice(start, start + size), slice(local, local + size)
+            sums[0, at] += units.sum[own]
+            sums[1, at] += units.sum_sq[own]
+            np.maximum(sums[2, at], units.absmax[own], out=sums[2, at])
+            zeros[at] += units.zero_count[own]
+    num_values = math.prod(shape) // num if num else 0
+    return Units(dim=dim, sum=sums[0], sum_sq=sums[1], absmax=sums[2], zero_count=zeros, num_values=num_values)

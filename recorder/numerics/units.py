@@ -1,13 +1,13 @@
 """Sums over the values of each unit of a tensor, such as a neuron, a channel or a head; see "Units" in FORMAT.md.
 
-Units are the indices along one dim. Like those of histograms, their sums add up over chunks, ranks, steps and runs.
+Units are the indices along one dim. Their sums add up over chunks, ranks, steps and runs, as those of histograms do.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,30 +20,23 @@ from ..sites import MAX_COUNT
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 MAX_UNITS = 1 << 15
-"""A dim of more units, such as that of the words of a language model, has no units: a row would take megabytes."""
+"""A longer dim, such as a vocabulary, has no units: a row would take megabytes."""
 _HEAD = struct.Struct("<BBH")
-"""Bytes of a count of zeros, the dim, and 0."""
+"""The bytes of a count of zeros, the dim, and 0."""
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class Sides(NamedTuple):
-    """How the units of a tensor lie in memory."""
+    """The place of a tensor's units in memory."""
 
     dim: int
-    """From 0 on."""
     num: int
-    """How many units there are."""
     inner: int
-    """How many elements of one unit lie side by side."""
+    """Elements of one unit that lie side by side."""
 
 
 def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
-    """How the units of a tensor lie; a text says why it has none.
-
-    Args:
-        shape: the shape of the tensor.
-        dim: the dim along which its units lie; a negative one counts from the last.
-    """
+    """The place of a tensor's units along a dim, which may count from the last; a text says why there are none."""
     at = dim + len(shape) if dim < 0 else dim
     if not 0 <= at < len(shape):
         return f"{len(shape)} dims, none of which is {dim}"
@@ -57,15 +50,14 @@ class Units:
     """Sums over the finite values of each unit of a tensor, and how many are zero. Two such objects add up."""
 
     dim: int
-    """The dim of the tensor along which the units lie."""
     sum: Floats
-    """Shape (units,), as all that follow."""
+    """Shape (units,), like the next three."""
     sum_sq: Floats
     absmax: Floats
     """The largest magnitude; 0 where no value is finite."""
     zero_count: Ints
     num_values: int = 0
-    """How many elements each unit has, those that are not finite among them."""
+    """Elements of each unit, finite or not."""
 
     def __len__(self) -> int:
         return len(self.sum)
@@ -77,27 +69,27 @@ class Units:
 
     @property
     def mean(self) -> Floats:
-        """The mean of each unit, where all its values are finite."""
+        """The mean of each unit whose values are all finite."""
         return self.sum / max(1, self.num_values)
 
     @property
     def rms(self) -> Floats:
-        """The root of the mean square of each unit, where all its values are finite."""
+        """The root mean square of each unit whose values are all finite."""
         rms: Floats = np.sqrt(self.sum_sq / max(1, self.num_values))
         return rms
 
     @property
     def zero_share(self) -> Floats:
-        """Which share of the values of each unit is zero: 1 for a unit that is dead."""
+        """The share of zeros in each unit; 1 for a dead unit."""
         return self.zero_count / max(1, self.num_values)
 
     @property
     def num_dead(self) -> int:
-        """How many units have no value but zero."""
+        """How many units are zero throughout."""
         return int(((self.zero_count == self.num_values) & (self.num_values > 0)).sum())
 
     def __str__(self) -> str:
-        """A line for each of the units with the largest values, and how many are dead, for people."""
+        """A line for each of the units with the largest values, and the number of dead units."""
         order = np.argsort(-self.absmax, kind="stable")[:10]
         lines = [f"{'unit':>8} {'mean':>11} {'rms':>11} {'absmax':>11} {'zero':>6}"]
         columns = (self.mean, self.rms, self.absmax)
@@ -108,11 +100,7 @@ class Units:
         return "\n".join([*lines, rest])
 
     def __add__(self, other: Units) -> Units:
-        """Add the sums of two tensors.
-
-        Raises:
-            ValueError: they are not as many, or lie along another dim.
-        """
+        """Add the sums of two tensors. ValueError: the numbers of units or their dims differ."""
         if (self.dim, len(self)) != (other.dim, len(other)):
             raise ValueError(f"{len(self)} units of dim {self.dim} and {len(other)} of dim {other.dim} do not add up")
         return Units(
@@ -125,27 +113,19 @@ class Units:
         )
 
     def scaled(self, factor: float) -> Units:
-        """Return the sums of the values times a factor."""
+        """The sums of the values times a factor."""
         with np.errstate(all="ignore"):
             return replace(
                 self, sum=self.sum * factor, sum_sq=self.sum_sq * factor * factor, absmax=self.absmax * abs(factor)
             )
 
     def to_bytes(self) -> bytes:
-        """Return the column's bytes, with counts as short as they can be, so that equal sums have equal bytes."""
+        """The column's bytes, with counts as short as possible, so that equal sums have equal bytes."""
         return packed(self.dim, np.stack((self.sum, self.sum_sq, self.absmax)), self.zero_count)
 
     @classmethod
     def from_bytes(cls, data: bytes, shape: Sequence[int]) -> Units:
-        """Read the sums of a row.
-
-        Args:
-            data: the column `units`.
-            shape: of the tensor.
-
-        Raises:
-            CorruptError: the bytes are none.
-        """
+        """Read the column `units` of a row whose tensor has a shape. CorruptError: the bytes are no units."""
         if len(data) < _HEAD.size:
             raise CorruptError(f"units have {len(data)} bytes: expected at least {_HEAD.size}")
         width, dim, layout = _HEAD.unpack_from(data)
@@ -164,39 +144,8 @@ class Units:
         return cls(dim=dim, sum=sums[0], sum_sq=sums[1], absmax=sums[2], zero_count=zeros, num_values=num_values)
 
 
-class ChunkUnits(NamedTuple):
-    """Units of a chunk, and where they belong among those of the whole tensor."""
-
-    units: Units
-    ranges: Iterable[tuple[int, int, int]]
-    """First unit in the chunk, first unit in the whole, how many."""
-
-
-def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
-    """Return the sums of a whole tensor. Where several chunks have values of a unit, their sums add up.
-
-    Raises:
-        ValueError: the chunks do not fit.
-    """
-    num = shape[dim]
-    sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
-    for units, ranges in pieces:
-        if units.dim != dim:
-            raise ValueError(f"units of dim {units.dim} stand beside units of dim {dim}")
-        for local, start, size in ranges:
-            if local + size > len(units) or start + size > num:
-                raise ValueError(f"{len(units)} units do not hold those from {local} to {local + size}")
-            at, own = slice(start, start + size), slice(local, local + size)
-            sums[0, at] += units.sum[own]
-            sums[1, at] += units.sum_sq[own]
-            np.maximum(sums[2, at], units.absmax[own], out=sums[2, at])
-            zeros[at] += units.zero_count[own]
-    num_values = math.prod(shape) // num if num else 0
-    return Units(dim=dim, sum=sums[0], sum_sq=sums[1], absmax=sums[2], zero_count=zeros, num_values=num_values)
-
-
 def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
-    """The column.
+    """The column's bytes.
 
     Args:
         dim: the dim along which the units lie.

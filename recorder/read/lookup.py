@@ -1,6 +1,6 @@
-"""Finding the one tensor that a question means: newest attempt first, and never a guess between several.
+"""Finds the one tensor that a question means, in the newest attempt.
 
-Must never answer with one of several; it says what there is to choose from.
+Must never answer with one of several tensors; the message says what there is to choose from.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import LookupFailedError
-from ..format.roots import Stage
+from ..format.manifest import Stage
 from ..rules import hint
 from ..system.text import listed
-from .manifests import stages_of_rows
-from .metadata import NONE, POSITION_COLUMNS, TEXT_COLUMNS, Keys, MetadataRows, Positions
+from .metadata import NONE, POSITION_COLUMNS, TEXT_COLUMNS, Keys, MetadataRows, Positions, stages_of_rows
 from .writers import RecordedWriter
 
 QUALIFIERS = (
     "site", "step", "name", "rank", "micro_step", "call", "repeat", "mode", "phase", "root", "scope", "attempt",
 )  # fmt: skip
-"""Columns that, with the module path, tell tensors of a run apart; the order in which choices are listed."""
+"""Columns that, with the module path, identify a tensor of a run; in the order in which choices are listed."""
 LOOKUP_COLUMNS = (*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS)
-"""What `find_tensor` loads."""
 _OF_RANKS = ("rank", "attempt")
-"""Columns in which the rows of one global tensor may differ. Which attempt counts is decided before."""
+"""Columns in which the rows of one global tensor may differ; which attempt counts was decided before."""
 _MAX_CHOICES = 8
 
 
@@ -35,15 +33,13 @@ class TensorRows(NamedTuple):
     """The rows of the one tensor that a question means."""
 
     positions: Positions
-    """The row or its parts in order; with several ranks those of part 0, of each."""
+    """The row, or its parts in order; where several ranks are meant, part 0 of each."""
     related: Positions
     """All rows of the module at that step."""
     is_merged: bool
-    """The row is a global one already."""
     what: str
-    """The question, for messages."""
     is_micro_batch: bool = False
-    """Whether one micro-batch of a pipeline is asked for; `related` then belongs to that micro-batch too."""
+    """Whether one micro-batch of a pipeline is asked for; then `related` has no other."""
 
 
 def find_tensor(
@@ -57,21 +53,20 @@ def find_tensor(
     stages: Mapping[tuple[int, str], Stage] = MappingProxyType({}),
     needs_values: bool = True,
 ) -> TensorRows:
-    """The rows of the one tensor with a payload that the question means.
+    """The rows of the one tensor that the question means.
 
     Args:
         rows: the run's rows.
-        writers: its writers, as `rows` counts them.
+        writers: the run's writers, as `rows` numbers them.
         module_path: exact path of the module.
-        question: value by qualifier; None where it is left open.
-        counts: given where rows of several ranks are one tensor, whose payload may be missing on some: by position,
-            whether a row counts for it.
-        has_micro_batches: a pipeline's micro-batches are one tensor, too, and its stages' roots one model.
-        stages: by writer and root, the stage of a pipeline that it ran; in a merged run the rows say it.
+        question: value by qualifier; None where a qualifier is left open.
+        counts: by position, whether a row counts; given where the rows of several ranks are one tensor.
+        has_micro_batches: True for a pipeline: its micro-batches are one tensor too, and its stages' roots one model.
+        stages: pipeline stages by writer and root; the rows of a merged run name their stages themselves.
         needs_values: leave out rows without a payload.
 
     Raises:
-        LookupFailedError: no tensor, or more than one; the message lists the choices.
+        LookupFailedError: there is no such tensor, or several; the message lists the choices.
     """
     rows.load(LOOKUP_COLUMNS)
     of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
@@ -85,7 +80,7 @@ def find_tensor(
                 f"{what}: a later attempt recorded these steps again; rank= gives what one rank had"
             )
     if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
-        positions = positions[rows.numbers("rank")[positions] == NONE]  # merged: the ranks' own rows stand beside it
+        positions = positions[rows.numbers("rank")[positions] == NONE]  # merged: the ranks' own rows are there too
     with_values = positions
     if needs_values:
         with_values = positions[rows.keys("encoding", positions).codes != NONE]
@@ -108,7 +103,7 @@ def find_tensor(
         related = related[rows.numbers("micro_step")[related] == question["micro_step"]]
     if counts is None or is_merged:
         return TensorRows(_single(rows, with_values, is_merged, what), related, is_merged, what, is_micro_batch)
-    for name, keys in single.items():  # rows without values, as of another rank, that differ in what was left open
+    for name, keys in single.items():  # drop rows without values that differ in what the question left open
         code, of_all = int(keys.codes[0]), rows.keys(name, positions)
         value = None if code == NONE else code if keys.texts is None else keys.texts[code]
         positions = positions[of_all.codes == of_all.code(value)]
@@ -123,12 +118,7 @@ def _answering(
     what: str,
     stages: Mapping[tuple[int, str], Stage],
 ) -> tuple[Positions, str]:
-    """The rows of a module that a question means, and the question in words.
-
-    Raises:
-        LookupFailedError: there is none, or a value is of the wrong kind; the message says which part of the question
-            no row meets.
-    """
+    """The rows of a module that a question means, and the question in words. LookupFailedError: see `_raise_unmet`."""
     given = {name: value for name in QUALIFIERS if (value := question.get(name)) is not None}
     positions = of_module
     # Numbers first: a module has rows of thousands of steps, and texts cost the most.
@@ -149,11 +139,7 @@ def _answering(
 
 
 def _single(rows: MetadataRows, positions: Positions, is_merged: bool, what: str) -> Positions:
-    """The rows of one tensor in the order of its parts.
-
-    Raises:
-        LookupFailedError: a part is missing, or they are of several stages of a pipeline.
-    """
+    """The rows of one tensor in the order of its parts."""
     if is_merged and len(positions) > 1 and not rows.numbers("part")[positions].any():
         rows.load(["note"])
         numbers = stages_of_rows(rows, positions, {})
@@ -165,7 +151,6 @@ def _single(rows: MetadataRows, positions: Positions, is_merged: bool, what: str
 def _of_stage(
     rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage], stage: int, what: str
 ) -> Positions:
-    """Those rows that are of a stage of a pipeline."""
     if not stages:
         rows.load(["note"])
     numbers = stages_of_rows(rows, positions, stages)
@@ -178,7 +163,7 @@ def _of_stage(
 
 
 def several_stages(what: str, numbers: Iterable[int]) -> str:
-    """Stages whose modules have the same path, as the stages' own roots do."""
+    """The message for modules of several pipeline stages that have one path, as the stages' own roots do."""
     choices = "|".join(map(str, sorted(numbers)))
     return f"{what} is another tensor in each stage of the pipeline; choose stage={choices}"
 
@@ -186,7 +171,7 @@ def several_stages(what: str, numbers: Iterable[int]) -> str:
 def _raise_unmet(
     rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions, given: Mapping[str, Any], what: str
 ) -> NoReturn:
-    """Say which of the values, in the order of `QUALIFIERS`, is the first that no row has beside those before it."""
+    """Name the first qualifier, in the order of `QUALIFIERS`, whose value no remaining row has."""
     for name, value in given.items():
         keys = rows.keys(name, positions)
         try:
@@ -206,11 +191,7 @@ def _raise_unmet(
 
 
 def module_code(rows: MetadataRows, module_path: str) -> int:
-    """The number of a module path in `rows.module_paths`.
-
-    Raises:
-        LookupFailedError: no row is of that module; the message names the nearest.
-    """
+    """The number of a module path in `rows.module_paths`. LookupFailedError: no row is of that module."""
     paths = rows.module_paths()
     code = paths.code(module_path)
     if code < 0:
@@ -221,10 +202,7 @@ def module_code(rows: MetadataRows, module_path: str) -> int:
 def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
     """Which ranks' records end, by a kill, before a step: ``rank 0's record ends in step 23``; empty if none does.
 
-    Args:
-        writers: of a run, those of one rank in the order of their start.
-        step: what was asked for.
-        rank: the only rank that was asked for.
+    The writers of one rank are in the order of their start. With `rank`, only that rank is looked at.
     """
     of_rank: dict[int, list[RecordedWriter]] = {}
     for writer in writers:
@@ -241,7 +219,8 @@ def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None 
 def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions) -> Positions:
     """Drop what a later writer of the same rank recorded again.
 
-    Where steps were merely counted, equal steps of two attempts are not the same step: then only the newest counts.
+    Where steps were merely counted, equal steps of two attempts are different steps, and only the newest attempt
+    counts.
     """
     numbers = rows.writer_numbers(positions)
     used = [int(number) for number in np.unique(numbers)]
@@ -261,7 +240,7 @@ def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], po
 
 
 def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
-    """The rows in the order of their parts, none missing and none twice."""
+    """The rows in the order of their parts; each part must be there once."""
     parts = rows.numbers("part")[positions]
     order = np.argsort(parts)
     if len(np.unique(parts)) < len(parts):
@@ -274,7 +253,7 @@ def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
 
 
 def _choices(name: str, keys: Keys) -> str:
-    """The distinct values of a column, compactly: ``step=0|1|2|...|64 (11)``."""
+    """The distinct values of a column: ``step=0|1|2|...|64 (11)``."""
     codes = [int(code) for code in np.unique(keys.codes)]
     shown = [keys.label(code) for code in codes]
     if keys.texts is not None:

@@ -1,4 +1,4 @@
-"""The framing of Arrow IPC: where each message lies and what sizes it declares, looked at before Arrow allocates.
+"""The framing of Arrow IPC: where each message lies and which sizes it declares, read before Arrow allocates.
 
 pyarrow shows neither the offset of a batch in a file, nor its declared sizes, nor its metadata without decoding it.
 The tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). Must never trust an offset.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -17,14 +18,14 @@ from ..storage.untrusted_files import ByteSource
 
 MAGIC = b"ARROW1"
 TAIL_BYTES = 4 + len(MAGIC)
-"""The size of the footer and the magic, at the very end of a sealed file."""
+"""The length of the footer and the magic, at the very end of a sealed file."""
 FIRST_MESSAGE = 8
 """Offset of the first message in an IPC file: the magic and two bytes of padding."""
 PREFIX_BYTES = 8
 CONTINUATION = 0xFFFFFFFF
 
 MAX_METADATA_BYTES = 1 << 20
-"""Bound on what stands before the body of one message; ours take less than 20 KiB."""
+"""Bound on everything before the body of one message; ours take less than 20 KiB."""
 MAX_BATCH_BYTES = 1 << 30
 """Bound on one batch in memory. Ours hold at most 40 MiB of payload, and their metadata columns."""
 
@@ -46,7 +47,7 @@ class MessageBlock:
 
     offset: int
     metadata_bytes: int
-    """Prefix and padding included: the body begins this far behind `offset`."""
+    """With prefix and padding: the body begins this far behind `offset`."""
     body_bytes: int
 
     @property
@@ -54,9 +55,8 @@ class MessageBlock:
         return self.offset + self.metadata_bytes + self.body_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """What a message says of itself; nothing of it is verified yet but that it lies within its own bytes."""
+class Message(NamedTuple):
+    """What a message says of itself. Only that its fields lie within its own bytes is verified."""
 
     kind: int
     body_bytes: int
@@ -143,20 +143,13 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
         if sum(len(key) + len(value) for key, value in texts) > len(root.data):
             raise struct.error("pairs that share their bytes")  # many could point at one long text
         pairs = {bytes(key): bytes(value) for key, value in texts}
-        return Message(
-            kind=kind,
-            body_bytes=root.number(3, "<q"),
-            nodes=nodes,
-            buffers=buffers,
-            is_compressed=is_compressed,
-            custom_metadata=pairs,
-        )
+        return Message(kind, root.number(3, "<q"), nodes, buffers, is_compressed, pairs)
     except struct.error as error:
         raise CorruptError(f"{where}: message metadata is damaged ({error})") from error
 
 
 def padding_of(metadata: pa.Buffer) -> memoryview:
-    """What stands in the metadata of a batch that `parse_message` has read behind all that it says: zeros."""
+    """The bytes behind everything that the metadata of a batch says, which are zeros in a sound message."""
     root = _root(memoryview(metadata))
     header = root.table(2)
     vectors = [vector for pair in root.tables(4) for vector in ((pair, 0, 1), (pair, 1, 1))]
@@ -185,7 +178,7 @@ def block_at(source: ByteSource, offset: int) -> tuple[MessageBlock, Message] | 
 
 
 def footer_bytes(source: ByteSource) -> int:
-    """Size of the footer of a sealed file, which stands in front of its last 10 bytes."""
+    """Size of the footer of a sealed file, which lies in front of its last 10 bytes."""
     if source.size_bytes < FIRST_MESSAGE + TAIL_BYTES:
         raise CorruptError(f"{source.where}: {source.size_bytes} bytes are too few for a sealed shard")
     num_bytes, magic = struct.unpack("<i6s", source.read(source.size_bytes - TAIL_BYTES, TAIL_BYTES))
@@ -195,7 +188,7 @@ def footer_bytes(source: ByteSource) -> int:
 
 
 def footer_blocks(source: ByteSource) -> list[MessageBlock]:
-    """Where the footer of a sealed file says that its batches lie; each is checked only when it is read."""
+    """The blocks of the batches by the footer of a sealed file; each block is checked only when it is read."""
     try:
         items = list(struct.iter_unpack("<qi4xq", _footer(source).vector(3, 24)))
     except struct.error as error:
@@ -204,7 +197,7 @@ def footer_blocks(source: ByteSource) -> list[MessageBlock]:
 
 
 def footer_text(source: ByteSource, key: bytes) -> range | None:
-    """Where in a sealed file the value lies that its footer's `custom_metadata` has for a key; None without one."""
+    """Where in a sealed file the value of a key of the footer's `custom_metadata` lies; None without the key."""
     try:
         footer = _footer(source)
         for pair in footer.tables(4):
@@ -223,7 +216,7 @@ def _footer(source: ByteSource) -> _Table:
 
 
 def check_block(block: MessageBlock, source: ByteSource) -> None:
-    """Refuse a block of a footer that does not lie within the file or is larger than any of ours."""
+    """Refuse a block of a footer that does not lie within the file, or is larger than any of ours."""
     is_sane = block.offset >= FIRST_MESSAGE and PREFIX_BYTES < block.metadata_bytes <= MAX_METADATA_BYTES
     if not is_sane or not 0 <= block.body_bytes <= MAX_BATCH_BYTES or block.end > source.size_bytes:
         raise CorruptError(f"{source.where}: the footer lists a batch at byte {block.offset} that cannot be there")

@@ -1,11 +1,11 @@
-"""The metadata rows of a whole run as columns, gathered from the shards on first use; and the sizes of its steps.
+"""The metadata rows of a run as columns, read on first use; the sizes of steps; the pipeline stages.
 
 A row is known by its position: shards in the order of their writers, rows in file order. No Python loop runs over rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,29 +13,33 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..columns import SCHEMA, TIME_ORDER
+from ..columns import SCHEMA, TIME_ORDER, note_members
+from ..format.manifest import MAX_STAGES, Stage
+from ..numerics.keys import Times, encode
+from ..sites import NUMBERS
+from ..system.text import listed
 from .shard_rows import Ranges, ShardRows, Steps, each_of
 from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]
 NONE = -1
-"""Stands for null in columns of counts, none of which is negative."""
+"""Null in columns of counts, which are never negative."""
 _FEW_CHUNKS = 64
 POSITION_COLUMNS = ("seq", "batch", "row")
-"""What leads from a row to its payload."""
+"""The columns that lead from a row to its payload."""
 TEXT_COLUMNS = frozenset(field.name for field in SCHEMA if pa.types.is_string(field.type))
 
 
 class Keys(NamedTuple):
-    """A column as numbers that are equal where the values are."""
+    """A column as numbers that are equal where the values are equal."""
 
     codes: npt.NDArray[np.int64]
     """`NONE` for null."""
     texts: list[str] | None
-    """What the codes stand for in a column of texts; None where they are the values."""
+    """The texts that the codes number; None where the codes are the values."""
 
     def code(self, value: Any) -> int:
-        """Return the code of a value; a code that no row has where the value does not occur."""
+        """The code of a value; a code that no row has where the value does not occur."""
         if value is None:
             return NONE
         if self.texts is None:
@@ -48,22 +52,15 @@ class Keys(NamedTuple):
         return "" if code == NONE or self.texts is None else self.texts[code]
 
     def label(self, code: int) -> str:
-        """A value for people, by its number."""
         if code == NONE:
             return "None"
         return str(code) if self.texts is None else repr(self.texts[code])
 
 
 class MetadataRows:
-    """Every column but the payload, over all shards of a run."""
+    """Every column but the payload, over all shards; with `steps`, only of batches that may hold these steps."""
 
     def __init__(self, writers: Sequence[RecordedWriter], steps: Steps | Ranges | None = None) -> None:
-        """Rows of a run.
-
-        Args:
-            writers: all of them.
-            steps: the batches with rows of these alone; all by default.
-        """
         self._steps = steps
         self._shards_of = [writer.shards for writer in writers]
         self._shards = [shard for shards in self._shards_of for shard in shards]
@@ -83,9 +80,9 @@ class MetadataRows:
         return int(self._starts[-1])
 
     def load(self, names: Iterable[str]) -> None:
-        """Read and check columns. To be called for all that a question needs, before its first position is computed.
+        """Read and check columns. Call it for every column that a question needs, before the question's first position.
 
-        A damaged batch goes, in all columns, once one of them shows it: then positions move, and all is read again.
+        A batch that is damaged in one column leaves all columns: positions change, and everything is read again.
         """
         names = list(dict.fromkeys(names))
         while missing := [name for name in names if name not in self._columns]:
@@ -111,9 +108,9 @@ class MetadataRows:
         return self._numbers[name]
 
     def module_paths(self) -> Keys:
-        """The module path of every row; other texts are looked at only for the rows of one module."""
+        """The module path of every row. Other columns of texts are encoded only for the rows of one module."""
         if self._module_paths is None:
-            self._module_paths = text_keys(self._columns["module_path"])
+            self._module_paths = Keys(*encode(self._columns["module_path"]))
         return self._module_paths
 
     def take(self, name: str, positions: Positions) -> Any:
@@ -135,13 +132,11 @@ class MetadataRows:
         return pa.chunked_array(pieces, column.type)
 
     def keys(self, name: str, positions: Positions) -> Keys:
-        """Some rows of a column of texts or whole numbers."""
         if name in TEXT_COLUMNS:
-            return text_keys(self.take(name, positions))
+            return Keys(*encode(self.take(name, positions)))
         return Keys(self.numbers(name)[positions], None)
 
     def text(self, name: str, position: int) -> str | None:
-        """One value of a column of texts."""
         chunk = int(np.searchsorted(self._chunk_ends[name], position, side="right"))
         start = int(self._chunk_ends[name][chunk - 1]) if chunk else 0
         value: str | None = self._columns[name].chunk(chunk)[position - start].as_py()
@@ -153,81 +148,73 @@ class MetadataRows:
         return self._shards[number], int(self._starts[number])
 
     def shard_numbers(self, positions: Positions) -> npt.NDArray[np.int64]:
-        """Which shard each row is of; equal numbers mean one shard."""
         return np.searchsorted(self._starts, positions, side="right") - 1
 
     def writer_numbers(self, positions: Positions) -> npt.NDArray[np.int64]:
-        """Which writer each row is of, as index into the writers."""
+        """The writer of each row, as an index into the writers."""
         return np.searchsorted(self._writer_starts, positions, side="right") - 1
 
     def in_order(self) -> Positions:
-        """All positions by `TIME_ORDER`: file order is no order of time."""
+        """All positions by `TIME_ORDER`, which file order is not."""
         keys = [self.numbers(name) for name in reversed(TIME_ORDER)]
         return np.lexsort(keys).astype(np.int64, copy=False)
 
 
-def text_keys(column: Any) -> Keys:
-    """A column of texts (`pa.ChunkedArray`) as numbers that are equal where the texts are."""
-    encoded = column.dictionary_encode().unify_dictionaries()
-    texts = encoded.chunk(0).dictionary.to_pylist() if encoded.num_chunks else []
-    codes = [chunk.indices.fill_null(NONE).to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
-    return Keys(np.concatenate([*codes, np.zeros(0, np.int64)]).astype(np.int64, copy=False), texts)
-
-
 Ints = npt.NDArray[np.int64]
 SIZE_COLUMNS = ("step", "units", "payload_bytes")
-"""The columns that `StepSizes.of` looks at; without `payload_bytes` every step has 0 bytes."""
+"""The columns that `StepSizes.of` reads; without `payload_bytes` every step has 0 bytes."""
 _ROW_BYTES = 350
-"""Bytes of a row in memory, without what it says of each unit."""
+"""Bytes of a row in memory, without its column `units`."""
+
+
+def _by_step(steps: Ints, *columns: Ints) -> list[Ints]:
+    """The distinct steps, and the sums of the columns over the rows of each."""
+    known, indices = np.unique(steps, return_inverse=True)
+    sums = [np.zeros(len(known), np.int64) for _ in columns]
+    for total, column in zip(sums, columns, strict=True):
+        np.add.at(total, indices.reshape(-1), column)
+    return [known, *sums]
 
 
 class StepRange(NamedTuple):
-    """Steps that are read at once."""
+    """Steps that are read together."""
 
     first: int
     end: int
-    """The step behind the last one."""
+    """The step after the last one."""
     num_rows: int
     num_bytes: int
 
 
 class StepSizes(NamedTuple):
-    """The steps of some rows, ascending, with how many rows and bytes each of them has."""
+    """The steps of some rows, ascending, with the number of rows and bytes of each."""
 
     steps: Ints
     rows: Ints
-    """A row with sums of its units counts as so many rows as take as much memory."""
+    """A row with sums of units counts as the number of rows that take as much memory."""
     bytes: Ints
-    """Bytes of the payloads, decoded."""
 
     @classmethod
     def of(cls, batches: Sequence[Any]) -> StepSizes:
         """The sizes of the rows of some batches, which have `SIZE_COLUMNS`."""
-        every = np.concatenate([*(batch.column("step").to_numpy() for batch in batches), np.zeros(0, np.int64)])
-        steps, indices, counts = np.unique(every, return_inverse=True, return_counts=True)
-        num_bytes = np.zeros(len(steps), np.int64)
-        if len(every) and "payload_bytes" in batches[0].schema.names:
-            payloads = [batch.column("payload_bytes").fill_null(0).to_numpy() for batch in batches]
-            np.add.at(num_bytes, indices.reshape(-1), np.concatenate(payloads))
+        steps = np.concatenate([*(batch.column("step").to_numpy() for batch in batches), np.zeros(0, np.int64)])
+        num_bytes = unit_bytes = np.zeros(len(steps), np.int64)
+        if len(steps) and "payload_bytes" in batches[0].schema.names:
+            num_bytes = np.concatenate([batch.column("payload_bytes").fill_null(0).to_numpy() for batch in batches])
         if any(batch.column("units").null_count < batch.num_rows for batch in batches):
             lengths = [pc.binary_length(batch.column("units")).fill_null(0).to_numpy() for batch in batches]
-            unit_bytes = np.zeros(len(steps), np.int64)
-            np.add.at(unit_bytes, indices.reshape(-1), np.concatenate(lengths))
-            counts = counts + unit_bytes // _ROW_BYTES
-        return cls(steps, counts, num_bytes)
+            unit_bytes = np.concatenate(lengths)
+        known, rows, num_bytes, unit_bytes = _by_step(steps, np.ones(len(steps), np.int64), num_bytes, unit_bytes)
+        return cls(known, rows + unit_bytes // _ROW_BYTES, num_bytes)
 
     @classmethod
     def sum(cls, several: Iterable[StepSizes]) -> StepSizes:
         """The sizes of the rows of several together."""
         parts = [cls(*(np.zeros(0, np.int64),) * 3), *several]
-        steps, indices = np.unique(np.concatenate([one.steps for one in parts]), return_inverse=True)
-        rows, num_bytes = np.zeros((2, len(steps)), np.int64)
-        np.add.at(rows, indices.reshape(-1), np.concatenate([one.rows for one in parts]))
-        np.add.at(num_bytes, indices.reshape(-1), np.concatenate([one.bytes for one in parts]))
-        return cls(steps, rows, num_bytes)
+        return cls(*_by_step(*(np.concatenate(column) for column in zip(*parts, strict=True))))
 
     def cut(self, max_rows: int, max_bytes: int | None = None) -> Iterator[StepRange]:
-        """Half-open ranges that cover the steps, ascending; only a range of one step may exceed the bounds."""
+        """Half-open ranges that cover the steps, ascending; only a range of a single step may exceed the bounds."""
         first, end, num_rows, num_bytes = None, 0, 0, 0
         for step, more_rows, more_bytes in zip(*(column.tolist() for column in self), strict=True):
             is_full = num_rows + more_rows > max_rows or (max_bytes is not None and num_bytes + more_bytes > max_bytes)
@@ -238,3 +225,83 @@ class StepSizes(NamedTuple):
             end, num_rows, num_bytes = step + 1, num_rows + more_rows, num_bytes + more_bytes
         if first is not None:
             yield StepRange(first, end, num_rows, num_bytes)
+
+
+def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
+    """A sentence for each pipeline that lacks stages; a rank with several stages has a root for each."""
+    numbers_of: dict[int, set[int]] = {}
+    for stage in stages.values():
+        numbers_of.setdefault(stage.num_stages, set()).add(stage.number)
+    for num_stages, some in numbers_of.items():
+        if gone := sorted(set(range(num_stages)) - some):
+            yield f"no rank left a record of stage {listed(gone)} (from 0) of a pipeline of {num_stages}"
+
+
+def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
+    """For each root that is a stage, the name of the model: the root of its first stage."""
+    names = {stage.num_stages: root for (_, root), stage in sorted(stages.items()) if stage.number == 0}
+    return {root: names.get(stage.num_stages, root) for (_, root), stage in stages.items()}
+
+
+def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
+    """The stage of each row; `NONE` where nothing names one. In a merged run the notes of the rows name it."""
+    stage_of_row: Ints = np.full(len(positions), NONE)
+    writers, roots = rows.writer_numbers(positions), rows.keys("root", positions)
+    for (writer, root), stage in stages.items():
+        stage_of_row[(writers == writer) & (roots.codes == roots.code(root))] = stage.number
+    if not stages:
+        notes = rows.keys("note", positions)
+        told = [note_members(text).get("stage") for text in notes.texts or ()]
+        sound = (stage if type(stage) is int and 0 <= stage < MAX_STAGES else NONE for stage in told)
+        stage_of_row = np.array([*sound, NONE])[notes.codes]
+    return stage_of_row
+
+
+class MicroBatches:
+    """The stage and the micro-batch of each of some rows."""
+
+    def __init__(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
+        self.stage: Ints = np.full(len(chosen), NONE)
+        """`NONE` outside of pipelines, and for the numbers of a step, which belong to the whole program."""
+        self.micro_step: Ints = np.zeros(len(chosen), np.int64)
+        """0 outside of pipelines."""
+        self.key: Ints = rows.numbers("micro_step")[chosen].copy()
+        """The micro-step by which values differ; in a pipeline they do not differ by it."""
+        if stages:
+            self._fill(rows, chosen, stages)
+
+    def _fill(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
+        writers, roots, sites = rows.writer_numbers(chosen), rows.keys("root", chosen), rows.keys("site", chosen)
+        is_value = ~np.isin(sites.codes, [sites.code(site) for site in NUMBERS])
+        for (writer, root), stage in stages.items():
+            self.stage[(writers == writer) & (roots.codes == roots.code(root)) & is_value] = stage.number
+        at = (self.stage != NONE) & (self.key != NONE)
+        self.micro_step[at] = self.key[at]
+        self.key[at] = 0
+
+
+def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
+    """The order of execution of values, given the first row of each, and its stage (`NONE` outside of pipelines)."""
+    phases = rows.keys("phase", at)
+    nothing = np.zeros(len(at), np.int64)
+    return Times(
+        rows.numbers("step")[at],
+        rows.keys("mode", at).codes,
+        phases.codes == phases.code("forward"),
+        np.isin(phases.codes, [phases.code("backward"), phases.code("recompute")]),
+        rows.numbers("seq")[at],
+        stage,
+        micro_step=nothing,
+        rank=nothing,
+    ).order()
+
+
+def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:
+    """The micro-batches that a rank lacks although another rank has them, as a text; empty where none is missing."""
+    everything = known | set(micro_steps)
+    of_rank: dict[int, set[int]] = {}
+    for rank, micro_step in zip(ranks, micro_steps, strict=True):
+        of_rank.setdefault(rank, set()).add(micro_step)
+    lacking = {rank: sorted(everything - own) for rank, own in of_rank.items() if everything - own}
+    shown = [f"{', '.join(map(str, gone[:8]))} of rank {rank}" for rank, gone in list(lacking.items())[:4]]
+    return f"no row of micro-batch {'; '.join(shown)}" if shown else ""

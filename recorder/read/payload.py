@@ -1,4 +1,4 @@
-"""The way from a row to its payload and its array: the batch of the row, checked, and the row that a ``ref`` means.
+"""Leads from a row to its payload and its array: the batch of the row, checked, and the row that a ``ref`` names.
 
 `decode` also serves readers that hold a single row and no run.
 """
@@ -29,13 +29,13 @@ from .shard_rows import ShardRows
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8
 _MAX_REMOTE_BYTES = 1 << 30
-"""Most bytes of batches out of a store, which take memory; batches of a disk are mapped."""
+"""Bound on batches that come from an object store, which take memory; batches on a disk are mapped."""
 _AT_ONCE = 16
-"""Batches that are asked for before a look at how large they were."""
+"""Batches that are requested before their sizes are looked at."""
 _BATCH_BYTES = 8 << 20
-"""What most batches hold, unless a row of them is larger."""
+"""The size of most batches, unless a single row is larger."""
 _Key = tuple[int, int]
-"""Identity of a shard, which lives as long as the rows, and number of a batch in it."""
+"""The identity of a shard, which lives as long as the rows, and the number of a batch in it."""
 
 
 class Payloads:
@@ -45,10 +45,10 @@ class Payloads:
         self._rows = rows
         self._max_batches = 2 * num_writers + _SPARE_BATCHES
         self._batches: OrderedDict[_Key, Any] = OrderedDict()
-        """Rows are asked for in the order of time: the next one lies in the same batch of its writer, mostly."""
+        """Rows are asked for in the order of time, so the next row mostly lies in the same batch of its writer."""
 
     def prepare(self, positions: Sequence[int]) -> None:
-        """Have the batches of rows that will be asked for: several at once, where each is a question to a store."""
+        """Read the batches of rows that will be asked for, several at once where each costs a request to a store."""
         if not positions or not self._is_remote:
             return
         of_shard: dict[int, list[tuple[_Key, ShardRows]]] = {}
@@ -79,11 +79,11 @@ class Payloads:
                 self._shrink()
 
     def encoded(self, position: int) -> EncodedPayload:
-        """The payload of one row as it is stored; a ``ref`` is followed to the row that holds it.
+        """The payload of one row as it is stored; a ``ref`` is followed to the row that holds the content.
 
         Raises:
             CorruptError: the bytes are not those that were written.
-            UnsupportedError: the encoding is unknown, so nobody can say whether the bytes mean anything elsewhere.
+            UnsupportedError: the encoding is unknown, so the bytes may mean nothing elsewhere.
         """
         source = self._source(position)
         try:
@@ -94,17 +94,12 @@ class Payloads:
         return EncodedPayload(source["encoding"], source["data"], source["payload_bytes"])
 
     def described(self, position: int) -> tuple[npt.NDArray[np.uint8], str, str]:
-        """The bytes of one row, and its own dtype and shape, as texts."""
+        """The bytes of one row, and its own dtype and shape as texts."""
         fields = self._fields(self._rows.shard_of(position)[0], *self._batch_row_seq(position))
         return self.decoded(position), fields["dtype"], fields["shape"]
 
     def decoded(self, position: int) -> npt.NDArray[np.uint8]:
-        """The bytes of one row, new and writable.
-
-        Raises:
-            CorruptError: the bytes are not those that were written.
-            UnsupportedError: the encoding is unknown.
-        """
+        """The bytes of one row, new and writable; errors as for `encoded`."""
         source = self._source(position)
         try:
             return decode_payload(source["encoding"], source["data"], source["payload_bytes"], source["dtype"])
@@ -112,11 +107,10 @@ class Payloads:
             raise self._named(error, position, source) from error
 
     def _named(self, error: RunError, position: int, source: dict[str, Any]) -> RunError:
-        """The error with the row that it is about."""
         return type(error)(f"{self._rows.shard_of(position)[0].path}, row seq={source['seq']}: {error}")
 
     def column(self, positions: npt.NDArray[np.int64]) -> list[Any]:
-        """The column `data` of some rows, one Arrow array a batch; and their order, as last item."""
+        """The column `data` of some rows, as one Arrow array a batch; the last item is the order of the rows."""
         batches, rows, seqs = (self._rows.numbers(name)[positions] for name in ("batch", "row", "seq"))
         shards = self._rows.shard_numbers(positions)
         in_file_order = np.lexsort([batches, shards])
@@ -136,7 +130,7 @@ class Payloads:
         return [*pieces, np.argsort(in_file_order)]
 
     def _source(self, position: int) -> dict[str, Any]:
-        """The fields of the row that holds the content of a row, which is mostly the row itself."""
+        """The fields of the row that holds the content of a row: mostly the row itself."""
         shard, start = self._rows.shard_of(position)
         batch, row, seq = self._batch_row_seq(position)
         fields = self._fields(shard, batch, row, seq)
@@ -146,7 +140,7 @@ class Payloads:
         matches = np.flatnonzero(self._rows.numbers("seq")[start:position] == target)
         if len(matches) == 1:
             source = self._fields(shard, *self._batch_row_seq(start + int(matches[0])))
-        else:  # not among the loaded rows, where these are a part of the shard
+        else:  # the loaded rows may be a part of the shard
             found_at = shard.position_of(target)
             source = self._fields(shard, *found_at, target) if found_at and found_at < (batch, row) else {}
         if any(source.get(name) != fields[name] for name in ("dtype", "payload_bytes")):
@@ -156,12 +150,11 @@ class Payloads:
         return source
 
     def _batch_row_seq(self, position: int) -> tuple[int, int, int]:
-        """Where a row lies in its shard: its batch, and its number there; and its `seq`."""
         batch, row, seq = (int(self._rows.numbers(name)[position]) for name in ("batch", "row", "seq"))
         return batch, row, seq
 
     def _fields(self, shard: ShardRows, batch: int, row: int, seq: int) -> dict[str, Any]:
-        """What decoding needs of one row, out of the shard itself; the payload is not copied."""
+        """One row of the shard itself, as decoding needs it; the payload is not copied."""
         key = id(shard), batch
         rows = self._batches.get(key)
         if rows is None:
@@ -184,12 +177,11 @@ class Payloads:
 
     @cached_property
     def _is_remote(self) -> bool:
-        """Whether the run lies in a store; asked only where there is a row."""
         return store_of(self._rows.shard_of(0)[0].path) is not LOCAL
 
 
 def _read(wanted: tuple[_Key, ShardRows]) -> Any:
-    """A batch; None where it is damaged, which whoever asks for it alone is told."""
+    """A batch; None where it is damaged, which `Payloads._fields` will report."""
     (_, batch), shard = wanted
     try:
         return shard.read(batch, _COLUMNS)
@@ -198,7 +190,7 @@ def _read(wanted: tuple[_Key, ShardRows]) -> Any:
 
 
 def _slice(column: Any, row: int) -> Any:
-    """The bytes of one row; Arrow's own scalar would be a copy of them."""
+    """The bytes of one row; Arrow's own scalar would copy them."""
     if not column.is_valid()[row].as_py():
         return None
     _, offsets, content = column.buffers()
@@ -210,20 +202,18 @@ def is_same(payloads: Payloads, tensors: Sequence[Sequence[int]]) -> bool:
     """Whether tensors, each given by the positions of its parts, hold the same bytes."""
     payloads.prepare([position for tensor in tensors for position in tensor])
     first, *others = tensors
-    for other in others:
-        if len(first) != len(other):
-            return False
-        for one, two in zip(first, other, strict=True):
-            if not np.array_equal(payloads.decoded(one), payloads.decoded(two)):
-                return False
-    return True
+    return all(
+        len(first) == len(other)
+        and all(np.array_equal(payloads.decoded(a), payloads.decoded(b)) for a, b in zip(first, other, strict=True))
+        for other in others
+    )
 
 
 _NEEDED = ("encoding", "data", "payload_bytes", "dtype", "shape")
 
 
 def decode(row: Any) -> npt.NDArray[Any]:
-    """The tensor of one row, as numpy array; bfloat16 and the 8-bit floats come in ml_dtypes' types.
+    """The tensor of one row, as numpy array; bfloat16 and the 8-bit floats have ml_dtypes' types.
 
     Args:
         row: a dict, a pandas Series, a tuple of `DataFrame.itertuples()`, or a pyarrow table, batch or struct of one
@@ -266,11 +256,7 @@ def decode_payload(encoding: str, data: Any, payload_bytes: int, dtype: str) -> 
 
 
 def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
-    """The bytes of a payload column, once what stands beside them can be true.
-
-    Raises:
-        CorruptError: there are none, or they claim to be more than a row may hold.
-    """
+    """The bytes of a payload. CorruptError: there are none, or `payload_bytes` is more than a row may hold."""
     if type(payload_bytes) is not int or not 0 <= payload_bytes <= PART_BYTES:
         raise CorruptError(f"payload_bytes is {payload_bytes!r}, but a row has at most {PART_BYTES}")
     try:
@@ -280,7 +266,6 @@ def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
 
 
 def _fields(row: Any) -> Mapping[str, Any]:
-    """The row as a mapping, whichever reader it comes from."""
     if hasattr(row, "as_py"):  # pyarrow struct scalar, which is a mapping, too, but of scalars
         return _fields(row.as_py())
     if isinstance(row, Mapping):

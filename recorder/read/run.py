@@ -1,6 +1,6 @@
-"""What the ranks of one run wrote: `RecordedRun`, its writers, its rows as a table, and one rank's tensor.
+"""What the ranks of one run wrote: writers, rows as a table, one rank's tensor, dumps and commands.
 
-Must never write, and imports pandas only inside the method that gives a frame.
+Must never write, and imports pandas only inside the method that gives a frame. Commands are untrusted input.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ import importlib.util
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ..columns import COUNTS, METADATA_COLUMNS, SCHEMA, STATISTICS, TIME_ORDER, parse_shape
-from ..errors import CorruptError, LookupFailedError, not_installed
-from ..format.manifest import RunManifest
-from ..format.roots import Jitter, RecordedModule
+from ..errors import CorruptError, LookupFailedError, RecorderError, not_installed
+from ..format.commands import COMMAND_BYTES, COMMANDS, DUMP, Command, command_name, parse_command_name, read_command
+from ..format.manifest import Jitter, RecordedModule, RingDump, RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..numerics.dtypes import item_bytes
-from ..read.manifests import SentCommands, read_commands
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import listed
-from .manifests import RunDump, dumps_of, list_paths, read_modules
 from .metadata import NONE, POSITION_COLUMNS, MetadataRows, Positions
 from .payload import Payloads
 from .writers import RecordedWriter, as_problem, find_writers, load_balances
@@ -40,35 +39,28 @@ _MAX_HOOKED = 5
 LONG_KEY = (
     "step", "rank", "root", "module_path", "site", "name", "micro_step", "call", "repeat", "mode", "phase",
 )  # fmt: skip
-"""Columns that, with `statistic`, tell the values of a long frame apart."""
+"""Columns that, with `statistic`, identify a value of a long frame."""
 _MEASURES = (*STATISTICS, *COUNTS)
 
 
 class RecordedRun:
     """What the ranks of one run wrote: its writers and their rows, as they were when the run was opened.
 
-    `run.run.Run` is the public class: it adds the questions about whole tensors.
+    `run.run.Run` is the public class: it adds the questions about complete tensors.
     """
 
     def __init__(self, path: Location, manifest: RunManifest, writers: Sequence[RecordedWriter] | None = None) -> None:
-        """Look at the run.
-
-        Args:
-            path: where it is.
-            manifest: of the run.
-            writers: the writers of a growing run, with some of its rows; by default all that there are.
-        """
+        """Look at a run. A growing run is given its `writers`, which have some of its rows."""
         self.path: OpenLocation = path
-        """A `pathlib.Path`; of a run in an object store an `ObjectPath`."""
+        """A `pathlib.Path`, or an `ObjectPath` for a run in an object store."""
         self.manifest = manifest
-        """What `_run.json` says."""
         self.is_merged = manifest.merged_from is not None
-        """Whether this is the output of a merge, whose rows are global tensors already."""
+        """True for the output of a merge, whose rows are global tensors already."""
         self._manifest_problem = as_problem(path / RUN_MANIFEST, manifest.problems)
         if self._manifest_problem:
             _logger.warning("%s", self._manifest_problem)
         self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path) if writers is None else writers)
-        """Process lifetimes by rank and start, each with its manifest, accounts and shards as they were found."""
+        """Process lifetimes by rank and start, with manifests, accounts and shards as they were found."""
         self._rows = MetadataRows(self.writers)
         self._payloads = Payloads(self._rows, len(self.writers))
 
@@ -78,38 +70,38 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """What people call it, which is the setting `name` of its recording, or else what its directory is called."""
+        """The setting `name` of the recording, else the name of the directory."""
         return self.manifest.name or self.path.name
 
     @property
     def started_ns(self) -> int:
-        """When its first writer began, in wall-clock time, or else its directory was made; 0 where neither says."""
+        """Wall-clock time at which its first writer began, else its directory was made; 0 where both are unknown."""
         started_ns = min((writer.started_ns for writer in self.writers if writer.started_ns), default=0)
         return started_ns or self.manifest.created_ns or 0
 
     @property
     def version(self) -> tuple[int, int]:
-        """Major and minor of the format."""
+        """Major and minor version of the format."""
         return self.manifest.version
 
     @property
     def world_size(self) -> int | None:
-        """Ranks that the run was started with, where it says so."""
+        """Ranks that the run was started with; None where the manifest does not say."""
         return self.manifest.world_size
 
     @property
     def problems(self) -> list[str]:
-        """What is damaged on disk, and so missing from the rows; one message each, each logged when it is found.
+        """What is damaged on disk and missing from the rows; one message each, logged when it is found.
 
-        Damage shows where it is: in manifests and footers on opening, in a column when that is first read, in a
-        payload when it is asked for (that raises). `recorder verify` reads everything.
+        Manifests and footers are checked on opening, a column when it is first read, a payload when it is asked for
+        (which raises). `recorder verify` reads everything.
         """
         of_manifest = [self._manifest_problem] if self._manifest_problem else []
         return of_manifest + [problem for writer in self.writers for problem in writer.problems]
 
     @property
     def endings(self) -> list[str]:
-        """From where on data is missing, a sentence for each writer that did not close and is not at work any more."""
+        """From where on data is missing: a sentence for each writer that did not close and is not at work."""
         return [writer.ending for writer in self.writers if writer.state == "unclosed"]
 
     @property
@@ -118,28 +110,28 @@ class RecordedRun:
 
     @cached_property
     def jitter(self) -> int:
-        """The seed with which its inputs were moved on purpose, as `jitter` asked, or 0 where they were not."""
+        """The seed with which `jitter` moved the inputs of the run on purpose; 0 where it did not."""
         return next(filter(None, (writer.manifest.whole_setting("jitter") for writer in self.writers)), 0)
 
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
-        """What `jitter` moved, ``inputs`` or ``embeddings``, if anything. None where no manifest says it."""
+        """What `jitter` moved: ``inputs``, ``embeddings`` or nothing; None where no manifest says it."""
         moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
         return tuple(moved) if self._jitter_facts else None
 
     @cached_property
     def jitter_eps(self) -> float:
-        """The largest share of its value by which `jitter` moved an element; 0 where no manifest says it."""
+        """The largest relative change that `jitter` made to an element; 0 where no manifest says it."""
         return max((fact.eps for fact in self._jitter_facts), default=0.0)
 
     @property
     def dumps(self) -> list[RunDump]:
-        """What triggers had it write of its ring, by time."""
+        """The steps that triggers wrote out of the ring, by time."""
         return dumps_of(self.writers)
 
     @cached_property
     def commands(self) -> SentCommands:
-        """What it was told while it was under way."""
+        """The commands that were sent to the run while it was under way."""
         return read_commands(self.path)
 
     @cached_property
@@ -149,18 +141,18 @@ class RecordedRun:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """Ranks that left a writer, rows or not."""
+        """Ranks that left a writer, with or without rows."""
         return sorted({writer.rank for writer in self.writers if writer.rank is not None})
 
     @cached_property
     def steps(self) -> list[int]:
-        """Steps of which there is a row."""
+        """Steps that have a row."""
         self._rows.load(["step"])
         return [int(step) for step in np.unique(self._rows.numbers("step"))]
 
     @cached_property
     def module_paths(self) -> list[str]:
-        """Modules of which there is a row, in the order in which they were first recorded."""
+        """Modules that have a row, in the order in which they were first recorded."""
         self._rows.load(["module_path", "rank", "seq"])
         codes, texts = self._rows.module_paths()
         in_time = codes[np.lexsort([self._rows.numbers("rank"), self._rows.numbers("seq")])]
@@ -169,12 +161,12 @@ class RecordedRun:
 
     @cached_property
     def modules(self) -> dict[tuple[str, str], RecordedModule]:
-        """What the writers say of each module, by root and path, recorded or not."""
+        """Modules by root and path, recorded or not, as the writers describe them."""
         return read_modules(self.writers)
 
     @property
     def foreign_hooks(self) -> str:
-        """The modules that carry hooks of the program, and which, for people; empty where none does."""
+        """The modules that carry hooks of the program, with the hooks, for people; empty where none does."""
         hooked = (
             f"{one.path!r} ({', '.join(one.foreign_hooks)})" for one in self.modules.values() if one.foreign_hooks
         )
@@ -182,7 +174,7 @@ class RecordedRun:
 
     @cached_property
     def known_paths(self) -> dict[str, None]:
-        """Modules with rows, those that the writers know, and what contains them; in the order of the tree."""
+        """Modules with rows, modules that the writers know, and the modules around both, in the order of the tree."""
         return list_paths((path for _, path in self.modules), self.module_paths)
 
     def table(
@@ -193,7 +185,7 @@ class RecordedRun:
         Args:
             columns: names of columns; by default all but `data`, the payload.
             filter: a `pyarrow.compute` expression over metadata columns, such as ``pc.field("step") < 10``.
-            steps: only the rows from the first step up to, but not including, the last; the others are not read.
+            steps: only the rows from the first step up to, but not including, the last; other batches are not read.
 
         Raises:
             LookupFailedError: there is no such column, or the filter cannot be applied.
@@ -221,16 +213,13 @@ class RecordedRun:
             positions = _filter(rows, positions, filter, filtered)
         columns_of = {name: rows.take(name, positions) for name in metadata}
         if "data" in names:
-            columns_of["data"] = _payload_column(payloads, positions)
+            *pieces, order = payloads.column(positions)
+            columns_of["data"] = pa.chunked_array([*pieces, pa.array([], pa.large_binary())]).take(pa.array(order))
         schema = pa.schema([SCHEMA.field(name) for name in names])
         return pa.Table.from_arrays([columns_of[name] for name in names], schema=schema)
 
     def to_pandas(self, columns: Sequence[str] | None = None, filter: Any = None) -> pandas.DataFrame:
-        """Metadata rows as a pandas frame; the arguments are those of `table`.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
+        """Metadata rows as a pandas frame; arguments as for `table`. ImportError: pandas is not installed."""
         if importlib.util.find_spec("pandas") is None:
             raise ImportError(not_installed("Run.to_pandas", "pandas", "analysis"))
         frame: pandas.DataFrame = self.table(columns, filter).to_pandas()
@@ -244,8 +233,7 @@ class RecordedRun:
             filter: as in `table`.
 
         Returns:
-            Columns step, rank, root, module_path, site, name, micro_step, call, repeat, mode, phase, statistic, value.
-            Rows without the statistic are left out.
+            The columns of `LONG_KEY`, `statistic` and `value`. Rows without the statistic are left out.
 
         Raises:
             ImportError: pandas is not installed.
@@ -255,19 +243,19 @@ class RecordedRun:
         return to_long(self.table([*LONG_KEY, *chosen], filter), chosen)
 
     def load_balances(self) -> None:
-        """Read what the accounts of the writers are made of, at once where each waits for a store."""
+        """Read the accounts of the writers, at once where each waits for a store."""
         load_balances(self.writers)
 
     def metadata(self, writers: Sequence[RecordedWriter], steps: tuple[int, int] | None = None) -> MetadataRows:
-        """The rows of some writers, and of some steps alone where `steps` has a first and a last one (not included)."""
+        """The rows of some writers; with `steps`, only from a first step up to, but not including, a last one."""
         return MetadataRows(writers, steps)
 
     def unknown_columns(self) -> Counter[str]:
-        """Columns of a later version of the format, which are passed over, and how many rows have them."""
+        """Columns of a later version of the format, which are ignored, and how many rows have them."""
         return sum((writer.unknown_columns() for writer in self.writers), Counter[str]())
 
     def dataset(self) -> Any:
-        """The sealed shards as `pyarrow.dataset`: for scans that stream. What it reads is not checked."""
+        """The sealed shards as `pyarrow.dataset`, for scans that stream. Nothing that it reads is checked."""
         import pyarrow.dataset
 
         store = store_of(self.path)
@@ -275,11 +263,7 @@ class RecordedRun:
         return pyarrow.dataset.dataset(paths, schema=SCHEMA, format="ipc", filesystem=store.filesystem)
 
     def rank_tensor(self, positions: Positions, what: str) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-        """Bytes, dtype and shape of one rank's tensor.
-
-        Args:
-            positions: of its rows, which are its parts in order.
-            what: module path of the question, for messages.
+        """Bytes, dtype and shape of one rank's tensor, whose rows are its parts in order; `what` names it in messages.
 
         Raises:
             LookupFailedError: only a part of the tensor was recorded.
@@ -300,9 +284,9 @@ class RecordedRun:
 
 
 def _text_of(filter: Any) -> str:
-    """An expression as text; one that Arrow cannot show is as one that may name any column.
+    """An expression as text; an expression that Arrow cannot show may name any column.
 
-    Arrow abbreviates long lists of values, and may cut one in the middle of a character.
+    Arrow abbreviates long lists of values, and may cut one inside a character.
     """
     try:
         return str(filter)
@@ -320,14 +304,8 @@ def _filter(rows: MetadataRows, positions: Positions, expression: Any, names: Se
     return kept
 
 
-def _payload_column(payloads: Payloads, positions: Positions) -> Any:
-    """The payloads of some rows: every batch is read once, however its rows are spread."""
-    *pieces, order = payloads.column(positions)
-    return pa.chunked_array([*pieces, pa.array([], pa.large_binary())]).take(pa.array(order))
-
-
 def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The columns of a long frame, each once; all statistics and counts by default.
+    """The columns of a long frame, each once; by default all statistics and counts.
 
     Raises:
         LookupFailedError: there is no such statistic.
@@ -345,7 +323,7 @@ def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
-    """A frame of `LONG_KEY`, `statistic` and `value`, out of a table with these columns and a column a statistic."""
+    """A frame of `LONG_KEY`, `statistic` and `value`, from a table with one column for each statistic."""
     tables = []
     for name in statistics:
         some = wide.filter(wide.column(name).is_valid())
@@ -357,3 +335,104 @@ def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
         tables[0] = tables[0].append_column("value", pa.array([], pa.float64()))
     frame: pandas.DataFrame = pa.concat_tables(tables).to_pandas()
     return frame
+
+
+_MAX_LISTED = 5
+_MAX_DEPTH = 200
+"""Levels of a module tree; the parents of a deeper path are not listed."""
+
+
+def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], RecordedModule]:
+    """Modules by root and path, in the order of `named_modules()`, as the newest writer describes them."""
+    return {
+        (root.name, module.path): module
+        for writer in writers
+        for root in writer.manifest.roots
+        for module in root.modules
+    }
+
+
+def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]:
+    """Paths of modules and of the modules around them, in the order of the tree."""
+    paths: dict[str, None] = {"": None}
+    for path in (*known, *recorded):
+        if path not in paths:
+            parts = path.split(".")
+            ends = range(1 if len(parts) <= _MAX_DEPTH else len(parts), len(parts) + 1)
+            paths |= dict.fromkeys(".".join(parts[:end]) for end in ends)
+    return paths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDump:
+    """The steps that one trigger asked all ranks for."""
+
+    attempt: int
+    """The launch that wrote the dump; a restart may take the same steps again."""
+    first_step: int
+    last_step: int
+    reason: str
+    by: str
+    """Who asked first: a rank, or a user and a host."""
+    time_ns: int
+    ranks: tuple[int, ...]
+    """The ranks that learned of the trigger."""
+    missed: tuple[int, ...]
+    """The ranks that had already dropped some of these steps."""
+    num_rows: int
+    num_bytes: int
+
+
+def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
+    """The dumps of a run, by time. Ranks that ask for the same steps for the same reason make one dump."""
+    groups: dict[tuple[int, int, int, str], list[tuple[int | None, RingDump]]] = {}
+    for writer in writers:
+        for dump in writer.manifest.dumps:
+            key = (writer.attempt, dump.first_step, dump.last_step, dump.reason)
+            groups.setdefault(key, []).append((writer.rank, dump))
+    dumps = [
+        RunDump(
+            attempt=attempt,
+            first_step=members[0][1].first_step,
+            last_step=members[0][1].last_step,
+            reason=members[0][1].reason,
+            by=min((dump for _, dump in members), key=lambda dump: dump.time_ns).by,
+            time_ns=min(dump.time_ns for _, dump in members),
+            ranks=tuple(sorted({rank for rank, _ in members if rank is not None})),
+            missed=tuple(sorted({rank for rank, dump in members if rank is not None and dump.num_missed})),
+            num_rows=sum(dump.num_rows for _, dump in members),
+            num_bytes=sum(dump.num_bytes for _, dump in members),
+        )
+        for (attempt, *_), members in groups.items()
+    ]
+    return sorted(dumps, key=lambda dump: (dump.time_ns, dump.first_step))
+
+
+class SentCommands(NamedTuple):
+    """The commands of a run by number, and a sentence for each file that should hold one and does not."""
+
+    sound: tuple[Command, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def num_beside_dumps(self) -> int:
+        """How many commands asked for something else than a dump of the ring."""
+        return sum(command.kind != DUMP for command in self.sound)
+
+
+def read_commands(run: Location) -> SentCommands:
+    """Read the commands that were sent to a run."""
+    store, folder = store_of(run), run / COMMANDS
+    sound: list[Command] = []
+    problems: list[str] = []
+    try:
+        names = store.list_directory(folder, directories=False) if store.exists(folder) else []
+    except RecorderError as error:
+        return SentCommands(problems=(str(error),))
+    for number in sorted(number for name in names if (number := parse_command_name(name)) is not None):
+        path = folder / command_name(number)
+        try:
+            sound.append(read_command(store.read_json(path, COMMAND_BYTES), f"{COMMANDS}/{path.name}", number))
+        except (RecorderError, OSError) as error:
+            problems.append(str(error))
+    return SentCommands(tuple(sound), tuple(problems))

@@ -1,12 +1,16 @@
-"""The reading of one shard's batches: decoded by Arrow, then checked, and only then shown to anybody.
+"""Reads the batches of one shard: decoded by Arrow, then checked, and only then returned.
 
-Must never return a column whose bytes were not compared with their checksum.
+A sealed shard has a footer. A shard that is being written, was left by a kill, or is damaged, is salvaged: its bytes
+after the first 8 are an IPC stream. Must never return a column whose checksum was not compared, and never write:
+repairing is another tool's job.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,14 +20,16 @@ import numpy.typing as npt
 import pyarrow as pa
 from crc32c import crc32c
 
-from ..columns import COLUMN_OF, COLUMNS, SCHEMA, lacks_rightly
+from ..columns import COLUMN_OF, COLUMNS, METADATA_COLUMNS, SCHEMA, SCHEMAS, lacks_rightly
 from ..errors import CorruptError, RunError, UnsupportedError
-from ..format.integrity import BatchHeader, ColumnKind, buffer_crcs, check_batch, column_kind
+from ..format.integrity import BatchHeader, ColumnKind, buffer_crcs, check_batch, column_kind, read_header
 from ..storage.locations import Location, store_of
 from ..storage.untrusted_files import ByteSource
 from .messages import (
+    BATCH_MESSAGE,
     CONTINUATION,
     FIRST_MESSAGE,
+    MAX_METADATA_BYTES,
     PREFIX_BYTES,
     SCHEMA_MESSAGE,
     Message,
@@ -32,6 +38,7 @@ from .messages import (
     check_block,
     check_declared_sizes,
     footer_blocks,
+    padding_of,
     parse_message,
 )
 
@@ -39,11 +46,11 @@ _NEVER_NULL = frozenset(column.name for column in COLUMNS if column.is_required)
 _BOUNDS = {column.name: column.bounds for column in COLUMNS if column.bounds} | dict.fromkeys(
     ("batch", "row"), (0, (1 << 31) - 1)
 )
-"""Least and greatest value of the columns that count."""
+"""The least and the greatest value of columns of counts."""
 _SIGNED = {bits: np.dtype(f"i{bits // 8}") for bits in (32, 64)}
 _UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (4, 8)}
 _MAX_BATCHES = 1 << 31
-"""The index names a batch by an int32."""
+"""An index names a batch by an int32."""
 
 
 ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, StopIteration, UnicodeDecodeError)
@@ -51,37 +58,34 @@ ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, StopIteration, UnicodeDeco
 
 
 class CheckedBatch(NamedTuple):
-    """A batch whose bytes are those that were written, with what its metadata says."""
+    """A batch whose bytes are those that were written, with its header."""
 
     batch: Any
     header: BatchHeader
     whole: Any
-    """The message as it stands in the file; bytes of columns that were not asked for may be zeros."""
+    """The message as it is in the file; bytes of columns that were not asked for may be zeros."""
 
 
 class Layout:
-    """A schema, and which of a message's buffers belong to which column."""
+    """A schema, and which buffers of a message belong to which column."""
 
     def __init__(self, schema: Any, extra: tuple[Any, ...] = ()) -> None:
-        """Take a schema whose columns have different names; `extra` as in `read_layout`."""
         self.schema = schema
         self.preamble = schema.serialize()
-        """What stands before the batches of a stream."""
+        """The bytes before the batches of a stream."""
         self.names = list(schema.names)
         self._starts = list(accumulate((_num_buffers(field.type) for field in schema), initial=0))
         self._kinds = [column_kind(field.type) for field in schema]
         self._index_of = {name: index for index, name in enumerate(self.names)}
-        ours = {*COLUMN_OF, *(field.name for field in extra)}  # a foreign column may be called like one of an index
+        ours = {*COLUMN_OF, *(field.name for field in extra)}  # a foreign column may have the name of an index column
         self.counts = ours & _BOUNDS.keys()
-        """Columns of whole numbers that have bounds."""
         self._never_null = ours & _NEVER_NULL
 
     def has(self, column: str) -> bool:
-        """Whether the file has a column; where it is of an earlier version than the column, it has none."""
+        """Whether the file has a column; a file of an earlier version may lack it."""
         return column in self._index_of
 
     def indices(self, columns: Sequence[str]) -> list[int]:
-        """Where columns stand in the schema, ascending."""
         return sorted(self._index_of[name] for name in columns)
 
     def buffers_of(self, indices: Sequence[int], message: Message, where: str) -> list[tuple[int, int]]:
@@ -98,15 +102,15 @@ class Layout:
         return buffers
 
     def check_nulls(self, indices: Sequence[int], message: Message, where: str) -> None:
-        """Refuse nulls in columns that have none; that a message counts them right is Arrow's to check."""
+        """Refuse nulls in columns that must have none. Arrow checks that a message counts its nulls correctly."""
         for index in indices:
             if message.nodes[index][1] and self.names[index] in self._never_null:
                 raise CorruptError(f"{where}: column {self.names[index]!r} has nulls, which it must not")
 
     def crcs_of(self, message: Message, body: memoryview) -> Callable[[str], list[int | None]]:
-        """What `check_batch` asks for: checksums off an uncompressed message, whose buffers `buffers_of` has checked.
+        """Compute checksums for `check_batch` from an uncompressed message, whose buffers `buffers_of` has checked.
 
-        Arrow's own way to the same bytes takes five times as long for a column of a few rows.
+        To get the same bytes through Arrow takes five times as long for a column of a few rows.
         """
         starts = self._starts
         kinds, index_of, nodes, buffers = self._kinds, self._index_of, message.nodes, message.buffers
@@ -123,7 +127,7 @@ class Layout:
         return crcs
 
     def values_of(self, name: str, message: Message, body: memoryview) -> npt.NDArray[Any] | None:
-        """The whole numbers of a column off an uncompressed message, faster than by Arrow; None if some are null."""
+        """The integers of a column of an uncompressed message, faster than by Arrow; None if some are null."""
         index = self._index_of[name]
         num_rows, num_nulls = message.nodes[index]
         if num_nulls or not num_rows:
@@ -133,7 +137,7 @@ class Layout:
 
 
 class Shard:
-    """The batches of one file, by their number. The seal is none of them; a salvaged file may lack some."""
+    """The batches of one file by number, without the seal. A salvaged file may lack some."""
 
     def __init__(
         self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, MessageBlock]
@@ -147,7 +151,7 @@ class Shard:
         return self._layout.schema
 
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
-        """Some columns of one batch, checked; of nulls where the file is of a version that did not have them.
+        """Some columns of one batch, checked; a column that the file's version does not have is null.
 
         Raises:
             CorruptError: the bytes are not those that were written, or there is no such batch.
@@ -165,11 +169,11 @@ class Shard:
 def open_sealed(
     path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
 ) -> tuple[Shard, BatchHeader]:
-    """A sealed shard (or an index, which has other columns) by its footer, and its seal, which must agree.
+    """A sealed shard (or an index, which has other columns) by its footer, and its seal; both must agree.
 
     Raises:
         CorruptError: footer, schema or seal are not what was written. `salvage` may still find batches.
-        FileNotFoundError: it is gone.
+        FileNotFoundError: the file is gone.
     """
     with store_of(path).open_sealed(path) as source:
         layout = read_layout(source, extra, without)[0]
@@ -187,18 +191,14 @@ def open_sealed(
 def read_layout(
     source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
 ) -> tuple[Layout, MessageBlock]:
-    """The schema in the first message, compared with the registry of columns, and where that message lies.
+    """The schema in the first message, compared with the registry of columns, and the block of that message.
 
-    Columns of a later version than the file's may be missing, and there may be some that the registry does not know.
-
-    Args:
-        source: the file.
-        extra: further fields that must be there.
-        without: columns of FORMAT.md that this kind of file does not have.
+    Columns that are newer than the file may be missing, and there may be columns that the registry does not know. A
+    kind of file may need `extra` fields and be `without` some columns of FORMAT.md.
 
     Raises:
         CorruptError: a column is missing or has another type.
-        UnsupportedError: a column of a kind that no version 1 file may have.
+        UnsupportedError: a column has a type that no version 1 file may have.
     """
     schema_message = block_at(source, FIRST_MESSAGE)
     if schema_message is None or schema_message[1].kind != SCHEMA_MESSAGE:
@@ -218,25 +218,22 @@ def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ..
         schema.names  # noqa: B018 (untrusted input, which may be no text)
     except ARROW_ERRORS as error:
         raise CorruptError(f"the schema is damaged ({error})") from error
-    for field in [*(field for field in SCHEMA if field.name not in without), *extra]:
-        indices = schema.get_all_field_indices(field.name)
-        if not indices and field.name in COLUMN_OF and lacks_rightly(schema, COLUMN_OF[field.name]):
+    for wanted in [*(one for one in SCHEMA if one.name not in without), *extra]:
+        indices = schema.get_all_field_indices(wanted.name)
+        if not indices and wanted.name in COLUMN_OF and lacks_rightly(schema, COLUMN_OF[wanted.name]):
             continue
-        if len(indices) != 1 or schema.field(indices[0]).type != field.type:
-            raise CorruptError(f"the schema has no single column {field.name!r} of type {field.type}")
+        if len(indices) != 1 or schema.field(indices[0]).type != wanted.type:
+            raise CorruptError(f"the schema has no single column {wanted.name!r} of type {wanted.type}")
     if len(set(schema.names)) != len(schema.names):
         raise CorruptError("two columns of the schema have the same name")
-    for field in schema:
-        if _num_buffers(field.type) == 0:
-            raise UnsupportedError(f"column {field.name!r} is of type {field.type}, which is not flat")
+    for column in schema:
+        if _num_buffers(column.type) == 0:
+            raise UnsupportedError(f"column {column.name!r} is of type {column.type}, which is not flat")
     return Layout(schema, extra)
 
 
 def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns: Sequence[str]) -> CheckedBatch:
-    """Read, decode and check some columns of one batch; the bytes of the others are not touched.
-
-    Columns that the file is too old to have are nulls.
-    """
+    """Read, decode and check some columns of one batch; the bytes of the others are not touched."""
     check_block(block, source)
     where = f"{source.where}, batch at byte {block.offset}"
     prefixed = source.read(block.offset, block.metadata_bytes)
@@ -245,12 +242,14 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
     message = parse_message(prefixed.slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
-    # The length of `attempt` says how many rows there really are; it is compressed the most.
+    # `attempt` shows how many rows there really are, and compresses best.
     read = [name for name in columns if layout.has(name) or name not in COLUMN_OF] or ["attempt"]
     is_all = read == layout.names
     indices = layout.indices(read)
     buffers = layout.buffers_of(indices, message, where)
-    wanted = None if is_all else [range(block.metadata_bytes), *_behind(block.metadata_bytes, buffers)]
+    begin = block.metadata_bytes
+    own = (range(begin + offset, begin + offset + size) for offset, size in buffers)
+    wanted = None if is_all else [range(begin), *own]
     whole = source.read(block.offset, block.end - block.offset, wanted)
     if message.is_compressed:
         check_declared_sizes(buffers, whole.slice(block.metadata_bytes), where)
@@ -269,14 +268,14 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
     for index, name in enumerate(read):
         if name in layout.counts:
             counts = None if body is None else layout.values_of(name, message, body)
-            _check_counts(_values(batch.column(index)) if counts is None else counts, name, where)
+            _check_counts(batch.column(index).drop_null().to_numpy() if counts is None else counts, name, where)
     if len(read) != len(columns) or not layout.has(columns[0]):
         batch = _with_nulls(batch, columns)
     return CheckedBatch(batch, header, whole)
 
 
 def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
-    """The batch with exactly these columns, those that it lacks as nulls."""
+    """The batch with exactly these columns; columns that it lacks are null."""
     if not columns:
         return batch.select([])
     have = set(batch.schema.names)
@@ -289,13 +288,9 @@ def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
 def _crcs_without_nulls(
     kind: ColumnKind, num_rows: int, buffers: Sequence[tuple[int, int]], body: memoryview
 ) -> list[int | None] | None:
-    """Return what `buffer_crcs` returns for most columns, in half the time; None where it would return anything else.
+    """Compute what `buffer_crcs` does for a column without nulls, in half the time; None where its answer would differ.
 
-    Args:
-        kind: the type of the column, which has no nulls.
-        num_rows: the number of its rows.
-        buffers: offset in the body and length of each buffer but the validity bitmap.
-        body: the body of the message.
+    `buffers` are offset in the body and length of each buffer but the validity bitmap.
     """
     start, size = buffers[0]
     if not kind.offset_bytes:
@@ -311,23 +306,12 @@ def _crcs_without_nulls(
     return [None, offsets, crc32c(body[content : content + used_bytes])]
 
 
-def _behind(start: int, buffers: Sequence[tuple[int, int]]) -> list[range]:
-    """Return buffers with their offsets counted from `start` bytes before the body."""
-    return [range(start + offset, start + offset + size) for offset, size in buffers]
-
-
-def _values(column: Any) -> npt.NDArray[Any]:
-    """The numbers of a column, without its nulls."""
-    values: npt.NDArray[Any] = (column.drop_null() if column.null_count else column).to_numpy()
-    return values
-
-
 def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
     """Refuse numbers that no recorder can have counted, before anything is computed with them."""
     if not len(values):
         return
     lowest, highest = _BOUNDS[name]
-    if lowest == 0:  # as unsigned, a number below zero is one above any count: a single look at the values
+    if lowest == 0:  # as unsigned, a negative number exceeds every count, so one comparison suffices
         is_possible = np.maximum.reduce(values.view(_UNSIGNED[values.itemsize])) <= highest
     else:
         is_possible = lowest <= values.min() <= values.max() <= highest
@@ -339,7 +323,7 @@ def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
 
 
 def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message) -> Any:
-    """The batch; of a compressed one only the wanted columns, since each costs its decompression."""
+    """The batch. Of a compressed batch only the wanted columns, since each costs its decompression."""
     if not message.is_compressed:
         return pa.ipc.read_record_batch(pa.ipc.read_message(whole), layout.schema)
     stream = pa.py_buffer(b"".join([layout.preamble, whole]))
@@ -350,8 +334,214 @@ def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message
 def _num_buffers(column_type: Any) -> int:
     """Buffers of a flat column in a message; 0 for a type that is not flat."""
     types = pa.types
-    if types.is_string(column_type) or types.is_large_string(column_type):
-        return 3
-    if types.is_binary(column_type) or types.is_large_binary(column_type):
+    with_offsets = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    if any(is_kind(column_type) for is_kind in with_offsets):
         return 3
     return 2 if types.is_primitive(column_type) or types.is_fixed_size_binary(column_type) else 0
+
+
+_SCAN_BYTES = 4 << 20
+_MAX_CANDIDATES = 10_000
+"""Offsets at which a batch is tried behind damage; with `_MAX_REREADS` the bound on the cost of hostile bytes."""
+_MAX_REREADS = 4
+"""How many bytes may be read in vain behind damage, in multiples of the file's bytes on the disk."""
+_MAX_PADDING_BYTES = 64
+"""Some writers pad the metadata of a message to a multiple of so many bytes."""
+_AGAIN_S = 0.01
+"""A reader may see half a batch for so long, while the kernel drops the cached page that a direct write replaces."""
+
+
+@dataclass(slots=True)
+class Salvaged:
+    """What could be read of a shard without its footer."""
+
+    layout: Layout = field(default_factory=lambda: Layout(SCHEMA))
+    blocks: dict[int, MessageBlock] = field(default_factory=dict)
+    """Every batch whose metadata columns passed all checks, by number and in file order."""
+    rows_of: dict[int, int] = field(default_factory=dict)
+    last_header: BatchHeader | None = None
+    """The header of the last batch, or of the seal."""
+    num_trailing_bytes: int = 0
+    """Bytes behind the last complete batch, neither zeros nor a batch: a write that was cut, or `tail_damage`."""
+    damage: list[str] = field(default_factory=list)
+    """A message for each stretch of bytes that was skipped in front of the last complete batch."""
+    tail_damage: str = ""
+    """Why the trailing bytes are no write that was cut; empty where they are one, or may be a writer's at work."""
+    end: int = 0
+    """Where the last complete batch ends; 0 where not even the schema was read."""
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.last_header is not None and self.last_header.is_seal
+
+
+def salvage(
+    open_source: Callable[[], ByteSource], after: Salvaged | None = None, max_batches: int | None = None
+) -> Salvaged:
+    """Read up to the last complete batch whose metadata columns are as written, past damage that a batch follows.
+
+    Args:
+        open_source: opens the file.
+        after: what was read of the file before; only batches behind it are read and returned.
+        max_batches: stop after so many batches.
+
+    Raises:
+        FileNotFoundError: the file is gone.
+    """
+    with open_source() as source:
+        walk = _Walk(source, max_batches)
+        walk.run(after)
+    return walk.found
+
+
+class _Walk:
+    """One way through the batches of a stream, from its beginning to the seal or to where nothing follows."""
+
+    def __init__(self, source: ByteSource, max_batches: int | None) -> None:
+        self.source = source
+        self.found = Salvaged()
+        self._max_batches = max_batches
+        self._candidates_left = _MAX_CANDIDATES
+        self._bytes_left = _MAX_REREADS * sum(map(len, source.data_ranges(0)))
+
+    def run(self, after: Salvaged | None = None) -> None:
+        if after is not None and after.end:
+            found = self.found
+            found.layout, found.last_header, found.end = after.layout, after.last_header, after.end
+        elif not self._read_schema():
+            return
+        offset, looked_again_at = self.found.end, -1
+        while not self.found.is_sealed and offset < self.source.size_bytes:
+            if self._max_batches is not None and len(self.found.blocks) >= self._max_batches:
+                break
+            try:
+                self.found.end = offset = self._take(offset)
+            except CorruptError as error:
+                if self._is_zero_from(offset):
+                    return
+                following = self._next_batch(offset + 8)
+                if following is None and not is_cut_write(self.source, offset) and looked_again_at != offset:
+                    looked_again_at = offset
+                    time.sleep(_AGAIN_S)
+                    continue
+                if following is None:
+                    self._end_at(offset, error)
+                    return
+                self.found.damage.append(f"{error}; {following - offset} bytes skipped")
+                offset = following
+
+    def _read_schema(self) -> bool:
+        """Find the schema, or the first batch where the schema is damaged; False where nothing follows."""
+        offset = FIRST_MESSAGE
+        if self.source.size_bytes <= offset:
+            return False
+        try:
+            self.found.layout, block = read_layout(self.source)
+            self.found.end = block.end
+        except RunError as error:
+            following = None
+            for schema in SCHEMAS:  # this or an earlier version may still fit: checksums will tell
+                self.found.layout = Layout(schema)
+                if (following := self._next_batch(offset)) is not None:
+                    break
+            if following is None:
+                if not self._is_zero_from(offset):
+                    self._end_at(offset, error)
+                return False
+            self.found.damage.append(str(error))
+            self.found.end = following
+        return True
+
+    def _end_at(self, offset: int, error: RunError) -> None:
+        self.found.num_trailing_bytes = self.source.size_bytes - offset
+        if not is_cut_write(self.source, offset):
+            self.found.tail_damage = (
+                f"{error}; no batch follows, and these {self.found.num_trailing_bytes} bytes are no cut write"
+            )
+
+    def _take(self, offset: int) -> int:
+        """Keep the batch at `offset` and return where the next one begins."""
+        block, checked = self._read(offset)
+        self.found.last_header = checked.header
+        if not self.found.is_sealed:
+            self.found.blocks[checked.header.number] = block
+            self.found.rows_of[checked.header.number] = checked.batch.num_rows
+        return block.end
+
+    def _read(self, offset: int) -> tuple[MessageBlock, CheckedBatch]:
+        message = block_at(self.source, offset)
+        if message is None or message[1].kind != BATCH_MESSAGE:
+            raise CorruptError(f"{self.source.where}: no batch begins at byte {offset}")
+        checked = read_batch(self.source, message[0], self.found.layout, METADATA_COLUMNS)
+        if self.found.last_header is not None and checked.header.number <= self.found.last_header.number:
+            raise CorruptError(
+                f"{self.source.where}: batch {checked.header.number} follows {self.found.last_header.number}"
+            )
+        return message[0], checked
+
+    def _next_batch(self, offset: int) -> int | None:
+        """Where the next complete batch begins, at or behind `offset`."""
+        for candidate in self._candidates(offset):
+            self._candidates_left -= 1
+            if self._candidates_left < 0 or self._bytes_left < 0:
+                return None
+            try:
+                self._bytes_left -= self._read(candidate)[0].body_bytes
+                return candidate
+            except CorruptError:
+                self._bytes_left -= _declared_bytes(self.source, candidate)
+        return None
+
+    def _candidates(self, offset: int) -> Iterator[int]:
+        """Multiples of 8 at which a message could begin: the continuation mark and a possible length."""
+        for start, num_bytes in self._pieces(offset + -offset % 8):
+            num_bytes -= num_bytes % 8
+            words = np.frombuffer(self.source.read(start, num_bytes), "<u4").reshape(-1, 2)
+            is_mark = (words[:, 0] == CONTINUATION) & (words[:, 1] > 0) & (words[:, 1] <= MAX_METADATA_BYTES)
+            for index in np.flatnonzero(is_mark):
+                yield start + 8 * int(index)
+
+    def _is_zero_from(self, offset: int) -> bool:
+        """Whether nothing but the zero tail of aligned writes follows."""
+        pieces = self._pieces(offset)
+        return not any(np.frombuffer(self.source.read(*piece), np.uint8).any() for piece in pieces)
+
+    def _pieces(self, offset: int) -> Iterator[tuple[int, int]]:
+        """Offset and size of pieces of the data on the disk, from `offset` on."""
+        for extent in self.source.data_ranges(offset):
+            for start in range(extent.start, extent.stop, _SCAN_BYTES):
+                yield start, min(_SCAN_BYTES, extent.stop - start)
+
+
+def is_cut_write(source: ByteSource, offset: int) -> bool:
+    """Whether the file ends inside the message that begins at `offset`, and the part that is there is sound."""
+    rest_bytes: int = source.size_bytes - offset
+    prefix = bytes(source.read(offset, min(PREFIX_BYTES, rest_bytes)))
+    if rest_bytes < PREFIX_BYTES:
+        return prefix[:4] == struct.pack("<I", CONTINUATION)[: len(prefix)]
+    mark, metadata_bytes = map(int, struct.unpack("<II", prefix))
+    if mark != CONTINUATION or metadata_bytes > MAX_METADATA_BYTES:
+        return False
+    held_bytes = min(metadata_bytes, rest_bytes - PREFIX_BYTES)
+    metadata = source.read(offset + PREFIX_BYTES, held_bytes)
+    try:
+        message = parse_message(metadata, source.where)
+        if message.kind != BATCH_MESSAGE:
+            return held_bytes < metadata_bytes
+        read_header(message.custom_metadata, source.where)
+    except CorruptError:
+        return held_bytes < metadata_bytes
+    # The metadata is complete. A length that claims more was not cut, it is damaged.
+    padding = padding_of(metadata)
+    last = max((start + size for start, size in message.buffers), default=0)
+    is_sound = not any(padding) and metadata_bytes - (held_bytes - len(padding)) < _MAX_PADDING_BYTES
+    is_sound = is_sound and message.body_bytes == last + -last % 8
+    return is_sound and PREFIX_BYTES + metadata_bytes + message.body_bytes > rest_bytes
+
+
+def _declared_bytes(source: ByteSource, offset: int) -> int:
+    try:
+        message = block_at(source, offset)
+    except CorruptError:
+        return 0
+    return message[0].body_bytes if message else 0

@@ -1,6 +1,6 @@
-"""The metadata rows of one shard (everything but payloads) and the way from a row to its batch.
+"""The metadata rows of one shard (everything but payloads), and the way from a row to its batch.
 
-They come from the index where it fits the shard, else from the shard itself. Must never answer a column unchecked.
+Rows come from the index where it fits the shard, else from the shard. Must never return a column unchecked.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ from ..format.integrity import BatchHeader
 from ..format.rundir import ShardName, index_name, open_name, parse_shard_name
 from ..storage.locations import Location, OpenLocation, store_of
 from ..storage.untrusted_files import ByteSource, Found
-from .salvage import Salvaged, salvage
-from .shard import Layout, Shard, open_sealed
+from .shard import Layout, Salvaged, Shard, open_sealed, salvage
 
 logger = logging.getLogger(__name__)
 
 POSITION_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
-"""Columns of an index behind the metadata: number of the batch in the shard, and of the row in the batch."""
+"""Further columns of an index: the number of the batch in the shard, and of the row in the batch."""
 _POSITION_NAMES = tuple(field.name for field in POSITION_FIELDS)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
-"""From the first up to, but not including, the last."""
+"""From a first step up to, but not including, a last one."""
 Ranges = tuple[Steps, ...]
-"""Several such ranges of steps."""
 _MAX_CHUNKS = 32
-"""Above, the chunks of a column are joined: large tensors make a batch each, and Arrow pays for every chunk."""
+"""More chunks of a column are joined: each large tensor is a batch, and every chunk costs Arrow time."""
 
 
 class ShardRows:
@@ -49,22 +47,22 @@ class ShardRows:
         self.num_trailing_bytes = 0
         """Bytes behind the last whole batch of a shard without footer; zeros not counted."""
         self.tail_damage = ""
-        """Why these bytes are no write that was cut short; empty where they may be one, or the writer is at work."""
+        """Why the trailing bytes are no write that was cut; empty where they may be one, or the writer is at work."""
         self.damage: list[str] = []
-        """What could not be read, and so is missing from the rows; grows as columns are read."""
+        """What could not be read and is missing from the rows; grows as columns are read."""
         self._index: Shard | None = None
         self._shard: Shard | None = None
         self._last_header: BatchHeader | None = None
         self._rows_of: dict[int, int] = {}
-        """Rows by number of the batch, of the index or the shard, whichever is read."""
+        """The rows of each batch, of the index or of the shard, whichever is read."""
         self._spans: dict[int, Steps | None] = {}
-        """Steps by number of the batch; None for one that cannot be read."""
+        """The steps of each batch; None for a batch that cannot be read."""
         self._salvaged: Salvaged | None = None
         self._open_growing: Callable[[], ByteSource] | None = None
 
     @property
     def name(self) -> ShardName | None:
-        """What the name of its file says; None where it is no name of a shard."""
+        """The parts of the file's name; None where it is no name of a shard."""
         return parse_shard_name(self.path.name)
 
     @property
@@ -76,21 +74,21 @@ class ShardRows:
         return self._index is not None
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
-        """Columns of one batch of the shard itself, payloads too, as checked Arrow batch.
+        """Columns of one batch of the shard itself, payloads included, as checked Arrow batch.
 
         Raises:
             CorruptError: the bytes are not those that were written, or there is no such batch.
-            NotARunError: the shard went, by its writer's retention, after the run was opened.
+            NotARunError: its writer has deleted the shard (retention) since the run was opened.
         """
         with self._said_if_gone():
             return self._itself().read(number, columns).batch
 
     def num_rows_of(self, steps: Steps | Ranges | None) -> int:
-        """Rows of the batches that `columns` gives for the same steps."""
+        """Rows of the batches that `columns` returns for the same steps."""
         return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
 
     def position_of(self, seq: int) -> tuple[int, int] | None:
-        """Batch and row of the row of that number; None where there is none, or several."""
+        """Batch and row of the row with a `seq`; None where there is none, or several."""
         for batch in self.columns(("seq", "batch", "row")):
             (at,) = np.nonzero(batch.column("seq").to_numpy() == seq)
             if len(at):
@@ -99,14 +97,9 @@ class ShardRows:
         return None
 
     def columns(self, names: Sequence[str], steps: Steps | Ranges | None = None) -> list[Any]:
-        """Metadata columns (or `batch` or `row`) as checked Arrow batches. Batches that are damaged in one of them go.
+        """Metadata columns (also `batch` and `row`) as checked Arrow batches, of all or of some steps.
 
-        Args:
-            names: the columns.
-            steps: only batches that may hold a row of these, in the order in which they stand.
-
-        Raises:
-            NotARunError: the shard went, by its writer's retention, after the run was opened.
+        A batch that is damaged in one of the columns is dropped from the rows. NotARunError: as for `read`.
         """
         with self._said_if_gone():
             if self._index is not None:
@@ -127,17 +120,13 @@ class ShardRows:
         return pa.Table.from_batches(batches).combine_chunks().to_batches()  # type: ignore[no-any-return]
 
     def unknown_columns(self) -> list[str]:
-        """Columns that this version does not know, and passes over.
-
-        Raises:
-            NotARunError: the shard went, by its writer's retention, after the run was opened.
-        """
+        """Columns that this version does not know and ignores. NotARunError: as for `read`."""
         with self._said_if_gone():
             names = (self._index or self._itself()).schema.names
         return [name for name in names if name not in COLUMN_OF and name not in _POSITION_NAMES]
 
     def release(self) -> None:
-        """Unmap a sealed shard until it is read again: mapped pages that were read count as memory of the process."""
+        """Unmap a sealed shard until the next read: mapped pages count as memory of the process."""
         if self.is_sealed:
             self._shard = None
 
@@ -161,15 +150,11 @@ class ShardRows:
         except RunError as error:
             why = str(error)
         self._use_shard()
-        if why and not self.damage:  # an index does not fit a shard that was cut: that is one fault, and not two
+        if why and not self.damage:  # an index does not fit a shard that was cut: one fault, not two
             logger.warning("%s; the rows are read from the shard instead", why)
 
     def find_open(self, final: Location, max_batches: int | None = None) -> None:
-        """Find the rows of an open shard, of its first batches alone where that is asked.
-
-        Args:
-            final: the name that it will have.
-            max_batches: how many batches.
+        """Find the rows of an open shard, or of its first `max_batches`; `final` is the name that it will have.
 
         Raises:
             FileNotFoundError: it is not open any more.
@@ -193,13 +178,13 @@ class ShardRows:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing will be written behind what was found."""
+        """Whether nothing will be written behind the batches that were found."""
         return self.is_sealed or (self._salvaged is not None and self._salvaged.is_sealed)
 
     def grow(self, max_batches: int) -> list[int]:
-        """Find up to so many batches that stand behind those of an open shard that were found before; their numbers.
+        """Find up to `max_batches` further batches of an open shard; return their numbers.
 
-        A shard that was sealed meanwhile has its last ones, and is complete then. FileNotFoundError: it is gone.
+        A shard that was sealed meanwhile has its last batches, and is complete then. FileNotFoundError: it is gone.
         """
         assert self._salvaged is not None and self._open_growing is not None and self._shard is not None
         salvaged = self._salvaged = salvage(self._open_growing, self._salvaged, max_batches)
@@ -211,34 +196,33 @@ class ShardRows:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the batches of which rows are known, in file order."""
+        """Numbers of the batches whose rows are known, in file order."""
         return list(self._rows_of)
 
     def steps_of(self, number: int) -> Steps | None:
-        """The steps of a batch; None where it cannot be read."""
         with self._said_if_gone():
             return self._span(number)
 
     def only(self, numbers: Sequence[int]) -> ShardRows:
-        """The rows of some batches, as a shard of its own."""
+        """A view of some of the batches."""
         part = copy.copy(self)
         part._rows_of = {number: self._rows_of[number] for number in numbers if number in self._rows_of}
         return part
 
     def forget(self, number: int) -> None:
-        """Leave out a batch from now on: whoever follows a growing run has done with it."""
+        """Drop a batch that a follower of a growing run is done with."""
         self._rows_of.pop(number, None)
         self._spans.pop(number, None)
 
     def note_tail(self, is_at_work: bool) -> None:
-        """Judge what follows the last whole batch, now that it is known whether the writer may be at work on it."""
+        """Judge the trailing bytes, now that it is known whether the writer may be at work on them."""
         if self.tail_damage and is_at_work:
             self.tail_damage = ""
         elif self.tail_damage:
             self._note(self.tail_damage)
 
     def _batches_of(self, steps: Steps | Ranges | None) -> list[int]:
-        """Numbers of the batches with rows of some steps; also of those of which that cannot be said."""
+        """Numbers of the batches that may hold rows of some steps."""
         if steps is None:
             return list(self._rows_of)
         ranges: Ranges = (steps,) if isinstance(steps[0], int) else steps
@@ -260,7 +244,7 @@ class ShardRows:
         return self._spans[number]
 
     def _metadata_batch(self, number: int, names: Sequence[str]) -> Any:
-        """Columns out of the shard itself, and the positions of its rows."""
+        """Columns from the shard itself, with the positions of its rows."""
         checked = self._itself().read(number, [name for name in names if name not in _POSITION_NAMES]).batch
         positions = {
             "batch": np.full(checked.num_rows, number, np.int32),
@@ -270,7 +254,6 @@ class ShardRows:
         return pa.RecordBatch.from_arrays(arrays, list(names))
 
     def _use_shard(self) -> None:
-        """From now on, read the rows from the shard itself."""
         self._index = None
         self._rows_of, self._spans = {}, {}
         shard = self._itself()
@@ -281,7 +264,7 @@ class ShardRows:
                 self._note(str(error))
 
     def _itself(self) -> Shard:
-        """The shard; where its footer is damaged, what can be salvaged of it."""
+        """The shard; where its footer is damaged, what can be salvaged."""
         if self._shard is None:
             open_source = partial(store_of(self.path).open_sealed, self.path)
             try:
@@ -313,7 +296,7 @@ class ShardRows:
 
 
 def each_of(shards: Sequence[ShardRows], function: Callable[[ShardRows], Found]) -> Iterable[Found]:
-    """What a function makes of each shard, in order; of several at once where each waits for a store."""
+    """The results of a function for each shard, in order; several run at once where each waits for a store."""
     return store_of(shards[0].path).each(function, shards) if shards else ()
 
 
@@ -327,7 +310,7 @@ def load_sealed(path: Location) -> ShardRows:
 def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
     """The rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone.
 
-    With `max_batches` those of its first batches; `ShardRows.grow` finds the next ones.
+    With `max_batches`, the rows of its first batches; `ShardRows.grow` finds the next ones.
     """
     open_path = path.with_name(open_name(path.name))
     rows = ShardRows(open_path, is_sealed=False, size_bytes=store_of(open_path).look_at(open_path).size_bytes)
@@ -336,11 +319,7 @@ def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
 
 
 def _open_index(shard: Location, shard_bytes: int) -> Shard | None:
-    """The index of a sealed shard; None where it is missing.
-
-    Raises:
-        RunError: it is damaged, or of another file.
-    """
+    """The index of a sealed shard; None where it is missing. RunError: it is damaged, or belongs to another file."""
     path = shard.with_name(index_name(shard.name))
     try:
         index = open_sealed(path, extra=POSITION_FIELDS, without=("data",))[0]

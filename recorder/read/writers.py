@@ -1,6 +1,6 @@
-"""What stands in one writer's directory: its manifest and its shards, as they were found.
+"""One writer's directory: its manifest and its shards, as they were found.
 
-Must never follow a symbolic link, and never take a name for more than what `format.rundir` says that it is.
+Must never follow a symbolic link, and never read more into a name than `format.rundir` does.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import pyarrow.compute as pc
 from ..columns import SCHEMA
 from ..errors import NotARunError, RunError
 from ..format.manifest import COUNTED, Balance, Lifetime, RetiredEarlier, WriterManifest
-from ..format.members import Members, Shared
 from ..format.rundir import (
     STATUS,
     STATUS_BYTES,
     WRITER_MANIFEST,
+    Members,
+    Shared,
     check_version,
     parse_rank_dir,
     parse_shard_name,
@@ -37,26 +38,19 @@ logger = logging.getLogger(__name__)
 
 GLOBAL_DIR = "global"
 _NUM_TRIES = 10
-"""A shard may be sealed or retired between listing and opening; the next listing knows its new name. A writer with
-small shards on a fast disk may do so several times in a row."""
+"""A shard may be sealed or retired between listing and opening, several times in a row where shards are small; the
+next listing has its new name."""
 _QUIET_S = 60.0
-"""A writer on another host that has shown nothing new for so long is taken for dead."""
+"""A writer on another host whose files have not changed for so long is taken for dead."""
 
 
 class RecordedWriter:
-    """One process lifetime: what it says of itself and what it left."""
+    """One process lifetime: its manifest and the shards that it left."""
 
     def __init__(
         self, directory: Location, rank: int | None, shards: list[ShardRows], shared: Shared | None = None
     ) -> None:
-        """Read the manifest.
-
-        Args:
-            directory: where it is.
-            rank: None in a merged run.
-            shards: its shards.
-            shared: holds what manifests of one run say alike.
-        """
+        """Read the manifest; `shared` holds what the manifests of one run have in common."""
         self.directory: OpenLocation = directory
         self.name = directory.name
         self.rank = rank
@@ -65,12 +59,12 @@ class RecordedWriter:
         self.manifest = WriterManifest()
         self.manifest_problem: str | None = None
         self.retired_later: list[RetiredEarlier] = []
-        """What later writers of the rank say that they have deleted of it."""
+        """The notes of later writers of the rank about shards of this writer that they have deleted."""
         path, store = directory / WRITER_MANIFEST, store_of(directory)
         try:
             store.look_at(path)
         except OSError:
-            return  # it has only just begun, or was killed before it could say more
+            return  # the writer has only just begun, or was killed before it wrote a manifest
         try:
             self.manifest = WriterManifest.read(store.read_json(path), shared)
             check_version(self.manifest.members, str(path))
@@ -91,7 +85,7 @@ class RecordedWriter:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its steps were merely counted from 0, and so cannot be joined with those of another attempt."""
+        """Whether its steps were merely counted from 0, so that they cannot be joined with those of another attempt."""
         return self.manifest.step_source == COUNTED
 
     @property
@@ -104,7 +98,7 @@ class RecordedWriter:
         return pa.chunked_array([batch.column(name) for batch in batches], SCHEMA.field(name).type)
 
     def unknown_columns(self) -> Counter[str]:
-        """Columns that this version does not know and passes over, and how many rows have them."""
+        """Columns that this version does not know and ignores, and how many rows have them."""
         counts = Counter[str]()
         for shard in self.shards:
             counts += Counter(dict.fromkeys(shard.unknown_columns(), shard.num_rows))
@@ -119,14 +113,16 @@ class RecordedWriter:
     def disk_bytes(self) -> int:
         """Size of everything in the directory now, indexes and manifest included."""
         names = store_of(self.directory).list_directory(self.directory, directories=False)
-        return sum(_size_bytes(self.directory / name) for name in names)
+        return sum(_look(self.directory / name)[1] for name in names)
 
     @cached_property
     def balance(self) -> Balance:
-        """The newest accounts there are: in the manifest, the last batch of a shard, or the last status."""
+        """The newest accounts: from the manifest, the last batch of a shard, or the last status."""
         balances = [self.manifest.balance]
         balances += [Balance.read(Members(shard.last_ledger())) for shard in self.newest_shards()]
-        balances += [note.balance for note in self.retired_later]  # it may have gone with its shard
+        balances += [
+            note.balance for note in self.retired_later
+        ]  # the newest accounts may have been deleted with a shard
         balance = max(balances, key=lambda balance: (balance.observed, balance.written))
         if self._last_words is not None:
             retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
@@ -142,7 +138,7 @@ class RecordedWriter:
 
     @cached_property
     def retired_shards(self) -> dict[tuple[str, int], Balance]:
-        """Shards of it that a later writer has deleted, by kind and number, with how much they held."""
+        """Its shards that a later writer has deleted, by kind and number, with how much they held."""
         retired = {}
         present = {name[:2] for shard in self.shards if (name := parse_shard_name(shard.path.name))}
         for note in self.retired_later:
@@ -161,7 +157,7 @@ class RecordedWriter:
 
     @cached_property
     def _status(self) -> dict[str, Any]:
-        """The last status of a writer whose manifest does not say that it has closed; empty where there is none."""
+        """The last status of a writer whose manifest does not say that it closed; empty where there is none."""
         if self.manifest.state == "closed":
             return {}
         try:
@@ -174,9 +170,9 @@ class RecordedWriter:
 
     @property
     def _last_words(self) -> dict[str, Any] | None:
-        """The status of a writer that has closed on a disk which did not take its manifest any more; else None.
+        """The status of a writer that closed on a disk which took no new manifest any more; else None.
 
-        It is rewritten in place, which asks a disk for less than a new file.
+        A status is rewritten in place, which needs less of a disk than a new file.
         """
         return self._status if self._status.get("state") == "closed" else None
 
@@ -188,7 +184,7 @@ class RecordedWriter:
 
     @property
     def ending(self) -> str:
-        """Where the record of an ``unclosed`` writer stops, as a sentence; empty for any other."""
+        """Where the record of an ``unclosed`` writer stops, as a sentence; empty for any other state."""
         if self.state != "unclosed":
             return ""
         who = "global" if self.rank is None else f"rank {self.rank}"
@@ -203,11 +199,9 @@ class RecordedWriter:
 
     @property
     def problems(self) -> list[str]:
-        """What is damaged, and so missing from the rows; one message each."""
-        problems = [self.manifest_problem] if self.manifest_problem else []
-        for shard in self.shards:
-            problems += shard.damage
-        return problems
+        """What is damaged and missing from the rows; one message each."""
+        of_manifest = [self.manifest_problem] if self.manifest_problem else []
+        return of_manifest + [damage for shard in self.shards for damage in shard.damage]
 
     def newest_shards(self) -> Iterator[ShardRows]:
         """The last shard of each kind."""
@@ -223,16 +217,11 @@ class RecordedWriter:
         if is_running is not None:
             return is_running
         signs = (self.directory, self.directory / STATUS, *(shard.path for shard in self.shards))
-        changed_s = max(map(_changed_s, signs))
-        return time.time() - changed_s < _QUIET_S
+        return time.time() - max(_look(sign)[0] for sign in signs) < _QUIET_S
 
 
 def find_writers(run: Location) -> list[RecordedWriter]:
-    """Every writer of a run, by rank and then by start.
-
-    Raises:
-        NotARunError: a directory cannot be listed.
-    """
+    """Every writer of a run, by rank and then by start. NotARunError: a directory cannot be listed."""
     store = store_of(run)
     folders = []
     for name, rank in writer_folders(run):
@@ -245,10 +234,10 @@ def find_writers(run: Location) -> list[RecordedWriter]:
 
 
 def writer_folders(run: Location) -> list[tuple[str, int | None]]:
-    """The directories in a run that hold writers, and whose they are; None for global rows.
+    """The directories of a run that hold writers, and their ranks (None for global rows).
 
     Raises:
-        NotARunError: the run cannot be listed, or one of them is a link.
+        NotARunError: the run cannot be listed, or one of the directories is a link.
     """
 
     def is_one(name: str) -> bool:
@@ -259,12 +248,12 @@ def writer_folders(run: Location) -> list[tuple[str, int | None]]:
 
 
 def list_writers(folder: Location) -> list[str]:
-    """The writers in the directory of a rank, whose names may be any. NotARunError: as for `writer_folders`."""
+    """The writers in the directory of a rank; their names may be any. NotARunError: as for `writer_folders`."""
     return store_of(folder).list_directory(folder, directories=True, is_part=lambda name: True)
 
 
 def _find_copies(writers: list[RecordedWriter]) -> None:
-    """Call a writer's directory that was copied under another name what it is: its rows are there twice."""
+    """Report the directory of a writer that was copied under another name: its rows are there twice."""
     lifetimes: dict[tuple[Any, ...], list[RecordedWriter]] = {}
     for writer in writers:
         its = writer.manifest
@@ -281,14 +270,14 @@ def _find_copies(writers: list[RecordedWriter]) -> None:
 
 
 def _share_notes(writers: list[RecordedWriter]) -> None:
-    """Tell each writer what later ones of its rank have deleted of it."""
+    """Give each writer the notes of later writers of its rank about what they have deleted."""
     of_rank: dict[int | None, dict[str, RecordedWriter]] = {}
     for writer in writers:
         of_rank.setdefault(writer.rank, {})[writer.name] = writer
     for members in of_rank.values():
         for later in members.values() if len(members) > 1 else ():
             manifest = later.manifest
-            if later.state == "recording":  # it may have deleted something since; a deletion is noted before
+            if later.state == "recording":  # its manifest notes a deletion before it happens, and may be newer now
                 with contextlib.suppress(RunError):
                     raw = store_of(later.directory).read_json(later.directory / WRITER_MANIFEST)
                     manifest = WriterManifest.read(raw)
@@ -298,10 +287,10 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
 
 
 def load_balances(writers: Iterable[RecordedWriter]) -> None:
-    """Read what the accounts of several writers are made of, at once where each waits for a store."""
+    """Read the accounts of several writers, at once where each waits for a store."""
     shards = [shard for writer in writers for shard in writer.newest_shards()]
     for _ in each_of(shards, ShardRows.last_ledger):
-        pass  # kept by the shard
+        pass  # the shard keeps the result
 
 
 def _load_writer(directory: Location, rank: int | None, shared: Shared) -> RecordedWriter:
@@ -327,34 +316,28 @@ def _load_shard(directory: Location, kind: str, number: int, is_open: bool) -> S
 
 
 def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
-    """Kind, number and whether it is open, once a shard, in the order of their numbers."""
+    """Kind, number and whether the shard is open; each shard once, in the order of the numbers."""
     is_open_by_key: dict[tuple[int, str], bool] = {}
     store = store_of(directory)
     for name in store.list_directory(directory, directories=False, is_part=lambda name: bool(parse_shard_name(name))):
         if shard := parse_shard_name(name):
             key = (shard.number, shard.kind)
-            is_open_by_key[key] = shard.is_open and is_open_by_key.get(
-                key, True
-            )  # sealed a moment ago, it may still have both names
+            # A shard that was sealed a moment ago may still have both names.
+            is_open_by_key[key] = shard.is_open and is_open_by_key.get(key, True)
     return [(kind, number, is_open) for (number, kind), is_open in sorted(is_open_by_key.items())]
 
 
-def _changed_s(path: Location) -> float:
+def _look(path: Location) -> tuple[float, int]:
+    """When a file changed, in seconds, and its size in bytes; zeros where there is none."""
     try:
-        return store_of(path).look_at(path).changed_ns / 1e9
+        found = store_of(path).look_at(path)
     except OSError:
-        return 0.0
-
-
-def _size_bytes(path: Location) -> int:
-    try:
-        return store_of(path).look_at(path).size_bytes
-    except OSError:
-        return 0
+        return 0.0, 0
+    return found.changed_ns / 1e9, found.size_bytes
 
 
 def as_problem(path: Location, problems: Sequence[str]) -> str | None:
-    """What is wrong with the members of a manifest, as one sentence; None where nothing is."""
+    """What is wrong with the members of a manifest, as one sentence; None where nothing is wrong."""
     if not problems:
         return None
     more = f"; and {len(problems) - 1} more of its members are of a wrong kind" if len(problems) > 1 else ""

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from ..columns import COUNTS, SCHEMA, STATISTICS
 from ..numerics.keys import Integers, codes, encode, group
 from ..numerics.moments import combine_rows, integers, numbers
-from ..read.manifests import list_paths
+from ..read.run import list_paths
 from ..read.writers import RecordedWriter
 from ..run.run import Run
 from ..run.step_ranges import Attempts, cut_rows

@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ..analyze.first.first import First
 from ..analyze.first.timeline import RecordedValue
-from ..read.manifests import RunDump
+from ..read.run import RunDump
 from ..run.notebook import span
 from ..run.run import Run
 from ..system.text import counted, listed

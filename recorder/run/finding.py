@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 from ..config import LATEST, load_settings
 from ..errors import LookupFailedError, NotARunError, RecorderError, RunError
 from ..format.manifest import RunManifest, WriterManifest
-from ..format.members import Members
-from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, WRITER_MANIFEST, check_version, read_json
+from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, WRITER_MANIFEST, Members, check_version, read_json
 from ..read.writers import find_writers
 from ..storage.locations import LOCAL, Location, location_of, scheme_of, store_of
 from ..storage.objects import ObjectPath

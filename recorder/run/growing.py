@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ..errors import NotARunError, RunError
 from ..format.manifest import RunManifest
-from ..format.members import Shared
-from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, open_name, shard_name
+from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, Shared, open_name, shard_name
 from ..read.shard_rows import ShardRows, Steps, load_open, load_sealed
 from ..read.writers import RecordedWriter, list_shards, list_writers, writer_folders
 from ..storage.locations import Location, store_of

@@ -17,9 +17,8 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, RunError, UnsupportedError
-from ..format.manifest import Balance, WriterManifest
-from ..format.roots import RecordedModule, RecordedRoot, Stage
-from ..globalview.decisions import check_overrides
+from ..format.manifest import Balance, RecordedModule, RecordedRoot, Stage, WriterManifest
+from ..globalview.planner import check_overrides
 from ..globalview.run_topology import Topology
 from ..globalview.tensor import TensorLayout, explain, global_tensor, histogram_of, is_partial, units_of
 from ..globalview.view import GlobalRows, GlobalView, LoadedRows
@@ -27,9 +26,8 @@ from ..numerics.dtypes import as_array, check_bytes
 from ..numerics.histogram import Histogram
 from ..numerics.units import Units
 from ..read.lookup import LOOKUP_COLUMNS, TensorRows, ended_before, find_tensor
-from ..read.manifests import RunDump
 from ..read.metadata import MetadataRows
-from ..read.run import RecordedRun
+from ..read.run import RecordedRun, RunDump
 from ..read.writers import RecordedWriter
 from ..rules import hint
 from ..storage.locations import Location, store_of

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError
-from ..globalview.decisions import check_overrides
+from ..globalview.planner import check_overrides
 from ..rules import ANY, Schedule, choose, hint, parse_patterns
 from ..sites import CALL, FORMAT_VERSION, SITES
 from ..system.text import listed, steps_in_words

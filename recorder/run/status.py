@@ -15,8 +15,15 @@ from typing import Any
 from ..errors import RunError
 from ..format.commands import Answer
 from ..format.manifest import Balance, Lifetime
-from ..format.members import Members
-from ..format.rundir import RUN_MANIFEST, STATUS, STATUS_BYTES, WRITER_MANIFEST, encode_manifest, parse_shard_name
+from ..format.rundir import (
+    RUN_MANIFEST,
+    STATUS,
+    STATUS_BYTES,
+    WRITER_MANIFEST,
+    Members,
+    encode_manifest,
+    parse_shard_name,
+)
 from ..read.writers import list_writers, writer_folders
 from ..storage.locations import Location, store_of
 

@@ -1,12 +1,13 @@
 """Makes rows of what ops in graphs show: finds the module, the slice, and the call that a gradient belongs to.
 
-A graph has no hooks of ours and knows no call: an op is handed a name and the text of a `Where`. Nothing here may keep
+A graph has no hooks of ours and knows no call: an op is given a name and the text of a `Where`. Nothing here may keep
 a tensor or raise into training.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,10 +20,10 @@ from ..sites import GRADIENT_OF
 from .module_taps import Where
 
 _MAX_CALLS = 1024
-"""Calls at one tap of one graph whose gradients can be told apart."""
+"""Calls at one tap of one graph whose gradients can be distinguished."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
-"""Marks the gradient of a tap's result: it has no share from uses inside the module, as a tensor hook's would."""
+"""Marks the gradient of a tap's result, which unlike a tensor hook's lacks the share from uses inside the module."""
 _Key = tuple[str, str, int]
 """Name, where and number of a tap, as the ops get them."""
 
@@ -42,10 +43,10 @@ class TappedModule(Protocol):
 
     @property
     def is_hidden(self) -> bool:
-        """Whether the module has no hooks, so that only its tap shows it."""
+        """True for a module without hooks, which only its tap shows."""
 
     def unit_dim(self, rule_set: int, site: str, name: str) -> int:
-        """Return the dim along which a value of the module has units."""
+        """The dim along which a value of the module has units."""
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
         """Note that a graph made of the module has shown its input or its output."""
@@ -65,16 +66,16 @@ class TappedRoot(Protocol):
         """Whether a tap is on a module of this root."""
 
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
-        """Return the slice and phase of a value that a tap shows now."""
+        """The slice and the phase of a value that a tap shows now."""
 
     def gradient_at_tap(self, moment: Moment) -> None:
         """Note that a gradient has come to a tap."""
 
     def path_of_tap(self, name: str) -> str:
-        """Return the path of the module that has a tap by hand in a graph."""
+        """The path of the module that has a tap by hand in a graph."""
 
     def module_at(self, path: str) -> TappedModule | None:
-        """Return the module under hooks at a path; None without one."""
+        """The module under hooks at a path; None without one."""
 
     def add_tapped(self, where: Where, path: str) -> None:
         """Note that a graph shows a module."""
@@ -100,45 +101,31 @@ class TapObserver(Observer, Protocol):
     def roots(self) -> Sequence[TappedRoot]: ...
 
 
+@dataclass(slots=True)
 class _TappedCall:
-    """One call of a tapped module, whose gradient may come."""
-
-    __slots__ = ("call", "moment", "node", "num_gradients", "repeat", "tap")
-
-    def __init__(self, tap: _RootTap, moment: Moment, call: int, repeat: int, node: int) -> None:
-        self.tap = tap
-        self.moment = moment
-        self.call = call
-        self.repeat = repeat
-        self.node = node
-        """Autograd's sequence number of the node whose forward ran."""
-        self.num_gradients = 0
+    tap: _RootTap
+    moment: Moment
+    call: int
+    repeat: int
+    node: int
+    """Autograd's sequence number of the node whose forward ran."""
+    num_gradients: int = 0
 
 
+@dataclass(slots=True)
 class _RootTap:
-    """One tap under one root."""
+    root: TappedRoot
+    watch: TappedModule | None
+    origin: Origin
+    rule_set: int
+    gradient_rule_set: int
+    gradient_origin: Origin = field(init=False)
+    key: tuple[str, str, str, str] = field(init=False)
+    """The tap in the counts of a slice; a tap by hand in eager code has the same key."""
 
-    __slots__ = (
-        "gradient_origin",
-        "gradient_rule_set",
-        "key",
-        "origin",
-        "root",
-        "rule_set",
-        "watch",
-    )
-
-    def __init__(
-        self, root: TappedRoot, watch: TappedModule | None, origin: Origin, rule_set: int, gradient_rule_set: int
-    ) -> None:
-        self.root = root
-        self.watch = watch
-        self.origin = origin
-        self.rule_set = rule_set
-        self.gradient_origin = origin._replace(site=GRADIENT_OF[origin.site])
-        self.gradient_rule_set = gradient_rule_set
-        self.key = (origin.root, origin.module_path, origin.site, origin.name)
-        """The tap in the counts of a slice, which a tap by hand in code that runs as it is shares."""
+    def __post_init__(self) -> None:
+        self.gradient_origin = self.origin._replace(site=GRADIENT_OF[self.origin.site])
+        self.key = (self.origin.root, self.origin.module_path, self.origin.site, self.origin.name)
 
 
 class TapRows:
@@ -223,7 +210,7 @@ class TapRows:
                 self._taps.clear()
 
     def root_of(self, where: str) -> TappedRoot | None:
-        """Return the root whose call runs, else the root whose model has this tap."""
+        """The root whose call runs, else the root whose model has this tap."""
         capture = self._capture
         root_calls = capture.root_calls
         if root_calls.depth and root_calls.outermost is not None:
@@ -234,13 +221,13 @@ class TapRows:
         return capture.roots[0] if capture.roots and not where else None
 
     def has_no_hook(self, where: str) -> bool:
-        """Whether a module that runs eagerly is seen through its tap alone."""
+        """Whether a module that runs eagerly is seen only through its tap."""
         root = self.root_of(where)
         watch = root.modules_by_tap.get(where) if root is not None else None
         return watch is not None and watch.is_hidden
 
     def reselect(self) -> None:
-        """Have every tap take the rules that there are now, between two steps."""
+        """Have every tap use the current rules; called between two steps."""
         for (name, where, _), tap in self._taps.items():
             made = self._make(name, where, tap.root)
             tap.rule_set, tap.gradient_rule_set = made.rule_set, made.gradient_rule_set
@@ -257,9 +244,8 @@ class TapRows:
         if not where:
             rule_set = selection.narrow(selection.rule_sets("", "", False)["tap"], name)
             unit_dim = unit_dim_of(selection, rule_set, None, "tap", name)
-            return _RootTap(
-                root, None, Origin(root.name, root.path_of_tap(name), "tap", name, unit_dim), rule_set, rule_set
-            )
+            origin = Origin(root.name, root.path_of_tap(name), "tap", name, unit_dim)
+            return _RootTap(root, None, origin, rule_set, rule_set)
         watch = root.modules_by_tap.get(where)
         parsed = Where.from_text(where)
         path = parsed.path if watch is None else watch.node_path
@@ -273,10 +259,5 @@ class TapRows:
             unit_dim = watch.unit_dim(rule_set, parsed.site, name)
         else:
             unit_dim = unit_dim_of(selection, rule_set, None, parsed.site, name)
-        return _RootTap(
-            root,
-            watch,
-            Origin(root.name, path, parsed.site, name, unit_dim),
-            rule_set,
-            selection.narrow(rule_sets[GRADIENT_OF[parsed.site]], name),
-        )
+        origin = Origin(root.name, path, parsed.site, name, unit_dim)
+        return _RootTap(root, watch, origin, rule_set, selection.narrow(rule_sets[GRADIENT_OF[parsed.site]], name))

@@ -1,8 +1,8 @@
-"""Taps in code that becomes a graph: decides which tensors go through the op, and which do not.
+"""Taps in code that becomes a graph: decides which tensors go through the op.
 
-The op returns a copy. Where a tensor shares its memory with another that the program can reach, a copy would part the
-two, and an in-place change of one would no longer show in the other. Such a tensor is shown and passed on as it is, so
-that its gradient is not seen. Nothing here may change what a model computes.
+The op returns a copy. A copy of a tensor that shares memory with another one that the program can reach would part the
+two: an in-place change of one would no longer show in the other. Such a tensor is shown and passed on as it is, and its
+gradient is not seen. Nothing here may change what a model computes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def allow_in_graph() -> None:
 
 
 def _stored_names(kind: type[nn.Module]) -> list[str]:
-    """Return the attributes that the code of a class of modules stores."""
+    """The attributes that the code of a class of modules stores."""
     names: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for value in vars(base).values():
@@ -85,7 +85,7 @@ def _stored_names(kind: type[nn.Module]) -> list[str]:
 
 
 def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str) -> Any:
-    """Return a module's output after tapping its tensors; the very object where none could be tapped."""
+    """Tap the tensors of a module's output; the same object is returned where none could be tapped."""
     if not torch.compiler.is_compiling():
         if isinstance(output, torch.fx.Proxy):  # FX does not say whether it stands for a tensor or a tuple
             return output.tracer.create_proxy("call_function", through, (output, where), {})
@@ -117,21 +117,21 @@ def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str
 
 
 def tap_argument(value: Any, name: str, where: str) -> Any:
-    """Return an argument of a module after tapping its tensors."""
+    """Tap the tensors of a module's argument."""
     if not torch.compiler.is_compiling() and (is_proxy(value) or is_traced()):
         return see_one(value, name, where)
     return _map(value, name, lambda tensor, at: _watched(tensor, at, where))
 
 
 def _watched(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
-    """Show a tensor and return it, no copy: its module may change it in place, and its gradient is that of all uses."""
+    """Show a tensor and return it uncopied: its module may change it in place, and its gradient is that of all uses."""
     if _is_tappable(tensor):
         torch.ops.recorder.watch(tensor, name, where, 0, _with_grad())
     return tensor
 
 
 def tap_by_hand(tensor: Any, name: str) -> Any:
-    """Return a tensor that the program has tapped by name."""
+    """Tap a tensor that the program names."""
     if is_proxy(tensor):
         return torch.ops.recorder.see(tensor, name)
     if not isinstance(tensor, torch.Tensor) or not _is_tappable(tensor):
@@ -162,7 +162,7 @@ def see_one(value: Any, name: str, where: str) -> Any:
 def pass_tap(
     tensor: torch.Tensor, others: Sequence[torch.Tensor], name: str, where: str, with_grad: bool
 ) -> torch.Tensor:
-    """Return the tensor through the op, or the tensor itself where it shares memory with one of the others."""
+    """The tensor through the op, or the tensor itself where it shares memory with one of the others."""
     if any(_shares_memory(tensor, other) for other in others):
         torch.ops.recorder.watch(tensor, name, where, 0, with_grad)
         return tensor
@@ -193,7 +193,6 @@ def _is_tappable(value: torch.Tensor) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -205,14 +204,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _map(value: Any, name: str, visit: Callable[[Any, str], Any]) -> Any:
-    """Return a nested value with every tensor replaced; the very object where nothing was replaced."""
+    """A nested value with every tensor replaced; the same object where nothing was replaced."""
     return _mapped(value, name, visit)[0]
 
 
 def _mapped(value: Any, name: str, visit: Callable[[Any, str], Any]) -> tuple[Any, bool]:
-    """Return a nested value with every tensor replaced, and whether any was.
+    """A nested value with every tensor replaced, and whether any was.
 
-    The flag is there because dynamo does not compare containers by identity.
+    Dynamo does not compare containers by identity, hence the flag.
     """
     if isinstance(value, torch.Tensor) or (not torch.compiler.is_compiling() and isinstance(value, torch.fx.Proxy)):
         new = visit(value, name)

@@ -1,6 +1,6 @@
 """`instrument` and `strip`: put taps on a model before it is transformed, and take them out of the result.
 
-Nothing is changed before every request was found possible.
+Nothing is changed before the complete request is known to be possible.
 """
 
 from __future__ import annotations
@@ -22,20 +22,8 @@ from . import graphs, module_taps
 from .module_taps import Where
 
 _M = TypeVar("_M")
-_OPS = (
-    torch.ops.recorder.tap,
-    torch.ops.recorder.tap.default,
-    torch.ops.recorder.tap_grad,
-    torch.ops.recorder.tap_grad.default,
-    torch.ops.recorder.watch,
-    torch.ops.recorder.watch.default,
-    torch.ops.recorder.watch_grad,
-    torch.ops.recorder.watch_grad.default,
-    torch.ops.recorder.see,
-    torch.ops.recorder.see.default,
-    graphs.through,
-    graphs.see_one,
-)
+_PACKETS = [getattr(torch.ops.recorder, name) for name in ("tap", "tap_grad", "watch", "watch_grad", "see")]
+_OPS = (*_PACKETS, *(packet.default for packet in _PACKETS), graphs.through, graphs.see_one)
 
 
 def instrument(model: _M, *, select: object = "site=output", name: str | None = None) -> _M:
@@ -152,18 +140,18 @@ def _strip_program(program: torch.export.ExportedProgram) -> None:
 
 
 def where_of(node: Node, root: str, site: str) -> Where:
-    """Return where a tap on a module says that it stands."""
+    """The `Where` of a tap on a module."""
     return Where(root, node.path, site, node.class_name, node.is_leaf, source_line(node.owner) or "")
 
 
 def has_tap(module: nn.Module, name: str) -> bool:
-    """Whether a method of the module's class holds this very name beside a call of ``tap``."""
+    """Whether a method of the module's class contains this very name and a call of ``tap``."""
     codes = (getattr(value, "__code__", None) for cls in type(module).__mro__ for value in vars(cls).values())
     return any(code is not None and "tap" in code.co_names and name in code.co_consts for code in codes)
 
 
 def has_scripted_tap(module: nn.Module) -> bool:
-    """Whether the code that torch.jit made of a module holds a tap."""
+    """Whether the code that torch.jit made of a module contains a tap."""
     try:
         return "recorder::" in str(module.inlined_graph)
     except Exception:  # it has no forward

@@ -1,8 +1,8 @@
 """Taps on modules: forward hooks that call the op, so that values are seen in every transform of the model.
 
-The hook is a plain function whose name says all it does. So it is pickled, packaged and copied by name and made again
-from its name (`__getattr__`), and has source that `torch.jit.script` can compile. In plain eager code it does nothing:
-there the recorder's own hooks see the value, without a copy. Nothing here knows a recording.
+The hook is a plain function whose name encodes everything it does. So it is pickled, packaged and copied by name, made
+again from its name (`__getattr__`), and has source that `torch.jit.script` can compile. In plain eager code it does
+nothing: there the recorder's own hooks see the value, without a copy. Nothing here knows a recording.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..system.text import one_line
 from . import graphs, ops
 
 _KEY = 0x7265636F72646572
-"""The key of our hook in a module's dict of hooks. No counter reaches it, so that no other hook can replace ours, as
-happens with torch's own numbers where a model is loaded from a file."""
+"""The key of our hook in a module's dict of hooks. No counter reaches it, so no other hook can replace ours, as torch's
+own numbers do where a model is loaded from a file."""
 _PREFIX = "recorder_tap_"
 MAX_NAME_LENGTH = 256
 _MAX_HOOK_BYTES = 1 << 20
@@ -44,12 +44,11 @@ _models: dict[str, weakref.ref[nn.Module]] = {}
 
 
 class Where(NamedTuple):
-    """Which value a tap shows; as JSON text it is an argument of the op."""
+    """The value that a tap shows; as JSON text it is an argument of the op."""
 
     root: str
     """The name under which the model was instrumented."""
     path: str
-    """The path of the module."""
     site: str
     """``output`` or ``input``."""
     cls: str
@@ -64,7 +63,7 @@ class Where(NamedTuple):
     @classmethod
     @lru_cache(maxsize=65536)
     def from_text(cls, text: str) -> Where:
-        """Parse the text of a tap; raises ValueError where it is no text of ours."""
+        """Parse the text of a tap. ValueError: it is no text of ours."""
         try:
             parsed = cls(**json.loads(text))
         except TypeError as error:
@@ -97,17 +96,13 @@ def tap_inputs_of(module: nn.Module, where: Where) -> None:
 
 
 def where_tapped(module: nn.Module) -> Iterator[Where]:
-    """Yield which values the taps on a module show."""
-    hook = module._forward_hooks.get(_KEY)
-    if hook is not None:
-        yield Where.from_text(hook.where)  # type: ignore[attr-defined]
-    before = module._forward_pre_hooks.get(_KEY)
-    if before is not None:
-        yield Where.from_text(before.where)  # type: ignore[attr-defined]
+    """The values that the taps on a module show."""
+    hooks: tuple[Any, ...] = (module._forward_hooks.get(_KEY), module._forward_pre_hooks.get(_KEY))
+    yield from (Where.from_text(hook.where) for hook in hooks if hook is not None)
 
 
 def name_for(model: nn.Module, name: str | None) -> str:
-    """Return the name under which a model is instrumented; no other live model may have it.
+    """The name under which a model is instrumented.
 
     Raises:
         TapError: another live model has the name, or the name is no text of 1 to 256 letters.
@@ -128,7 +123,7 @@ def name_for(model: nn.Module, name: str | None) -> str:
 
 
 def model_of(where: str) -> nn.Module | None:
-    """Return the live model of this process that was instrumented under the name in a tap; None without one."""
+    """The live model of this process that was instrumented under the name in a tap; None without one."""
     reference = _models.get(Where.from_text(where).root) if where else None
     return reference() if reference is not None else None
 
@@ -156,7 +151,7 @@ class _ObjectTap:
 
     @property
     def __name__(self) -> str:
-        """Raise where `torch.jit.script` asks for the name, because it cannot compile this hook."""
+        """Raise where `torch.jit.script`, which cannot compile this hook, asks for its name."""
         if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
             where = Where.from_text(self.where)
             raise TapError(
@@ -198,7 +193,7 @@ class InputTap(_ObjectTap):
 
 
 def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str) -> Any:
-    """Return a module's output after tapping it. Hooks call this outside of TorchScript."""
+    """Tap a module's output. Hooks call this outside of TorchScript."""
     if graphs.is_for_graph(output):
         return graphs.tap_output(module, args, output, where)
     if ops.sink is not None and ops.sink.has_no_hook(where):  # a compiler left this part of its model to Python
@@ -207,7 +202,7 @@ def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str
 
 
 def __getattr__(name: str) -> Any:
-    """Make the hook of this name, which is asked for when a tap is put on, or when a model with taps is loaded."""
+    """Make the hook of this name, when a tap is put on, or when a model with taps is loaded."""
     if not name.startswith(_PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     packed = name.removeprefix(_PREFIX).upper()
@@ -254,15 +249,9 @@ def _is_script_type(kind: object) -> bool:
 
 
 def _scripted(value: str, kind: str, name: str, where: str) -> list[str]:
-    """Return lines of TorchScript that tap the content of a variable of a known type.
+    """Lines of TorchScript that tap the content of a variable `value` of type `kind`; `name` is an expression.
 
     Every tensor that a tap returns is put back into its place: TorchScript drops calls whose result nobody uses.
-
-    Args:
-        value: the variable.
-        kind: the type of the variable.
-        name: an expression for the name of the value in the output.
-        where: which value the tap shows, as text.
     """
     if kind == "Tensor":
         return [f"{value} = torch.ops.recorder.see({value}, {name}, {where!r})"]
@@ -289,7 +278,6 @@ def _scripted(value: str, kind: str, name: str, where: str) -> list[str]:
 
 
 def _members(kind: str) -> list[str]:
-    """Return the types between the brackets of a type."""
     inner, depth, parts = kind[kind.index("[") + 1 : -1], 0, [""]
     for letter in inner:
         depth += (letter == "[") - (letter == "]")
@@ -301,7 +289,7 @@ def _members(kind: str) -> list[str]:
 
 
 def _script_types(module: nn.Module) -> tuple[list[str], str] | None:
-    """Return the types of a forward's arguments and result, as TorchScript writes them; without a hint it is a tensor.
+    """The types of a forward's arguments and result in TorchScript's words; an argument without a hint is a tensor.
 
     None where TorchScript cannot express them, or where there are several forwards.
     """
@@ -327,7 +315,6 @@ def _script_types(module: nn.Module) -> tuple[list[str], str] | None:
 
 
 def _script_type(hint: Any) -> str | None:
-    """Return a type as TorchScript writes it, or None where it cannot."""
     if isinstance(hint, type) and issubclass(hint, torch.Tensor):
         return "Tensor"
     if hint in (int, float, bool, str):

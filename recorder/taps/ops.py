@@ -1,16 +1,15 @@
 """The dispatcher ops that record a value wherever a graph goes: compiled, exported, traced, scripted, differentiated.
 
-``recorder::tap`` returns a copy of ``x`` and hands ``x`` to the recorder that is on, if any; its gradient passes
-through ``recorder::tap_grad``, which does the same for the gradient. A copy, for what is functional is what compilers
-keep. ``recorder::see`` returns ``x`` itself, for graphs that run as they are, such as TorchScript's.
-``recorder::watch`` returns nothing of ``x`` (an empty tensor, for compilers that ask for one): the program goes on with
-the very ``x``, whose total gradient a tensor hook shows, through ``recorder::watch_grad`` where a graph is made of the
-backward too. Importing this module registers them; it imports torch alone, and must never raise out of an op for a
-reason of the recorder's own.
+``recorder::tap`` hands ``x`` to the recorder that is on, if any, and returns a copy, because compilers keep only what
+is functional; its gradient passes through ``recorder::tap_grad``, which does the same. ``recorder::see`` returns ``x``
+itself, for graphs that run as they are, such as TorchScript's. ``recorder::watch`` returns an empty tensor, for
+compilers that ask for a result: the program goes on with ``x`` itself, whose total gradient a tensor hook shows,
+through ``recorder::watch_grad`` where the graph includes the backward. Importing this module registers the ops; it
+imports torch alone, and must never raise out of an op for a reason of the recorder's own.
 
-Every op has a ``name`` and a ``where``, as in `recorder.taps.module_taps`. ``number`` tells the taps of one graph
-apart, so that none is taken for another's double, and a gradient finds its value; ``with_grad`` says that the graph was
-made with gradients enabled, which compiled code no longer knows when it runs.
+Every op has a ``name`` and a ``where``, as in `recorder.taps.module_taps`. ``number`` distinguishes the taps of one
+graph, so that a gradient finds its value; ``with_grad`` says that the graph was made with gradients enabled, which
+compiled code no longer knows when it runs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ARGUMENTS = 'str name, str where="", int number=0, bool with_grad=False'
 
 
 class Sink(Protocol):
-    """The receiver of values and gradients that the ops see. Called on the thread that runs the graph; never raises."""
+    """Receives values and gradients from the ops, on the thread that runs the graph. Never raises."""
 
     def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None: ...
 
@@ -76,8 +75,6 @@ def _see(x: torch.Tensor, name: str, where: str = "") -> torch.Tensor:
 
 
 class _EagerGradientHook:
-    """Tensor hook behind `recorder::see` and `recorder::watch`, where the code runs."""
-
     __slots__ = ("_key",)
 
     def __init__(self, *key: Any) -> None:
@@ -119,7 +116,7 @@ class _GraphGradientHook:
 
 @contextlib.contextmanager
 def _next_level() -> Iterator[None]:
-    """Run below autograd; under further transforms of `torch.func`, with the gradients that a forward lacks."""
+    """Run below autograd; under further transforms of `torch.func`, with the gradients that a forward turns off."""
     with contextlib.ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(torch.enable_grad())
@@ -210,7 +207,7 @@ def _watching(op: Any) -> Any:
 
 
 def _becomes_graph(x: torch.Tensor) -> bool:
-    """Whether a graph is made of the code that runs, with the backward of ``x`` in it."""
+    """Whether the running code is made into a graph that includes the backward of ``x``."""
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return False
     return (

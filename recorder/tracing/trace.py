@@ -97,7 +97,7 @@ def _rules(select: object) -> tuple[Rule, ...]:
 
 
 def _clauses(select: object) -> Iterator[str]:
-    """Yield the keys that rules were written with, which `parse_rules` has accepted."""
+    """The keys of clauses that rules were written with, which `parse_rules` has accepted."""
     if isinstance(select, str):
         for text in select.split(";"):
             yield from (word.partition("=")[0] for word in shlex.split(text))
@@ -133,7 +133,6 @@ class Trace:
             keeps_graph=keep_graph,
         )
         self.thread: int | None = None
-        """The thread that has entered the block; None before."""
 
     def __repr__(self) -> str:
         if self.thread is None:
@@ -178,7 +177,7 @@ def _depth(path: str) -> int:
 
 
 def _why_no_hooks(nodes: list[tree.Node]) -> dict[str, str]:
-    """Return the paths of modules that a graph replaces, with the reasons why their hooks do not run."""
+    """The modules that a graph replaces, by path, with the reasons why their hooks do not run."""
     compiled: list[str] = []
     reasons = {}
     for node in nodes:
@@ -198,8 +197,6 @@ def _why_no_hooks(nodes: list[tree.Node]) -> dict[str, str]:
 
 
 class _TracedModuleHooks:
-    """One module under the trace: its hooks, and the number of its current call."""
-
     def __init__(self, trace: Trace, node: tree.Node, why_no_hooks: str) -> None:
         self._trace = trace
         self._module, self._owner = node.module, node.owner
@@ -214,9 +211,9 @@ class _TracedModuleHooks:
         self._sees_inputs = any(values_of(site) == "input" for site in self.seen.sites)
         self._signature: tree.Signature | None = None
         self._num_graphless = 0
-        """The number of calls without gradients, as those of a reentrant checkpoint are."""
+        """Calls without gradients, as a reentrant checkpoint makes them."""
         self._open: dict[int, list[int | None]] = {}
-        """The calls of each thread that have begun and not ended; None stands for a call that is not seen."""
+        """By thread, the calls that have begun and not ended; None for a call that is not seen."""
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -239,7 +236,7 @@ class _TracedModuleHooks:
         self._handles.clear()
 
     def _guard(self, site: str, see: Callable[..., None]) -> Callable[..., None]:
-        """Return a hook's function, which never raises into the model."""
+        """A hook's function that never raises into the model."""
 
         def seen(module: nn.Module, *values: Any) -> None:
             if module is not self._module or _is_tracing() is not None:
@@ -274,7 +271,7 @@ class _TracedModuleHooks:
                 self._see("output", "grad_output", name, tensor, call)
 
     def _begin(self) -> int | None:
-        """Count a call that begins; return its number, or None where it is not seen."""
+        """Count a call that begins; return its number, or None where the call is not seen."""
         seen = self.seen
         if _is_in_backward():
             return self._recomputed_call()
@@ -286,7 +283,7 @@ class _TracedModuleHooks:
         return seen.num_calls - 1
 
     def _recomputed_call(self) -> int | None:
-        """Return the call whose graph a recompute makes; None where the forward has made it, or nobody can tell."""
+        """The call whose graph a recompute makes; None where the forward made it, or where that is unknown."""
         seen = self.seen
         seen.num_recomputed += 1
         if self._num_graphless and seen.num_calls > 1:
@@ -327,7 +324,7 @@ class _TracedModuleHooks:
 
 
 def _is_forced_eager() -> bool:
-    """Whether compiled functions run eagerly. Else our hooks would make a compilation that begins now run twice."""
+    """Whether compiled functions run eagerly; else our hooks would make a compilation that begins now run twice."""
     stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
     return getattr(stance, "stance", None) == "force_eager"
 
@@ -337,7 +334,7 @@ def _is_in_backward() -> bool:
 
 
 class _Hook(module_hooks.Hook):
-    """A callable of a trace that torch holds; a compiler sees a function that returns at once."""
+    """A callable of a trace that torch holds; while a compiler traces it, it returns at once."""
 
     __slots__ = ("_see",)
     _why_not_scripted = "torch.jit.script cannot compile the hooks of a trace; script the model outside its block"
@@ -351,7 +348,7 @@ class _Hook(module_hooks.Hook):
 
 
 class _GradientArrives:
-    """Tensor hook that keeps a gradient. It does not keep the trace alive, which may hold the graph that holds it."""
+    """Tensor hook that keeps a gradient, but not the trace, which may hold the graph that holds the hook."""
 
     __slots__ = ("_key", "_values", "handle")
     __torch_unserializable__ = True
@@ -361,7 +358,7 @@ class _GradientArrives:
         self._values = weakref.ref(values)
         self._key = key
         self.handle: Any = None
-        """The handle of a hook on a leaf, which outlives the graph: the hook is removed once it has fired."""
+        """Set for a hook on a leaf, which outlives the graph: the hook is removed once it has fired."""
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         values = self._values()

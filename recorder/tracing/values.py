@@ -26,25 +26,25 @@ _MAX_ROWS = 40
 _MAX_NOTES = 5
 _MAX_KEY_WIDTH = 72
 _MAX_COMPARED = 2000
-"""The number of keys that a missing key is compared with, to name some near it."""
+"""So many keys are compared with a missing key, to name the nearest."""
 
 
 class Key(NamedTuple):
-    """Where a tensor was seen; a look-up may leave out everything but the path."""
+    """Where a tensor was seen; a look-up may leave out everything but the module path."""
 
     module_path: str
     site: str = "output"
     """``input``, ``output``, ``grad_input``, ``grad_output``, ``param``, ``buffer`` or ``grad``."""
     name: str = ""
-    """The argument, the path in a nested value, or the parameter; in a look-up ``""`` also means the only one."""
+    """The argument, the path in a nested value, or the parameter; in a look-up ``""`` also means the only value."""
     call: int = 0
-    """The number of the module's call in the trace."""
+    """Counts the module's calls in the trace."""
     repeat: int = 0
-    """The number of the tensor with this key, such as 1 for a second backward."""
+    """Counts the tensors with this key: 1 for a second backward."""
 
     @property
     def short(self) -> str:
-        """Return the shortest text that looks the value up."""
+        """The shortest text that looks the value up."""
         parts: list[object] = list(self)
         for default in (0, 0, "", "output"):
             if parts[-1] != default:
@@ -60,7 +60,6 @@ class TracedModule:
     path: str
     class_name: str
     sites: tuple[str, ...]
-    """Sites at which something is selected."""
     why_no_hooks: str = ""
     """The reason why the module's hooks may not run at all."""
     num_calls: int = 0
@@ -73,14 +72,14 @@ class TracedModule:
 class Values(Mapping[Any, torch.Tensor]):
     """The tensors of a trace by `Key`, in the order in which they were seen; a key may be shortened.
 
-    ``values["layers.0"]`` is what the first call returned, ``values["layers.0", "input"]`` its only argument,
-    ``values["layers.0", "output", "hidden", 1]`` a part of what the second call returned. Each is a detached copy made
-    when it was seen. Iteration gives whole keys.
+    ``values["layers.0"]`` is the first call's result, ``values["layers.0", "input"]`` its only argument, and
+    ``values["layers.0", "output", "hidden", 1]`` a part of the second call's result. Each is a detached copy, made when
+    the tensor was seen. Iteration gives complete keys.
     """
 
     def __init__(self, *, seen: list[TracedModule], aliases: dict[str, str], keeps_graph: bool) -> None:
         self.skipped: dict[Key, str] = {}
-        """Values that were seen and could not be kept, with the reasons."""
+        """The values that could not be kept, with the reasons."""
         self._tensors: dict[Key, torch.Tensor] = {}
         self._live: dict[Key, torch.Tensor] = {}
         self._edges: dict[Key, GradientEdge] = {}
@@ -89,10 +88,10 @@ class Values(Mapping[Any, torch.Tensor]):
         self._aliases = aliases
         self._keeps_graph = keeps_graph
         self.is_asking = False
-        """True while `grad` runs the graph: the hooks then see an answer, and no gradient of the program."""
+        """True while `grad` runs the graph: then the hooks see its answer, and no gradient of the program."""
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
-        """Keep a copy of a tensor, or the reason why there is none. Any thread."""
+        """Keep a copy of a tensor, or the reason why there is none. Called from any thread."""
         try:
             copied = _copy(tensor)
             edge = None
@@ -117,12 +116,12 @@ class Values(Mapping[Any, torch.Tensor]):
             self._edges[key] = edge
 
     def skip(self, key: Key, reason: str) -> None:
-        """Remember why a value is not there."""
+        """Keep the reason why a value is missing."""
         self.skipped[key] = reason
 
     @property
     def silent(self) -> dict[str, str]:
-        """Return the selected modules of which no call was seen, each with the reason."""
+        """The selected modules of which no call was seen, with the reasons."""
         return {
             seen.path: self._why_silent(seen)
             for seen in self._seen.values()
@@ -158,7 +157,7 @@ class Values(Mapping[Any, torch.Tensor]):
     __hash__ = object.__hash__
 
     def key(self, key: Any) -> Key:
-        """Return the whole key that a shortened key stands for.
+        """The complete key that a shortened key stands for.
 
         Raises:
             TraceKeyError: there is no such value, or several; the message names the nearest and the reason.
@@ -217,9 +216,7 @@ class Values(Mapping[Any, torch.Tensor]):
         return [some[text] for text in near]
 
     def live(self, key: Any) -> torch.Tensor:
-        """Return the tensor itself with its graph, from a trace that keeps it.
-
-        A later operation in place shows in this tensor, and not in ``values[key]``.
+        """The tensor itself with its graph, from a trace that keeps it. Later in-place operations show in it.
 
         Raises:
             TraceError: the trace keeps no graph.
@@ -234,10 +231,10 @@ class Values(Mapping[Any, torch.Tensor]):
             raise TraceError("this trace holds detached copies only; use recorder.trace(model, ..., keep_graph=True)")
 
     def grad(self, y: Any, x: Any, v: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the vector-Jacobian product of two values: what ``x`` receives where ``y`` receives ``v``.
+        """The vector-Jacobian product of two values: what ``x`` receives where ``y`` receives ``v``.
 
-        Both are taken as they were when the trace saw them. The call may be repeated, and changes no ``.grad`` and
-        nothing in the trace. Other hooks on the graph see it, as they see any `torch.autograd.grad`.
+        Both values are as the trace saw them. The call may be repeated, and changes no ``.grad`` and nothing in the
+        trace. Other hooks on the graph see it, as they see any `torch.autograd.grad`.
 
         Args:
             y: the key of the value that is differentiated.
@@ -303,7 +300,7 @@ class Values(Mapping[Any, torch.Tensor]):
         return f"{len(self)} values, {sum(map(_num_bytes, self._tensors.values())):,} bytes"
 
     def _table(self) -> list[tuple[str, ...]]:
-        """Return the titles, and a row for each value; of many values those in the middle are left out."""
+        """The titles, and a row for each value; of many values those in the middle are left out."""
         keys = list(self._tensors)
         shown = keys if len(keys) <= _MAX_ROWS else keys[: _MAX_ROWS * 3 // 4] + keys[-_MAX_ROWS // 4 :]
         rows = [_row(key, self._tensors[key]) for key in shown]
@@ -322,11 +319,11 @@ class Values(Mapping[Any, torch.Tensor]):
 
 
 class _NotKeptError(Exception):
-    """A tensor of which no copy can be kept; its text is the reason."""
+    """The reason why a tensor cannot be copied."""
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the same kind, without a graph, that no mode of the caller sees being made."""
+    """A copy of the same kind, without a graph, made so that no mode of the caller sees it."""
     functorch = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(tensor):
         raise _NotKeptError("seen inside vmap, grad or another function transform, outside which it has no meaning")

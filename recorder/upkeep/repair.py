@@ -25,8 +25,7 @@ import pyarrow as pa
 from ..columns import PAYLOAD, note_members
 from ..errors import CorruptError, RunError
 from ..format.rundir import index_name, open_name, parse_shard_name, shard_name
-from ..read.salvage import Salvaged, salvage
-from ..read.shard import Shard, open_sealed
+from ..read.shard import Salvaged, Shard, open_sealed, salvage
 from ..read.shard_rows import POSITION_FIELDS, SHARD_BYTES_KEY
 from ..read.writers import RecordedWriter
 from ..run.run import Run

@@ -27,8 +27,7 @@ from ..read.messages import (
     footer_bytes,
     footer_text,
 )
-from ..read.salvage import salvage
-from ..read.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout
+from ..read.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout, salvage
 from ..read.shard_rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
 from ..read.writers import RecordedWriter
 from ..run.notes import strays, unsealed_note

@@ -11,7 +11,7 @@ import pytest
 from recorder.analyze.doctor.slots import Slots, match_rule
 from recorder.errors import LookupFailedError
 from recorder.format.manifest import WriterManifest
-from recorder.globalview.decisions import parse_overrides
+from recorder.globalview.planner import parse_overrides
 from recorder.rules import choose, nearest, parse_patterns, parse_rules
 from recorder.run.run import open_run
 from recorder.run.selection import Selection

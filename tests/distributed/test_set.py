@@ -21,7 +21,7 @@ from recorder.cli.commands import set as set_command
 from recorder.cli.output import print_reply
 from recorder.errors import CommandError
 from recorder.format.commands import COMMANDS, command_name
-from recorder.read.manifests import read_modules
+from recorder.read.run import read_modules
 from recorder.run.status import RankNow, RunWatch
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS, Finished

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from recorder.format.manifest import Balance, RunManifest, WriterManifest
-from recorder.format.members import Shared
-from recorder.format.roots import Stage
+from recorder.format.manifest import Balance, RunManifest, Stage, WriterManifest
+from recorder.format.rundir import Shared
 
 MODULE = {"path": "up", "class": "Linear", "params": ["weight"], "tied": {"weight": "down.weight"}, "dtensor": True}
 ROOT = {

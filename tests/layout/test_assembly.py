@@ -20,8 +20,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from recorder.layout.placement import NoPlan, Plan, RankChunk
-from recorder.layout.regions import Source, assemble, flat_boxes, overlap, shard, strided_shard
+from recorder.layout.regions import Source, assemble, overlap, shard, strided_shard
 from recorder.layout.rules import decide_state
+from recorder.numerics.dtypes import flat_boxes
 
 Array = npt.NDArray[np.int64]
 Placement = dict[str, Any]

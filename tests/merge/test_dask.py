@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is cut by the process that hands it out: units of a step, pieces of one or two."""
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", UNIT_BYTES)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", UNIT_BYTES)
     monkeypatch.setattr("recorder.run.step_ranges.MAX_ROWS", 20)
     monkeypatch.setattr("recorder.analyze.export.tensors.BATCH_BYTES", 200)
 
@@ -272,7 +272,7 @@ def test_a_lost_scheduler_ends_a_merge_that_can_go_on_later(run: Path, tmp_path:
 def test_an_interrupt_leaves_nothing_half_written(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     program = (
-        f"import sys, recorder.merge.plan; recorder.merge.plan.UNIT_BYTES = {UNIT_BYTES}\n"
+        f"import sys, recorder.merge.unit; recorder.merge.unit.UNIT_BYTES = {UNIT_BYTES}\n"
         "from recorder.cli.app import run_command; run_command(sys.argv[1:])"
     )
     with started_cluster(tmp_path / "cluster", 1, is_slow=True) as cluster:

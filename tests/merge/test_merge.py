@@ -12,7 +12,7 @@ import pytest
 from recorder.errors import CorruptError
 from recorder.format.codec import EncodedPayload, Encoder, concatenate, decode, max_encoded_bytes
 from recorder.merge.merge import merge_run
-from recorder.merge.plan import Inputs
+from recorder.merge.unit import Inputs
 from recorder.read.shard import CheckedBatch, Shard
 from recorder.run.run import open_run
 from tests.rigs.handmade import HandmadeWriter, make_parts, make_ref, make_row, make_run
@@ -35,7 +35,7 @@ def test_a_merged_run_holds_what_the_global_view_shows(tmp_path: Path) -> None:
 def test_order_of_execution_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a step is cut into pieces that are merged one by one."""
     run, out = make_small_run(tmp_path / "run"), tmp_path / "out"
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 200)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", 200)
     merge_run(open_run(run), out)
     assert any("-02of" in name for name in units(out))
 
@@ -118,7 +118,7 @@ def test_parts_and_references_become_rows_of_their_own(tmp_path: Path) -> None:
 
 def test_a_step_that_exceeds_a_unit_is_cut_into_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = make_small_run(tmp_path / "run"), tmp_path / "out"
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 128)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", 128)
     report = merge_run(open_run(run), out)
     assert report.num_units > 8
     assert_is_merge(out, run)
@@ -154,7 +154,7 @@ def test_steps_that_were_merely_counted_are_read_from_all_units(
         writer = HandmadeWriter(run, rank)
         add_steps(writer, range(4))
         writer.finish(roots=roots(), step_source="counted")
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 600)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", 600)
     merge_run(open_run(run), out)
     assert len(units(out)) > 1
     for step in range(4):
@@ -163,8 +163,8 @@ def test_steps_that_were_merely_counted_are_read_from_all_units(
 
 def test_a_plan_covers_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = open_run(make_small_run(tmp_path / "run", steps=9))
-    monkeypatch.setattr("recorder.merge.plan.UNIT_ROWS", 40)
-    monkeypatch.setattr("recorder.merge.plan.ROWS_PER_WRITER", 10)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_ROWS", 40)
+    monkeypatch.setattr("recorder.merge.unit.ROWS_PER_WRITER", 10)
     windows = list(Inputs(run, {}).windows())
     assert [step for first, last, _ in windows for step in range(first, last)] == list(range(9))
     assert len(windows) == 5
@@ -218,7 +218,7 @@ def test_a_reference_into_another_window_is_followed(tmp_path: Path, monkeypatch
     writer = HandmadeWriter(run)
     writer.add_shard([[row] for row in rows])
     writer.finish(roots=roots([0]))
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 1)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", 1)
     merge_run(open_run(run), out)
     assert np.array_equal(open_run(out).array("layers.0", step=5), values)
     assert_is_merge(out, run)

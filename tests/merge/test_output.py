@@ -105,7 +105,7 @@ def test_missing_parents_are_made_and_directories_are_private(tmp_path: Path) ->
 def test_a_full_disk_is_one_error_and_the_merge_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = make_small_run(tmp_path / "run", steps=6), tmp_path / "out"
     source = tree(run)
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 700)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", 700)
     disk = FaultyDisk()
     monkeypatch.setattr("recorder.merge.shards.Disk", lambda: disk)
     disk.free_for_writes = 200_000

@@ -53,7 +53,7 @@ def test_a_merge_that_is_killed_at_any_instant_goes_on_where_it_was(folder: Path
 
 SLOW_MERGE = """
 import sys, time
-import recorder.merge.merge as merge, recorder.merge.plan as plan
+import recorder.merge.merge as merge, recorder.merge.unit as plan
 plan.UNIT_BYTES = 700
 build = merge._build
 def slow(*args):
@@ -107,7 +107,7 @@ def test_workers_end_with_a_merge_that_is_killed_or_interrupted(
     assert process.returncode != 0
     with pytest.raises(NotARunError, match=f"an unfinished merge; run it again, what is finished is kept: {again}"):
         open_run(out)
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 700)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", 700)
     report = merge_run(open_run(run), out)
     assert 2 <= report.num_kept_units < report.num_units
     assert_is_merge(out, run)

@@ -43,7 +43,7 @@ class Inline(Executor):
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 700)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", 700)
 
 
 def test_every_executor_makes_the_same_run(tmp_path: Path) -> None:

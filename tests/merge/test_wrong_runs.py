@@ -236,7 +236,7 @@ def test_an_attempt_that_died_within_a_step_does_not_replace_one_that_completed_
                 writer.add_shard([[row | {"micro_step": None} for row in rows]])
             started_ns = 1_700_000_000_000_000_000 + attempt
             writer.finish(roots=roots(), attempt=attempt, started_ns=started_ns, state="recording", pid=2**22 + 1)
-    monkeypatch.setattr("recorder.merge.plan.UNIT_BYTES", 1)
+    monkeypatch.setattr("recorder.merge.unit.UNIT_BYTES", 1)
     _, out = merged(run)
     assert np.array_equal(open_run(out).array("layers.0", "param", step=1), weight(1))
     assert_is_merge(out, run)

@@ -12,7 +12,6 @@ import pytest
 
 from recorder.capture.staging.measure import measure
 from recorder.numerics.distributions import (
-    added_by_group,
     bins_of,
     extent,
     histogram_line,
@@ -20,6 +19,7 @@ from recorder.numerics.distributions import (
     subnormal_count,
 )
 from recorder.numerics.histogram import Histogram
+from recorder.numerics.moments import added_by_group
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from recorder.capture.staging.measure import measure
 from recorder.errors import CorruptError
 from recorder.numerics.dtypes import ITEM_BYTES
-from recorder.numerics.histogram import Histogram, added, of_row
+from recorder.numerics.histogram import Histogram, of_row
+from recorder.numerics.moments import added
 from recorder.records import KEEP_HISTOGRAM, KEEP_STATS
 from tests.rigs import independent
 

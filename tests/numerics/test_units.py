@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from recorder.capture.staging.measure import measure
 from recorder.errors import CorruptError
-from recorder.numerics.units import MAX_UNITS, ChunkUnits, Units, joined, sides_of
+from recorder.numerics.moments import ChunkUnits, joined
+from recorder.numerics.units import MAX_UNITS, Units, sides_of
 from recorder.records import KEEP_STATS, KEEP_UNITS, Chunk, Measured
 from tests.rigs import independent
 

@@ -23,7 +23,7 @@ import pytest
 import recorder
 from recorder.cli.app import run_command
 from recorder.format.rundir import encode_manifest, open_name, read_json
-from recorder.read.salvage import salvage
+from recorder.read.shard import salvage
 from recorder.run.run import open_run
 from recorder.storage.untrusted_files import GrowingFile
 from recorder.system.processes import own_process

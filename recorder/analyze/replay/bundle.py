@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from ...errors import CorruptError, LookupFailedError, RunError
-from ...format.members import parse_object
+from ...format.rundir import parse_object
 from ...rules import hint
 from ...run.run import Run
 from ...sites import CALL, OF_REPLAY

@@ -14,12 +14,12 @@ from typing import Any
 
 from ...errors import CorruptError, RunError, StoreError
 from ...format.manifest import Balance, Lifetime
-from ...format.members import Members
 from ...format.rundir import (
     MAX_MANIFEST_BYTES,
     STATUS,
     STATUS_BYTES,
     WRITER_MANIFEST,
+    Members,
     encode_manifest,
     index_name,
     parse_json,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import recorder.merge.plan
+import recorder.merge.unit
 from recorder.errors import NotARunError
 from recorder.merge.merge import merge_run
 from recorder.run.run import open_run
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     scenario: str = arguments.scenario
-    recorder.merge.plan.UNIT_BYTES = 700  # several units
+    recorder.merge.unit.UNIT_BYTES = 700  # several units
     run, begun, out = folder / "run", folder / "begun", folder / "out"
     make_small_run(run, steps=4)
     before: list[Any] | None = None
