@@ -98,7 +98,7 @@ def constant(dim: int) -> int:
 
 
 class _Plan(NamedTuple):
-    """How a tensor is cut: runs, one for each index of the outer dims, of blocks of whole rows of the dims inside."""
+    """How a tensor is cut: runs, one for each index of the outer dims, of blocks of rows of the dims inside."""
 
     block_shape: tuple[int, ...]
     outer_shape: tuple[int, ...]

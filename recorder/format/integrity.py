@@ -19,7 +19,7 @@ from .rundir import parse_object
 METADATA_KEY = b"recorder_batch"
 METADATA_CRC_KEY = b"recorder_batch_crc32c"
 FILE_CRC_KEY = b"recorder_file_crc32c"
-"""Key in the footer's `custom_metadata`; its value is the checksum of the whole file, 8 hexadecimal digits."""
+"""Key in the footer's `custom_metadata`; its value is the checksum of the file, 8 hexadecimal digits."""
 NO_DIGITS = b"00000000"
 """The digits in the place of the file's checksum while that checksum is computed."""
 
@@ -39,7 +39,7 @@ class BatchHeader(NamedTuple):
     num_batches: int | None
     """On the seal: batches of the shard, the seal included."""
     has_file_crc: bool
-    """On the seal: the footer holds the checksum of the whole file."""
+    """On the seal: the footer holds the checksum of the file."""
 
 
 def batch_metadata(

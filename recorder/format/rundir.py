@@ -1,4 +1,4 @@
-"""The files of a run directory beside its rows: their names, the version of the format, and their JSON.
+"""The files of a run directory besides its rows: their names, the version of the format, and their JSON.
 
 Manifests are untrusted input: `Members` reads each member as the kind that is expected. A member that is missing or
 null has its default; a member of another kind has it too, is taken out of the object, and a sentence says where it was

@@ -1,1 +1,1 @@
-"""The rows of all ranks as the tensors of the whole model: which rows are one value, and how it is put together."""
+"""The rows of all ranks as the tensors of the complete model: which rows hold one value, and how it is put together."""

@@ -71,7 +71,7 @@ class GroupedValues(NamedTuple):
 
     rows: GroupedRows
     keys: Integers
-    """For each value, a number that stands for its key: root, module, site, name, mode, phase, step and the rest."""
+    """For each value, a number for its key: root, module, site, name, mode, phase, step and the rest."""
     forward_keys: Integers
     """For each value that is a gradient, the key of the value whose gradient it is; else -1."""
     order: Integers

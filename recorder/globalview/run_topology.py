@@ -356,7 +356,7 @@ class OwnParameters:
         self._claimed: _Names = {(root, full) for root, full, _ in reasons}
         """Parameters that a manifest calls a rank's own."""
         self._stated: _Names = {(root, full) for root, full, reason in reasons if reason != _IGNORED}
-        """Those that the program itself calls so; the others its wrapper was told to ignore."""
+        """Those that the program itself calls so; the wrapper ignores the others."""
 
     @cached_property
     def _names(self) -> _Names:
@@ -398,7 +398,7 @@ class OwnParameters:
         return bool(self._claimed) and _is_of(self._names, root, module_path, name)
 
     def began_alike(self, root: str, module_path: str, name: str) -> bool:
-        """Whether a wrapper was told to ignore a parameter, although it began equal on all ranks."""
+        """Whether a wrapper ignores a parameter, although it began equal on all ranks."""
         return bool(self._claimed) and _is_of(self._alike, root, module_path, name)
 
     def works_apart(self, root: str, module_path: str) -> bool:

@@ -29,7 +29,7 @@ from .view import LoadedRows
 
 
 def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
-    """Whether a row of a merged run says that it lacks ranks."""
+    """Whether a row of a merged run says that ranks are missing."""
     metadata.load(["note"])
     note = metadata.text("note", int(positions[0]))
     return "partial" in note_members(note)
@@ -330,7 +330,7 @@ def describe(
         for fill in made.fills:
             if len(fill.terms) > 1:
                 ops |= {term.chunk: ops[term.chunk] or _op_of(fill, made) for term in fill.terms}
-        again = {i for i, op in ops.items() if op and i not in starts}  # of a mesh that has the whole sum twice
+        again = {i for i, op in ops.items() if op and i not in starts}  # of a mesh that has the complete sum twice
         copies |= again
         starts |= {i: _beside(chunks, i, starts) for i in again}
     meshes = [parse_mesh(chunk.mesh) for chunk in chunks]

@@ -199,13 +199,13 @@ class ValueRows(NamedTuple):
     step: int
     key: ValueKey
     stage: Stage | None
-    """The pipeline stage that ran it; the numbers of a step are of the whole program."""
+    """The pipeline stage that ran it; the numbers of a step belong to the program."""
     leaf: Leaf
     group: DataParallelGroup
     indices: list[int]
     """Indices of the value's rows among the grouped rows."""
     codes: tuple[int, ...]
-    """For each row, the number that stands for its chunk."""
+    """For each row, the number of its chunk."""
     chunks: list[RankChunk]
     ranks: tuple[int, ...]
     positions: tuple[int, ...]

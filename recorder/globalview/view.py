@@ -204,7 +204,7 @@ class GlobalRows:
         """Made by `GlobalView.rows`. `roots` names, for each root that is a pipeline stage, the root of the model."""
         self._roots = roots
         self.findings = list(findings)
-        """What the reader should know; a finding about many values stands once."""
+        """What the reader should know; a finding about many values appears once."""
         self._metadata = metadata
         self._is_merged = assembler is None
         apart = [(value, value.plan) for value in values if isinstance(value.plan, NoPlan)]
@@ -339,7 +339,7 @@ class GlobalRows:
         return pc.replace_with_mask(notes, pa.array(is_changed), pa.array([*changed.values()], pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
-        """Rows that stay with their rank and lack a further part: they have no values to give."""
+        """Rows that stay with their rank and miss a further part: they have no values to give."""
         payload_bytes = columns["payload_bytes"].fill_null(NONE).to_numpy()
         is_cut = np.zeros(len(self._sources), bool)
         for i in np.flatnonzero(

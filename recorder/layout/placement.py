@@ -356,7 +356,7 @@ class Plan(NamedTuple):
     source: str
     op: str = "sum"
     copies: tuple[Ints, ...] = ()
-    """Groups of chunks that must hold the same values, by number; the first of a group stands in a fill."""
+    """Groups of chunks that must hold the same values, by number; the first of a group is in a fill."""
     scale: str | None = None
     dtype: str | None = None
     """The dtype of the result, where it is not that of the chunks."""
@@ -374,7 +374,7 @@ class Plan(NamedTuple):
 
     @property
     def is_replica(self) -> bool:
-        """Whether the chunks that are there make the whole tensor, so that any others are copies."""
+        """Whether the present chunks make the complete tensor, so that any others are copies."""
         is_whole = self.is_complete and self.dim is None and not self.needs_all
         return is_whole and all(fill.is_copy for fill in self.fills)
 

@@ -96,7 +96,7 @@ class Inputs:
         order = np.argsort(step, kind="stable")
         self._step, self._shard = step[order], np.concatenate(shards)[order]
         self._rows, self._bytes = rows[order], num_bytes[order]
-        # Where steps are merely counted, a later life of a rank replaces the earlier ones as a whole.
+        # Where steps are merely counted, a later life of a rank replaces all earlier ones.
         is_counted = any(writer.is_counted for writer in run.writers)
         self._constant.append(self._writers if is_counted else None)
 
@@ -150,7 +150,7 @@ class Inputs:
         rows = np.zeros(len(shards), np.int64)
         np.add.at(rows, index.reshape(-1), self._rows[begin:end])
         listed = [(*self._shards[shard], count) for shard, count in zip(shards.tolist(), rows.tolist(), strict=True)]
-        # Writers stand by name, not by number: numbers move when an earlier rank starts to write.
+        # Writers are given by name, not by number: numbers change when an earlier rank starts to write.
         named = sorted([*self._writers[number][:2], *rest] for number, *rest in listed)
         writers = [self._writers[number] for number in sorted({number for number, *_ in listed})]
         text = json.dumps([self._constant, writers, named], separators=(",", ":"), sort_keys=True)

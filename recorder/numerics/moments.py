@@ -27,13 +27,13 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 Columns = dict[str, npt.NDArray[Any]]
-"""Statistics by name; NaN stands for null."""
+"""Statistics by name; NaN is null."""
 _CHUNK_ITEMS = 1 << 16
 _JOIN = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum}
 _OF_NONE = {Combine.SUM: 0.0, Combine.MIN: math.inf, Combine.MAX: -math.inf}
 """What rows without values contribute, by how their column is combined."""
 _NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
-"""The other columns that a statistic is made of. Where a row lacks one, the group has no such statistic."""
+"""The other columns that a statistic is made of. The group has the statistic only where each row has all of them."""
 
 
 class Moments:
@@ -189,7 +189,7 @@ def numbers(column: Any) -> Floats:
 
 
 def integers(column: Any, null: int = -1) -> Integers:
-    """A column of whole numbers as int64."""
+    """A column of integers as int64."""
     return np.asarray(column.cast(pa.int64()).fill_null(null).to_numpy(), np.int64)
 
 
@@ -295,15 +295,15 @@ def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes
 
 
 class ChunkUnits(NamedTuple):
-    """Units of a chunk, and where they belong among those of the whole tensor."""
+    """Units of a chunk, and their place among the units of the tensor."""
 
     units: Units
     ranges: Iterable[tuple[int, int, int]]
-    """First unit in the chunk, first unit in the whole, how many."""
+    """First unit in the chunk, first unit in the tensor, number of units."""
 
 
 def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
-    """Return the sums of a whole tensor. Where several chunks have values of a unit, their sums add up.
+    """The sums over the units of a tensor. Where several chunks have values of a unit, their sums add up.
 
     Raises:
         ValueError: the chunks do not fit.

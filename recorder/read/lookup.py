@@ -228,7 +228,7 @@ def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], po
     if len(set(ranks)) == len(ranks):
         return positions
     if any(writers[number].is_counted for number in used):
-        newest = {writers[number].rank: number for number in used}  # writers stand in the order of their start
+        newest = {writers[number].rank: number for number in used}  # writers are in the order of their start
         return positions[np.isin(numbers, list(newest.values()))]
     keys = np.stack([rows.keys(name, positions).codes for name in QUALIFIERS if name != "attempt"])
     _, group = np.unique(keys, axis=1, return_inverse=True)

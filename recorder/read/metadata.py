@@ -228,7 +228,7 @@ class StepSizes(NamedTuple):
 
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
-    """A sentence for each pipeline that lacks stages; a rank with several stages has a root for each."""
+    """A sentence for each pipeline with missing stages; a rank with several stages has a root for each."""
     numbers_of: dict[int, set[int]] = {}
     for stage in stages.values():
         numbers_of.setdefault(stage.num_stages, set()).add(stage.number)
@@ -251,8 +251,8 @@ def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tup
         stage_of_row[(writers == writer) & (roots.codes == roots.code(root))] = stage.number
     if not stages:
         notes = rows.keys("note", positions)
-        told = [note_members(text).get("stage") for text in notes.texts or ()]
-        sound = (stage if type(stage) is int and 0 <= stage < MAX_STAGES else NONE for stage in told)
+        stated = [note_members(text).get("stage") for text in notes.texts or ()]
+        sound = (stage if type(stage) is int and 0 <= stage < MAX_STAGES else NONE for stage in stated)
         stage_of_row = np.array([*sound, NONE])[notes.codes]
     return stage_of_row
 
@@ -262,7 +262,7 @@ class MicroBatches:
 
     def __init__(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
         self.stage: Ints = np.full(len(chosen), NONE)
-        """`NONE` outside of pipelines, and for the numbers of a step, which belong to the whole program."""
+        """`NONE` outside of pipelines, and for the numbers of a step, which belong to the program."""
         self.micro_step: Ints = np.zeros(len(chosen), np.int64)
         """0 outside of pipelines."""
         self.key: Ints = rows.numbers("micro_step")[chosen].copy()
@@ -297,7 +297,7 @@ def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
 
 
 def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:
-    """The micro-batches that a rank lacks although another rank has them, as a text; empty where none is missing."""
+    """The micro-batches that one rank is missing and another one has, as a text; empty where there are none."""
     everything = known | set(micro_steps)
     of_rank: dict[int, set[int]] = {}
     for rank, micro_step in zip(ranks, micro_steps, strict=True):

@@ -82,7 +82,7 @@ class Layout:
         self._never_null = ours & _NEVER_NULL
 
     def has(self, column: str) -> bool:
-        """Whether the file has a column; a file of an earlier version may lack it."""
+        """Whether the file has a column; a file of an earlier version may not have it."""
         return column in self._index_of
 
     def indices(self, columns: Sequence[str]) -> list[int]:
@@ -137,7 +137,7 @@ class Layout:
 
 
 class Shard:
-    """The batches of one file by number, without the seal. A salvaged file may lack some."""
+    """The batches of one file by number, without the seal. A salvaged file may miss some."""
 
     def __init__(
         self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, MessageBlock]
@@ -275,7 +275,7 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
 
 
 def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
-    """The batch with exactly these columns; columns that it lacks are null."""
+    """The batch with exactly these columns; columns that it does not have are null."""
     if not columns:
         return batch.select([])
     have = set(batch.schema.names)

@@ -45,7 +45,7 @@ class ShardRows:
         self.is_sealed = is_sealed
         self.size_bytes = size_bytes
         self.num_trailing_bytes = 0
-        """Bytes behind the last whole batch of a shard without footer; zeros not counted."""
+        """Bytes behind the last complete batch of a shard without footer; zeros are not counted."""
         self.tail_damage = ""
         """Why the trailing bytes are no write that was cut; empty where they may be one, or the writer is at work."""
         self.damage: list[str] = []
@@ -165,7 +165,7 @@ class ShardRows:
             try:
                 return store.open_growing(self.path)
             except FileNotFoundError:
-                return store.open_growing(final)  # sealed since: the batches stand where they stood
+                return store.open_growing(final)  # sealed since: the batches are where they were
 
         salvaged = salvage(lambda: store.open_growing(self.path), max_batches=max_batches)
         self._shard = Shard(open_source, salvaged.layout, salvaged.blocks)

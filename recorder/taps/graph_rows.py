@@ -23,7 +23,7 @@ _MAX_CALLS = 1024
 """Calls at one tap of one graph whose gradients can be distinguished."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
-"""Marks the gradient of a tap's result, which unlike a tensor hook's lacks the share from uses inside the module."""
+"""Marks the gradient of a tap's result, which unlike a tensor hook's has no share from uses inside the module."""
 _Key = tuple[str, str, int]
 """Name, where and number of a tap, as the ops get them."""
 

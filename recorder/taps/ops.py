@@ -163,7 +163,7 @@ class _TapGrad(_SingleLevelFunction):
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("recorder", "FRAGMENT")
-    if hasattr(torch.ops.recorder, "tap"):  # another copy of this package was first, beside a user's own recorder.py
+    if hasattr(torch.ops.recorder, "tap"):  # another copy of this package was first, next to a user's own recorder.py
         return library
     for op, kernel, function in (("tap", _tap, _Tap), ("tap_grad", _tap_grad, _TapGrad)):
         library.define(f"{op}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -244,7 +244,7 @@ def _differentiable(function: Any, op: Any) -> Any:
 
 def _batched(op: Any) -> Any:
     def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, int]:
-        """Record the whole batch as one value, with its dim in front."""
+        """Record the batch as one value, with its dim in front."""
         return op(x.movedim(in_dims[0], 0), *key), 0
 
     return batched
