@@ -171,7 +171,7 @@ def test_show_draws_the_last_histogram_of_each_value(runs: tuple[Path, Path], cl
         "histogram: the last of each, |x| from 2^-20 to 2^2; the lowest block is one in a million"
     )
     assert lines[3].split()[-2:] == ["trend", "histogram"]
-    assert lines[4].endswith(f"!       {histogram_line(bins_of([of(TINY)], 24).shares[0])}")
+    assert lines[4].endswith(f"!      {histogram_line(bins_of([of(TINY)], 24).shares[0])}")
     assert "dead units  values" in lines[6] and lines[7].split()[-2:] == ["0/4", "no"]
     assert cli("show", runs[1], "act").out.splitlines()[-1].split()[-2:] == ["1/4", "no"]
     plain = cli("show", runs[1], "plain").out
