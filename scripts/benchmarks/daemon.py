@@ -215,10 +215,7 @@ def _beside(options: argparse.Namespace, folder: Path) -> None:
     }  # fmt: skip
     phases: list[tuple[bool, float, float]] = []
     try:
-        with (
-            tempfile.TemporaryFile() as out,
-            _daemon(folder, f"s3://{BUCKET}/beside", env) as (daemon, port, _),
-        ):
+        with tempfile.TemporaryFile() as out, _daemon(folder, f"s3://{BUCKET}/beside", env) as (daemon, port, _):
             command = [sys.executable, "-m", "scripts.benchmarks.stepping", str(seconds + _SETTLE_S)]
             training = subprocess.Popen(command, env=recorded, stdout=out, stderr=subprocess.DEVNULL, cwd=ROOT)
             try:

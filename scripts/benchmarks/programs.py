@@ -135,10 +135,7 @@ def measure(name: str, num_steps: int, folder: Path, **env: str) -> Measured:
         env = {"OMP_NUM_THREADS": "1", "RECORDER_DIR": directory, **env}
         began_s = time.monotonic()
         ended = run_fresh(
-            "scripts.benchmarks.programs",
-            [name, str(num_steps)],
-            clean_env(**env),
-            num_ranks=PROGRAMS[name].num_ranks,
+            "scripts.benchmarks.programs", [name, str(num_steps)], clean_env(**env), num_ranks=PROGRAMS[name].num_ranks
         )
         wall_s = time.monotonic() - began_s
         for path in Path(directory).rglob("_writer.json"):

@@ -148,10 +148,7 @@ def of_rows(folder: Path, num_rows: int) -> dict[str, float]:
     for name, work in works.items():
         progress(f"read: {name}")
         laps = [lap_of(work) for _ in range(3)]
-        found |= {
-            f"{name}_s": min(lap.wall_s for lap in laps),
-            f"{name}_cpu_s": min(lap.total_cpu_s for lap in laps),
-        }
+        found |= {f"{name}_s": min(lap.wall_s for lap in laps), f"{name}_cpu_s": min(lap.total_cpu_s for lap in laps)}
     for name in ("ls", "show"):
         command = [sys.executable, "-m", "recorder", name, str(run_dir)]
         progress(f"read: recorder {name}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.faults import power
+from tests.campaigns.faults import power, support
 from tests.campaigns.faults.power import Op, Scenario
 
 NAMES = ("record", "record, retire", "second rank", "repair")
@@ -19,7 +19,7 @@ NUM_PREFIXES, NUM_STATES = 6, 2
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="power-", dir=power.memory_folder()) as folder:
+    with tempfile.TemporaryDirectory(prefix="power-", dir=support.memory_folder()) as folder:
         yield Path(folder)
 
 

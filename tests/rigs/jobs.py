@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -140,3 +140,18 @@ def succeeded(job: Job) -> Finished:
     finished = job.wait()
     assert finished.returncode == 0, finished.output
     return finished
+
+
+def record_trainings(script: Path, folder: Path, names: Iterable[str]) -> None:
+    """Let a script record trainings into ``folder / name``, where the folder has none of the name yet.
+
+    Raises:
+        RuntimeError: a training failed.
+    """
+    missing = [name for name in dict.fromkeys(names) if not (folder / name).exists()]
+    command = [sys.executable, "-W", "ignore", str(script), str(folder), *missing]
+    if not missing:
+        return
+    ended = subprocess.run(command, env=environment({}), capture_output=True, timeout=3600, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"trainings failed:\n{ended.stderr[-4000:]}")

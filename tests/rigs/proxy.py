@@ -22,11 +22,7 @@ class FaultyProxy:
     """Forwards to the store at `url`, but for the requests for which `fault` names one of `FAULTS`."""
 
     def __init__(
-        self,
-        url: str,
-        fault: Callable[[str, str], str | None] = lambda method, path: None,
-        *,
-        mends: bool = False,
+        self, url: str, fault: Callable[[str, str], str | None] = lambda method, path: None, *, mends: bool = False
     ) -> None:
         """Start it.
 

@@ -204,10 +204,7 @@ class Objectives(StreakRule):
     name = "objectives"
     sentence = "The gradient of one objective at a shared tensor drowns that of another."
     sites, columns = ("tap",), ("sum_sq", "numel")
-    settings = (
-        Setting("ratio", 30, "times the smallest", CALIBRATED),
-        Setting("records", 10, "records", CALIBRATED),
-    )
+    settings = (Setting("ratio", 30, "times the smallest", CALIBRATED), Setting("records", 10, "records", CALIBRATED))
     needs = "needs objectives: recorder.objective('main', hidden) in the model, and site=tap keep=stats"
     what = "the gradient of this objective drowns that of another"
     measure, limit = "times the smallest gradient", "ratio"

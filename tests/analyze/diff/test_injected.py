@@ -54,20 +54,20 @@ def test_two_ranks_and_one_process_differ_by_noise_alone(folder: Path, name: str
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("injected_parallel")
-    injected.record_parallel(folder)
+    injected.PARALLEL.record(folder)
     return folder
 
 
 @pytest.mark.parametrize("one", [False, True], ids=["same layout", "one process"])
-@pytest.mark.parametrize("name", injected.PARALLEL_ERRORS)
+@pytest.mark.parametrize("name", injected.PARALLEL.errors)
 def test_an_error_of_tensor_parallel_ranks_is_named(parallel: Path, name: str, one: bool) -> None:
-    verdict = judging.judge(injected.compared_parallel(parallel, name, one=one), injected.PARALLEL_ERRORS[name])
+    verdict = judging.judge(injected.PARALLEL.compared(parallel, name, one=one), injected.PARALLEL.errors[name])
     assert verdict.word == "correctly", verdict
 
 
 @pytest.mark.parametrize("name", ["sound", "sound_sequence"])
 def test_tensor_parallel_ranks_and_one_process_differ_by_noise_alone(parallel: Path, name: str) -> None:
-    found = injected.compared_parallel(parallel, name, one=True)
+    found = injected.PARALLEL.compared(parallel, name, one=True)
     assert found.is_equal and found.culprits == [] and found.num_compared > 600
 
 

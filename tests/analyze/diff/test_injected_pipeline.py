@@ -9,7 +9,7 @@ import torch
 
 from recorder.cli.commands.diff import command
 from recorder.cli.output import print_reply
-from tests.campaigns.diff import injected_pipeline as injected
+from tests.campaigns.diff.injected import PIPELINE
 from tests.campaigns.diff.judging import judge
 
 pytestmark = pytest.mark.skipif(
@@ -20,24 +20,24 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("injected_pipeline")
-    injected.record(folder)
+    PIPELINE.record(folder)
     return folder
 
 
-@pytest.mark.parametrize("name", injected.ERRORS)
+@pytest.mark.parametrize("name", PIPELINE.errors)
 def test_an_error_is_named_against_the_same_stages(folder: Path, name: str) -> None:
-    verdict = judge(injected.compared(folder, name, one=False), injected.ERRORS[name])
+    verdict = judge(PIPELINE.compared(folder, name, one=False), PIPELINE.errors[name])
     assert verdict.word == "correctly", verdict
 
 
 @pytest.mark.parametrize("name", ["rate", "stale", "scaled_micro_batch", "handed_back", "dropout_seed"])
 def test_an_error_is_named_against_one_process_beyond_the_noise(folder: Path, name: str) -> None:
-    verdict = judge(injected.compared(folder, name, one=True), injected.ERRORS[name])
+    verdict = judge(PIPELINE.compared(folder, name, one=True), PIPELINE.errors[name])
     assert verdict.word == "correctly", verdict
 
 
 def test_a_pipeline_and_one_process_agree_and_what_stages_hand_on_is_no_difference(folder: Path) -> None:
-    found = injected.compared(folder, "sound", one=True)
+    found = PIPELINE.compared(folder, "sound", one=True)
     assert found.is_equal and found.culprits == [] and found.num_compared > 400
     # Of each step and micro-batch: what goes forward and what comes back, on either side.
     assert (found.num_handed_on_a, found.num_handed_on_b) == (0, 3 * 4 * 2 * 2)
@@ -45,21 +45,21 @@ def test_a_pipeline_and_one_process_agree_and_what_stages_hand_on_is_no_differen
 
 
 def test_what_stages_hand_on_is_compared_where_both_runs_have_the_same_stages(folder: Path) -> None:
-    found = injected.compared(folder, "transposed", one=False)
+    found = PIPELINE.compared(folder, "transposed", one=False)
     first = found.culprits[0]
     assert (first.site, first.seen_at, first.why) == ("input", "", "stage 1 was handed something else by stage 0")
     assert first.stages == [1] and found.num_handed_on_a == found.num_handed_on_b == 0
 
 
 def test_the_stage_and_the_micro_batch_are_told(folder: Path) -> None:
-    stale, scaled = (injected.compared(folder, name, one=False).culprits[0] for name in ("stale", "scaled_micro_batch"))
+    stale, scaled = (PIPELINE.compared(folder, name, one=False).culprits[0] for name in ("stale", "scaled_micro_batch"))
     assert (stale.stages, stale.num_params, stale.micro_batches) == ([1], 10, [])
     assert (scaled.why, scaled.stages, scaled.micro_batches) == ("the loss", [1], [2])
 
 
 @pytest.mark.parametrize("one", [False, True], ids=["same layout", "one process"])
 def test_of_a_number_that_differs_between_ranks_the_wrong_ranks_own_is_told(folder: Path, one: bool) -> None:
-    rate = injected.compared(folder, "rate", one=one).culprits[0]
+    rate = PIPELINE.compared(folder, "rate", one=one).culprits[0]
     assert (rate.site, rate.why, rate.ranks) == ("scalar", "the learning rate", [1])
     assert rate.factor == pytest.approx(1.1) and rate.max_abs == pytest.approx(0.01)
 

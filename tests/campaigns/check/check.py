@@ -8,8 +8,6 @@ units and histograms have to judge it. `--seed 70` asks the same of other traini
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -123,8 +121,7 @@ def record(folder: Path, names: list[str]) -> None:
     """Record trainings of these names, where they are not there yet."""
     new = [name for name in dict.fromkeys(names) if not (folder / name).exists()]
     for start in range(0, len(new), _AT_ONCE):
-        command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *new[start : start + _AT_ONCE]]
-        subprocess.run(command, check=True, env=jobs.environment({}), capture_output=True, timeout=3600)
+        jobs.record_trainings(SCRIPT, folder, new[start : start + _AT_ONCE])
 
 
 def judged(folder: Path, name: str, baselines: list[str]) -> Checked:

@@ -7,8 +7,6 @@ Then a training goes wrong from a later step on, by when rounding has driven the
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,8 +40,7 @@ DROWNED = ("scaled_gradient", "rough_activation")
 
 def record(folder: Path, names: list[str]) -> None:
     """Record trainings of these names, and their twins."""
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *dict.fromkeys(names)]
-    subprocess.run(command, check=True, env=jobs.environment({}), capture_output=True, timeout=600)
+    jobs.record_trainings(SCRIPT, folder, names)
 
 
 def record_pairs(folder: Path, kind: str, seed: int, pairs: tuple[tuple[str, str], ...] = PAIRS) -> None:

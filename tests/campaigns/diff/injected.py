@@ -7,22 +7,18 @@ process that had the whole batch, beyond the noise that a twin of it shows.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import recorder
 from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
 from tests.rigs import jobs
 
-from . import injected_pipeline
-from .judging import ALL, Error, judge
+from .judging import ALL, Error, judge, one_of
 
-SCRIPT = Path(__file__).parent / "programs" / "inject.py"
-PARALLEL_SCRIPT = Path(__file__).parent / "programs" / "inject_parallel.py"
+PROGRAMS = Path(__file__).parent / "programs"
 REPOSITORY = Path(__file__).parents[3]
 TWIN = "+jitter=1"
 
@@ -68,37 +64,82 @@ ERRORS = {
 }
 """By the name in `programs/inject.py`."""
 
-PARALLEL_ERRORS = {
-    "dropout_seed": Error("drop", "forward", rank=1),
-    "bias_on_each_rank": Error("blocks.1.mlp.down", "forward"),
-    "norm_not_summed": Error("blocks.1.mlp_norm", "reduction", 1, base="sound_sequence"),
-}
-"""By the name in `programs/inject_parallel.py`: of tensor and sequence parallel ranks."""
+
+class Launched(NamedTuple):
+    """Trainings of two ranks that are launched for themselves, compared with one process and with a sound layout."""
+
+    title: str
+    script: Path
+    errors: dict[str, Error]
+    """By the name in the script."""
+    sound: tuple[str, ...]
+
+    def record(self, folder: Path) -> None:
+        """Record these trainings, and what they are compared with."""
+        settings: Any = {"PYTHONPATH": str(REPOSITORY)}
+        ranks = jobs.ranks(folder / "ranks", self.script, folder, **settings)
+        jobs.succeeded(jobs.python(folder / "process", self.script, folder, **settings))
+        jobs.succeeded(ranks)
+
+    def compared(self, folder: Path, name: str, *, one: bool) -> Diff:
+        """A training against the sound one of the same layout, or against one process that had the whole batch."""
+        run = recorder.open_run(folder / name)
+        if not one:
+            base = self.errors[name].base if name in self.errors else name
+            return diff(recorder.open_run(folder / base), run)
+        return diff(recorder.open_run(folder / "one"), run, noise=[recorder.open_run(folder / "twin")])
+
+    def show(self, folder: Path) -> int:
+        """Print a line for each error; how many are not named correctly, or are false alarms."""
+        self.record(folder)
+        num_bad = 0
+        for one in (False, True):
+            print(f"{self.title}, against {'one process' if one else 'the same layout'}:")
+            for name, error in self.errors.items():
+                verdict = judge(self.compared(folder, name, one=one), error)
+                num_bad += verdict.word != "correctly"
+                print(f"  {name:28} {verdict.word:10} {verdict.named}")
+        for name in self.sound:
+            is_equal = self.compared(folder, name, one=True).is_equal
+            num_bad += not is_equal
+            print(f"  {name:28} {'equal' if is_equal else 'false alarm'}")
+        return num_bad
 
 
-def record_parallel(folder: Path) -> None:
-    """Record those trainings, and what they are compared with."""
-    settings: Any = {"PYTHONPATH": str(REPOSITORY)}
-    ranks = jobs.ranks(folder / "ranks", PARALLEL_SCRIPT, folder, **settings)
-    jobs.succeeded(jobs.python(folder / "process", PARALLEL_SCRIPT, folder, **settings))
-    jobs.succeeded(ranks)
-
-
-def compared_parallel(folder: Path, name: str, *, one: bool) -> Diff:
-    """One of those beside the sound training of the same layout, or of one process."""
-    error = PARALLEL_ERRORS.get(name)
-    run = recorder.open_run(folder / name)
-    if not one:
-        return diff(recorder.open_run(folder / (error.base if error else name)), run)
-    return diff(recorder.open_run(folder / "one"), run, noise=[recorder.open_run(folder / "twin")])
+PARALLEL = Launched(
+    "tensor and sequence parallel",
+    PROGRAMS / "inject_parallel.py",
+    {
+        "dropout_seed": Error("drop", "forward", rank=1),
+        "bias_on_each_rank": Error("blocks.1.mlp.down", "forward"),
+        "norm_not_summed": Error("blocks.1.mlp_norm", "reduction", 1, base="sound_sequence"),
+    },
+    ("sound", "sound_sequence"),
+)
+PIPELINE = Launched(
+    "pipeline",
+    PROGRAMS / "inject_pipeline.py",
+    {
+        "rate": Error(ALL, "update", rank=1),
+        "stale": Error(ALL, "update", 1, rank=1),
+        "momentum": Error(ALL, "update", 1, rank=1),
+        "lost_micro_batch": Error("", "backward", 1, rank=1),
+        "scaled_micro_batch": Error("", "backward", 1, rank=1),
+        "loss_scale": Error(ALL, "reduction"),
+        "transposed": Error("", "forward", rank=1),
+        "handed_back": Error("", "backward", rank=0),
+        "dropout_seed": Error("drop", "forward", rank=1),
+        "norm_eps": Error("layers.3.norm", "forward", rank=1),
+    },
+    ("sound",),
+)
 
 
 def record(folder: Path, names: list[str]) -> None:
     """Record the trainings of these names, and what they are compared with."""
     bases = dict.fromkeys(["sound", *(ERRORS[name].base for name in names)])
     sound = [f"{start}{base}{end}" for base in bases for start, end in (("", ""), ("one_", ""), ("one_", TWIN))]
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *sound, *names]
-    subprocess.run(command, check=True, env=jobs.environment({}), stdout=subprocess.DEVNULL, timeout=600)
+    jobs.record_trainings(PROGRAMS / "inject.py", folder, [*sound, *names])
 
 
 def opened(folder: Path, name: str) -> recorder.Run:
@@ -114,18 +155,11 @@ def compared(folder: Path, name: str, *, one: bool = False) -> Diff:
     return diff(opened(folder, f"one_{base}"), opened(folder, name), noise=[opened(folder, f"one_{base}{TWIN}")])
 
 
-def known_name(text: str) -> str:
-    """The name of an error, from the command line."""
-    if text not in ERRORS:
-        raise argparse.ArgumentTypeError(f"there is no error {text}; there are {', '.join(ERRORS)}")
-    return text
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names",
         nargs="*",
-        type=known_name,
+        type=one_of(ERRORS),
         metavar="NAME",
         help=f"all, and parallel ones, or some of {', '.join(ERRORS)}",
     )
@@ -139,27 +173,8 @@ def main(arguments: argparse.Namespace) -> int:
         record(folder, names or list(ERRORS))
         result = show(folder, names or list(ERRORS))
         if not names:
-            record_parallel(folder)
-            result |= show_parallel(folder)
-            injected_pipeline.record(folder / "pipeline")
-            result |= injected_pipeline.show(folder / "pipeline") > 0
+            result |= PARALLEL.show(folder / "parallel") + PIPELINE.show(folder / "pipeline") > 0
     return result
-
-
-def show_parallel(folder: Path) -> int:
-    """The same of tensor and sequence parallel ranks."""
-    num_bad = 0
-    for one in (False, True):
-        print(f"tensor and sequence parallel, against {'one process' if one else 'the same layout'}:")
-        for name, error in PARALLEL_ERRORS.items():
-            verdict = judge(compared_parallel(folder, name, one=one), error)
-            num_bad += verdict.word != "correctly"
-            print(f"  {name:28} {verdict.word:10} {verdict.named}")
-    for name in ("sound", "sound_sequence"):
-        is_equal = compared_parallel(folder, name, one=True).is_equal
-        num_bad += not is_equal
-        print(f"  {name:28} {'equal' if is_equal else 'false alarm'}")
-    return int(num_bad > 0)
 
 
 def show(folder: Path, names: list[str]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from recorder.analyze.diff.result import Diff
@@ -40,3 +42,14 @@ def judge(found: Diff, error: Error) -> Verdict:
     is_right = is_right and (error.rank is None or first.rank == error.rank)
     others = [f"{one.module_path!r} {one.phase} {one.step}" for one in found.culprits[1:]]
     return Verdict("correctly" if is_right else "wrongly", named + "".join(f" + {one}" for one in others))
+
+
+def one_of(names: Collection[str]) -> Callable[[str], str]:
+    """What reads the name of an error from the command line."""
+
+    def known_name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"there is no error {text}; there are {', '.join(names)}")
+        return text
+
+    return known_name

@@ -8,8 +8,6 @@ bit by bit, and with one process beyond the noise of a single twin. Sound pairs 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +17,7 @@ from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
 from tests.rigs import jobs
 
-from .judging import ALL, Error, judge
+from .judging import ALL, Error, judge, one_of
 
 SCRIPT = Path(__file__).parent / "programs" / "unseen.py"
 TWIN = "+jitter=1"
@@ -92,15 +90,6 @@ PAIRS = (
 """What differs by rounding alone."""
 
 
-def record(folder: Path, names: list[str]) -> None:
-    """Record these trainings; a second call of the same folder records only what is new."""
-    missing = [name for name in dict.fromkeys(names) if not (folder / name).exists()]
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *missing]
-    ended = subprocess.run(command, env=jobs.environment({}), capture_output=True, timeout=1800, text=True)
-    if ended.returncode:
-        raise RuntimeError(f"trainings failed:\n{ended.stderr[-4000:]}")
-
-
 def opened(folder: Path, name: str) -> recorder.Run:
     """A training that was recorded."""
     return recorder.open_run(folder / name / "recordings")
@@ -117,7 +106,7 @@ def show_error(folder: Path, name: str) -> int:
     kind = f"{case.optimizer}{case.variants}"
     dealt = "-dealt" if "halves" in kind else ""
     sound, one, broken = f"{case.layout}-{kind}", f"one-{kind}{dealt}", f"{case.layout}-{kind}@{name}"
-    record(folder, [sound, one, one + TWIN, broken])
+    jobs.record_trainings(SCRIPT, folder, [sound, one, one + TWIN, broken])
     found = {
         "its layout": diff(opened(folder, sound), opened(folder, broken)),
         "one process": compared(folder, one, broken),
@@ -134,7 +123,7 @@ def show_error(folder: Path, name: str) -> int:
 
 def show_pair(folder: Path, a: str, b: str) -> int:
     """Print what is named of a sound pair: 1 where that is anything."""
-    record(folder, [a, a + TWIN, b])
+    jobs.record_trainings(SCRIPT, folder, [a, a + TWIN, b])
     found = compared(folder, a, b)
     is_bad = not found.is_equal or bool(found.culprits)
     named = ", ".join(f"{one.module_path!r} {one.phase} step {one.step}" for one in found.culprits)
@@ -142,15 +131,10 @@ def show_pair(folder: Path, a: str, b: str) -> int:
     return int(is_bad)
 
 
-def known_name(text: str) -> str:
-    """The name of an error, from the command line."""
-    if text not in ERRORS:
-        raise argparse.ArgumentTypeError(f"there is no error {text}; there are {', '.join(ERRORS)}")
-    return text
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", type=known_name, metavar="NAME", help=f"errors alone: {', '.join(ERRORS)}")
+    parser.add_argument(
+        "names", nargs="*", type=one_of(ERRORS), metavar="NAME", help=f"errors alone: {', '.join(ERRORS)}"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the trainings are kept for a second look")
 
 

@@ -32,7 +32,7 @@ from recorder.read.shard_rows import ShardRows, load_open, load_sealed
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
 from tests.rigs.writer import Rig
 
-from .support import Progress, copy_live
+from .support import Progress, copy_live, deadline_s, exit_code
 
 NUM_BATCHES = 3
 _MARGIN = 9
@@ -238,16 +238,14 @@ def main(arguments: argparse.Namespace) -> int:
         problems = _cut_all(chosen, arguments.jobs, arguments.minutes)
     num_cuts = sum(len(cuts) for _, cuts in chosen)
     print(f"{num_cuts} cuts in {time.monotonic() - start_s:.0f} s, {len(problems)} problems")
-    for text in problems[:20]:
-        print(f"PROBLEM {text}")
-    return 1 if problems else 0
+    return exit_code(problems)
 
 
 def _cut_all(chosen: list[tuple[Victim, list[int]]], jobs: int, minutes: float | None) -> list[str]:
     """Problems of all files; the cuts of each are dealt out in slices."""
     problems: list[str] = []
     progress = Progress(sum(len(cuts) for _, cuts in chosen), "cuts")
-    until_s = time.monotonic() + 60 * minutes if minutes else float("inf")
+    until_s = deadline_s(minutes)
     num_done = 0
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for victim, cuts in chosen:

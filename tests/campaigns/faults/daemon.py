@@ -41,6 +41,7 @@ from tests.rigs.server import BUCKET, store_environment
 from tests.rigs.writer import Rig
 
 from .store_process import StoreProcess
+from .support import deadline_s
 
 _FAULT_SHARE = 0.04
 _STOPPED_SHARE = 0.03
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the campaign."""
     count = arguments.count or 1000
-    until_s = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
+    until_s = deadline_s(arguments.minutes)
     draw = random.Random(arguments.seed)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.campaigns.faults.daemon"])

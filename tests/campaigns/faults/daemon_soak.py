@@ -28,6 +28,7 @@ from tests.rigs.server import BUCKET, StoreServer
 
 from .daemon import record
 from .soak import Progress, Sample, grown, sample
+from .support import exit_code
 
 _SCRAPE_S = 15.0
 _RUN_S = 60.0
@@ -82,11 +83,9 @@ def main(arguments: argparse.Namespace) -> int:
         f"{num_runs} short runs, of which {num_removed} were there and were removed here; {server.requests['PUT']} puts"
     )
     server.close()
-    for problem in problems:
-        print(f"PROBLEM: {problem}")
     if not problems:
         shutil.rmtree(folder)
-    return int(bool(problems))
+    return exit_code(problems)
 
 
 def _watch(pid: int, folder: Path, seconds: float, interval_s: float) -> tuple[list[Sample], int]:

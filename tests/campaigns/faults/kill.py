@@ -46,7 +46,7 @@ from recorder.upkeep.verify import verify
 from tests.rigs.jobs import environment
 
 from .replay import Replay
-from .support import Progress, batches_of, quantile, shards_of, writer_directories
+from .support import Progress, batches_of, deadline_s, quantile, shards_of, writer_directories
 from .training import make, train
 
 _FORK: Any = multiprocessing.get_context("fork")
@@ -462,7 +462,7 @@ def campaign(wanted: list[Case], base: Path, jobs: int, minutes: float | None = 
     Raises:
         CampaignError: a process of the campaign itself failed, or did not end in time.
     """
-    until_s = time.monotonic() + 60 * minutes if minutes else float("inf")
+    until_s = deadline_s(minutes)
     torch.set_num_threads(1)
     for name in _WARM:
         importlib.import_module(name)

@@ -8,11 +8,7 @@ Forks from a process that has loaded everything, so that a kill costs no imports
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,41 +18,7 @@ from recorder.merge.merge import merge_run
 from recorder.run.run import open_run
 from tests.rigs.merging import assert_is_merge, batch, content, grow, make_small_run
 
-CHANGES = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir")
-
-
-def kill_at(number: int) -> None:
-    """From now on, die at the n-th change."""
-    left = number
-
-    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-
-        return instead
-
-    for name in CHANGES:
-        setattr(os, name, counted(getattr(os, name)))
-
-
-def merge_and_die(run: Path, out: Path, number: int) -> bool:
-    """Whether the merge was killed before it was through."""
-    pid = os.fork()
-    if pid == 0:
-        kill_at(number)
-        try:
-            merge_run(open_run(run), out)
-        except BaseException as error:
-            print(f"killed at {number}: {error!r}", file=sys.stderr)
-            os._exit(3)
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"the merge failed with {status}"
-    return os.WIFSIGNALED(status)
+from .support import is_killed_at
 
 
 def visible(out: Path) -> list[Any] | None:
@@ -100,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
     while True:
         if begun.exists():
             shutil.copytree(begun, out)
-        if not merge_and_die(run, out, number):
+        if not is_killed_at(number, lambda: merge_run(open_run(run), out)):
             break
         num_kills += 1
         seen = visible(out)

@@ -40,7 +40,7 @@ from recorder.write.files.file import Disk
 from tests.rigs.waiting import wait_until
 from tests.rigs.writer import Rig
 
-from .support import Progress
+from .support import Progress, deadline_s, exit_code, memory_folder
 
 _SECTOR_BYTES = 512
 _NAME_CHANGES = ("mkdir", "create", "link", "replace", "unlink")
@@ -465,11 +465,6 @@ def check_prefix(
     return result
 
 
-def memory_folder() -> str | None:
-    """A file system in memory, where thousands of states cost no syncs."""
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None
-
-
 def _check_slice(work: tuple[Scenario, list[int], int]) -> Result:
     scenario, lengths, seed = work
     total = Result()
@@ -488,7 +483,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    start_s = time.monotonic()
+    start_s, until_s = time.monotonic(), deadline_s(arguments.minutes)
     print(f"{'scenario':<16} {'operations':>10} {'prefixes':>9} {'states':>8} {'problems':>9}")
     problems: list[str] = []
     with (
@@ -505,7 +500,6 @@ def main(arguments: argparse.Namespace) -> int:
             progress = Progress(len(slices), f"slices of {scenario.name}")
             total = Result()
             work = [(scenario, some, arguments.seed) for some in slices]
-            until_s = start_s + 60 * arguments.minutes if arguments.minutes else float("inf")
             for number, found in enumerate(pool.map(_check_slice, work)):
                 if time.monotonic() > until_s:
                     print(f"{arguments.minutes:g} minutes are over: only {number} of {len(work)} slices were looked at")
@@ -520,6 +514,4 @@ def main(arguments: argparse.Namespace) -> int:
             if time.monotonic() > until_s:
                 break
     print(f"{time.monotonic() - start_s:.0f} s")
-    for text in problems[:20]:
-        print(f"PROBLEM {text}")
-    return 1 if problems else 0
+    return exit_code(problems)

@@ -11,24 +11,21 @@ import argparse
 import logging
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from recorder.records import KEEP_STATS
-from recorder.run.run import open_run
+from recorder.run.run import Run, open_run
 from recorder.upkeep.repair import repair_run
-from tests.campaigns.faults.merge import kill_at
 from tests.rigs.waiting import wait_until
 from tests.rigs.writer import Rig
 
-from .power import memory_folder
-from .support import copy_live
+from .support import copy_live, is_killed_at, memory_folder
 
 
 def make_small_run(folder: Path) -> Path:
@@ -58,29 +55,13 @@ def rows_of(run: Path) -> dict[int, dict[str, Any]]:
     return {row["seq"]: row for row in table.to_pylist()}
 
 
+def repair_all(run: Run) -> None:
+    for _ in repair_run(run):
+        pass
+
+
 def names_of(run: Path) -> list[str]:
     return sorted(str(path.relative_to(run)) for path in run.rglob("*"))
-
-
-def repair_and_die(run: Path, number: int) -> bool:
-    """Whether the repair was killed before it was through."""
-    opened = open_run(run)
-    pid = os.fork()
-    if pid == 0:
-        kill_at(number)
-        try:
-            for _ in repair_run(opened):
-                pass
-        except BaseException as error:
-            print(f"killed at {number}: {error!r}", file=sys.stderr)
-            os._exit(3)
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL, f"killed at {number}: ended by signal {os.WTERMSIG(status)}"
-        return True
-    assert os.WEXITSTATUS(status) == 0, f"the repair failed with {os.WEXITSTATUS(status)}"
-    return False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
         number = num_kills = 0
         while True:
             copy = Path(shutil.copytree(run, Path(folder) / "copy"))
-            if not repair_and_die(copy, number):
+            if not is_killed_at(number, partial(repair_all, open_run(copy))):
                 break
             num_kills += 1
             assert rows_of(copy) == before, f"killed at change {number}: other rows"

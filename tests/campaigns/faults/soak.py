@@ -30,6 +30,8 @@ from typing import NamedTuple
 import recorder
 from tests.rigs.jobs import environment
 
+from .support import exit_code
+
 MIB = 1 << 20
 QUOTA_BYTES = 24 * MIB
 _SETTINGS = {
@@ -257,6 +259,4 @@ def main(arguments: argparse.Namespace) -> int:
     finally:
         if arguments.dir is None:
             shutil.rmtree(base, ignore_errors=True)
-    for problem in problems:
-        print(f"PROBLEM: {problem}")
-    return 1 if problems else 0
+    return exit_code(problems)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,63 @@ def quantile(values: Sequence[float], share: float) -> float:
     """The smallest of the values that so many are not above."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+CHANGES = ("open", "pwritev", "ftruncate", "fsync", "mkdir", "link", "rename", "replace", "unlink", "rmdir")
+"""Functions of `os` that change the file system."""
+
+
+def is_killed_at(number: int, work: Callable[[], object]) -> bool:
+    """Do something in a child that is killed before its change of the file system of this number.
+
+    Returns whether the child was killed; False where it came to its end, because it makes fewer changes.
+    """
+    pid = os.fork()
+    if pid == 0:
+        _die_at(number)
+        try:
+            work()
+        except BaseException as error:
+            print(f"killed at {number}: {error!r}", file=sys.stderr)
+            os._exit(3)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL), f"to be killed at {number}: ended with {code}"
+    return code != 0
+
+
+def _die_at(number: int) -> None:
+    left = number
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return instead
+
+    for name in CHANGES:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def memory_folder() -> str | None:
+    """A file system in memory, where thousands of files cost no syncs; None where there is none."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def deadline_s(minutes: float | None) -> float:
+    """On the monotonic clock, the end of so many minutes from now; infinity where there is no limit."""
+    return time.monotonic() + 60 * minutes if minutes else float("inf")
+
+
+def exit_code(problems: Sequence[str]) -> int:
+    """Print the first problems; 1 where there is any."""
+    for text in problems[:20]:
+        print(f"PROBLEM: {text}")
+    return int(bool(problems))
 
 
 class Progress:

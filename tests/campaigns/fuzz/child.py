@@ -161,12 +161,7 @@ def _one_child(
 
 
 def _be_child(
-    check: Callable[[int], str],
-    cases: Sequence[int],
-    memory_bytes: int,
-    limit_s: float,
-    writer: int,
-    trace: BinaryIO,
+    check: Callable[[int], str], cases: Sequence[int], memory_bytes: int, limit_s: float, writer: int, trace: BinaryIO
 ) -> None:
     """Never returns."""
     gc.freeze()  # so that no child walks through, and copies, what all share

@@ -42,9 +42,8 @@ from recorder.read.metadata import POSITION_COLUMNS, MetadataRows
 from recorder.read.payload import Payloads
 from recorder.run.run import Run, open_run
 from recorder.upkeep.verify import verify
-from tests.campaigns.faults.support import copy_live
+from tests.campaigns.faults.support import copy_live, memory_folder
 from tests.campaigns.fuzz.child import Verdict, contain
-from tests.campaigns.fuzz.fuzz import memory_folder
 from tests.rigs.capturing import Tiny, batch
 
 COUNT = 20_000

@@ -24,6 +24,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from tests.campaigns.faults.support import memory_folder
 from tests.campaigns.fuzz.bases import NAMES, make_bases
 from tests.campaigns.fuzz.battery import examine
 from tests.campaigns.fuzz.child import Verdict, contain
@@ -79,11 +80,6 @@ class Sandbox:
 def corpus() -> list[Path]:
     """The kept recipes."""
     return sorted(CORPUS.glob("*.json"))
-
-
-def memory_folder() -> str | None:
-    """Where files cost no disk: a merge syncs dozens. None where there is no such directory."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def fuzz(sandbox: Sandbox, cases: Sequence[int]) -> Iterator[Verdict]:

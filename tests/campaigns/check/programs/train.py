@@ -9,27 +9,20 @@ training of its kind. All of them are forked from one process.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import os
 import sys
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch._dynamo  # an optimizer imports it at its first step: once, before all forks
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
-import recorder.lifecycle.recorder  # as dynamo
-import recorder.write.writer
 from tests.campaigns.check.programs.cases import FAULTS, SOUND, Case
 from tests.campaigns.check.programs.models import WIDTH, Adversaries, Labelled, TwoHeads
-from tests.rigs.forking import fork
+from tests.rigs.trainings import record_each
 
 RULES = "site=* keep=stats,fingerprint,histogram,units"
 OF_CHANNELS = "; class=ReLU site=output keep=units unit_dim=1"
@@ -91,13 +84,8 @@ def loss_of(case: Case, model: nn.Module, net: nn.Module, x: Tensor, labels: Ten
     return loss * case.loss_factor
 
 
-def run(folder: Path, case: Case, rank: int, seed: int) -> None:
-    """One rank, in a process of its own."""
-    size = case.ranks
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    folder.mkdir(parents=True, exist_ok=True)
-    if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
+def run(folder: Path, name: str, rank: int, size: int) -> None:
+    case, seed = case_of(name), int(name.partition("@")[2] or 0)
     torch.manual_seed(seed)
     net = case.model()
     case.begin(net)
@@ -142,22 +130,11 @@ def run(folder: Path, case: Case, rank: int, seed: int) -> None:
                     recorder.scalar("validation/loss", torch.stack(losses).mean())
                 model.train()
                 case.begin_again(net)
-    if size > 1:
-        dist.barrier()
 
 
-def main(folder: Path, names: list[str]) -> int:
-    """Record them one after the other."""
-    torch.set_num_threads(1)
-    gc.freeze()  # so that no child walks through, and copies, what all share
-    failed = 0
-    for name in names:
-        kind, _, seed = name.partition("@")
-        case = (SOUND | FAULTS)[kind]
-        runs = [functools.partial(run, folder / name, case, rank, int(seed or 0)) for rank in range(case.ranks)]
-        failed += sum(os.waitpid(pid, 0)[1] for pid in [fork(one) for one in runs])
-    return int(failed > 0)
+def case_of(name: str) -> Case:
+    return (SOUND | FAULTS)[name.partition("@")[0]]
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).absolute(), sys.argv[2:]))
+    sys.exit(record_each(Path(sys.argv[1]).absolute(), sys.argv[2:], lambda name: case_of(name).ranks, run))

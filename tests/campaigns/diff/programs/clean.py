@@ -9,17 +9,12 @@ All of them are forked from one process; the ranks of a training share one globa
 
 from __future__ import annotations
 
-import functools
-import gc
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch._dynamo  # an optimizer imports it at its first step: once, before all forks
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,9 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
-import recorder.lifecycle.recorder  # as dynamo
-import recorder.write.writer
-from tests.rigs.forking import fork
+from tests.rigs.trainings import record_each
 
 WORDS, USED_WORDS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 32, 24, 16, 2, 8, 8, 6
 BROKEN_STEP = 3
@@ -220,13 +213,8 @@ def train(net: Net, model: Any, name: Training, rank: int) -> None:
         optimizer.zero_grad()
 
 
-def run(folder: Path, name: Training, rank: int) -> None:
-    """One rank, in a process of its own."""
-    size = LAYOUTS[name.layout]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    folder.mkdir(parents=True, exist_ok=True)
-    if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
+def run(folder: Path, text: str, rank: int, size: int) -> None:
+    name = Training.read(text)
     torch.manual_seed(name.seed)
     net = Net(is_tied=name.layout not in ("untied", "tp"), is_drifting=name.optimizer == "drifting")
     net.to(DTYPES[name.dtype])
@@ -235,21 +223,11 @@ def run(folder: Path, name: Training, rank: int) -> None:
     settings: dict[str, Any] = {"jitter": name.jitter, "local_gradients": has_local}
     with recorder.attach(net, enabled=True, dir=str(folder / "recordings"), rules=RULES, **settings):
         train(net, model, name, rank)
-    if size > 1:
-        dist.barrier()
 
 
-def main(folder: Path, names: list[str]) -> int:
-    """Record them one after the other."""
-    torch.set_num_threads(1)
-    gc.freeze()  # so that no child walks through, and copies, what all share
-    failed = 0
-    for text in names:
-        name = Training.read(text)
-        pids = [fork(functools.partial(run, folder / text, name, rank)) for rank in range(LAYOUTS[name.layout])]
-        failed += sum(os.waitpid(pid, 0)[1] for pid in pids)
-    return int(failed > 0)
+def num_ranks_of(text: str) -> int:
+    return LAYOUTS[Training.read(text).layout]
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).absolute(), sys.argv[2:]))
+    sys.exit(record_each(Path(sys.argv[1]).absolute(), sys.argv[2:], num_ranks_of, run))

@@ -9,16 +9,12 @@ the same. What follows a ``+`` in a name is a setting, such as ``+jitter=1``, or
 
 from __future__ import annotations
 
-import functools
-import gc
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch._dynamo  # an optimizer imports it at its first step: once, before all forks
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,9 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-import recorder.lifecycle.recorder  # the same
-import recorder.write.writer
-from tests.rigs.forking import fork
+from tests.rigs.trainings import record_each
 
 WORDS, WIDTH, LENGTH, BATCH, STEPS = 11, 8, 5, 4, 4
 BROKEN_STEP = 1
@@ -287,11 +281,6 @@ def train(net: Net, model: Callable[..., Tensor], what: str, rank: int, size: in
 
 
 def run(folder: Path, name: str, rank: int, size: int) -> None:
-    """One rank, in a process of its own."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    folder.mkdir(parents=True, exist_ok=True)
-    if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
     what, _, option = name.removeprefix("one_").partition("+")
     setting, _, value = option.partition("=")
     settings: dict[str, Any] = {"local_gradients": True, **({setting: value} if value else {})}
@@ -301,21 +290,9 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
     model = wrapped(net, what, size) if what == "left_alone" else None  # the recorder then knows what DDP was told
     with recorder.attach(net, **recording):
         train(net, model or wrapped(net, what, size), what, rank, size)
-    if size > 1:
-        dist.barrier()
-
-
-def main(folder: Path, names: list[str]) -> int:
-    """Record them one after the other."""
-    torch.set_num_threads(1)
-    gc.freeze()  # so that no child walks through, and copies, what all share
-    failed = 0
-    for name in names:
-        size = 1 if name.startswith("one") else 2
-        pids = [fork(functools.partial(run, folder / name, name, rank, size)) for rank in range(size)]
-        failed += sum(os.waitpid(pid, 0)[1] for pid in pids)
-    return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).absolute(), sys.argv[2:]))
+    sys.exit(
+        record_each(Path(sys.argv[1]).absolute(), sys.argv[2:], lambda name: 1 if name.startswith("one") else 2, run)
+    )

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import recorder
 from tests.rigs import parallel
-from tests.rigs.leaving import leave
+from tests.rigs.trainings import record_as_launched
 
 CUTS = {
     "sound": parallel.tp,
@@ -98,27 +98,15 @@ def run(folder: Path, what: str) -> None:
     if what == "bias_on_each_rank":
         down: Any = cast("Any", model).blocks[1].mlp.down
         down.forward = with_bias_on_each_rank(down)
-    with recorder.attach(model, enabled=True, dir=folder / what, rules=RULES):
+    with recorder.attach(model, enabled=True, dir=folder, rules=RULES):
         train(model, what)
 
 
-def one_process(folder: Path) -> None:
-    for name, jitter in (("one", 0), ("twin", 1)):
-        model = make("sound", 0)
-        with recorder.attach(model, enabled=True, dir=folder / name, rules=RULES, jitter=jitter):
-            train(model, "sound")
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-        for what in CUTS:
-            run(folder, what)
-        leave()
-    else:
-        one_process(folder)
+def one_process(folder: Path, jitter: int) -> None:
+    model = make("sound", 0)
+    with recorder.attach(model, enabled=True, dir=folder, rules=RULES, jitter=jitter):
+        train(model, "sound")
 
 
 if __name__ == "__main__":
-    main()
+    record_as_launched(Path(sys.argv[1]), CUTS, run, one_process)

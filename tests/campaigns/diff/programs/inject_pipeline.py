@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import recorder
-from tests.rigs.leaving import leave
+from tests.rigs.trainings import record_as_launched
 
 ERRORS = (
     "rate", "stale", "momentum", "lost_micro_batch", "scaled_micro_batch", "loss_scale", "transposed", "handed_back",
@@ -138,7 +138,7 @@ def run(folder: Path, what: str) -> None:
     momentum = 0.8 if what == "momentum" and is_wrong else 0.9
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=Loss(what), scale_grads=what != "loss_scale")
-    with recorder.attach(model, enabled=True, dir=folder / what, rules=RULES):
+    with recorder.attach(model, enabled=True, dir=folder, rules=RULES):
         for step in range(STEPS):
             x, target = batch(step)
             schedule.step(*(() if rank else (x,)), target=target if rank else None)
@@ -153,28 +153,16 @@ def run(folder: Path, what: str) -> None:
             optimizer.zero_grad()
 
 
-def one_process(folder: Path) -> None:
-    for name, jitter in (("one", 0), ("twin", 1)):
-        model = make("sound")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with recorder.attach(model, enabled=True, dir=folder / name, rules=RULES, jitter=jitter):
-            for step in range(STEPS):
-                x, target = batch(step)
-                nn.functional.mse_loss(model(x), target).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def main() -> None:
-    folder = Path(sys.argv[1])
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-        for what in ("sound", *ERRORS):
-            run(folder, what)
-        leave()
-    else:
-        one_process(folder)
+def one_process(folder: Path, jitter: int) -> None:
+    model = make("sound")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with recorder.attach(model, enabled=True, dir=folder, rules=RULES, jitter=jitter):
+        for step in range(STEPS):
+            x, target = batch(step)
+            nn.functional.mse_loss(model(x), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 if __name__ == "__main__":
-    main()
+    record_as_launched(Path(sys.argv[1]), ("sound", *ERRORS), run, one_process)

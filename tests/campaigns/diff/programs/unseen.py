@@ -10,17 +10,12 @@ forked from one process, and the ranks of a training share one global batch.
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch._dynamo  # an optimizer imports it at its first step: once, before all forks
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,9 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import recorder
-import recorder.lifecycle.recorder  # as dynamo
-import recorder.write.writer
-from tests.rigs.forking import fork
+from tests.rigs.trainings import record_each
 
 CHANNELS, SIDE, KINDS, CLASSES, BATCH, STEPS = 8, 6, 5, 7, 8, 4
 RULES = "site=* keep=tensor,stats,fingerprint"
@@ -349,11 +342,6 @@ def train(net: Sight, training: Training, rank: int, size: int) -> None:
 
 
 def run(folder: Path, name: str, rank: int, size: int) -> None:
-    """One rank, in a process of its own."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    folder.mkdir(parents=True, exist_ok=True)
-    if size > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
     training = Training.read(name)
     settings: dict[str, Any] = {"local_gradients": "reduced" not in training.variants}
     if training.jitter:
@@ -364,25 +352,11 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
     net = Sight(training, rank)
     with recorder.attach(net, enabled=True, dir=str(folder / "recordings"), rules=RULES, **settings):
         train(net, training, rank, size)
-    if size > 1:
-        dist.barrier()
-        dist.destroy_process_group()
 
 
-def main(folder: Path, names: Iterable[str]) -> int:
-    """Record the trainings one after the other."""
-    torch.set_num_threads(1)
-    gc.freeze()
-    failed = 0
-    for name in names:
-        size = LAYOUTS[Training.read(name).layout]
-        pids = [fork(functools.partial(run, folder / name, name, rank, size)) for rank in range(size)]
-        bad = sum(os.waitpid(pid, 0)[1] != 0 for pid in pids)
-        if bad:
-            print(f"{name}: {bad} ranks failed", file=sys.stderr)
-        failed += bad
-    return int(failed > 0)
+def num_ranks_of(text: str) -> int:
+    return LAYOUTS[Training.read(text).layout]
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).absolute(), sys.argv[2:]))
+    sys.exit(record_each(Path(sys.argv[1]).absolute(), sys.argv[2:], num_ranks_of, run))
