@@ -90,7 +90,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def run(name: str, words: Sequence[str]) -> int:
-    """One campaign, with its own options."""
     path, _ = CAMPAIGNS[name]
     module: Any = importlib.import_module(f".{path}", __package__)
     # A campaign may say a common option again, to give it a default of its own.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.campaigns.faults import soak
+from tests.campaigns.faults import soak, support
 
 
 def series(growth_per_hour: float, *, seed: int, wave: float = 3.0) -> tuple[list[float], list[float]]:
@@ -83,12 +84,18 @@ def test_in_a_long_soak_what_certainly_grows_is_growth_however_much_it_swings() 
     assert problem.startswith("rss, MiB grows by ")
 
 
-def test_a_soak_shows_where_it_is_once_a_minute_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = soak.Progress()
+def test_a_soak_shows_where_it_is_once_a_minute_where_nobody_watches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    progress = support.Progress(300, "seconds")
     for one in rising(300.0, num_samples=300):
-        progress.show(one, 300.0)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" of ")[0].strip() for line in lines] == ["60", "120", "180", "240"]
+        now_s = one.time_s
+        progress.show(round(one.time_s), str(one))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" of ")[0].split()[-1] for line in lines] == ["60", "120", "180", "240"]
+    assert all("MiB on disk" in line for line in lines)
 
 
 def test_a_short_soak_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

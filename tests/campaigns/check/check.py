@@ -32,8 +32,6 @@ _AT_ONCE = 20
 
 
 class Named(NamedTuple):
-    """What has to be said of a fault."""
-
     rule: str
     module: str = ANY
     """`ANY` where all of the model has it."""
@@ -118,7 +116,6 @@ EXPECTED = {
 
 
 def record(folder: Path, names: list[str]) -> None:
-    """Record trainings of these names, where they are not there yet."""
     new = [name for name in dict.fromkeys(names) if not (folder / name).exists()]
     for start in range(0, len(new), _AT_ONCE):
         jobs.record_trainings(SCRIPT, folder, new[start : start + _AT_ONCE])
@@ -157,7 +154,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table; 1 where a fault is not named, or something is said of a sound training."""
     names: list[str] = arguments.names or [*SOUND, *FAULTS]
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.keep or Path(scratch)

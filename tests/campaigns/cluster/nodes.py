@@ -38,7 +38,6 @@ def wait_for(what: str, condition: Callable[[], bool], deadline_s: float = 120.0
 
 
 def child(pid: int) -> int:
-    """The only child of a process."""
     (found,) = command("ps", "-o", "pid=", "--ppid", str(pid)).split()
     return int(found)
 
@@ -164,8 +163,6 @@ PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE St
 
 
 class Slurm:
-    """A controller and one daemon a node."""
-
     def __init__(self, folder: Path, nodes: Sequence[Node], kill_wait_s: int = 30) -> None:
         self.folder = folder
         self.nodes = {node.name: node for node in nodes}
@@ -222,7 +219,6 @@ class Slurm:
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def ended(self, job: str, deadline_s: float = 240.0) -> str:
-        """The state in which the job ended."""
         over = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
         wait_for(f"the end of job {job}", lambda: self.state(job) in over, deadline_s)
         return self.state(job)

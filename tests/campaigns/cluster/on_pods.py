@@ -186,7 +186,6 @@ class Pod:
         self._process = self.node.popen([*words, entry, *args], self._env, output)
 
     def ended(self, deadline_s: float = 240) -> int:
-        """Its exit code."""
         assert self._process is not None
         return self._process.wait(deadline_s)
 

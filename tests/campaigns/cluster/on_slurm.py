@@ -33,7 +33,6 @@ ACTIVATE = f". {sys.prefix}/bin/activate; export PYTHONPATH={ROOT} OMP_NUM_THREA
 
 
 def recorder_says(*words: str | Path) -> tuple[int, str]:
-    """Exit code and output of the command."""
     done = subprocess.run([sys.executable, "-m", "recorder", *map(str, words)], capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
@@ -62,7 +61,6 @@ class Job:
         wait_for(f"{said} in job {self.id}", lambda: self.output.count(said) >= 4 * times, 240)
 
     def ended(self) -> tuple[str, str, str, str]:
-        """State and exit code of both jobs."""
         training, merge = self.slurm.ended(self.id), self.slurm.ended(self.merge)
         for job in (self.id, self.merge):
             print(command("scontrol", "show", "job", job), (self.folder / f"{job}.out").read_text(), sep="\n")
@@ -70,7 +68,6 @@ class Job:
         return training, codes[0], merge, codes[1]
 
     def writers(self) -> list[dict[str, Any]]:
-        """What `_writer.json` says, for each."""
         folders = (self.folder / "recordings" / self.id).glob("*/rank=*/*/_writer.json")
         return [json.loads(path.read_text()) for path in folders]
 

@@ -39,7 +39,6 @@ DROWNED = ("scaled_gradient", "rough_activation")
 
 
 def record(folder: Path, names: list[str]) -> None:
-    """Record trainings of these names, and their twins."""
     jobs.record_trainings(SCRIPT, folder, names)
 
 
@@ -50,7 +49,6 @@ def record_pairs(folder: Path, kind: str, seed: int, pairs: tuple[tuple[str, str
 
 
 def compared(folder: Path, a: str, b: str) -> Diff:
-    """Two trainings, beyond the noise of one twin."""
     one, two, twin = (recorder.open_run(folder / name / "recordings") for name in (a, b, f"{a}+jitter=1"))
     return diff(one, two, noise=[twin])
 
@@ -60,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table; 1 where something is named in vain, or an error is not."""
     num_seeds: int = arguments.seeds
     num_bad = 0
     for kind in KINDS:
@@ -93,6 +90,5 @@ def show_errors(folder: Path, kind: str) -> int:
 
 
 def record_errors(folder: Path, kind: str, names: Sequence[str] = tuple(LATER_ERRORS)) -> None:
-    """Record trainings that go wrong, and what they are compared with."""
     errors = [f"ddp-{kind}-0@{name}" for name in names]
     record(folder, [f"one-{kind}-0", f"one-{kind}-0+jitter=1", *errors])

@@ -75,7 +75,6 @@ class Launched(NamedTuple):
     sound: tuple[str, ...]
 
     def record(self, folder: Path) -> None:
-        """Record these trainings, and what they are compared with."""
         settings: Any = {"PYTHONPATH": str(REPOSITORY)}
         ranks = jobs.ranks(folder / "ranks", self.script, folder, **settings)
         jobs.succeeded(jobs.python(folder / "process", self.script, folder, **settings))
@@ -136,14 +135,12 @@ PIPELINE = Launched(
 
 
 def record(folder: Path, names: list[str]) -> None:
-    """Record the trainings of these names, and what they are compared with."""
     bases = dict.fromkeys(["sound", *(ERRORS[name].base for name in names)])
     sound = [f"{start}{base}{end}" for base in bases for start, end in (("", ""), ("one_", ""), ("one_", TWIN))]
     jobs.record_trainings(PROGRAMS / "inject.py", folder, [*sound, *names])
 
 
 def opened(folder: Path, name: str) -> recorder.Run:
-    """A training that was recorded."""
     return recorder.open_run(folder / name / "recordings")
 
 
@@ -166,7 +163,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table; 1 where something is not named correctly."""
     names = arguments.names
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -178,7 +174,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show(folder: Path, names: list[str]) -> int:
-    """Print a line for each error, and how many are named."""
     counts = dict.fromkeys(("correctly", "wrongly", "not found", "false alarms"), 0)
     for one in (False, True):
         print(f"against {'one process' if one else 'the same layout'}:")

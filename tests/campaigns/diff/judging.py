@@ -13,8 +13,6 @@ ALL = None
 
 
 class Error(NamedTuple):
-    """What must be named."""
-
     module: str | None
     phase: str
     step: int = 0
@@ -25,8 +23,6 @@ class Error(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What was named."""
-
     word: str
     """``correctly``, ``wrongly``, ``not found``."""
     named: str

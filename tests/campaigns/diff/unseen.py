@@ -24,8 +24,6 @@ TWIN = "+jitter=1"
 
 
 class Case(NamedTuple):
-    """A training that goes wrong."""
-
     layout: str
     optimizer: str
     error: Error
@@ -91,7 +89,6 @@ PAIRS = (
 
 
 def opened(folder: Path, name: str) -> recorder.Run:
-    """A training that was recorded."""
     return recorder.open_run(folder / name / "recordings")
 
 
@@ -139,7 +136,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print both tables; 1 where an error is not named correctly, or anything is named of a sound pair."""
     if arguments.keep:
         return show(arguments.names, arguments.keep)
     with tempfile.TemporaryDirectory() as scratch:
@@ -147,7 +143,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show(names: list[str], folder: Path) -> int:
-    """Print both tables of trainings that are recorded in `folder`."""
     num_wrong = sum(show_error(folder, name) for name in names or ERRORS)
     num_alarms = sum(show_pair(folder, a, b) for a, b in (() if names else PAIRS))
     num_errors, num_pairs = 2 * len(names or ERRORS), 0 if names else len(PAIRS)

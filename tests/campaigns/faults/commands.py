@@ -39,7 +39,6 @@ _PATIENCE_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
     parser.add_argument("--rounds", type=int, default=5, help="jobs that are told something (5)")
     parser.add_argument("--ranks", type=int, default=8, help="ranks of a job (8)")
     parser.add_argument("--sent", type=int, default=8, help="commands that a job is sent (8)")
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run all rounds; the exit code is 1 where one found something."""
     chance = random.Random(options.seed)
     num_problems = 0
     for number in range(options.rounds):

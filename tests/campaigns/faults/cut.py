@@ -42,8 +42,6 @@ _LIGHT = ("tensors-000000.arrow", "stats-000000.arrow")
 
 
 class Victim(NamedTuple):
-    """A file to be cut."""
-
     name: str
     """For people."""
     path: Path
@@ -214,7 +212,6 @@ def _run_problem(victim: Victim, copy: Path, final: Path, cut: int) -> str:
 
 
 def sample(victims: Sequence[Victim], per_file: int, seed: int) -> list[tuple[Victim, list[int]]]:
-    """All boundaries, and some cuts between them."""
     chance = random.Random(seed)
     return [
         (victim, sorted({*boundaries(victim), *(chance.randrange(len(victim.content)) for _ in range(per_file))}))

@@ -55,13 +55,11 @@ _NUM_VERIFIED = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this campaign's options."""
     parser.add_argument("--keep-local", default="all", help="as of the daemon; a time removes what is there")
     parser.add_argument("--store", choices=("rclone", "moto"), help="by default rclone, where it is installed")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the campaign."""
     count = arguments.count or 1000
     until_s = deadline_s(arguments.minutes)
     draw = random.Random(arguments.seed)
@@ -201,7 +199,6 @@ class _Outages:
         self._thread.start()
 
     def end(self) -> None:
-        """Wait until the store is there."""
         if self._thread is not None:
             self._thread.join()
 
@@ -250,7 +247,6 @@ def _begin_job(folder: Path, number: int, draw: random.Random) -> jobs.Job:
 
 
 def _ship(folder: Path, keep_local: str, is_once: bool, url: str) -> None:
-    """Be a daemon."""
     os.environ["AWS_ENDPOINT_URL"] = url
     sys.stderr = open(folder / "daemon.log", "a", buffering=1)  # noqa: SIM115 # as long as the process
     (folder / "recordings").mkdir(exist_ok=True)

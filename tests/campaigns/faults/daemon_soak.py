@@ -27,8 +27,8 @@ from tests.rigs import jobs
 from tests.rigs.server import BUCKET, StoreServer
 
 from .daemon import record
-from .soak import Progress, Sample, grown, sample
-from .support import exit_code
+from .soak import Sample, grown, sample
+from .support import Progress, exit_code
 
 _SCRAPE_S = 15.0
 _RUN_S = 60.0
@@ -38,13 +38,11 @@ _SETTINGS = ("--keep-local=2m", "--catalog-s=300", "--check-s=300", "--listen=12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this campaign's options."""
     parser.add_argument("--minutes", type=float, default=60.0, help="how long to ship (default 60)")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two samples (default 2)")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the campaign."""
     seconds = 60 * arguments.minutes
     folder = Path(tempfile.mkdtemp(prefix="recorder-daemon-soak-"))
     recordings = folder / "recordings"
@@ -94,7 +92,7 @@ def _watch(pid: int, folder: Path, seconds: float, interval_s: float) -> tuple[l
     context.set_forkserver_preload(["tests.campaigns.faults.daemon"])
     began_s = time.monotonic()
     samples: list[Sample] = []
-    progress, num_runs = Progress(), 0
+    progress, num_runs = Progress(round(seconds), "seconds"), 0
     next_scrape_s = next_run_s = began_s
     while (now_s := time.monotonic()) < began_s + seconds:
         if now_s >= next_run_s:
@@ -110,6 +108,6 @@ def _watch(pid: int, folder: Path, seconds: float, interval_s: float) -> tuple[l
         if found is None:
             raise RuntimeError(f"the daemon is gone; {folder}/daemon.log says why")
         samples.append(found)
-        progress.show(found, seconds)
+        progress.show(round(found.time_s), str(found))
         time.sleep(interval_s)
     return samples, num_runs

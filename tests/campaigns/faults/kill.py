@@ -70,8 +70,6 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training and its end."""
-
     number: int
     world_size: int
     settings: dict[str, str]
@@ -96,8 +94,6 @@ class Case:
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What was found of one case."""
-
     case: Case
     problems: list[str] = field(default_factory=list)
     num_rows: int = 0
@@ -118,7 +114,6 @@ class Notes:
         self._notes: Numbers = np.frombuffer(region, np.int64, 3 * _MAX_NOTES, 64).reshape(-1, 3)
 
     def install(self) -> None:
-        """In the process that trains: note what is observed and what was written, as it happens."""
         from recorder.write.ledger import Ledger
         from recorder.write.writer import Writer
 
@@ -140,7 +135,6 @@ class Notes:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a value was observed."""
         return bool(self._head[0])
 
     def read(self) -> tuple[int, Numbers]:
@@ -395,7 +389,6 @@ class Checker:
 
 
 def _all_seqs(run: Path) -> dict[Path, list[int]]:
-    """Numbers of the rows of each writer."""
     return {writer.directory: sorted(writer.column("seq").to_pylist()) for writer in recorder.open_run(run).writers}
 
 

@@ -22,7 +22,6 @@ from .support import is_killed_at
 
 
 def visible(out: Path) -> list[Any] | None:
-    """What readers see; None where there is no run."""
     try:
         return content(open_run(out))
     except NotARunError:

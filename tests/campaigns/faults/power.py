@@ -419,8 +419,6 @@ def _check(run: Run, found: list[str], scenario: Scenario, num_durable: int) -> 
 
 @dataclass
 class Result:
-    """What was found of some prefixes of a log."""
-
     num_states: int = 0
     problems: list[str] = field(default_factory=list)
 

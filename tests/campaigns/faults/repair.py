@@ -50,7 +50,6 @@ def make_small_run(folder: Path) -> Path:
 
 
 def rows_of(run: Path) -> dict[int, dict[str, Any]]:
-    """Every row, as the package reads it."""
     table = open_run(run).table()
     return {row["seq"]: row for row in table.to_pylist()}
 

@@ -74,8 +74,6 @@ print(json.dumps({**took, "run": run_dir}))
 
 
 class Cost(NamedTuple):
-    """What a process took."""
-
     what: str
     seconds: float
     peak_mb: float
@@ -101,7 +99,6 @@ def make_model(num_modules: int):  # type: ignore[no-untyped-def]  # torch is th
 
 
 def measure(what: str, command: Sequence[str | Path], timeout_s: float = 900.0) -> Cost:
-    """Run one command to its end."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RECORDER", "_RECORDER"))}
     with tempfile.TemporaryFile() as output:
         began_s = time.monotonic()

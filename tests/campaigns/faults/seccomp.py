@@ -49,7 +49,6 @@ class _Program(ctypes.Structure):
 
 
 def is_possible() -> bool:
-    """Whether this kernel numbers its calls as we do."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
@@ -85,7 +84,6 @@ class Stall:
         threading.Thread(target=self._answer, name="stall", daemon=True).start()
 
     def begin(self) -> None:
-        """From now on the calls hang."""
         self._goes_on.clear()
 
     def end(self) -> None:

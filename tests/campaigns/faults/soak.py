@@ -30,7 +30,7 @@ from typing import NamedTuple
 import recorder
 from tests.rigs.jobs import environment
 
-from .support import exit_code
+from .support import Progress, exit_code
 
 MIB = 1 << 20
 QUOTA_BYTES = 24 * MIB
@@ -49,14 +49,18 @@ _T_99 = 2.55
 
 
 class Sample(NamedTuple):
-    """The training's process, and its directory."""
-
     time_s: float
     rss_bytes: int
     descriptors: int
     threads: int
     shards: int
     disk_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rss_bytes / MIB:7.1f} MiB  {self.descriptors} descriptors  {self.threads} threads"
+            f"  {self.shards} files  {self.disk_bytes / MIB:5.1f} MiB on disk"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +146,13 @@ def watch(folder: Path, seconds: float, seed: int, interval_s: float) -> tuple[l
         )
     began_s = time.monotonic()
     samples: list[Sample] = []
-    progress = Progress()
+    progress = Progress(round(seconds), "seconds")
     try:
         while process.poll() is None and time.monotonic() < began_s + seconds + 120:
             found = sample(process.pid, folder, began_s)
             if found is not None:
                 samples.append(found)
-                progress.show(found, seconds)
+                progress.show(round(found.time_s), str(found))
             time.sleep(interval_s)
     finally:
         if process.poll() is None:
@@ -158,24 +162,6 @@ def watch(folder: Path, seconds: float, seed: int, interval_s: float) -> tuple[l
     if process.returncode != 0:
         raise RuntimeError(f"the training ended with {process.returncode}:\n{said[-4000:]}")
     return samples, said
-
-
-class Progress:
-    """One line that changes on a terminal; a line a minute into a pipe or a file."""
-
-    def __init__(self) -> None:
-        self._next_s = 60.0
-
-    def show(self, found: Sample, seconds: float) -> None:
-        text = (
-            f"{found.time_s:6.0f} of {seconds:.0f} s  {found.rss_bytes / MIB:7.1f} MiB  {found.descriptors} descriptors"
-            f"  {found.threads} threads  {found.shards} files  {found.disk_bytes / MIB:5.1f} MiB on disk"
-        )
-        if sys.stdout.isatty():
-            print(f"\r{text}\x1b[K", end="", flush=True)
-        elif found.time_s >= self._next_s:
-            self._next_s = found.time_s + 60
-            print(text, flush=True)
 
 
 def judge(samples: Sequence[Sample], warm_up_s: float) -> list[str]:

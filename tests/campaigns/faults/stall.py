@@ -27,8 +27,6 @@ WARM_STEPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What training may wait."""
-
     policy: str = "wait"
     wait_s_per_step: float = 1.0
     wait_s_stalled: float = 10.0
@@ -121,7 +119,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def judge(setting: Setting, found: Found) -> list[str]:
-    """What is not as configured."""
     problems = []
     if found.longest_hook_s > setting.bound_s + SLACK_S:
         problems.append(f"a hook took {found.longest_hook_s:.3f} s, allowed are {setting.bound_s} s")

@@ -47,7 +47,6 @@ class StoreProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
         until_s = time.monotonic() + _PATIENCE_S
@@ -63,19 +62,16 @@ class StoreProcess:
                 time.sleep(0.05)
 
     def kill(self) -> None:
-        """`kill -9`."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """Let it hang."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """End `stop`."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGCONT)
 

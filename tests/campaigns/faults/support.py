@@ -15,7 +15,6 @@ from tests.rigs.writer import read_open, read_sealed
 
 
 def writer_directories(folder: Path) -> list[Path]:
-    """Every writer's directory below a folder of runs."""
     return sorted(folder.glob("*/rank=*/*"))
 
 
@@ -104,7 +103,7 @@ def exit_code(problems: Sequence[str]) -> int:
 
 
 class Progress:
-    """One line every few seconds on a terminal, and one a minute into a pipe or a file."""
+    """One line every few seconds on a terminal, and one a minute into a pipe or a file; a total of 0 is unknown."""
 
     def __init__(self, total: int, what: str) -> None:
         self._total, self._what = total, what
@@ -114,5 +113,6 @@ class Progress:
         now_s = time.monotonic()
         if now_s - self._last_s >= (2 if sys.stderr.isatty() else 60):
             self._last_s = now_s
-            text = f"{now_s - self._start_s:6.0f} s  {done} of {self._total} {self._what}  {more}"
+            of = f" of {self._total}" if self._total else ""
+            text = f"{now_s - self._start_s:6.0f} s  {done}{of} {self._what}  {more}"
             print(text, file=sys.stderr, flush=True)

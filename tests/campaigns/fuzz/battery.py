@@ -42,8 +42,6 @@ _UNKNOWN_EXIT = (0, 1, 2)
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
     def isatty(self) -> bool:
         return True
 

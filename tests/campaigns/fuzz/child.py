@@ -37,8 +37,6 @@ _NEVER = ("pickle.find_class", "socket.connect", "socket.bind", "subprocess.Pope
 
 
 class Verdict(NamedTuple):
-    """What became of one case."""
-
     case: int
     finding: str
     """Empty where all is well."""
@@ -163,7 +161,6 @@ def _one_child(
 def _be_child(
     check: Callable[[int], str], cases: Sequence[int], memory_bytes: int, limit_s: float, writer: int, trace: BinaryIO
 ) -> None:
-    """Never returns."""
     gc.freeze()  # so that no child walks through, and copies, what all share
     try:
         faulthandler.enable(trace)

@@ -19,7 +19,6 @@ import io
 import logging
 import os
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -42,7 +41,7 @@ from recorder.read.metadata import POSITION_COLUMNS, MetadataRows
 from recorder.read.payload import Payloads
 from recorder.run.run import Run, open_run
 from recorder.upkeep.verify import verify
-from tests.campaigns.faults.support import copy_live, memory_folder
+from tests.campaigns.faults.support import Progress, copy_live, deadline_s, memory_folder
 from tests.campaigns.fuzz.child import Verdict, contain
 from tests.rigs.capturing import Tiny, batch
 
@@ -64,8 +63,6 @@ class Facts(NamedTuple):
 
 
 class Damage(NamedTuple):
-    """One case."""
-
     file: Path
     at: int
     old: bytes
@@ -270,14 +267,12 @@ def _put(file: Path, at: int, data: bytes) -> None:
 
 
 def kind_of(file: Path) -> str:
-    """What a file of a run is."""
     if file.suffix == ".json":
         return file.name
     return f"{file.name.lstrip('_').partition('-')[0]}{'.open' if file.suffix == '.open' else file.suffix}"
 
 
 def flip(flips: Flips, cases: Sequence[int]) -> Iterator[Verdict]:
-    """Verdicts over some damages."""
     return contain(flips.check, cases, cases_a_child=2000)
 
 
@@ -306,8 +301,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _campaign(flips: Flips, arguments: argparse.Namespace) -> int:
     count = arguments.count or COUNT
-    start_s = shown_s = time.monotonic()
-    end_s = start_s + 60 * (arguments.minutes or 1e9)
+    start_s, end_s = time.monotonic(), deadline_s(arguments.minutes)
+    progress = Progress(count, "damages")
     done: Counter[str] = Counter()
     findings: Counter[str] = Counter()
     for verdict in flip(flips, range(count)):
@@ -316,9 +311,7 @@ def _campaign(flips: Flips, arguments: argparse.Namespace) -> int:
         if verdict.finding:
             findings[kind] += 1
             print(f"\ncase {verdict.case}: {verdict.finding}", flush=True)
-        if time.monotonic() - shown_s > 5 and sys.stdout.isatty():
-            shown_s = time.monotonic()
-            print(f"{done.total()} of {count} damages, {findings.total()} findings", end="\r", flush=True)
+        progress.show(done.total(), f"{findings.total()} findings")
         if time.monotonic() > end_s:
             break
     print(f"\n{'file':<24} {'damages':>8} {'findings':>9}")

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tests.campaigns.faults.support import memory_folder
+from tests.campaigns.faults.support import Progress, deadline_s, memory_folder
 from tests.campaigns.fuzz.bases import NAMES, make_bases
 from tests.campaigns.fuzz.battery import examine
 from tests.campaigns.fuzz.child import Verdict, contain
@@ -60,16 +59,13 @@ class Sandbox:
         return {"base": base, "steps": propose(self.bases[base], chooser)}
 
     def check(self, case: int) -> str:
-        """Findings of a case."""
         return self.try_recipe(self.recipe(case), random.Random(f"{self.seed}:{case}:commands"), _SHARE)
 
     def try_recipe(self, recipe: dict[str, Any], chooser: random.Random, share: float = 1.0) -> str:
-        """Findings of a recipe."""
         self.prepare(recipe)
         return "\n".join(examine(self.run, self.bases["handmade"], self.out, chooser, share))
 
     def prepare(self, recipe: dict[str, Any]) -> None:
-        """Make the run that a recipe describes."""
         for folder in (self.run.parent, self.out):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -78,12 +74,10 @@ class Sandbox:
 
 
 def corpus() -> list[Path]:
-    """The kept recipes."""
     return sorted(CORPUS.glob("*.json"))
 
 
 def fuzz(sandbox: Sandbox, cases: Sequence[int]) -> Iterator[Verdict]:
-    """Verdicts over some cases."""
     return contain(sandbox.check, cases)
 
 
@@ -105,11 +99,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _campaign(sandbox: Sandbox, arguments: argparse.Namespace) -> int:
-    minutes = arguments.minutes or (_MINUTES if arguments.count is None else 1e9)
-    end_s = time.monotonic() + 60 * minutes
+    end_s = deadline_s(arguments.minutes or (_MINUTES if arguments.count is None else None))
+    progress = Progress(arguments.count or 0, "cases")
     number = done = max_bytes = 0
     findings: Counter[str] = Counter()
-    start_s = shown_s = time.monotonic()
+    start_s = time.monotonic()
     while time.monotonic() < end_s and (arguments.count is None or done < arguments.count):
         size = 50 if arguments.count is None else min(200, arguments.count - done)
         for verdict in fuzz(sandbox, range(number, number + size)):
@@ -121,9 +115,7 @@ def _campaign(sandbox: Sandbox, arguments: argparse.Namespace) -> int:
                 if findings[key] == 1:
                     print(f"\ncase {verdict.case}: {verdict.finding}", flush=True)
                     print(f"recipe: {json.dumps(sandbox.recipe(verdict.case))}", flush=True)
-            if time.monotonic() - shown_s > 5 and sys.stdout.isatty():
-                shown_s = time.monotonic()
-                print(f"{done} cases, {sum(findings.values())} findings", end="\r", flush=True)
+            progress.show(done, f"{sum(findings.values())} findings")
         number += size
     spent_s = time.monotonic() - start_s
     print(f"\n{done} cases in {spent_s:.0f} s, at most {max_bytes >> 20} MiB, {len(findings)} kinds of findings")

@@ -34,7 +34,6 @@ _UNFIT = (OSError, ValueError, TypeError, KeyError, IndexError, OverflowError, Z
 
 
 def apply(run: Path, steps: list[Step]) -> None:
-    """Do the steps, one after the other."""
     for step in steps:
         with contextlib.suppress(*_UNFIT):
             if "*" in step["file"]:  # a merge names its folders by a digest
@@ -139,7 +138,6 @@ def _rows(run: Path, step: Step) -> None:
 
 
 def read_rows(path: Path) -> list[list[Row]]:
-    """The rows of a sound shard, batch by batch."""
     data = path.read_bytes()
     found: list[list[Row]] = []
     with contextlib.suppress(pa.ArrowException, OSError, EOFError, StopIteration):

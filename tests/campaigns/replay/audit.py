@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print what was missed and what was said for nothing; 1 where there is any."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         finished = jobs.torchrun(folder, PROGRAM, str(arguments.seed), **jobs.recording(RULES)).wait(600)

@@ -76,7 +76,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def train(folder: Path, cases: list[dict[str, Any]], *, num: int = 2) -> None:
-    """Train cases in the same ranks, one after the other."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = jobs.ranks(folder, SCRIPTS / "boxed.py", folder / "cases.json", num=num).wait(600.0)

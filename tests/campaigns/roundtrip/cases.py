@@ -48,8 +48,6 @@ SPARSE = "steps=::2 site=* keep=tensor,stats,fingerprint; site=* keep=stats"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training job."""
-
     layout: str
     world_size: int
     way: str = ""
@@ -60,7 +58,6 @@ class Case:
 
     @property
     def arguments(self) -> list[str]:
-        """The script's."""
         return [*LAYOUTS[self.layout], *WAYS[self.way], f"--steps={self.steps}"]
 
     @property
@@ -68,7 +65,6 @@ class Case:
         return train.arguments(self.arguments)
 
     def start(self, folder: Path) -> Started:
-        """Start the recorded job and its reference."""
         size = str(self.world_size)
         options = ("--standalone", "--nproc-per-node", size)
         asked: list[str | Path] = [folder / "reference.pt", "--world-size", size, "--", *self.arguments]
@@ -109,7 +105,6 @@ class Started:
     reference: jobs.Job
 
     def finished(self) -> Proof:
-        """Both ends, which must be good ones."""
         try:
             jobs.succeeded(self.reference)
             finished = jobs.succeeded(self.job)
@@ -154,14 +149,12 @@ class Proof:
 
     @cached_property
     def merged(self) -> recorder.Run:
-        """The same run after ``recorder merge``."""
         out = self.folder / "merged"
         finished = jobs.python(self.folder / "merge", "-m", "recorder", "merge", self.run.path, "-o", out).wait()
         assert finished.returncode == bool(self.lacking), finished.output  # rows that lack a rank are a finding
         return recorder.open_run(out)
 
     def merged_tensor(self, key: Key) -> torch.Tensor:
-        """The same tensor from the merged run."""
         return tensor_of(self.merged, key, partial=key in self.lacking)
 
     def is_early(self, key: Key) -> bool:

@@ -19,8 +19,6 @@ SITES = ("input", "output", "grad_input", "grad_output", "param", "grad", "buffe
 
 @dataclass
 class SiteResult:
-    """What became of the values of one site."""
-
     expected: int = 0
     equal: int = 0
     """Bit-equal."""

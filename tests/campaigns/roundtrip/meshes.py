@@ -75,8 +75,6 @@ TOLERANCE = 2e-5
 
 
 class Result(NamedTuple):
-    """What became of the values of one run."""
-
     counts: dict[str, Counter[str]]
     """By site: ``equal``, ``close``, ``missing``, ``wrong``; ``per rank`` where nothing can tell how pieces are one."""
     problems: list[str]
@@ -95,7 +93,6 @@ def stays_per_rank(layout: str, site: str, path: str) -> bool:
 
 
 def compare(run: recorder.Run, values: dict[Any, torch.Tensor], layout: str = "") -> Result:
-    """The global tensors of a run with those of one process."""
     counts: dict[str, Counter[str]] = {site: Counter() for site in SITES}
     problems = []
     measured = {

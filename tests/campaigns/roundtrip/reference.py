@@ -200,8 +200,6 @@ class FirstRank(Running):
 
 
 class Reference:
-    """The training of `programs/train.py`, written for one process."""
-
     def __init__(self, options: argparse.Namespace, world_size: int, rounding: Rounding | None) -> None:
         self._options = options
         self._rounding = rounding

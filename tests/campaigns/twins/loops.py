@@ -63,7 +63,6 @@ def _backward(training: Training, batch: Batch) -> None:
 
 
 def _backward_twice(training: Training, batch: Batch) -> None:
-    """With a penalty on the gradient."""
     loss = training.loss(batch)
     gradients = torch.autograd.grad(loss, training.parameters, create_graph=True)
     penalty = torch.stack([gradient.square().sum() for gradient in gradients]).sum()

@@ -16,8 +16,6 @@ import recorder
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """One column of the table."""
-
     make: Callable[[nn.Module], nn.Module] = lambda model: model
     without: str = ""
     """The transform of the twin that is not recorded, where it is another: one without taps."""

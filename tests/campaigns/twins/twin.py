@@ -73,8 +73,6 @@ REFUSALS = (
 
 
 class Graphs(NamedTuple):
-    """What dynamo has made."""
-
     graphs: int
     breaks: int
     frames: int
@@ -87,8 +85,6 @@ class Graphs(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves behind."""
-
     seen: dict[str, Tensor]
     other: dict[str, object]
     graphs: Graphs
@@ -98,8 +94,6 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one combination."""
-
     combination: Combination
     problems: list[str]
     """What differs, or was not recorded."""
@@ -120,7 +114,6 @@ class Rig:
         self._latest: dict[Combination, Trained] = {}
 
     def compare(self, combination: Combination) -> Result:
-        """Both trainings, and every difference between them."""
         without = self._train_without(combination)
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             recorded, num_rows, problems = train_recorded(combination, Path(folder))
@@ -214,7 +207,6 @@ def train_recorded(combination: Combination, folder: Path) -> tuple[Trained, int
 
 
 def differences(without: Trained, recorded: Trained, *, with_graphs: bool) -> list[str]:
-    """Everything in which two trainings are not the same."""
     found = [f"only one has {key!r}" for key in sorted(without.seen.keys() ^ recorded.seen.keys())]
     both = (key for key in without.seen if key in recorded.seen)
     found += [key for key in both if not _is_same(without.seen[key], recorded.seen[key])]
@@ -261,7 +253,6 @@ def prepare() -> None:
 
 
 def run(group: list[Combination]) -> list[Result]:
-    """Combinations that share trainings."""
     with tempfile.TemporaryDirectory(prefix="twins-") as folder:
         rig = Rig(Path(folder))
         return [rig.compare(combination) for combination in group]

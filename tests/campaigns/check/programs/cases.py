@@ -16,8 +16,6 @@ from .models import Adapted, Adversaries, Causal, Experts, Images, Labelled, Net
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A training."""
-
     model: Callable[[], nn.Module] = Net
     rate: float = 1e-3
     optimizer: str = "adamw"
@@ -286,7 +284,6 @@ def _sharp(net: Any) -> None:
 
 
 def _but(**changed: Any) -> dict[str, Any]:
-    """What is changed of a training."""
     return changed
 
 

@@ -86,8 +86,6 @@ class TwoHeads(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolutions and norms."""
-
     def __init__(self, norm: Any = nn.BatchNorm2d) -> None:
         super().__init__()
         self.conv1, self.bn1, self.act1 = nn.Conv2d(1, 8, 3, padding=1), norm(8), nn.ReLU()
@@ -150,8 +148,6 @@ class Causal(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM over the features."""
-
     def __init__(self) -> None:
         super().__init__()
         self.cell, self.head = nn.LSTM(4, WIDTH, batch_first=True), nn.Linear(WIDTH, 4)
@@ -235,7 +231,6 @@ class Adversaries(nn.Module):
         self.judge = nn.Sequential(nn.Linear(WIDTH, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
 
     def forward(self, x: Tensor, *, is_of_judge: bool) -> Tensor:
-        """The loss of the judge, or that of the maker."""
         made = self.maker(torch.randn(len(x), 8))
         if not is_of_judge:
             return nn.functional.softplus(-self.judge(made)).mean()

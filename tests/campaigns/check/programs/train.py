@@ -41,7 +41,6 @@ def optimizer_of(case: Case, net: nn.Module) -> torch.optim.Optimizer:
 
 
 def wrapped(case: Case, net: nn.Module) -> nn.Module:
-    """The model as its layout has it."""
     if case.layout == "fsdp":
         for child in [*getattr(net, "blocks", []), net]:
             fully_shard(child)
@@ -56,7 +55,6 @@ class Data:
         self._case, self._rank, self._seed = case, rank, seed
 
     def batch(self, number: int, *, is_training: bool = True) -> tuple[Tensor, Tensor]:
-        """The samples of a step, or of the validation."""
         case = self._case
         if is_training and case.num_batches:
             number %= case.num_batches

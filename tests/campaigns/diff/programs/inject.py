@@ -60,7 +60,6 @@ class Net(nn.Module):
 
     @property
     def last(self) -> Block:
-        """Where most errors are."""
         return cast("Block", self.blocks[1])
 
     def forward(self, words: Tensor, features: Tensor) -> Tensor:

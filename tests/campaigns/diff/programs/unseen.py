@@ -221,7 +221,6 @@ def wrapped(net: Sight, training: Training) -> nn.Module:
 
 
 def optimizer_of(net: nn.Module, training: Training, rank: int) -> torch.optim.Optimizer:
-    """Two groups: the head's and the others'."""
     head = [p for name, p in net.named_parameters() if name.removeprefix("module.").startswith("head.")]
     others = [p for p in net.parameters() if all(p is not one for one in head)]
     more: dict[str, Any] = {}
@@ -254,7 +253,6 @@ def loss_of(outputs: tuple[Tensor, Tensor], labels: Tensor, error: str, step: in
 
 
 def parts_of(training: Training, step: int, rank: int, size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """The micro-batches of this rank."""
     error = training.error
     image, kind, label = batch(step)
     index = 0 if error == "same_part" and step >= 2 and rank == 1 else rank
@@ -274,7 +272,6 @@ def parts_of(training: Training, step: int, rank: int, size: int) -> list[tuple[
 
 
 def backward_all(model: nn.Module, net: Sight, training: Training, step: int, rank: int, size: int) -> None:
-    """The gradients of one step."""
     error = training.error
     parts = parts_of(training, step, rank, size)
     for i, (image, kind, label) in enumerate(parts):
@@ -294,7 +291,6 @@ def backward_all(model: nn.Module, net: Sight, training: Training, step: int, ra
 
 
 def spoil_gradients(model: nn.Module, net: Sight, training: Training, step: int, rank: int) -> None:
-    """What happens between backward and update."""
     error = training.error
     if error == "clamped" and rank == 0 and step >= 1:
         cast("Tensor", cast("Stage", net.stages[0]).depth.weight.grad).clamp_(-1e-3, 1e-3)
@@ -305,7 +301,6 @@ def spoil_gradients(model: nn.Module, net: Sight, training: Training, step: int,
 
 
 def spoil_state(net: Sight, optimizer: torch.optim.Optimizer, training: Training, step: int, rank: int) -> None:
-    """What happens before the forward of a step."""
     error = training.error
     if error == "state_lost" and step == 2:
         for parameter in net.rows.parameters():

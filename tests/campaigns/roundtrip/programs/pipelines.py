@@ -38,7 +38,6 @@ class Stage(parallel.Net):
 
 
 def cut(whole: Any, stage: int, num_stages: int) -> Any:
-    """One stage of a model."""
     per_stage = len(UNITS) // num_stages
     kept = {path for unit in UNITS[stage * per_stage : (stage + 1) * per_stage] for path in unit}
     whole.__class__ = Stage
@@ -51,7 +50,6 @@ def cut(whole: Any, stage: int, num_stages: int) -> Any:
 
 
 def wrapped(stage: Any, around: str, mesh: DeviceMesh) -> nn.Module:
-    """The module of a stage on its data parallel ranks."""
     if around == "ddp":
         return nn.parallel.DistributedDataParallel(stage, device_mesh=mesh["dp"])
     if around in ("fsdp2", "hsdp"):
