@@ -338,16 +338,6 @@ def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
     return np.asarray(lengths, np.int64)
 
 
-class Reached(NamedTuple):
-    """A row at which a condition has held for enough records in a row."""
-
-    row: int
-    num: int
-    """Records for which the condition has held."""
-    since: int | None
-    """The step of the first of these records; None where there is only one."""
-
-
 class Streaks:
     """Finds the first time in each lane that a condition holds for some records in a row."""
 
@@ -371,18 +361,19 @@ class Streaks:
         self._since[lanes[is_last]] = since[is_last]
         return lengths, since
 
-    def reached(self, lanes: Integers, steps: Integers, flags: Flags, records: float) -> list[Reached]:
-        """By lane, the first row at which the condition has held for `records` records; rows come lane by lane."""
+    def reached(
+        self, lanes: Integers, steps: Integers, flags: Flags, records: float
+    ) -> Iterator[tuple[int, int, int | None]]:
+        """By lane, the first row at which the condition has held for `records` records; rows come lane by lane.
+
+        Yields the row, for how many records the condition has held, and since which step, None for one record.
+        """
         lengths, since = self.lengths(lanes, steps, flags)
         new = np.flatnonzero((lengths >= records) & (self._reported[lanes] == 0))
         new = new[begins(lanes[new])]
         self._reported[lanes[new]] = 1.0
-        return [
-            Reached(row, num, first if num > 1 else None)
-            for row, num, first in zip(
-                new.tolist(), lengths[new].tolist(), since[new].astype(np.int64).tolist(), strict=True
-            )
-        ]
+        for row in new.tolist():
+            yield row, int(lengths[row]), int(since[row]) if lengths[row] > 1 else None
 
 
 class Spells:

@@ -54,7 +54,8 @@ class CurveRule(Rule):
 
     sites: ClassVar[tuple[str, ...]] = ("scalar", "grad")
     columns: ClassVar[tuple[str, ...]] = ("mean", "sum_sq")
-    reads_norm: ClassVar[bool] = True
+    needs_more_than: ClassVar[str] = ""
+    """The setting that says how many samples a curve must have so that the rule judges at least one."""
 
     def set_up(self) -> None:
         self.keys: list[CurveKey] = []
@@ -74,7 +75,7 @@ class CurveRule(Rule):
         """Samples of the longest curve."""
 
     def wants(self, key: SeriesKey) -> bool:
-        return key.is_loss or (self.reads_norm and key.site == "grad")
+        return key.site in self.sites and (key.is_loss or key.site == "grad")
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         """Make the samples of each step, and judge them. A loss that is NaN is no sample."""
@@ -137,10 +138,10 @@ class CurveRule(Rule):
         """The words for the curve in a finding."""
         return "the loss" if self.keys[curve].kind == _LOSS else "the norm of all gradients, most of it here,"
 
-    def need_earlier(self, setting: str) -> Iterable[Finding]:
-        """Explain where no curve has more samples than a setting says."""
-        if self.most <= self.thresholds[setting]:
-            self.why_not_judged = f"it needs {self.thresholds[setting]:.0f} earlier records, and there are {self.most}"
+    def finish(self) -> Iterable[Finding]:
+        """Explain where all curves have too few samples."""
+        if self.most <= (least := self.thresholds.get(self.needs_more_than, -1)):
+            self.why_not_judged = f"it needs {least:.0f} earlier records, and there are {self.most}"
         return ()
 
 
@@ -228,6 +229,7 @@ class Spike(CurveRule):
             "as above, for a loss; below `ratio` it is a note unless it stays up",
         ),
     )  # fmt: skip
+    needs_more_than = "least"
     advice = "look at the batch and at the learning rate of this step, and at what moved first"
 
     def set_up(self) -> None:
@@ -278,9 +280,6 @@ class Spike(CurveRule):
         replaced = self._rings.put(curves, num, values)
         self._total[curves] = self._total[curves] + values - np.nan_to_num(replaced)
 
-    def finish(self) -> Iterable[Finding]:
-        return self.need_earlier("least")
-
 
 class Jump(CurveRule):
     """A norm of gradients many times the largest of the beginning, and of the last records.
@@ -297,6 +296,7 @@ class Jump(CurveRule):
         Setting("first", 100, "records", "Megatron-LM's check for large gradients"),
         Setting("sudden", 3, "times the last ones", "gradients that leave a plateau grow slowly"),
     )
+    needs_more_than = "first"
     advice = "a rank alone: suspect its hardware or its data; all ranks: the step before was too large"
 
     def set_up(self) -> None:
@@ -304,9 +304,6 @@ class Jump(CurveRule):
         self._largest, self._is_up, self._recent = Memory(0.0), Memory(0.0), Memory(0.0)
         """By curve: the largest of its first samples; 1 while it is above its threshold, as only the first sample
         above it is reported; and the largest of its last samples, which fades with each sample."""
-
-    def wants(self, key: SeriesKey) -> bool:
-        return key.site == "grad"
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         """Compare each sample with the largest of the first and of the last samples."""
@@ -322,9 +319,6 @@ class Jump(CurveRule):
             yield JudgedSample(index, what, _NORM, float(values[index]), float(limit[index]))
         self._is_up[curves] = is_over.astype(np.float64)
 
-    def finish(self) -> Iterable[Finding]:
-        return self.need_earlier("first")
-
 
 class LossStuck(CurveRule):
     """A loss that does not leave its first value, or that has risen far above it."""
@@ -332,7 +326,6 @@ class LossStuck(CurveRule):
     name = "loss"
     sentence = "The loss stands still where it began, or rises far above where it began."
     sites, columns = ("scalar",), ("mean",)
-    reads_norm: ClassVar[bool] = False
     settings = (
         Setting("records", 10, "records", "smdebug's LossNotDecreasing"),
         Setting("spread", 1e-3, "of the loss", "smdebug's LossNotDecreasing, of a decrease"),
@@ -392,7 +385,6 @@ class Overfitting(CurveRule):
     name = "overfitting"
     sentence = "The validation loss rises from its best, far above the loss in training."
     sites, columns = ("scalar",), ("mean",)
-    reads_norm: ClassVar[bool] = False
     settings = (
         Setting("gap", 0.5, "of the loss in training", "smdebug's Overfit has 0.1"),
         Setting("rise", 0.1, "of the best validation loss", CALIBRATED),
