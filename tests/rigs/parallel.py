@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -293,9 +293,19 @@ def train(case: Callable[[nn.Module], nn.Module], folder: Path, *, late: bool = 
     save_twins(folder, without, recorded)
 
 
-def plain_values() -> dict[Any, Tensor]:
-    """What one process with a plain model has, seen by plain hooks: by site, path, name and step."""
-    model = make()
+def watch(
+    model: nn.Module, names_of: Callable[[str, nn.Module], Iterable[str]]
+) -> tuple[dict[Any, Tensor], Callable[[nn.Module, int], None]]:
+    """Plain hooks on every module of a model in one process.
+
+    Args:
+        model: a plain model.
+        names_of: the names of the arguments of a module, by its path.
+
+    Returns:
+        The values so far, by site, path, name and step, and what reads the parameters and gradients before the update
+        of a step.
+    """
     values: dict[Any, Tensor] = {}
     step = 0
 
@@ -306,11 +316,9 @@ def plain_values() -> dict[Any, Tensor]:
             tensor.register_hook(lambda gradient: values.update({key: gradient.detach().clone()}))
 
     for path, module in model.named_modules():
-        names = {"Core": "qkv", "Net": ["tokens"], "Embedding": ["input"], "LayerNorm": ["input"], "Linear": ["input"]}
-        known = names.get(type(module).__name__, ["input" if isinstance(module, nn.ReLU) else "x"])
 
-        def before(_: nn.Module, args: tuple[Tensor, ...], path: str = path, known: Any = known) -> None:
-            for name, tensor in zip(known, args, strict=True):
+        def before(module: nn.Module, args: tuple[Tensor, ...], path: str = path) -> None:
+            for name, tensor in zip(names_of(path, module), args, strict=True):
                 keep("input", path, name, tensor)
 
         def after(_: nn.Module, args: Any, output: Tensor, path: str = path) -> None:
@@ -327,6 +335,15 @@ def plain_values() -> dict[Any, Tensor]:
             values["grad", path, name, at] = parameter.grad.detach().clone()  # type: ignore[union-attr]
         step = at + 1
 
+    return values, read
+
+
+def plain_values() -> dict[Any, Tensor]:
+    """What one process with a plain model has, seen by plain hooks: by site, path, name and step."""
+    of_torch = dict.fromkeys(("Embedding", "LayerNorm", "Linear", "ReLU"), ("input",))
+    names = {"Core": ("q", "k", "v"), "Net": ("tokens",), **of_torch}
+    model = make()
+    values, read = watch(model, lambda _, module: names.get(type(module).__name__, ("x",)))
     fit(model, read)
     return {key: value for key, value in values.items() if key[3] < STEPS}
 

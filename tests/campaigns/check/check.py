@@ -122,13 +122,13 @@ def record(folder: Path, names: list[str]) -> None:
 
 
 def judged(folder: Path, name: str, baselines: list[str]) -> Checked:
-    """What is said of a training, beside sound ones where there are any."""
+    """The findings of `check` on a training, with sound trainings as baselines where there are any."""
     run, *others = (recorder.open_run(folder / one / "recordings") for one in (name, *baselines))
     return check(run, baselines=others)
 
 
 def loud(checked: Checked) -> list[str]:
-    """The rules that say something above a note."""
+    """The rules with a finding that is worse than a note."""
     return sorted({one.rule for one in checked.findings if one.severity > Severity.NOTE})
 
 
@@ -143,7 +143,7 @@ def is_named(checked: Checked, wanted: Named) -> bool:
 
 
 def twins(name: str, seed: int = 0) -> list[str]:
-    """The sound trainings beside which one of this seed is judged."""
+    """The sound trainings that are the baselines of one of this seed."""
     return [f"{BASE.get(name, name)}@{seed + number}" for number in range(1, NUM_TWINS + 1)]
 
 
@@ -164,7 +164,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _line(folder: Path, name: str, seed: int) -> bool:
-    """Print what is said of a training; whether that is what has to be."""
+    """Print the findings on a training, and return whether they are the expected ones."""
     one, others = f"{name}@{seed}", twins(name, seed)
     alone, beside = judged(folder, one, []), judged(folder, one, others)
     if name in SOUND:

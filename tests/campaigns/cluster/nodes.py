@@ -21,7 +21,7 @@ LOGIN = f"{SUBNET}.254"
 
 
 def command(*words: str | Path, **settings: str) -> str:
-    """What it printed; it must succeed."""
+    """Run a command that must succeed, and return what it printed."""
     done = subprocess.run(
         [*map(str, words)], env={**os.environ, **settings}, capture_output=True, text=True, timeout=60
     )
@@ -30,7 +30,7 @@ def command(*words: str | Path, **settings: str) -> str:
 
 
 def wait_for(what: str, condition: Callable[[], bool], deadline_s: float = 120.0, pause_s: float = 0.25) -> None:
-    """Until ``condition()`` is true; an AssertionError that says ``what`` was awaited if it never is."""
+    """Wait until ``condition()`` is true; an AssertionError that names ``what`` was awaited if it never is."""
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"in vain awaited for {deadline_s:.0f} s: {what}"

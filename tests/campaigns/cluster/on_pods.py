@@ -46,7 +46,7 @@ def kind(path: Path, name: str) -> dict[str, Any]:
 
 
 def lost(said: Any, kept: Any, at: str = "") -> list[str]:
-    """What a model kept nothing of, or kept otherwise, by its path in the document."""
+    """The paths in a document of members that a model dropped or changed."""
     if isinstance(said, dict):
         absent = [f"{at}{name}" for name in said if name not in kept]
         return absent + [hole for name in said if name in kept for hole in lost(said[name], kept[name], f"{at}{name}.")]
@@ -65,7 +65,7 @@ def unknown_to_kubeflow(document: dict[str, Any]) -> list[str]:
 
 
 def unknown_to_operator(said: Any, model: str, at: str = "") -> list[str]:
-    """The same of the Training Operator's models, which do not say so themselves."""
+    """Fields that the Training Operator's models do not have, which these models do not report themselves."""
     inner = re.fullmatch(r"dict\(str, (\w+)\)|list\[(\w+)\]", model)
     if inner:
         items = said.items() if inner[1] else enumerate(said)

@@ -56,7 +56,7 @@ class Job:
         return (self.folder / f"{self.merge}.out").read_text()
 
     def reaches(self, step: int, times: int = 1) -> None:
-        """Until every rank is over with the step, the n-th time of it."""
+        """Wait until every rank has finished the step for the n-th time."""
         said = f"step {step} is over"
         wait_for(f"{said} in job {self.id}", lambda: self.output.count(said) >= 4 * times, 240)
 

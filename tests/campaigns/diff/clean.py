@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def show_errors(folder: Path, kind: str) -> int:
-    """Print a line for each later error; how many are not named."""
+    """Print a line for each later error, and return how many are not named."""
     record_errors(folder, kind)
     num_bad = 0
     for name, error in LATER_ERRORS.items():

@@ -89,7 +89,7 @@ class Launched(NamedTuple):
         return diff(recorder.open_run(folder / "one"), run, noise=[recorder.open_run(folder / "twin")])
 
     def show(self, folder: Path) -> int:
-        """Print a line for each error; how many are not named correctly, or are false alarms."""
+        """Print a line for each error, and return how many are named wrongly or are false alarms."""
         self.record(folder)
         num_bad = 0
         for one in (False, True):
@@ -145,7 +145,7 @@ def opened(folder: Path, name: str) -> recorder.Run:
 
 
 def compared(folder: Path, name: str, *, one: bool = False) -> Diff:
-    """A training beside the sound one of the same layout, or of one process."""
+    """A training compared with the sound one of the same layout, or of one process."""
     base = ERRORS[name].base if name in ERRORS else name
     if not one:
         return diff(opened(folder, base), opened(folder, name))

@@ -29,7 +29,7 @@ class Verdict(NamedTuple):
 
 
 def judge(found: Diff, error: Error) -> Verdict:
-    """Whether the first culprit is the error, and no other is named at its step."""
+    """Judge whether the first culprit is the error."""
     if not found.culprits:
         return Verdict("not found", "")
     first = found.culprits[0]
@@ -41,7 +41,7 @@ def judge(found: Diff, error: Error) -> Verdict:
 
 
 def one_of(names: Collection[str]) -> Callable[[str], str]:
-    """What reads the name of an error from the command line."""
+    """A type for `argparse` that takes one of these names."""
 
     def known_name(text: str) -> str:
         if text not in names:

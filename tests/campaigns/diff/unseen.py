@@ -98,7 +98,7 @@ def compared(folder: Path, a: str, b: str) -> Diff:
 
 
 def show_error(folder: Path, name: str) -> int:
-    """Print what is named of an error; in how many of the two comparisons that is wrong."""
+    """Print what `diff` names for an error, and return in how many of the two comparisons it is wrong."""
     case = ERRORS[name]
     kind = f"{case.optimizer}{case.variants}"
     dealt = "-dealt" if "halves" in kind else ""
@@ -119,7 +119,7 @@ def show_error(folder: Path, name: str) -> int:
 
 
 def show_pair(folder: Path, a: str, b: str) -> int:
-    """Print what is named of a sound pair: 1 where that is anything."""
+    """Print what `diff` names for a sound pair, and return 1 where it names anything."""
     jobs.record_trainings(SCRIPT, folder, [a, a + TWIN, b])
     found = compared(folder, a, b)
     is_bad = not found.is_equal or bool(found.culprits)

@@ -98,7 +98,7 @@ def _put_batches(rig: Rig, count: int) -> None:
 
 
 def _parse(content: bytes) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-    """Where schema and batches end, and the batches: by pyarrow."""
+    """The ends of the schema and of the batches, and the batches, all found by pyarrow."""
     source = pa.BufferReader(content[8:])
     stream = pa.ipc.open_stream(source)
     ends, batches = [8 + source.tell()], list[Any]()
@@ -112,7 +112,7 @@ def _parse(content: bytes) -> tuple[tuple[int, ...], tuple[Any, ...]]:
 
 
 def boundaries(victim: Victim) -> list[int]:
-    """Cuts around whatever begins or ends in the file."""
+    """Cuts near every place where something begins or ends in the file."""
     cut_points = (0, 8, *victim.ends, len(victim.content))
     near = {cut_point + d for cut_point in cut_points for d in range(-_MARGIN, _MARGIN + 1)}
     return sorted(cut for cut in near if 0 <= cut < len(victim.content))
@@ -192,7 +192,7 @@ def _same_bits(found: Any, batch: Any) -> bool:
 
 
 def _run_problem(victim: Victim, copy: Path, final: Path, cut: int) -> str:
-    """Of an index or a manifest: what it says of is read without it, or refused; never something else."""
+    """Check that without its index or manifest a run is read as before or refused, and never read differently."""
     if victim.path != victim.final:
         shard = load_sealed(final)
         if shard.is_indexed:
@@ -239,7 +239,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _cut_all(chosen: list[tuple[Victim, list[int]]], jobs: int, minutes: float | None) -> list[str]:
-    """Problems of all files; the cuts of each are dealt out in slices."""
+    """The problems of all files; the cuts of each file are divided into slices."""
     problems: list[str] = []
     progress = Progress(sum(len(cuts) for _, cuts in chosen), "cuts")
     until_s = deadline_s(minutes)

@@ -161,7 +161,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 class _Outages:
-    """What happens to the store: most times it is killed, now and then it hangs or has lost everything."""
+    """The outages of the store: usually it is killed, sometimes it hangs or loses everything."""
 
     def __init__(self, store: StoreProcess, draw: random.Random, *, may_lose: bool) -> None:
         self._store, self._draw, self._may_lose = store, draw, may_lose
@@ -176,7 +176,7 @@ class _Outages:
         return self._thread is None or not self._thread.is_alive()
 
     def next(self) -> None:
-        """Kill it, once the outage before is over; what follows goes on beside the daemon's kills."""
+        """Kill the store once the last outage is over; its return goes on in parallel with the kills of the daemon."""
         self.end()
         seconds, kind = self._draw.uniform(0.05, 4), self._draw.random()
         self._store.kill()
@@ -204,7 +204,7 @@ class _Outages:
 
 
 class _Shards:
-    """Keeps each sealed shard that it sees, by a hard link: the daemon may remove it, and a run may lose it."""
+    """Keeps a hard link to each sealed shard, because the daemon may remove the shard, and a run may lose it."""
 
     def __init__(self, recordings: Path, folder: Path) -> None:
         self.folder = folder
@@ -260,7 +260,7 @@ def _ship(folder: Path, keep_local: str, is_once: bool, url: str) -> None:
 
 
 def record(path: Path, seed: int) -> None:
-    """Be a writer: record for a while, then close, or be killed."""
+    """Record as a writer for a while, then close or die."""
     draw = random.Random(seed)
     rig = Rig(path, flush_interval_s=0.05, shard_bytes=1 << 20, shard_rows=draw.choice((40, 400)))
     rig.writer.set_manifest(own_process())  # by which a daemon knows whether its writer is gone
@@ -277,7 +277,7 @@ def record(path: Path, seed: int) -> None:
 
 
 def _look(server: StoreProcess, url: str, num_kills: int) -> list[str]:
-    """Read what is there as a reader would, who has the store to himself."""
+    """Read the runs in the store as a reader does that has nothing but the store."""
     os.environ["AWS_ENDPOINT_URL"] = url
     listed = server.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{_PREFIX}/", Delimiter="/").get("CommonPrefixes", ())
     names = [name for one in listed if not (name := one["Prefix"].split("/")[1]).startswith("_")]

@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _watch(pid: int, folder: Path, seconds: float, interval_s: float) -> tuple[list[Sample], int]:
-    """Look at the daemon for so long. Returns the samples, and how many short runs there were."""
+    """Watch the daemon for some seconds, and return the samples and the number of short runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.campaigns.faults.daemon"])
     began_s = time.monotonic()

@@ -180,7 +180,7 @@ def cases(count: int, seed: int, num_launched: int) -> list[Case]:
 
 
 def _train_in_fork(case: Case, rank: int, folder: Path, notes: Notes) -> None:
-    """The life of one rank, from where a fresh interpreter would `import torch`."""
+    """Run one rank, from the point where a fresh interpreter would `import torch`."""
     autoload: Any = importlib.import_module("recorder_autoload")
     output = os.open(folder / f"output.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -240,7 +240,7 @@ def _kill_ranks(case: Case, ranks: list[Any], notes: list[Notes]) -> tuple[int, 
 
 
 def _run_launched(case: Case, folder: Path) -> tuple[int, list[tuple[int, int, Numbers] | None]]:
-    """As a user launches it; every process of it is killed at once. Nothing is noted: values and accounts count."""
+    """Launch as a user does, and kill every process at once. Without notes, only values and accounts are checked."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, f"--nproc-per-node={case.world_size}", "-m", "tests.campaigns.faults.training"]
     settings = {**case.settings, "RECORDER_DIR": str(folder / "runs"), "PYTHONPATH": str(Path(__file__).parents[3])}
@@ -274,7 +274,7 @@ def _is_running(pid: int) -> bool:
 
 
 class Checker:
-    """Looks at what a kill has left."""
+    """Checks the files that a kill left behind."""
 
     def __init__(self) -> None:
         self._replays = {world_size: Replay(world_size) for world_size in (1, 2)}

@@ -86,7 +86,7 @@ def _die_at(number: int) -> None:
 
 
 def memory_folder() -> str | None:
-    """A file system in memory, where thousands of files cost no syncs; None where there is none."""
+    """A folder in memory, where thousands of files cost no syncs; None where there is none."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 

@@ -129,7 +129,7 @@ def run_words(words: Sequence[str], *, is_terminal: bool) -> Iterator[str]:
 
 
 def harmful(text: str, *, is_terminal: bool) -> str:
-    """The first character that a terminal would obey, with what stands around it; empty for none."""
+    """The first character that a terminal would obey, with its surroundings; empty for none."""
     plain = _OUR_CODES.sub("", text) if is_terminal else text
     if is_terminal:
         plain = plain.replace("\r", "")
@@ -211,7 +211,7 @@ def _decode_all(opened: Run) -> None:
 
 
 def _tried(what: str, use: Callable[[], Any]) -> Iterator[str]:
-    """What is wrong with how a call ended."""
+    """The problem with how a call ended; empty where there is none."""
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")

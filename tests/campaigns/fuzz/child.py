@@ -125,7 +125,7 @@ def contain(
 def _one_child(
     check: Callable[[int], str], cases: Sequence[int], memory_bytes: int, limit_s: float
 ) -> Iterator[Verdict]:
-    """Verdicts up to the case that ends the child, that one included."""
+    """Verdicts up to and including the case that ends the child."""
     with tempfile.TemporaryFile() as trace:
         reader, writer = os.pipe()
         sys.stdout.flush()
@@ -188,7 +188,7 @@ def _address_bytes() -> int:
 
 
 def _lines(reader: int, limit_s: float) -> Iterator[bytes | None]:
-    """Lines as they come; None where none comes for too long."""
+    """The lines of a pipe; None where no line comes for too long."""
     pending, deadline_s = b"", time.monotonic() + limit_s
     while True:
         if not select.select([reader], [], [], max(deadline_s - time.monotonic(), 0))[0]:

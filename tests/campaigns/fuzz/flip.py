@@ -51,7 +51,7 @@ _VERIFY_EVERY = 10
 
 
 class Facts(NamedTuple):
-    """All that a reader gives out of a run, by what identifies it."""
+    """Everything that a reader returns from a run, by what identifies it."""
 
     rows: dict[tuple[str, int], tuple[Any, ...]]
     """Metadata columns by writer and seq."""
@@ -145,7 +145,7 @@ class Flips:
         return Damage(file, at, data[at : at + len(new)], new)
 
     def check(self, case: int) -> str:
-        """Do one damage, read all there is, undo it; says what was wrong, or how it was noticed, in one word."""
+        """Do one damage, read the complete run and undo the damage. Returns what was wrong; empty for nothing."""
         if self._pid != os.getpid():
             self._pid = os.getpid()  # the child before this one may have died over a damaged file
             for path, data in self._content.items():
@@ -197,7 +197,7 @@ def record(folder: Path) -> tuple[Path, Path]:
 
 
 def read(run: Run) -> Facts:
-    """Everything that the reader gives out without a complaint."""
+    """Everything that the reader returns without a complaint."""
     light = MetadataRows(run.writers)
     light.load([*METADATA_COLUMNS, *POSITION_COLUMNS])
     everything = np.arange(light.num_rows)
@@ -233,7 +233,7 @@ def _texts(run: Run) -> list[str]:
 
 
 def _seen_by_others(path: Path) -> list[Any]:
-    """What readers make of a file that know nothing of this format; None where they refuse it."""
+    """The contents of a file by readers that do not know this format; None where a reader refuses it."""
     found: list[Any] = []
     if path.suffix == ".json":
         return found

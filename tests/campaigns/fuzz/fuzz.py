@@ -125,7 +125,7 @@ def _campaign(sandbox: Sandbox, arguments: argparse.Namespace) -> int:
 
 
 def signature(finding: str) -> str:
-    """What findings of one cause share: the last two lines of code and the kind of error."""
+    """A text that findings with one cause share: the last two lines of code and the kind of error."""
     lines = [line.strip() for line in finding.splitlines()]
     frames = [line.split(", line")[0].replace(os.getcwd(), "") + line.rpartition(" in ")[2].join(("::", ""))
               for line in lines if line.startswith('File "')]  # fmt: skip

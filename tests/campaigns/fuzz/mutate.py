@@ -126,7 +126,7 @@ def _rows(run: Path, files: list[str], chooser: random.Random) -> Step:
 
 
 def _value(name: str, own: dict[str, Any], chooser: random.Random) -> Any:
-    """A value for a column; now and then what another column has."""
+    """A value for a column; sometimes a value of another column."""
     if name in ("shape", "global_shape", "offsets"):
         others = [own.get(other) for other in ("shape", "global_shape", "offsets")]
         return chooser.choice((*_SHAPES, *others, None))

@@ -87,7 +87,7 @@ def _json(run: Path, step: Step) -> None:
 
 
 def write_manifest(path: Path, value: Any) -> None:
-    """As the format's version 1.1 has it, of whatever value: NaN and more that a sound writer refuses."""
+    """Write a manifest of version 1.1 of the format with any value, also NaN and others that a sound writer refuses."""
     text = json.dumps(value).encode()
     if text.startswith(b"{") and len(text) > 2:
         text = b'{"%s":"%08x",%s' % (CHECKSUM.encode(), crc32c(text[1:]), text[1:])
@@ -215,7 +215,7 @@ def _buffer(run: Path, step: Step) -> None:
 
 
 def _right_checksum(path: Path, block: MessageBlock, message: Message, number: int) -> None:
-    """Give the header the checksum of a buffer as it is now; of the bytes that the old one was of."""
+    """Give the header the checksum of a buffer's present content, over as many bytes as the old one covered."""
     schema = pa.ipc.open_stream(path.read_bytes()[8:]).schema
     header = json.loads(message.custom_metadata[METADATA_KEY])
     first = 0

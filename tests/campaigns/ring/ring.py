@@ -95,7 +95,7 @@ def values(run: recorder.Run, first: int = 0, last: int = STEPS) -> dict[tuple[s
 
 
 def changed(folder: Path, other: Path) -> Iterator[str]:
-    """What of training differs between two cases."""
+    """The differences between the trainings of two cases."""
     for path in sorted(other.glob("rank*.pt")):
         one, two = torch.load(folder / path.name), torch.load(path)
         for name, value in one["parameters"].items():
@@ -283,7 +283,7 @@ def _disks(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _memory(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
-    """Train in this process, and look at its memory; the ring has been once round long before the first look."""
+    """Train in this process and look at its memory; the ring has wrapped around long before the first look."""
     settings: dict[str, Any] = {
         **_SETTINGS,
         "dir": str(folder),
@@ -314,7 +314,7 @@ def _memory(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _touched_bytes() -> int:
-    """What records have had of the pool at most."""
+    """The largest part of the pool that records have used."""
     current = active._current
     return sum(pool.peak_bytes for pool in current.capture.pools) if current and current.capture else 0
 

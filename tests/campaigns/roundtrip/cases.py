@@ -91,7 +91,7 @@ def matrix() -> list[Case]:
 
 
 def blank() -> list[Case]:
-    """Layouts in ways in which values say nothing of their layout, with tensors at some steps alone."""
+    """Layouts in ways in which values do not show their layout, with tensors at some steps only."""
     layouts = [(layout, 2) for layout in ("ddp", "fsdp1", "fsdp2", "fsdp2 bf16")] + [("ddp", 4), ("hsdp", 4)]
     return [Case(layout=layout, world_size=size, way=way) for layout, size in layouts for way in BLANK_WAYS]
 
@@ -137,7 +137,7 @@ class Proof:
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        """The global view's rows; those that stay per rank have a `rank`."""
+        """The rows of the global view; rows that stay per rank have a `rank`."""
         rows: list[dict[str, Any]] = self.rows.table.to_pylist()
         return rows
 
@@ -158,7 +158,7 @@ class Proof:
         return tensor_of(self.merged, key, partial=key in self.lacking)
 
     def is_early(self, key: Key) -> bool:
-        """A root's very first own inputs are seen before FSDP casts them."""
+        """Whether a value is a root's first input, which is seen before FSDP casts it."""
         site, path, _, step, micro_step, call, _, mode, _ = key
         is_own_input = (site, path, mode) == ("input", "", "train")
         return self.options.mixed and is_own_input and step == micro_step == call == 0

@@ -92,7 +92,7 @@ def _judge(result: SiteResult, key: Key, recorded: torch.Tensor, value: torch.Te
 
 
 def _judge_statistics(result: SiteResult, row: dict[str, Any], value: torch.Tensor, bound: float) -> None:
-    """A row without values, by its shape and, but for sums over ranks, which have none, its statistics."""
+    """Judge a row without values by its shape and its statistics, which sums over ranks do not have."""
     wanted: dict[str, Any] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     found: dict[str, Any] = {"dtype": row["dtype"], "shape": json.loads(row["shape"])}
     if found == wanted and value.is_floating_point() and "no_statistics" not in (row["note"] or ""):
@@ -113,10 +113,10 @@ def _judge_statistics(result: SiteResult, row: dict[str, Any], value: torch.Tens
 
 
 def is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Bit-equal, but that a zero or a NaN may have either sign."""
+    """Whether two tensors are bit-equal, but for the sign of a zero or a NaN."""
     return one.dtype == two.dtype and one.shape == two.shape and torch.equal(_plain(one), _plain(two))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Without NaNs, which equal nothing, in a type that knows how to compare."""
+    """A tensor in a type that can be compared, without NaNs, which equal nothing."""
     return tensor.double().nan_to_num(nan=1e300) if tensor.is_floating_point() else tensor

@@ -81,14 +81,14 @@ class Result(NamedTuple):
 
 
 def train(folder: Path, num_ranks: int, layouts: tuple[str, ...], script: Path = SCRIPT) -> Path:
-    """Where the runs are, by layout, and beside them what one process had."""
+    """Train these layouts and one process, and return the folder with a run of each."""
     finished = jobs.ranks(folder, script, "out", *layouts, num=num_ranks).wait(300)
     assert finished.returncode == 0, finished.output
     return folder / "out"
 
 
 def stays_per_rank(layout: str, site: str, path: str) -> bool:
-    """Whether it is the last value of a stage of sequence parallel ranks: plain, and no DTensor beside it."""
+    """Whether a value is the output of a stage of sequence parallel ranks, which is a plain tensor."""
     return layout.startswith("pp") and "sp" in layout.split(" x ") and path == "blocks.0" and site.endswith("output")
 
 
@@ -125,7 +125,7 @@ def compare(run: recorder.Run, values: dict[Any, torch.Tensor], layout: str = ""
 
 
 def with_layouts(folder: Path, layout: str) -> recorder.Run:
-    """The run of a layout, merged where something must be said of it."""
+    """The run of a layout, merged where the layout has to be given."""
     run = recorder.open_run(folder / layout)
     if layout not in SAID:
         return run
@@ -181,14 +181,14 @@ def _judge(found: torch.Tensor, value: torch.Tensor) -> str:
 
 
 def _has_statistics_of(row: dict[str, Any], value: torch.Tensor) -> bool:
-    """Whether a row without values is of such a one, by its shape and, but for sums over ranks, by its NaN."""
+    """Whether a row without values fits a tensor, by its shape and, except for sums over ranks, its NaN count."""
     if json.loads(row["shape"]) != list(value.shape):
         return False
     return row["nan_count"] in (None, int(value.isnan().sum())) or not value.is_floating_point()
 
 
 def _row(layout: str, num_ranks: int, result: Result) -> bool:
-    """Print a line; whether it tells of nothing wrong."""
+    """Print a line, and return whether nothing in it is wrong."""
     of_sites = [result.counts[site] for site in SITES]
     missing, wrong, apart = (sum(of[what] for of in of_sites) for what in ("missing", "wrong", "per rank"))
     cells = [f"{of['equal']} + {of['close']}" for of in of_sites]

@@ -64,7 +64,7 @@ class Rounding:
         ).to(tensor.dtype)
 
     def moved(self, value: Any, num_terms: int) -> Any:
-        """The same in every floating tensor, with dims, of a nested value."""
+        """Move every floating tensor with dims in a nested value."""
         if isinstance(value, Tensor):
             return self(value, num_terms) if value.is_floating_point() and value.dim() else value
         if isinstance(value, dict):
@@ -175,7 +175,7 @@ def longest_sum(tensors: list[Tensor], module: nn.Module) -> int:
 
 
 class MeanOfShares(Energy):
-    """What 0-dim values of several ranks become: their mean, not the value of the whole batch."""
+    """The mean of the 0-dim values of several ranks, which is not the value of the complete batch."""
 
     def __init__(self, sizes: list[int], *, is_called_without_batch: bool) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class MeanOfShares(Energy):
 
 
 class FirstRank(Running):
-    """What buffers of several ranks become: those of the first one, which DDP gives to all."""
+    """The buffers of the first rank, which DDP broadcasts to all ranks."""
 
     def __init__(self, num_samples: int) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class Reference:
         self._evaluate(step, sizes)
 
     def _losses(self, step: int, slice_: int, sizes: list[int]) -> list[Tensor]:
-        """Each rank's loss, out of one forward of the whole batch."""
+        """Each rank's loss, from one forward of the complete batch."""
         batch, target = train.make_batch(step, slice_, sum(self._sizes))
         output = self._forward(train.take(train.spoil(batch, step, self._options), 0, sum(sizes)))
         if self._rounding is not None:  # the loss is a sum too
@@ -304,7 +304,7 @@ def largest_change(moved: Tensor, value: Tensor) -> float:
 
 
 def observe(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
-    """The values by key, the bounds that sampling finds, and the keys of what the last rank has no part in."""
+    """The values by key, the bounds that sampling finds, and the keys of values without a part of the last rank."""
     seen = Reference(options, world_size, None).train()
     values = seen.values
     bounds = dict.fromkeys(values, 0.0)

@@ -118,7 +118,7 @@ def _penalized(training: Training) -> None:
 
 def _scaled(**options: Any) -> Callable[[Training], None]:
     def train(training: Training) -> None:
-        """The second step overflows, and is left out."""
+        """Train with a second step that overflows, and is skipped."""
         (optimizer,) = training.uses(AdamW(training.parameters, 0.01, **options))
         scaler = training.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
         for step, batch in enumerate(training.batches()):

@@ -138,7 +138,7 @@ class Rig:
 
 
 def train(combination: Combination, *, is_recorded: bool) -> Trained:
-    """From a fixed state of every generator to the end."""
+    """Train from a fixed state of every generator to the end."""
     torch.compiler.reset()
     dynamo.counters.clear()
     dynamo.clear_compilation_metrics()
@@ -217,7 +217,7 @@ def differences(without: Trained, recorded: Trained, *, with_graphs: bool) -> li
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Equal bits, of numbers that are none too."""
+    """Whether two tensors have equal bits, NaNs included."""
     return (
         one.dtype == other.dtype
         and one.shape == other.shape

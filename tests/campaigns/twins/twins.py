@@ -68,7 +68,7 @@ def table(found: list[Result]) -> Iterator[str]:
 
 
 def _counts(row: list[Result]) -> str:
-    """Dynamo's, without the recorder and with it where they differ."""
+    """Dynamo's counts, without the recorder and with it where they differ."""
     without, recorded = Graphs(0, 0, 0, 0), Graphs(0, 0, 0, 0)
     for result in row:
         without, recorded = without + result.without, recorded + result.recorded

@@ -72,7 +72,7 @@ class Twin:
         self.values[*value_key, number] = (tensor.detach().cpu() if self._fetches else tensor.detach()).clone()
 
     def fetch(self) -> None:
-        """Bring what was seen so far, with one graph for all of it."""
+        """Copy the values seen so far to the host, with one graph for all of them."""
         self.values |= to_host({key: value for key, value in self.values.items() if value.device.type == "xla"})
 
     def _output(self, path: str) -> Callable[..., None]:
@@ -99,7 +99,7 @@ class Twin:
 
 
 def to_host(lazy: dict[Any, Tensor]) -> dict[Any, Tensor]:
-    """With one graph for all of it."""
+    """Copy values to the host with one graph for all of them."""
     return dict(zip(lazy, torch_xla._XLAC._xla_get_cpu_tensors(list(lazy.values())), strict=True))
 
 
@@ -109,7 +109,7 @@ def split(name: str) -> tuple[str, str]:
 
 
 def counters() -> dict[str, int]:
-    """What the device was asked for so far: graphs that were met before and that were not, compilations, executions."""
+    """Counters of the device so far: known and new graphs, compilations, executions."""
     xm.wait_device_ops()  # an execution is counted when it is over
     timed = {name: met.metric_data(name) for name in ("CompileTime", "ExecuteTime")}
     counted = {name: met.counter_value(name) or 0 for name in ("CachedCompile", "UncachedCompile")}
@@ -177,7 +177,7 @@ def train(style: str, watched: str) -> dict[str, Any]:
 
 
 def infer(watched: str) -> dict[str, Any]:
-    """No step ends anywhere: the program reads its outputs, and that is all."""
+    """Run a program that never ends a step and only reads its outputs."""
     torch.manual_seed(0)
     model = Net().to(torch_xla.device()).eval()
     twin = Twin(model, None, fetches=False) if watched in TWINS else None

@@ -200,7 +200,7 @@ def _evaluated(path: str) -> Callable[[Any], None]:
 
 
 def _gradient(path: str, change: Callable[[Tensor], object], at: range | int, rank: int = -1) -> Any:
-    """What changes a gradient at some steps, on one rank or on all."""
+    """A function that changes a gradient at some steps, on one rank or on all."""
 
     def gradients(net: Any, step: int, own_rank: int) -> None:
         if (step == at if isinstance(at, int) else step in at) and rank in (-1, own_rank):
@@ -271,7 +271,7 @@ def _leaping(x: Tensor, step: int, rank: int) -> Tensor:
 
 
 def _squared(net: Any) -> None:
-    """Attention of logits far too large."""
+    """Attention whose logits are far too large."""
     with torch.no_grad():
         for name in ("query", "key"):
             net.get_parameter(f"attention.1.{name}.weight").mul_(40.0)

@@ -204,7 +204,7 @@ class Adapted(nn.Module):
 
 
 class Experts(nn.Module):
-    """Eight experts, one of which each sample goes to: some of them hardly ever have any, and two never."""
+    """Eight experts; each sample goes to one of them. Some experts hardly ever get a sample, and two never do."""
 
     def __init__(self) -> None:
         super().__init__()

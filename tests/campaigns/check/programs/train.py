@@ -68,7 +68,7 @@ class Data:
 
 
 def loss_of(case: Case, model: nn.Module, net: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-    """The loss of a batch, with what else a training minds."""
+    """The loss of a batch, with the terms that the model adds to it."""
     if isinstance(net, Labelled):
         return model(x, labels)  # type: ignore[no-any-return]
     if isinstance(net, Adversaries):

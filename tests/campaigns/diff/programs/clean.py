@@ -97,7 +97,7 @@ class Block(nn.Module):
 
 
 class Unbalanced(torch.autograd.Function):
-    """The identity, with another gradient: a mean over the batch. A twin, whose inputs are moved, has the very same."""
+    """The identity, whose gradient is a mean over the batch of noise that a twin shares."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, noise: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Unbalanced(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Rows of both embeddings never get a gradient, or only that of the head."""
+    """A GPT; some rows of its embeddings never get a gradient, or get only the gradient of the head."""
 
     def __init__(self, *, is_tied: bool, is_drifting: bool) -> None:
         super().__init__()
@@ -159,13 +159,13 @@ def laid_out(net: Net, layout: str) -> Any:
 
 
 def unbalanced(step: int) -> Tensor:
-    """What adds up to nothing over the batch in every other column, but for roundings that hang on the order."""
+    """Noise that adds up to zero over the batch in every other column, but for roundings that depend on the order."""
     noise = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)) * 1000
     return noise - noise.mean(0) + 1000 * (torch.arange(WIDTH) % 2)
 
 
 def groups(net: Net) -> list[dict[str, Any]]:
-    """One weight by itself, norms and biases, all others."""
+    """Three parameter groups: one weight alone, norms and biases, and all others."""
     of: list[list[nn.Parameter]] = [[], [], []]
     for name, parameter in net.named_parameters():
         is_flat = parameter.ndim < 2 and name != "shift"
@@ -174,7 +174,7 @@ def groups(net: Net) -> list[dict[str, Any]]:
 
 
 def clip(net: Net) -> None:
-    """By the norm of all; torch's own refuses sharded gradients beside plain ones."""
+    """Clip by the norm of all gradients; torch's own function refuses sharded gradients together with plain ones."""
     gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
     norms = [(one.full_tensor() if isinstance(one, DTensor) else one).norm() for one in gradients]
     for one in gradients:
@@ -182,7 +182,7 @@ def clip(net: Net) -> None:
 
 
 def train(net: Net, model: Any, name: Training, rank: int) -> None:
-    """With one thing wrong from `BROKEN_STEP` on, if the name says what."""
+    """Train, with the error that the name gives from `BROKEN_STEP` on."""
     optimizer = OPTIMIZERS[name.optimizer](groups(net))
     num_parts = 1 if name.layout == "tp" else LAYOUTS[name.layout]
     for step in range(STEPS):

@@ -43,7 +43,7 @@ class Halved(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """A byte of a transformer. Each error is a line in it, or in `train`."""
+    """A tiny transformer. Each error is a line in it, or in `train`."""
 
     def __init__(self, what: str, rank: int, size: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Net(nn.Module):
 
 
 class Drop(nn.Module):
-    """Dropout whose mask hangs on the step and the sample, not on the rank that has it."""
+    """Dropout whose mask depends on the step and the sample, not on the rank."""
 
     def __init__(self, what: str, rank: int, size: int) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Act(nn.Module):
 
 
 class Thin(nn.Module):
-    """Dropout whose mask hangs on the step and the sample, in a block whose forward runs twice a step."""
+    """Dropout whose mask depends on the step and the sample, in a block whose forward runs twice a step."""
 
     def __init__(self, what: str, rank: int, size: int) -> None:
         super().__init__()

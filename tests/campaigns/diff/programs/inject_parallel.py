@@ -35,7 +35,7 @@ RULES = "site=* keep=tensor,stats,fingerprint"
 
 
 class Drop(nn.Module):
-    """Dropout between the blocks, of whose mask every rank has to make the same, or its part of the sequence."""
+    """Dropout between the blocks; every rank has to make the same mask, or its part of the sequence of that mask."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ RULES = "site=* keep=tensor,stats,fingerprint"
 
 
 class Drop(nn.Module):
-    """Dropout whose mask hangs on the step and on the index in the batch, so that one process can make it too."""
+    """Dropout whose mask depends on the step and on the index in the batch, so that one process can make it too."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Whatever of it is taken away is passed over."""
+    """A model whose forward skips the parts that were taken away."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def stage_of(model: Net, stage: int) -> Net:
 
 
 class Loss:
-    """The mean over a micro-batch; with an error, of one of them another one."""
+    """The mean over a micro-batch; with an error, the mean of one micro-batch is multiplied by a factor."""
 
     def __init__(self, what: str) -> None:
         self.factor = {"lost_micro_batch": 0.0, "scaled_micro_batch": 2.0}.get(what, 1.0)
@@ -107,7 +107,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def shapes(rank: int) -> dict[str, Any]:
-    """They are given, so that no stage runs once more to learn them: the dropout counts its calls."""
+    """The shapes between stages, given so that no stage runs once more to learn them: dropout counts its calls."""
     between = torch.zeros(ROWS, DIM, requires_grad=True)
     last = torch.zeros(ROWS, OUT, requires_grad=True)
     return {"input_args": between if rank else torch.zeros(ROWS, IN), "output_args": last if rank else between}

@@ -239,7 +239,7 @@ def optimizer_of(net: nn.Module, training: Training, rank: int) -> torch.optim.O
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank has of a parameter, in place."""
+    """This rank's part of a parameter, which may be changed in place."""
     value = parameter.detach()
     return cast("Tensor", value.to_local()) if hasattr(value, "to_local") else value
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recorder
 from tests.rigs.leaving import leave
-from tests.rigs.parallel import Exchange, mesh_of
+from tests.rigs.parallel import Exchange, mesh_of, watch
 
 STEPS, BATCH, WORDS, DIM = 2, 16, 4, 8
 RULES = "site=* keep=tensor,stats,fingerprint"
@@ -162,29 +162,20 @@ def fit(model: nn.Module, read: Callable[[nn.Module, int, torch.optim.Optimizer]
 
 
 def one_process(num: int) -> dict[Any, Tensor]:
-    """What plain hooks see, by site, path, name and step."""
-    model, values, step = make(num), dict[Any, Tensor](), 0
+    """The values that plain hooks see, by site, path, name and step."""
 
-    def keep(site: str, path: str, name: str, tensor: Tensor) -> None:
-        values[site, path, name, step] = tensor.detach().clone()
-        if tensor.requires_grad:
-            key = (f"grad_{site}", path, name, step)
-            tensor.register_hook(lambda gradient: values.update({key: gradient.detach().clone()}))
+    def names_of(path: str, module: nn.Module) -> list[str]:
+        return ["rows" if path == "moe.experts" else "input" if list(module._parameters) else "x"]
 
-    for path, module in model.named_modules():
-        name = "rows" if path == "moe.experts" else "input" if list(module._parameters) else "x"
-        module.register_forward_pre_hook(lambda _, args, path=path, name=name: keep("input", path, name, args[0]))
-        module.register_forward_hook(lambda _, args, output, path=path: keep("output", path, "", output))
+    model = make(num)
+    values, read_parameters = watch(model, names_of)
 
     def read(_: nn.Module, at: int, optimizer: torch.optim.Optimizer) -> None:
-        nonlocal step
+        read_parameters(model, at)
         for key, parameter in model.named_parameters():
             path, name = key.rpartition(".")[::2]
-            values["param", path, name, at] = parameter.detach().clone()
-            values["grad", path, name, at] = parameter.grad.detach().clone()  # type: ignore[union-attr]
             for what, state in optimizer.state.get(parameter, {}).items():  # after the update of the step before
                 values["optim", path, f"{name}.{what}", at - 1] = state.detach().clone()
-        step = at + 1
 
     fit(model, read)
     return values

@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 def loss_alone(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Nothing but the head is cut, and the loss with it."""
+    """Cut the head alone, and the loss with it."""
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     return parallelize_module(model, mesh, {"head": head})
 
@@ -73,7 +73,7 @@ CUTS = {"tp": tensor_parallel, "sp": sequence_parallel, "loss": loss_alone, "pre
 
 
 class Gather(torch.autograd.Function):
-    """All ranks' keys or values, laid along the sequence; their gradients summed up over the ranks."""
+    """Gathers all ranks' keys or values along the sequence, and sums their gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def fit(
 
 
 def one_process(*, is_nan: bool) -> dict[Any, Tensor]:
-    """What plain hooks see, by site, path, name and step; optimizer state as the recorder names it."""
+    """The values that plain hooks see, by site, path, name and step; optimizer state has the recorder's names."""
     optimizer_state: dict[Any, Tensor] = {}
 
     def watched(model: nn.Module, read: Callable[[nn.Module, int], None] | None = None) -> list[Tensor]:

@@ -27,7 +27,7 @@ UNITS = (("embed",), ("blocks.0",), ("blocks.1",), ("norm", "head"))
 
 
 class Stage(parallel.Net):
-    """A part of the model, under the paths of the whole; what was taken away is passed over."""
+    """A part of the model under the paths of the complete model; its forward skips what was taken away."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = tokens
@@ -72,7 +72,7 @@ def mesh_for(words: list[str], num_others: int) -> DeviceMesh:
 
 
 def shapes_of(words: list[str], stage: int, num_stages: int, batch: Any) -> dict[str, Any]:
-    """Of a micro-batch on two data parallel ranks: where DDP ran to learn them, torch 2.13 miscounts its gradients."""
+    """The shapes of a micro-batch on two data parallel ranks. If DDP ran to learn them, torch 2.13 would miscount."""
     if words[-1] != "ddp":
         return {}
     tokens = batch(0)[0].chunk(2)[0].chunk(MICRO_BATCHES)[0]

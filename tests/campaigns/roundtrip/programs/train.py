@@ -147,21 +147,21 @@ def make_batch(
 
 
 def spoil(batch: dict[str, Tensor], step: int, options: argparse.Namespace) -> dict[str, Tensor]:
-    """The batch; of a case that is to break, with features that are no numbers from a step on."""
+    """The batch; in a case that is to break, its features are NaN from a step on."""
     if options.nan_from is None or step < options.nan_from:
         return batch
     return {**batch, "features": torch.full_like(batch["features"], torch.nan)}
 
 
 def deaden(net: Net, options: argparse.Namespace) -> None:
-    """In a case that is to be dead, make the activations behind `up` zeros, so that `down` gives its bias alone."""
+    """In a case that is to be dead, make the activations after `up` zero, so that `down` returns its bias alone."""
     for block in net.blocks if options.dead else ():
         assert isinstance(block, Block)
         block.up.bias.data.fill_(-100)
 
 
 def constants() -> tuple[Tensor, dict[str, Tensor]]:
-    """What has no batch dim: position numbers, the causal mask, and a 0-dim factor."""
+    """The inputs without a batch dim: position numbers, the causal mask, and a 0-dim factor."""
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     return torch.arange(LENGTH), {"causal": causal, "scale": torch.tensor(0.7)}
 
@@ -243,7 +243,7 @@ def _fsdp2(net: Net, options: argparse.Namespace) -> nn.Module:
 
 @contextlib.contextmanager
 def accumulating(model: Any, is_last: bool) -> Iterator[None]:
-    """Each layout's word for `do not reduce yet`."""
+    """The context in which a layout does not reduce gradients yet."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(is_last)
         yield
