@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks import parser_of
+
 from .processes import clean_env, progress, run_fresh
 from .stopwatch import THREADS, Stopwatch
 from .ways import SETTINGS, WAYS
@@ -98,11 +100,7 @@ def line(name: str, rounds: list[list[dict[str, Any]]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks blocks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("blocks", __doc__)
     parser.add_argument("--settings", choices=("busy", "spare"), default="spare", help="default: spare")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of blocks (default 15)")
     parser.add_argument(

@@ -12,7 +12,6 @@ already must not matter.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -22,6 +21,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from scripts.benchmarks import parser_of
 
 from .processes import clean_env, progress, run_fresh
 from .stopwatch import Stopwatch
@@ -144,11 +145,7 @@ def cost(point: Point) -> tuple[float, float]:
 
 def main(arguments: list[str]) -> int:
     names = [*CURVES, "length"]
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks curves",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("curves", __doc__)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CURVE", help=", ".join(names))
     parser.add_argument("--steps", type=int, help="of each process, ten or more (default 30; 2,000 of the long run)")
     args = parser.parse_args(arguments)

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from recorder.format.rundir import encode_manifest
 from recorder.system.text import size
+from scripts.benchmarks import parser_of
 from tests.rigs.jobs import free_port
 from tests.rigs.server import BUCKET, StoreServer
 
@@ -47,11 +48,7 @@ def main(arguments: list[str]) -> int:
     parts: dict[str, Callable[[argparse.Namespace, Path], None]] = {
         "start": _start, "memory": _memory, "ls": _ls, "beside": _beside,
     }  # fmt: skip
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks daemon",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("daemon", __doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(parts)}; by default all")
     parser.add_argument("--files", type=int, default=100_000, help="files in sight, of memory (default 100000)")
     parser.add_argument("--rounds", type=int, default=8, help="of start, ls and beside (default 8)")

@@ -10,7 +10,6 @@ where an answer differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from scripts.benchmarks import parser_of
 from scripts.benchmarks.merge import write_run
 from tests.rigs.clusters import started_cluster
 
@@ -43,11 +43,7 @@ def timed(command: list[str], scheduler: str | None) -> tuple[float, bytes]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks dask",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("dask", __doc__)
     parser.add_argument("--gb", type=float, default=2.0, help="payload of the run, decoded (default 2)")
     parser.add_argument("--writers", type=int, default=4, help="ranks (default 4)")
     parser.add_argument("--rounds", type=int, default=3)

@@ -8,7 +8,6 @@ of a fresh process, the start of the interpreter included; its memory is what it
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
+from scripts.benchmarks import parser_of
 from tests.rigs.fakes import fake_staged
 
 from .written import writing
@@ -43,7 +43,7 @@ def write_run(run: Path, num_bytes: int, tensor_bytes: int, keep: int) -> int:
 
 def main(arguments: list[str]) -> int:
     """Print a line for each kind of run."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks diff", description=__doc__)
+    parser = parser_of("diff", __doc__)
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--kb", type=int, default=256, help="of a tensor")
     parser.add_argument("--dir", type=Path, default=None)

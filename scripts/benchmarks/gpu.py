@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks import parser_of
+
 ROOT = Path(__file__).parents[2]
 RULES = "leaf=yes site=output keep={keep}; site=grad keep={keep}"
 VARIANTS = {
@@ -134,11 +136,7 @@ def print_table(samples: dict[str, list[dict[str, Any]]], bus_bytes: float) -> N
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("gpu", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=10, help="first steps that are not counted (default 10)")

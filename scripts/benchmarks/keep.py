@@ -11,7 +11,6 @@ where something is more than 10 % above what was stored, 2 where what was stored
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import shutil
@@ -27,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from recorder import native
+from scripts.benchmarks import parser_of
 
 from .processes import ROOT, clean_env, progress, run_fresh
 
@@ -231,11 +231,7 @@ def versions() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks keep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("keep", __doc__)
     parser.add_argument("--write", action="store_true", help="store what is found")
     parser.add_argument("--file", type=Path, default=STORED, help=f"where it is stored (default {STORED.name})")
     args = parser.parse_args(arguments)

@@ -38,6 +38,7 @@ from recorder.numerics.dtypes import item_bytes
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR, Chunk, Staged
 from recorder.run.run import open_run
 from recorder.upkeep.verify import verify
+from scripts.benchmarks import parser_of
 from tests.rigs.fakes import fake_staged
 
 from .written import writing
@@ -269,11 +270,7 @@ def check(out: Path) -> list[str]:
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks merge",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("merge", __doc__)
     parser.add_argument("--gb", type=float, default=4.0, help="payload of the run, decoded (default 4)")
     parser.add_argument("--writers", type=int, default=4, help="ranks (default 4)")
     parser.add_argument("--rounds", type=int, default=3)

@@ -32,6 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from scripts.benchmarks import parser_of
+
 from . import machine, table
 from .processes import ROOT, Ended, clean_env, progress, run_fresh
 from .ways import AGAIN, BASE, SETTINGS, WAYS, Setting, chosen
@@ -195,11 +197,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30, help="steps of each process (default 30)")
     parser.add_argument("--warmup", type=int, default=5, help="first steps that are not counted (default 5)")

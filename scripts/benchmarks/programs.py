@@ -11,7 +11,6 @@ of all ranks together, and wall time. Both runs of a round must come out equal t
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -22,6 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from scripts.benchmarks import parser_of
 
 from .processes import clean_env, progress, run_fresh
 
@@ -146,11 +147,7 @@ def measure(name: str, num_steps: int, folder: Path, **env: str) -> Measured:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks programs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("programs", __doc__)
     parser.add_argument("--only", action="append", choices=tuple(PROGRAMS), help="this program, and no other")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default 3)")
     parser.add_argument("--share", type=float, default=1.0, help="of the steps of about a minute (default 1)")

@@ -11,7 +11,6 @@ where others are at work. Files come from the page cache, but for tensors of whi
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
@@ -30,6 +29,7 @@ from crc32c import crc32c
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, KEEP_TENSOR
 from recorder.run.run import open_run
 from recorder.upkeep.verify import verify
+from scripts.benchmarks import parser_of
 from tests.rigs.fakes import fake_staged
 
 from .processes import ROOT, clean_env, progress
@@ -161,11 +161,7 @@ def of_rows(folder: Path, num_rows: int) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks read",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("read", __doc__)
     parser.add_argument("--gb", type=float, default=1.0, help="of tensors, up to 10 (default 1)")
     parser.add_argument("--kb", type=int, default=256, help="of a tensor (default 256)")
     parser.add_argument("--batch-mb", type=int, default=8, help="MiB of a batch (default 8)")

@@ -12,7 +12,6 @@ least.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from scripts.benchmarks import parser_of
 
 from .processes import clean_env, run_fresh
 
@@ -90,11 +91,7 @@ def child(num_modules: int, num_rounds: int, num_steps: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks records",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("records", __doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=30, help="that are counted, in each round (default 30)")
     parser.add_argument("--modules", type=int, default=200, help="of the chain (default 200)")

@@ -11,7 +11,6 @@ replica that differs, and `first` has to find both. Exit code 1: a command faile
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.benchmarks import parser_of
 from tests.rigs.synthetic import Shape, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -127,11 +127,7 @@ def wrong(what: str, cost: Cost, shape: Shape) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks scale",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("scale", __doc__)
     parser.add_argument("--sizes", default=SIZES, help=f"RANKSxSTEPS, with commas (default {SIZES})")
     parser.add_argument("--ranks", type=int, help="one size, with --steps")
     parser.add_argument("--steps", type=int)

@@ -21,6 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks import parser_of
+
 ROOT = Path(__file__).parents[2]
 CREATES = ("create", "make_directory", "link")
 """What takes a new name in a directory."""
@@ -96,11 +98,7 @@ def _count(disk: Any, name: str, counts: Counter[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks storage",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("storage", __doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--step-s", type=float, default=0.5, help="seconds of a step, at least")
     parser.add_argument("--layers", type=int, default=24)

@@ -5,7 +5,6 @@ Trains two ranks, and prints a table.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recorder.system.text import size
+from scripts.benchmarks import parser_of
 from tests.rigs.jobs import succeeded, torchrun
 from tests.rigs.server import StoreServer
 
@@ -42,9 +42,7 @@ _RULES = (
 
 def main(arguments: list[str]) -> int:
     """Print the table."""
-    argparse.ArgumentParser(prog="python -m scripts.benchmarks store_requests", description=__doc__).parse_args(
-        arguments
-    )
+    parser_of("store_requests", __doc__).parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         succeeded(

@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from scripts.benchmarks import parser_of
 from tests.rigs.synthetic import Shape, write_run
 
 
@@ -22,11 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks synthetic",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("synthetic", __doc__)
     parser.add_argument("out", type=Path, help="the run; a folder that does not exist")
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)

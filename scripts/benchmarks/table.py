@@ -6,12 +6,13 @@ python -m scripts.benchmarks table bench.json --settings busy --picture overhead
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from scripts.benchmarks import parser_of
 
 from .machine import LIMITS
 from .pairs import Spread, is_distinguishable, noise_of, spread
@@ -182,11 +183,7 @@ def panels(report: dict[str, Any], settings: Sequence[str] = ()) -> list[Panel]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks table",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("table", __doc__)
     parser.add_argument("file", type=Path, help="what `--json` of the bench wrote")
     parser.add_argument("--settings", nargs="+", default=[], metavar="SETTING", help="only these")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="also draw the ratios")

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks import parser_of
+
 ROOT = Path(__file__).parents[2]
 RULES = "leaf=yes site=output,grad_output keep="
 VARIANTS = {
@@ -86,11 +88,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.benchmarks taps",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("taps", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=10, help="first steps that are not counted (default 10)")
