@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import recorder
-from recorder.analyze.export.catalog import write_catalog
+from recorder.analyze.export.export import write_catalog
 from recorder.analyze.first.timeline import whole_rows
 from recorder.run.step_ranges import cut_rows
 from tests.rigs.command_line import Cli, cli

@@ -6,22 +6,25 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config import FLAG, PREFIX, load_settings
 from ..errors import LookupFailedError, RecorderError
-from ..run.finding import runs_in
+from ..run.finding import runs_in, typed_for
+from ..run.notes import proof_state
+from ..run.reply import Reply, StateLine
 from ..run.run import Run, open_run
 from ..run.status import CHANGED, UNCHANGED, UNKNOWN, Proof, keep_proof
-from ..system.text import counted, listed, named
+from ..system.text import counted, listed, named, printable
 
 _KINDS = {
     "grad": "gradient",
@@ -30,15 +33,13 @@ _KINDS = {
     "optim": "optimizer state",
     "rng": "random state",
 }
-"""What people call each kind, in the order in which a difference of one makes one of the next."""
+"""The word for each kind. A difference of one kind causes differences of the kinds after it."""
 _UNSEEDED = ("rng python", "rng numpy")
 """Random states that the operating system seeds in each process, unless the program does."""
 _MAX_LISTED = 4
 
 
 class _Difference(NamedTuple):
-    """A value that two launches do not share."""
-
     step: int
     rank: int
     key: str
@@ -46,10 +47,8 @@ class _Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Course:
-    """How two launches compare."""
-
     differences: Sequence[_Difference]
-    """Those of the first step that differs, on all ranks."""
+    """The differences at the first step with any, on all ranks."""
     num_compared: int
 
     @property
@@ -60,11 +59,7 @@ class _Course:
 def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: int) -> Proof:
     """Say whether the recorder has changed the training.
 
-    Args:
-        plain: the program without the recorder.
-        again: the same once more: what differs here differs by itself.
-        recorded: the program with the recorder.
-        num_steps: how many steps were asked for.
+    What differs between the two plain launches, `plain` and `again`, differs by itself. `num_steps` were asked for.
     """
     notes: list[str] = []
     compared = min(plain.num_steps, recorded.num_steps)
@@ -87,7 +82,8 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
     if ignored:
         generators = " and ".join(sorted(key.partition(" ")[2] for key in ignored))
         notes.append(f"the random state of {generators} is not compared: the program does not seed it")
-    if unread := _unread(plain):
+    looks = [seen.looks[0].digests for seen in plain.ranks.values() if seen.looks]
+    if unread := sorted({key for look in looks for key, digest in look.items() if digest.startswith("unread")}):
         notes.append(f"not compared, since their bits cannot be read here: {listed(unread, _MAX_LISTED)}")
     itself, other = _compare(plain, again, ignored), _compare(plain, recorded, ignored)
     if (own := _ends(plain, again)) and itself.step is None:
@@ -127,13 +123,8 @@ def _unseeded(plain: Observed, again: Observed) -> set[str]:
     return unseeded
 
 
-def _unread(plain: Observed) -> list[str]:
-    looks = [seen.looks[0] for seen in plain.ranks.values() if seen.looks]
-    return sorted({key for look in looks for key, digest in look.digests.items() if digest.startswith("unread")})
-
-
 def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
-    """Compare the ranks that both have, up to the first step that differs."""
+    """Compare the ranks that both launches have, up to the first step that differs."""
     differences: list[_Difference] = []
     num_compared = 0
     for rank in a.ranks.keys() & b.ranks.keys():
@@ -149,7 +140,7 @@ def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
 
 
 def _ends(a: Observed, b: Observed) -> str:
-    """Say how two launches ended differently; empty where they did not."""
+    """Say how two launches ended differently; empty if they ended alike."""
     if a.ranks.keys() != b.ranks.keys():
         then = named("rank", sorted(b.ranks)) if b.ranks else "none"
         return f"{named('rank', sorted(a.ranks))} trained, then {then} (exit codes {a.exit_code} and {b.exit_code})"
@@ -219,7 +210,7 @@ class RankSeen:
     pid: int
     looks: tuple[Look, ...]
     printed: tuple[str, ...]
-    """Lines that it wrote to its standard output after `import torch`."""
+    """Lines that the rank wrote to its standard output after `import torch`."""
 
     @property
     def num_steps(self) -> int:
@@ -231,7 +222,7 @@ class Observed:
     """What one launch of the program did."""
 
     exit_code: int
-    """A negative one is the signal that ended the command."""
+    """A negative code is the signal that ended the command."""
     ranks: Mapping[int, RankSeen]
 
     @property
@@ -242,8 +233,7 @@ class Observed:
 def read_observed(folder: Path, exit_code: int) -> Observed:
     """Read what the probes of one launch left.
 
-    Raises:
-        LookupFailedError: two processes have trained as the same rank, so that nobody can tell what to compare.
+    Raises LookupFailedError if two processes have trained as the same rank, so that nobody can tell what to compare.
     """
     ranks: dict[int, RankSeen] = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -281,25 +271,38 @@ class Proven(NamedTuple):
 
     proof: Proof
     runs: tuple[Run, ...]
-    """The run with which the verdict is kept; several where the ranks could not agree on one, none without a record."""
+    """The run with the verdict; several if the ranks could not agree on one, none without a record."""
     said: str
-    """The last lines that the command wrote where it failed; empty where it did not."""
+    """The last lines that the command wrote if it failed; else empty."""
+
+
+def reply_of(proved: Proven) -> Reply:
+    """Return the reply of `recorder prove`; the exit code is 0 for unchanged, 1 for changed and 2 for all else."""
+    proof = proved.proof
+
+    def members() -> dict[str, Any]:
+        names = ("verdict", "text", "steps", "ranks", "first_step", "notes")
+        runs = [str(run.path) for run in proved.runs]
+        return {**{name: getattr(proof, name) for name in names}, "runs": runs, "said": proved.said}
+
+    def parts() -> Iterator[str | StateLine]:
+        yield from (f"  | {printable(line)}" for line in proved.said.splitlines())
+        yield from (StateLine("note", note) for note in proof.notes)
+        yield StateLine(proof_state(proof), proof.text)
+        for run in proved.runs:
+            command = f"recorder doctor {shlex.quote(typed_for(run.path, run.name))}"
+            yield f"kept with {printable(run.name)}; {command} shows it"
+
+    return Reply(members=members, parts=parts, exit_code={UNCHANGED: 0, CHANGED: 1}.get(proof.verdict, 2))
 
 
 def prove(
     command: Sequence[str], environ: Mapping[str, str], *, num_steps: int, report: Callable[[str], None]
 ) -> Proven:
-    """Run a program three times and say whether the recorder changes it; a fourth time where it seems to.
+    """Run a program three times and say whether the recorder changes it; a fourth time if it seems to.
 
-    Args:
-        command: the program with its arguments.
-        environ: the environment that records, with the user's settings.
-        num_steps: how many optimizer steps each launch takes.
-        report: called with what is launched next.
-
-    Raises:
-        LookupFailedError: two processes trained as one rank.
-        OSError: the command cannot be run.
+    `environ` is the environment that records, with the user's settings; `report` is called with what is launched next.
+    Raises LookupFailedError if two processes trained as one rank, and OSError if the command cannot be run.
     """
     ours = (PREFIX, f"_{PREFIX}")
     bare = {name: value for name, value in environ.items() if name != FLAG and not name.startswith(ours)}
@@ -329,8 +332,6 @@ def prove(
 
 
 class _Launches:
-    """The launches of one program, each with a folder for what its probes see."""
-
     def __init__(self, command: Sequence[str], folder: Path, num_steps: int, report: Callable[[str], None]) -> None:
         self._command = list(command)
         self._folder = folder
@@ -361,7 +362,7 @@ class _Launches:
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Wait for the end of a command; one that does not end although its ranks have done their steps is ended."""
+    """Wait for the end of a command; a command that goes on although its ranks have done their steps is ended."""
     patience_s = _END_S
     try:
         while True:
@@ -378,7 +379,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 
 
 def _is_done(folder: Path) -> bool:
-    """Whether the probe has ended the program on all ranks, so that the exit code is not the program's own.
+    """Whether the probe has ended the program on all ranks; then the exit code is not the program's own.
 
     A process group that nobody has destroyed may abort while the interpreter ends.
     """
@@ -397,7 +398,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _runs_of(folder: Path, before: set[str], recorded: Observed) -> list[Run]:
-    """Find the new runs of a folder that a process of the recorded launch has written."""
+    """Return the new runs of a folder that a process of the recorded launch has written."""
     pids = {rank.pid for rank in recorded.ranks.values()}
     runs = []
     if not folder.is_dir():

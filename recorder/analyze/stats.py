@@ -1,13 +1,13 @@
 """Statistics over steps, ranks and modules, combined from those of the rows, and why a row has none.
 
-Never reads a payload.
+The module also has what `recorder stats` replies. Must never read a payload.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,13 +17,24 @@ import pyarrow.compute as pc
 from ..columns import COUNTS, STATISTICS, note_members
 from ..errors import LookupFailedError, not_installed
 from ..layout.placement import reduce_op
+from ..numerics.distributions import (
+    HISTOGRAM_LEGEND,
+    HISTOGRAM_WIDTH,
+    bins_of,
+    extent,
+    histogram_line,
+    histogram_of_row,
+    subnormal_count,
+)
 from ..numerics.keys import VALUE_KEY, codes, group, group_rows, holds
 from ..numerics.moments import added_by_group, combine_rows
+from ..rules import hint
 from ..run.notes import MissingRanks, Problems, without_numbers
+from ..run.reply import Reply, Table, TableColumn
 from ..run.run import Run
 from ..run.selection import RANKS_OWN, GlobalOptions, Selection
 from ..run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
-from ..system.text import listed
+from ..system.text import listed, number
 
 if TYPE_CHECKING:
     import pandas
@@ -31,41 +42,41 @@ if TYPE_CHECKING:
 GROUPS = {"step": ("step",), "module": ("root", "module_path"), "site": ("site",), "rank": ("rank",), "name": ("name",)}
 """Columns by the word that groups by them."""
 _NEVER_MIXED = ("site", "phase", "mode", "scope")
-"""Numbers of different kinds, and those of a value computed twice, are never added up."""
+"""Numbers that differ in these columns mean different things, and are never added up."""
 INNER = "inner"
-"""Column of grouped statistics, where there are such rows: which tensor inside of composite ones, such as ``indices``.
-Numbers of these mean different things too."""
+"""The column, in grouped statistics, with the tensor inside of composite ones, such as ``indices``; their numbers mean
+different things too."""
 _VALUE = (
     "step", "micro_step", "call", "repeat", "attempt", "rank", "mode", "phase", "scope", "root", "module_path", "site",
     "name", "dtype", "shape", "numel",
 )  # fmt: skip
 _NUMBERS = (*STATISTICS, *COUNTS)
 HISTOGRAM = "histogram"
-"""Column of the histograms, for those who ask for them: of a group those of its rows, added up."""
+"""The column of the histograms, on request; a group has the sum of its rows' histograms."""
 WHY = "why"
-"""Column of the reason; null where a row has statistics, and is all ranks' or was never to be."""
+"""The column of the reason; null if a row has statistics and belongs to all ranks, or was never to do so."""
 REASON_COLUMNS = ("note", "placements", "nan_count", "mean", "numel")
-"""What `with_why` looks at."""
+"""The columns that `with_why` reads."""
 _HAS_ALL, _HAS_COUNTS, _IS_EMPTY, _HAS_NONE = range(4)
-_TOLD = tuple(name for name in REASON_COLUMNS if name not in (*_VALUE, *_NUMBERS))
+_OTHER_REASONS = tuple(name for name in REASON_COLUMNS if name not in (*_VALUE, *_NUMBERS))
 _MAX_NAMED = 3
 _LEAF = ("module_path", "site", "name")
 LONG_COLUMNS = ("step", "rank", "root", "module_path", "site", "name", "statistic", "value")
 
 
 class Statistics(NamedTuple):
-    """What `statistics` found."""
+    """The answer of `statistics`."""
 
     table: Any
     """A `pa.Table`. Ungrouped: one row a value; `why` says why it has no statistics, or no global tensor. Grouped: the
-    keys, `inner` where there are tensors inside of composite ones, `rows`, `rows_without` (rows that have none and so
-    are not in it), `numel`, the statistics and the counts."""
+    keys, `inner` if there are tensors inside of composite ones, `rows`, `rows_without` (rows without statistics, which
+    do not count), `numel`, the statistics and the counts."""
     notes: list[str]
-    """What is not in the table, and why; of which values ranks are missing."""
+    """What is not in the table, and why, and of which values ranks are missing."""
     problems: Sequence[str] = ()
-    """With `across_ranks`: what contradicts itself in the rows, or in the layouts that were given."""
+    """With `across_ranks`: contradictions in the rows, or in the layouts that were given."""
     is_whole: bool = True
-    """False where something of the run is damaged, or values lack ranks."""
+    """False if something of the run is damaged, or values lack ranks."""
     damage: Sequence[str] = ()
     """What is damaged on disk, and so missing."""
 
@@ -130,13 +141,13 @@ def statistics(
     with_histograms: bool = False,
     mapper: Mapper = map_serially,
 ) -> Statistics:
-    """The statistics of values, or combined over all values that agree in `by`, as `pa.Table`.
+    """Return the statistics of values, or combined over all values that agree in `by`, as `pa.Table`.
 
     `mapper` works on ranges of steps: groups of groups combine like groups of rows. With `with_histograms` the table
     has the column `HISTOGRAM`.
 
     Raises:
-        LookupFailedError: nothing is selected, or a word in `by` or an option is none.
+        LookupFailedError: nothing is selected, or a word in `by` or an option is unknown.
     """
     words = [word.strip() for one in by for word in one.split(",")]
     for word in words:
@@ -148,36 +159,30 @@ def statistics(
         )
     selection.check(run)
     options.check(run)
-    keys = _keys(words if options.across_ranks else [*words, "rank"])
+    keys = _keys(words if options.across_ranks else [*words, "rank"]) if words else []
     more = (HISTOGRAM,) if with_histograms else ()
-    ranges: list[tuple[int, ...]]
-    if options.across_ranks:
-        ranges = list(global_step_ranges(run.view(loss=options.loss, layouts=options.layouts)))
-        joined = _joined(mapper(_GlobalStatistics, (run, selection, options, words, keys, more), ranges), selection)
-    else:
-        ranges = list(attempt_step_ranges(run))
-        joined = _joined(mapper(_RankStatistics, (run, selection, options, words, keys, more), ranges), selection)
-    if not joined.num_rows:
-        raise selection.explain_nothing(run.table(["module_path", "site", "name", "step", "rank"]), _named(run))
-    notes, problems = joined.partial.notes(is_taken=options.partial), joined.problems.texts()
-    damage = sorted({*joined.damage, *run.problems})
-    is_whole = not (joined.partial or damage)
-    table = pa.concat_tables(joined.tables)
-    if not words:
-        return Statistics(table, notes, problems, is_whole, damage)
-    if len(joined.tables) > 1:
-        table = _combined(table, keys, more)
-    notes += _say_without(table, joined.without)
-    if joined.left_out:
-        notes += _say_left_out(pa.concat_tables(joined.left_out))
-    return Statistics(_without_empty_inner(table), notes, problems, is_whole, damage)
+    view = run.view(loss=options.loss, layouts=options.layouts) if options.across_ranks else None
+    ranges: list[tuple[int, ...]] = [*(attempt_step_ranges(run) if view is None else global_step_ranges(view))]
+    total = _RangeAnswer([], [], Counter(), 0, MissingRanks(), Problems(selection))
+    for one in mapper(_RangeStatistics, (run, selection, options, keys, more), ranges):
+        total = total.joined(one)
+    if not total.num_rows:
+        columns = ["module_path", "site", "name", "step", "rank"]
+        raise selection.explain_nothing(run.table(columns), f"run {run.name}")
+    notes, problems = total.partial.notes(is_taken=options.partial), total.problems.texts()
+    damage = sorted({*total.damage, *run.problems})
+    is_whole = not (total.partial or damage)
+    table = pa.concat_tables(total.tables)
+    if words:
+        table = _combined(table, keys, more) if len(total.tables) > 1 else table
+        notes += _say_without(table, total.without)
+        notes += _say_left_out(pa.concat_tables(total.left_out)) if total.left_out else []
+        table = table.drop_columns([INNER]) if table.column(INNER).null_count == table.num_rows else table
+    return Statistics(table, notes, problems, is_whole, damage)
 
 
-class _RangeStatistics(NamedTuple):
-    """What some steps of a run, or all of them, come to."""
-
+class _RangeAnswer(NamedTuple):
     tables: list[Any]
-    """Rows, or groups of them."""
     left_out: list[Any]
     """Grouped: values that are in no group, because they stay per rank."""
     without: Counter[str]
@@ -186,129 +191,75 @@ class _RangeStatistics(NamedTuple):
     partial: MissingRanks
     problems: Problems
     damage: tuple[str, ...] = ()
-    """What is damaged of what was read, as this process or a worker has found."""
+
+    def joined(self, later: _RangeAnswer) -> _RangeAnswer:
+        """Add the answer of the next range."""
+        self.tables.extend(later.tables)
+        self.left_out.extend(later.left_out)
+        self.without.update(later.without)
+        self.partial.join(later.partial)
+        self.problems.join(later.problems)
+        damage = tuple(dict.fromkeys([*self.damage, *later.damage]))
+        return self._replace(num_rows=self.num_rows + later.num_rows, damage=damage)
 
 
-class _RankStatistics:
-    """Statistics of the ranks' own rows, or of a merged run."""
-
-    def __init__(
-        self,
-        run: Run,
-        selection: Selection,
-        options: GlobalOptions,
-        words: Sequence[str],
-        keys: Sequence[str],
-        more: Sequence[str],
-    ) -> None:
-        self._run, self._selection, self._words, self._keys = run, selection, words, keys
-        self._more = more
-        self._takes_partial = options.partial
-
-    def __call__(self, attempt: int, first: int, last: int) -> _RangeStatistics:
-        wanted = (pc.field("part") == 0) & (pc.field("attempt") == attempt)
-        rows = self._run.table([*_VALUE, *_NUMBERS, *_TOLD, *self._more], wanted, steps=(first, last))
-        table = self._selection.narrow(rows)
-        partial = MissingRanks()
-        if self._run.is_merged:
-            partial.add(table)
-            if partial and not self._takes_partial:
-                table = without_numbers(table)
-        if not self._words:
-            combined, without = _told(table, self._more), Counter[str]()
-        else:
-            without = count_without(with_why(table))
-            combined = _combined(_with_inner(table), self._keys, self._more)
-        problems, damage = Problems(self._selection), tuple(self._run.problems)
-        return _RangeStatistics([combined], [], without, table.num_rows, partial, problems, damage)
-
-
-class _GlobalStatistics:
-    """Statistics of the global tensors."""
+class _RangeStatistics:
+    """Statistics of ranges of steps: of the ranks' own rows, of a merged run's rows, or of the global tensors."""
 
     def __init__(
-        self,
-        run: Run,
-        selection: Selection,
-        options: GlobalOptions,
-        words: Sequence[str],
-        keys: Sequence[str],
-        more: Sequence[str],
+        self, run: Run, selection: Selection, options: GlobalOptions, keys: Sequence[str], more: Sequence[str]
     ) -> None:
-        self._run, self._view = run, run.view(loss=options.loss, layouts=options.layouts)
-        self._selection, self._words, self._keys = selection, words, keys
-        self._more = more
+        self._run, self._selection, self._keys, self._more = run, selection, keys, more
         self._takes_partial = options.partial
+        self._view = run.view(loss=options.loss, layouts=options.layouts) if options.across_ranks else None
 
-    def __call__(self, first: int, last: int) -> _RangeStatistics:
-        rows = self._view.rows(first, last)
+    def __call__(self, *steps: int) -> _RangeAnswer:
+        """Return the answer to a range of steps: a first and a last step, of ranks' own rows behind an attempt."""
         problems, partial = Problems(self._selection), MissingRanks()
-        problems.add(rows.findings)
-        table = self._selection.narrow(rows.table)
+        if self._view is None:
+            attempt, first, last = steps
+            wanted = (pc.field("part") == 0) & (pc.field("attempt") == attempt)
+            columns = [*_VALUE, *_NUMBERS, *_OTHER_REASONS, *self._more]
+            rows = self._run.table(columns, wanted, steps=(first, last))
+        else:
+            first, last = steps
+            loaded = self._view.rows(first, last)
+            problems.add(loaded.findings)
+            rows = loaded.table
+        table = self._selection.narrow(rows)
         num_rows = table.num_rows
-        partial.add(table)
-        if partial and not self._takes_partial:
-            table = without_numbers(table)
-        damage = tuple(self._run.problems)
-        if not self._words:
-            return _RangeStatistics([_told(table, self._more)], [], Counter(), num_rows, partial, problems, damage)
-        table, stays = _without_rank_rows(with_why(table))
-        without = count_without(table)
-        combined = _combined(_with_inner(table), self._keys, self._more)
-        return _RangeStatistics([combined], [stays], without, num_rows, partial, problems, damage)
-
-
-def _joined(ranges: Iterable[_RangeStatistics], selection: Selection) -> _RangeStatistics:
-    """Put the ranges together in their order."""
-    total = _RangeStatistics([], [], Counter(), 0, MissingRanks(), Problems(selection))
-    for one_range in ranges:
-        total.tables.extend(one_range.tables)
-        total.left_out.extend(one_range.left_out)
-        total.without.update(one_range.without)
-        total.partial.join(one_range.partial)
-        total.problems.join(one_range.problems)
-        damage = tuple(dict.fromkeys([*total.damage, *one_range.damage]))
-        total = total._replace(num_rows=total.num_rows + one_range.num_rows, damage=damage)
-    return total
-
-
-def _named(run: Run) -> str:
-    return f"run {run.name}"
+        if self._view is not None or self._run.is_merged:
+            partial.add(table)
+            table = without_numbers(table) if partial and not self._takes_partial else table
+        table, stays, without = with_why(table), [], Counter[str]()
+        if not self._keys:
+            table = table.select([*_VALUE, *_NUMBERS, *self._more, WHY])
+        else:
+            if self._view is not None:
+                table, of_ranks = _without_rank_rows(table)
+                stays.append(of_ranks)
+            without = count_without(table)
+            table = _combined(table.append_column(INNER, inner_leaves(table)), self._keys, self._more)
+        return _RangeAnswer([table], stays, without, num_rows, partial, problems, tuple(self._run.problems))
 
 
 def as_long(table: Any) -> Any:
-    """One row a number, without those that are null."""
+    """Return one row for each number of a table, without the numbers that are null."""
     keys = [name for name in table.column_names if name in (*LONG_COLUMNS, *_NEVER_MIXED, INNER)]
     keys += [name for name in ("micro_step", "call", "repeat") if name in table.column_names]
     tables = []
     for statistic in _NUMBERS:
         known = table.filter(pc.field(statistic).is_valid())
-        values = known.column(statistic).cast(pa.float64())
-        named = pa.chunked_array([pa.DictionaryArray.from_arrays(np.zeros(known.num_rows, np.int32), [statistic])])
-        table_of_one = (
-            known.select(keys).append_column("statistic", named.cast(pa.string())).append_column("value", values)
-        )
-        tables.append(table_of_one)
+        of_one = known.select(keys).append_column("statistic", pa.repeat(statistic, known.num_rows))
+        tables.append(of_one.append_column("value", known.column(statistic).cast(pa.float64())))
     return pa.concat_tables(tables)
 
 
 def inner_leaves(table: Any) -> Any:
-    """Which tensor inside a composite one each row with `name` and `note` is, such as ``indices``; else null."""
+    """Return the tensor inside a composite one that each row is of, such as ``indices``; null for other rows."""
     is_inner = holds(table.column("note"), lambda note: "inner_of" in note_members(note))
     leaves = pc.replace_substring_regex(table.column("name").cast(pa.string()), pattern=r"^.*\.", replacement="")
     return pc.if_else(pa.array(is_inner), leaves, pa.scalar(None, pa.string()))
-
-
-def _told(table: Any, more: Sequence[str]) -> Any:
-    return with_why(table).select([*_VALUE, *_NUMBERS, *more, WHY])
-
-
-def _with_inner(table: Any) -> Any:
-    return table.append_column(INNER, inner_leaves(table))
-
-
-def _without_empty_inner(table: Any) -> Any:
-    return table.drop_columns([INNER]) if table.column(INNER).null_count == table.num_rows else table
 
 
 def _keys(words: Iterable[str]) -> list[str]:
@@ -317,7 +268,7 @@ def _keys(words: Iterable[str]) -> list[str]:
 
 
 def _combined(table: Any, keys: Sequence[str], more: Sequence[str]) -> Any:
-    """One row a group, in the order in which they first appear."""
+    """Return one row a group, in the order in which the groups first appear."""
     groups = group_rows(table, keys)
     columns = {name: table.column(name).take(pa.array(groups.firsts)) for name in keys}
     columns |= combine_rows(table, groups.ids, groups.num_groups)
@@ -327,7 +278,7 @@ def _combined(table: Any, keys: Sequence[str], more: Sequence[str]) -> Any:
 
 
 def _without_rank_rows(table: Any) -> tuple[Any, Any]:
-    """The rows of global values, and of those without one the values that stay per rank."""
+    """Return the rows of global values, and the values without a global row, which stay per rank."""
     is_rank = table.column("rank").is_valid().to_numpy()
     groups = group_rows(table, VALUE_KEY)
     has_global = np.zeros(groups.num_groups, np.bool_)
@@ -355,7 +306,7 @@ def _say_left_out(stays: Any) -> list[str]:
 
 
 def with_why(table: Any) -> Any:
-    """A `pa.Table` of rows with a column more: `WHY`."""
+    """Return a table of rows with the column `WHY`."""
     has_counts, has_mean = (table.column(name).is_valid().to_numpy() for name in ("nan_count", "mean"))
     is_empty = pc.equal(table.column("numel"), 0).to_numpy()
     has = np.select([has_mean, ~has_counts, is_empty], [_HAS_ALL, _HAS_NONE, _IS_EMPTY], _HAS_COUNTS)
@@ -367,7 +318,7 @@ def with_why(table: Any) -> Any:
 
 
 def count_without(table: Any) -> Counter[str]:
-    """How many rows have no statistics for which reason; of a table that `with_why` gave."""
+    """Count the rows without statistics by the reason, in a table that `with_why` gave."""
     without = table.filter(pc.field("nan_count").is_null()).column(WHY).value_counts().to_pylist()
     return Counter({one["values"] or "": one["counts"] for one in without})
 
@@ -395,3 +346,149 @@ def _no_statistics(told: dict[str, Any], placements: str | None, has: int) -> st
     if has == _HAS_NONE:
         return "not asked for: the rules keep no stats of it"
     return "it has no elements" if has == _IS_EMPTY else ""
+
+
+_KEYS = (
+    "step", "micro_step", "call", "repeat", "attempt", "rank", "root", "module_path", "site", "name", INNER, "mode",
+    "phase", "scope", "dtype", "shape",
+)  # fmt: skip
+_ALWAYS = ("step", "rank", "module_path", "site", "name", "shape")
+_TITLES = {"module_path": "module", "rows_without": "without"}
+_SHOWN_ROWS = 50
+_SUBNORMAL = "subnormal"
+_SHOWN = ("mean", "std", "min", "max", "absmax", "l2")
+_TEXTS = ("root", "module_path", "site", "name", INNER, "mode", "phase", "scope", "dtype", "shape", HISTOGRAM, WHY)
+_DROPS = (
+    "shape", "numel", _SUBNORMAL, "min", "max", "rows", "name", "std", HISTOGRAM, "zero_count", "l2", "inf_count",
+    "nan_count", "mean",
+)  # fmt: skip
+"""Columns that a narrow terminal leaves out, the least important first."""
+
+
+def reply_of(
+    run: Run,
+    answer: Statistics,
+    *,
+    by: Sequence[str] = (),
+    across_ranks: bool = False,
+    sort: str | None = None,
+    top: int | None = None,
+    last: int | None = None,
+) -> Reply:
+    """Return the reply of `recorder stats`. The exit code is 1 if something is damaged, missing or contradictory.
+
+    Args:
+        run: the run of the answer.
+        answer: what `statistics` found; people see histograms where the answer has them.
+        by: the words that the rows are combined by.
+        across_ranks: whether the statistics are of the global tensors.
+        sort: ``l2`` or ``l2:asc``, ``-l2`` or ``l2:desc``.
+        top: rows to show, counted from the start; 0: all.
+        last: rows to show, counted from the end; 0: all.
+
+    Raises:
+        LookupFailedError: `sort` names no column or no direction.
+    """
+    table, sorted_by = answer.table, ""
+    if sort is not None:
+        sorted_by, direction = _order(table, sort)
+        table = table.take(pc.sort_indices(table, [(sorted_by, direction)]))  # nulls stand last
+
+    def members() -> dict[str, Any]:
+        document = {"run": str(run.path), "problems": [*answer.problems, *answer.damage], "notes": answer.notes}
+        return document | {"rows": table.slice(0, top or None).to_pylist()}
+
+    def parts() -> Iterator[str | Table]:
+        asked = {word.strip() for words in by for word in words.split(",")}
+        known = [name for name in _KEYS if name in table.column_names]
+        keys = [name for name in known if _TITLES.get(name, name) in asked or _is_worth_showing(table, name)]
+        num_rows = table.num_rows
+        is_first = top is not None or (sort is not None and last is None)
+        shown = next((limit for limit in (top, last) if limit is not None), _SHOWN_ROWS) or num_rows
+        rows = table.slice(0 if is_first else max(num_rows - shown, 0), shown)
+        which, option = ("first", "--top") if is_first else ("last", "--last")
+        cut = f", the {which} {shown} of {num_rows} rows ({option} 0 shows all)" if rows.num_rows < num_rows else ""
+        tensors = "global tensors" if across_ranks else "each rank's own"
+        title = f"{run.name}: statistics of {tensors}{cut}"
+        yield _table_of(rows, keys, sorted_by, title, has_types=not asked)
+        yield from (f"finding: {problem}" for problem in answer.problems)
+        yield from (f"note: {note}" for note in answer.notes)
+
+    return Reply(members=members, parts=parts, exit_code=int(bool(answer.problems) or not answer.is_whole))
+
+
+def _order(table: Any, sort: str) -> tuple[str, str]:
+    """Return a column and Arrow's word for a direction: ``-l2`` and ``l2:desc`` are descending."""
+    column, _, order = sort.removeprefix("-").partition(":")
+    column = next((name for name, title in _TITLES.items() if title == column), column)
+    column = f"{column}_count" if f"{column}_count" in COUNTS else column
+    if order not in ("", "asc", "desc") or (order and sort.startswith("-")):
+        raise LookupFailedError(f"--sort {sort}: expected COLUMN, COLUMN:asc, COLUMN:desc or -COLUMN")
+    names = [name for name in table.column_names if name != HISTOGRAM]  # bytes, which have no order
+    if column not in names:
+        near = hint(column, names, otherwise=f"; columns are {', '.join(names)}")
+        raise LookupFailedError(f"--sort {sort}: there is no column {column!r}{near}")
+    return column, "descending" if order == "desc" or sort.startswith("-") else "ascending"
+
+
+def _is_worth_showing(table: Any, name: str) -> bool:
+    """Whether a key column varies, or is one that people mostly want."""
+    distinct = table.column(name).unique().to_pylist()
+    return len(distinct) > 1 or (name in _ALWAYS and distinct not in ([None], [""]))
+
+
+def _table_of(table: Any, keys: Sequence[str], sorted_by: str, title: str, *, has_types: bool) -> Table:
+    """Return a table for people; `has_types`: each row is of a single value, and so has one type."""
+    drawn, subtitle = _drawn(table, has_types=has_types)
+    counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
+    has_why = WHY in table.column_names and table.column(WHY).null_count < table.num_rows
+    numbers = [*_SHOWN, *COUNTS, *drawn, *([WHY] if has_why else [])]
+    shown = list(dict.fromkeys([*keys, *([sorted_by] if sorted_by else []), *counts, *numbers]))
+    columns = [
+        TableColumn(
+            title=_TITLES.get(name, name.removesuffix("_count")),
+            is_number=name not in _TEXTS,
+            is_whole=name in ("site", "shape", "dtype", HISTOGRAM),
+            is_prose=name == WHY,
+            drop=len(_DROPS) - _DROPS.index(name) if name in _DROPS and name != sorted_by else 0,
+            dull="0" if name in (*COUNTS, "rows_without", _SUBNORMAL) else None,
+        )
+        for name in shown
+    ]
+    rows = table.select([name for name in shown if name not in drawn]).to_pylist()
+    cells = [
+        [drawn[name][index] if name in drawn else _cell(name, row[name]) for name in shown]
+        for index, row in enumerate(rows)
+    ]
+    return Table(columns, cells, title=title, subtitle=subtitle)
+
+
+def _drawn(table: Any, *, has_types: bool) -> tuple[dict[str, list[str]], str]:
+    """Draw the histograms of the rows, all in the same powers of two, and count the subnormal values of each row.
+
+    Returns:
+        The cells of both columns by name, and a legend; no columns where no row has a histogram.
+    """
+    histograms = [
+        histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
+        for data in (table.column(HISTOGRAM).to_pylist() if HISTOGRAM in table.column_names else ())
+    ]
+    known = [one for one in histograms if one is not None]
+    if not known:
+        return {}, ""
+    bins = bins_of(known, HISTOGRAM_WIDTH)
+    lines = iter(map(histogram_line, bins.shares))
+    drawn = {HISTOGRAM: ["" if one is None else next(lines) for one in histograms]}
+    if has_types:
+        dtypes = table.column("dtype").to_pylist()
+        subnormals = [
+            None if one is None else subnormal_count(one, dtype) for one, dtype in zip(histograms, dtypes, strict=True)
+        ]
+        drawn[_SUBNORMAL] = ["" if count is None else str(count) for count in subnormals]
+    return drawn, f"histogram: of the values that are not zero, {extent(bins)}; {HISTOGRAM_LEGEND}"
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "module_path":
+        return value or "''"
+    return number(value) if name in STATISTICS else "" if value is None else str(value)

@@ -1,9 +1,9 @@
-"""Which run is meant by what was typed: a path, a folder, a name or the beginning of one, `latest` or ``@-2``.
+"""Finds the run that is meant by what was typed: a path, a folder, a name or the beginning of one, `latest` or ``@-2``.
 
-In an object store a folder may hold an index of a fleet: one small document a node beside the runs, so that a thousand
+In an object store a folder may hold an index of a fleet: one small document a node next to the runs, so that a thousand
 runs are listed at once. The index is derived: a run that no document names is opened as any other, and nothing that a
-run holds is taken from there. The documents are untrusted input. Must never write, and never take a name that a
-manifest holds for a path.
+run holds is taken from there. The documents are untrusted input. Must never write, and never take a name in a manifest
+for a path.
 """
 
 from __future__ import annotations
@@ -22,33 +22,16 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..config import LATEST, load_settings
 from ..errors import LookupFailedError, NotARunError, RecorderError, RunError
-from ..format.manifest import RunManifest, WriterManifest
+from ..format.manifest import RunManifest as RunManifest
+from ..format.manifest import WriterManifest
 from ..format.rundir import MERGE_MANIFEST, RUN_MANIFEST, WRITER_MANIFEST, Members, check_version, read_json
 from ..read.writers import find_writers
-from ..storage.locations import LOCAL, Location, location_of, scheme_of, store_of
+from ..storage.locations import LOCAL, location_of, store_of
+from ..storage.locations import Location as Location
+from ..storage.locations import scheme_of as scheme_of
 from ..storage.objects import ObjectPath
 from ..system.text import counted, moment
 
-__all__ = [
-    "FLEET",
-    "ListedRun",
-    "Location",
-    "RunManifest",
-    "command_of_merge",
-    "default_folder",
-    "find_folder",
-    "find_run",
-    "find_run_around",
-    "first_modules",
-    "fleet_runs",
-    "has_manifest",
-    "is_fleet",
-    "is_same_folder",
-    "is_shipped",
-    "runs_in",
-    "scheme_of",
-    "typed_for",
-]
 _LATEST = re.compile(rf"{LATEST}|@-([1-9][0-9]{{0,8}})")
 _MAX_LISTED = 8
 _logger = logging.getLogger("recorder")
@@ -70,7 +53,7 @@ class ListedRun(NamedTuple):
 
 
 def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Location, RunManifest]:
-    """The directory and the manifest of the run that `open_run` would open. It raises the same."""
+    """Return the directory and the manifest of the run that `open_run` would open, or raise the same."""
     location = _meant(default_folder() if path is None else path)
     raw = store_of(location).read_json(location / RUN_MANIFEST)
     check_version(raw, str(location / RUN_MANIFEST))
@@ -92,12 +75,10 @@ def typed_for(location: Location, name: str) -> str:
 
 
 def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | None:
-    """The folder of runs that is meant; None where it is something else, such as a run.
+    """Return the folder of runs that is meant; None if something else is meant, such as a run.
 
-    Args:
-        path: what was typed; None for the folder of `default_folder`.
-        may_be_empty: whether a folder is meant, too, that no run is in yet, and that of `default_folder` where it is
-            not there yet. Another name that is not there may be that of a run.
+    `path` is what was typed, None for the folder of `default_folder`. `may_be_empty` accepts a folder without a run,
+    and that of `default_folder` if it does not exist yet. Any other name that does not exist may be that of a run.
     """
     location, default = location_of(default_folder() if path is None else path), location_of(default_folder())
     store = store_of(location)
@@ -113,23 +94,17 @@ def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | N
 
 
 def default_folder() -> str:
-    """Where this environment records: what ``RECORDER_DIR`` or the settings file says, else ``recordings``.
+    """Return where this environment records: what ``RECORDER_DIR`` or the settings file says, else ``recordings``.
 
-    Raises:
-        ConfigError: a setting is wrong.
+    Raises ConfigError if a setting is wrong.
     """
     return load_settings().settings.dir
 
 
 def runs_in(folder: Location, *, without: Collection[str] = ()) -> list[ListedRun]:
-    """The runs in a folder, the newest last.
+    """Return the runs in a folder, the newest last, but for directories named in `without`.
 
-    Args:
-        folder: where to look.
-        without: names of directories that need no look.
-
-    Raises:
-        NotARunError: the folder cannot be listed.
+    Raises NotARunError if the folder cannot be listed.
     """
     store = store_of(folder)
     names = [name for name in store.list_directory(folder, directories=True) if name not in without]
@@ -143,7 +118,7 @@ def has_manifest(path: Location) -> bool:
 
 
 def first_modules(run: Path) -> list[str]:
-    """The paths of the modules in the first manifest that has any; it has about all, and opening a run reads many."""
+    """Return the module paths in the first manifest that has any: nearly all modules, without opening the run."""
     for path in sorted(run.glob(f"*/*/{WRITER_MANIFEST}")):
         roots = WriterManifest.read(read_json(path)).roots
         if paths := [module.path for root in roots for module in root.modules]:
@@ -157,13 +132,13 @@ def is_shipped(run: Location) -> bool:
 
 
 def find_run_around(folder: Path) -> Path | None:
-    """The run that a folder is or lies in, links followed; None where there is none."""
+    """Return the run that a folder is or lies in, links followed; None if there is none."""
     real = Path(os.path.realpath(folder))
     return next((one for one in (real, *real.parents) if LOCAL.is_file(one / RUN_MANIFEST)), None)
 
 
 def _say_note(*words: object) -> None:
-    """Tell a program through logging, and whoever typed a command as a note: nothing is wrong."""
+    """Log a note: nothing is wrong."""
     _logger.warning(*words, extra={"word": "note"})
 
 
@@ -188,24 +163,15 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
     matches = [run for run in runs if location.name == run.location.name]
     matches = matches or [run for run in runs if location.name in run.names]
     matches = matches or [run for run in runs if any(name.startswith(location.name) for name in run.names)]
-    if matches and all(
-        run.name == matches[0].name for run in matches
-    ):  # their directories tell them apart, if anything
+    if len({run.name for run in matches}) == 1:  # their directories tell them apart, if anything
         newest = max(matches, key=lambda run: (run.created_ns, run.location.name))
         if len(matches) > 1:
-            warn(
-                "%s: took %s, the newest of %d runs called %s",
-                location,
-                newest.location,
-                len(matches),
-                newest.name,
-            )
+            text = "%s: took %s, the newest of %d runs called %s"
+            warn(text, location, newest.location, len(matches), newest.name)
         return newest.location
     if matches:
-        listed = "; ".join(_described(matches))
-        raise LookupFailedError(
-            f"{location}: {len(matches)} runs begin so: {listed}; type more of the name or the directory"
-        )
+        begin = f"{len(matches)} runs begin so: {'; '.join(_described(matches))}"
+        raise LookupFailedError(f"{location}: {begin}; type more of the name or the directory")
     where = " or ".join(map(str, dict.fromkeys(folders)))
     if re.fullmatch(r"@[+-]?\d*", location.name):
         raise NotARunError(f"{location}: no such run; @-1 is the newest, @-2 the one before")
@@ -222,7 +188,7 @@ def _newest_in(folder: Location, warn: Callable[..., None]) -> Location:
 
 
 def _counted_back(location: Location, folders: Sequence[Location], number: int) -> Location:
-    """Return the run of a folder that is so many back from the newest."""
+    """Return the run that is so many back from the newest of a folder."""
     if not folders:
         raise NotARunError(f"{location}: no such directory; name a folder of runs before the @")
     runs = runs_in(folders[0])
@@ -285,7 +251,7 @@ def _raise_no_run(folder: Location) -> NoReturn:
 
 
 def command_of_merge(folder: Location) -> str | None:
-    """The command that goes on with the merge which has begun in a directory; None where none has."""
+    """Return the command that goes on with the merge which has begun in a directory; None if none has."""
     store = store_of(folder)
     if not store.is_file(folder / MERGE_MANIFEST):
         return None
@@ -321,11 +287,11 @@ FLEET = "_fleet"
 _MAX_BYTES = 16 << 20
 _STATES = ("unclosed", "recording", "closed", "empty")
 _QUIET_S = 300.0
-"""A node that has said nothing for so long does not know any more whether a run records."""
+"""A node that has written nothing for so long may have stopped recording."""
 
 
 def is_fleet(folder: Location) -> bool:
-    """Whether a folder of an object store has an index; one listing, which is kept."""
+    """Whether a folder of an object store has an index; this takes one listing, which is kept."""
     if not isinstance(folder, ObjectPath):
         return False
     return FLEET in store_of(folder).list_directory(folder, directories=True)
@@ -360,10 +326,9 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
 
 
 def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str, Any]:
-    """Return a summary whose members are of the right kinds, whoever has written it."""
-    dropped = summary.get("dropped")
-    ranks = summary.get("ranks")
-    state = summary.get("state")
+    """Return a summary of untrusted input whose members have the right types."""
+    dropped, ranks, state = (summary.get(name) for name in ("dropped", "ranks", "state"))
+    dropped = dropped if isinstance(dropped, dict) else {}
     state = "unclosed" if state == "recording" and is_stale else state if state in _STATES else "empty"
     step = summary.get("last_step")
     return {
@@ -371,9 +336,7 @@ def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str,
         "name": str(summary.get("name") or path.rpartition("/")[2])[:200],
         "run_id": str(summary.get("run_id"))[:200],
         "ranks": {rank for rank in ranks if isinstance(rank, int)} if isinstance(ranks, list) else set(),
-        "dropped": {str(reason): _count(count) for reason, count in dropped.items()}
-        if isinstance(dropped, dict)
-        else {},
+        "dropped": {str(reason): _count(count) for reason, count in dropped.items()},
         "state": state,
         "last_step": step if isinstance(step, int) else None,
         **{name: _count(summary.get(name)) for name in ("created_ns", "started_ns", "world_size", "rows", "bytes")},
@@ -389,11 +352,9 @@ def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         "dropped": {reason: one["dropped"].get(reason, 0) + other["dropped"].get(reason, 0) for reason in reasons},
         "state": min(one["state"], other["state"], key=_STATES.index),
         "last_step": max(steps, default=None),
-        "started_ns": min(filter(None, (one["started_ns"], other["started_ns"])), default=0),
-        "created_ns": min(filter(None, (one["created_ns"], other["created_ns"])), default=0),
         "world_size": max(one["world_size"], other["world_size"]),
-        "rows": one["rows"] + other["rows"],
-        "bytes": one["bytes"] + other["bytes"],
+        **{name: min(filter(None, (one[name], other[name])), default=0) for name in ("started_ns", "created_ns")},
+        **{name: one[name] + other[name] for name in ("rows", "bytes")},
     }
 
 

@@ -1,7 +1,7 @@
 """A run that is followed while it is written: its batches in the order of steps, each given once.
 
-What a look costs grows with what is new, and with the number of ranks, and not with what the run holds already. Batches
-that were done with are forgotten. Must never write, and takes nothing for granted that a listing said before.
+The cost of a look grows with what is new, and with the number of ranks, and not with what the run holds already.
+Batches that are no longer needed are forgotten. Must never write, and trusts no earlier listing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..storage.untrusted_files import FileFacts
 from .status import ENDED, RankNow, RunWatch
 
 _MAX_BATCHES = 64
-"""Batches of a shard that are found at once."""
+"""The most batches of a shard that are found at once."""
 _DERIVED = ("balance", "retired_shards", "state", "_last_words", "last_step")
-"""Cached properties of a writer, which its copy with some of the rows has to work out anew."""
+"""Cached properties of a writer that its copy with some of the rows has to compute again."""
 NEVER = 1 << 62
 """A step that comes after all others."""
 
 
 class _Batch(NamedTuple):
-    """A batch that was found, and is not done with."""
+    """A batch that was found, and is still needed."""
 
     shard: ShardRows
     number: int
@@ -45,7 +45,7 @@ class _ShardsOfKind:
 
     kind: str
     known: dict[int, bool] = field(default_factory=dict)
-    """Whether each shard was open at the last listing, by its number."""
+    """By number: whether each shard was open at the last listing."""
     next_shard: int = 0
     shard: ShardRows | None = None
     waiting: list[int] = field(default_factory=list)
@@ -53,19 +53,17 @@ class _ShardsOfKind:
     size_bytes: int = -1
     """The size of the open shard at the last look."""
     reached: int = -1
-    """The largest step that was given."""
+    """The largest step of a batch that was given."""
     is_read: bool = False
-    """Whether there was nothing more at the last look."""
+    """True if there was nothing more at the last look."""
 
 
 class _Followed:
-    """One writer's directory."""
-
     def __init__(self, directory: Location, rank: int | None, writer: RecordedWriter, seen: FileFacts | None) -> None:
         self.directory, self.rank = directory, rank
         self.writer = writer
         self.manifest_seen = seen
-        """How its manifest looked when it was read; None where there was none yet."""
+        """The facts of the manifest's file when it was read; None where there was none yet."""
         self.lanes: dict[str, _ShardsOfKind] = {}
         self.pending: list[_Batch] = []
         self.is_at_work = True
@@ -79,12 +77,6 @@ class GrowingRun:
     """A run as it was looked at last. `look` lists it; `advance` finds more batches; `writers` gives the rows."""
 
     def __init__(self, location: Location, manifest: RunManifest) -> None:
-        """Nothing is looked at yet.
-
-        Args:
-            location: where the run is.
-            manifest: of the run.
-        """
         self.location, self.manifest = location, manifest
         self.ranks: list[RankNow] = []
         """What each rank shows of itself."""
@@ -95,15 +87,14 @@ class GrowingRun:
         self.num_rows = 0
         """Rows that were found so far."""
         self.has_again = False
-        """Whether a rank has restarted at steps that it had done before: whoever drew these steps has to begin anew."""
+        """True if a rank has restarted at steps that were done: whoever drew these steps has to begin anew."""
         self.done_before = 0
-        """Steps before this one were done with."""
+        """Steps before this one are no longer needed."""
 
     def look(self) -> bool:
-        """List the run, and return whether there is more to read or a rank has changed what it says of itself.
+        """List the run; return whether there is more to read or a rank has changed what it says of itself.
 
-        Raises:
-            NotARunError: the run is gone, or another one lies there.
+        Raises NotARunError if the run is gone, or the directory holds another run.
         """
         before = self._said
         self.ranks = self._watch.look()  # refreshes the store
@@ -138,7 +129,7 @@ class GrowingRun:
             return []
 
     def _follow(self, directory: Location, rank: int | None) -> _Followed:
-        """The writer of a directory, with what its manifest says now."""
+        """Return the writer of a directory, with its manifest as it is now."""
         followed = self._followed.get(directory)
         seen = None
         with suppress(OSError):  # it has only just begun
@@ -174,7 +165,7 @@ class GrowingRun:
             return True
 
     def advance(self, max_rows: int) -> bool:
-        """Find more batches, of about so many rows, of the ranks that are furthest behind; False where all is read."""
+        """Find more batches, of about so many rows, of the ranks that are furthest behind; False if all is read."""
         stop = self.num_rows + max_rows
         lanes = list(self._unread())
         behind = [(lane.reached, index) for index, (_, lane) in enumerate(lanes)]
@@ -199,7 +190,7 @@ class GrowingRun:
                     yield followed, lane
 
     def _take(self, followed: _Followed, lane: _ShardsOfKind) -> bool:
-        """Give the next batch of a lane; False where there is none now."""
+        """Find the next batch of a lane; False where there is none now."""
         while not lane.waiting:
             if lane.shard is not None and not lane.shard.is_complete:
                 with suppress(OSError):
@@ -239,7 +230,7 @@ class GrowingRun:
 
     @property
     def horizon(self) -> int:
-        """The first step of which more rows may come: those before it are whole, as far as one sees from here."""
+        """The first step that may still get rows: all steps before it are complete, as far as one sees from here."""
         steps = [lane.reached for _, lane in self._unread()]
         steps += [one.reached for one in self._followed.values() if one.is_at_work and one.lanes]
         return min(steps, default=NEVER)
@@ -251,33 +242,29 @@ class GrowingRun:
 
     @property
     def first_pending(self) -> int:
-        """The first step of the rows that are not done with; `NEVER` where there are none."""
-        steps = (
-            max(one.steps[0], self.done_before) for followed in self._followed.values() for one in followed.pending
-        )
-        return min(steps, default=NEVER)
+        """The first step of the rows that are still needed; `NEVER` if there are none."""
+        return min((max(one.steps[0], self.done_before) for one in self._pending), default=NEVER)
 
     @property
     def end_pending(self) -> int:
-        """The step after the last of the rows that are not done with."""
-        return max((one.steps[1] for followed in self._followed.values() for one in followed.pending), default=0)
+        """The step after the last of the rows that are still needed."""
+        return max((one.steps[1] for one in self._pending), default=0)
 
     @property
     def num_pending(self) -> int:
-        """How many rows the pending batches hold, those of steps that are done with among them."""
-        return sum(one.num_rows for followed in self._followed.values() for one in followed.pending)
+        """How many rows the pending batches hold, rows of steps that are done included."""
+        return sum(one.num_rows for one in self._pending)
+
+    @property
+    def _pending(self) -> Iterator[_Batch]:
+        return (one for followed in self._followed.values() for one in followed.pending)
 
     def num_rows_of(self, steps: Steps) -> int:
         """How many rows the batches hold that `writers` gives for the same steps."""
-        return sum(
-            one.num_rows
-            for followed in self._followed.values()
-            for one in followed.pending
-            if one.steps[0] < steps[1] and steps[0] < one.steps[1]
-        )
+        return sum(one.num_rows for one in self._pending if one.steps[0] < steps[1] and steps[0] < one.steps[1])
 
     def writers(self, steps: Steps) -> tuple[RecordedWriter, ...]:
-        """The writers with the batches that may hold rows of some steps, and no other rows."""
+        """Return the writers with the batches that may hold rows of some steps, and no other rows."""
         writers = []
         for followed in self._followed.values():
             numbers: dict[int, tuple[ShardRows, list[int]]] = {}
@@ -289,7 +276,11 @@ class GrowingRun:
                 writer.__dict__.pop(name, None)
             writer.shards = [shard.only(some) for shard, some in numbers.values()]
             writers.append(writer)
-        return tuple(sorted(writers, key=_order))
+        return tuple(
+            sorted(
+                writers, key=lambda one: (-1 if one.rank is None else one.rank, one.attempt, one.started_ns, one.name)
+            )
+        )
 
     def done(self, step: int) -> None:
         """Forget the rows of all steps before this one."""
@@ -299,7 +290,3 @@ class GrowingRun:
                 if one.steps[1] <= step:
                     one.shard.forget(one.number)
             followed.pending = [one for one in followed.pending if one.steps[1] > step]
-
-
-def _order(writer: RecordedWriter) -> tuple[int, int, int, str]:
-    return -1 if writer.rank is None else writer.rank, writer.attempt, writer.started_ns, writer.name

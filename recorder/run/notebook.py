@@ -1,4 +1,4 @@
-"""How a run and a module show themselves in a notebook: HTML tables, in which every text out of a file is escaped.
+"""Runs and modules in a notebook: HTML tables, in which every text out of a file is escaped.
 
 Must never read a payload.
 """
@@ -26,7 +26,7 @@ class InlinePage:
 
     title: str
     html: str = field(repr=False)
-    """The whole page, as `recorder report` writes it."""
+    """The complete page, as `recorder report` writes it."""
     height_pixels: int = HEIGHT_PIXELS
 
     def _repr_html_(self) -> str:
@@ -39,7 +39,7 @@ class InlinePage:
 
 
 def run_html(run: RecordedRun) -> str:
-    """A run as HTML: what it is, and how many rows of which site."""
+    """Return a run as HTML: what it is, and how many rows of which site."""
     states = [writer.state for writer in run.writers]
     ranks = span(run.ranks) + (f" of {run.world_size}" if run.world_size else "")
     table_rows = {
@@ -56,7 +56,7 @@ def run_html(run: RecordedRun) -> str:
 
 
 def as_html(table_rows: dict[str, str], rows: Any) -> str:
-    """What is known of something as a table, above a table of the sites of its rows."""
+    """Return facts as a table, above a table of the sites of some rows."""
     lines = "".join(
         f"<tr><th>{_shown(key)}</th><td>{_shown(value)}</td></tr>" for key, value in table_rows.items() if value
     )
@@ -64,7 +64,6 @@ def as_html(table_rows: dict[str, str], rows: Any) -> str:
 
 
 def _html_sites(rows: Any) -> str:
-    """A table of the sites of some rows."""
     per_site = rows.group_by("site").aggregate([("step", "count"), ("step", "min"), ("step", "max")])
     of = {row["site"]: row for row in per_site.to_pylist()}
     lines = [
@@ -77,7 +76,7 @@ def _html_sites(rows: Any) -> str:
 
 
 def in_order_of_sites(sites: Iterable[str]) -> list[str]:
-    """Sites as the format lists them; then those that it does not know, by name."""
+    """Return sites as the format lists them; then those that it does not know, by name."""
     order = {site: number for number, site in enumerate(SITES)}
     return sorted(sites, key=lambda site: (order.get(site, len(order)), site))
 
@@ -94,7 +93,7 @@ def plain(text: object) -> str:
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Ascending numbers for people: the first, the last and how many."""
+    """Return ascending numbers for people: the first, the last and how many."""
     if not numbers:
         return ""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} ({len(numbers)})"

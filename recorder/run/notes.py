@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,17 +64,8 @@ def dump_note(dump: RunDump) -> str:
 
 def dump_members(dump: RunDump) -> dict[str, object]:
     """Return what JSON has of a dump."""
-    return {
-        "first_step": dump.first_step,
-        "last_step": dump.last_step,
-        "reason": dump.reason,
-        "by": dump.by,
-        "time_ns": dump.time_ns,
-        "ranks": list(dump.ranks),
-        "missed_ranks": list(dump.missed),
-        "rows": dump.num_rows,
-        "bytes": dump.num_bytes,
-    }
+    named = {name: getattr(dump, name) for name in ("first_step", "last_step", "reason", "by", "time_ns", "ranks")}
+    return {**named, "missed_ranks": dump.missed, "rows": dump.num_rows, "bytes": dump.num_bytes}
 
 
 def state_word(kind: str, state: str) -> str:
@@ -100,18 +92,8 @@ def describe(command: Command) -> str:
 
 def command_members(command: Command) -> dict[str, Any]:
     """Return a command as JSON has it."""
-    return {
-        "number": command.number,
-        "kind": command.kind,
-        "from_step": command.from_step,
-        "to_step": command.to_step,
-        "rules": list(command.rules),
-        "undoes": command.undoes,
-        "reason": command.reason,
-        "by": command.by,
-        "created_ns": command.created_ns,
-        "id": command.id,
-    }
+    names = ("number", "kind", "from_step", "to_step", "rules", "undoes", "reason", "by", "created_ns", "id")
+    return {name: getattr(command, name) for name in names}
 
 
 class SentCommand(NamedTuple):
@@ -192,7 +174,7 @@ def _outcomes(command: Command, answers: dict[int, Answer]) -> list[str]:
 
 
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
-    """For each row of all ranks those that are missing in it, as JSON; else an empty text."""
+    """Return for each row of all ranks the ranks that are missing in it, as JSON; else an empty text."""
     ids, notes = encode(table.column("note"))
     missing = np.array([*map(_missing, notes), ""], object)[ids]
     missing[table.column("rank").is_valid().to_numpy()] = ""
@@ -200,7 +182,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 
 
 def without_numbers(table: Any) -> Any:
-    """Rows as they are, but those that lack ranks have no statistics: they would be of the other ranks alone."""
+    """Return rows without the statistics of those that lack ranks, which would be of the other ranks alone."""
     is_whole = pa.array(missing_ranks(table) == "")
     for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
@@ -210,23 +192,30 @@ def without_numbers(table: Any) -> Any:
 
 
 def _missing(note: str) -> str:
-    """What an untrusted note says of missing ranks."""
+    """Read the missing ranks from an untrusted note."""
     ranks = note_members(note).get("partial")
     if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
         return ""
     return json.dumps(ranks) if ranks else ""
 
 
+@lru_cache(maxsize=4096)
+def differing_ranks(note: str | None) -> tuple[int, ...]:
+    """Return the ranks that hold another value than most, of a value that stays per rank for that reason."""
+    ranks = note_members(note).get("replicas_differ")
+    return tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
+
+
 class MissingRanks:
-    """Values that lack ranks, added up over tables of rows."""
+    """Counts of values that lack ranks, added up over tables of rows."""
 
     def __init__(self) -> None:
         self._num_values = 0
         self._found: dict[str, tuple[int, int, int]] = {}
-        """By the ranks missing: values, first and last step."""
+        """By the missing ranks: how many values, their first step, their last step."""
 
     def add(self, table: Any) -> None:
-        """Rows with `rank`, `step` and `note`."""
+        """Add rows with the columns `rank`, `step` and `note`."""
         missing, steps = missing_ranks(table), integers(table.column("step"))
         self._num_values += table.num_rows
         for ranks in dict.fromkeys(missing[missing != ""].tolist()):
@@ -235,7 +224,7 @@ class MissingRanks:
             self._found[ranks] = known[0] + len(of), min(known[1], int(of.min())), max(known[2], int(of.max()))
 
     def join(self, other: MissingRanks) -> None:
-        """What was added to another one, after what was added here."""
+        """Append what was added to `other`."""
         self._num_values += other._num_values
         for ranks, (num, first, last) in other._found.items():
             known = self._found.get(ranks, (0, first, last))
@@ -245,17 +234,13 @@ class MissingRanks:
         return bool(self._found)
 
     def notes(self, *, is_taken: bool) -> list[str]:
-        """One for each set of ranks that is missing, and whether such values were taken as they are."""
+        """Return a note for each set of missing ranks, which says whether the values were taken as they are."""
         end = "they are of the other ranks alone" if is_taken else "they are left out; --partial takes what there is"
         return [
             f"partial: {num_values} of {self._num_values} values lack {named('rank', json.loads(ranks))}, "
-            f"step{_span(first, last)}: {end}"
+            f"{f'step {first}' if first == last else f'steps {first}..{last}'}: {end}"
             for ranks, (num_values, first, last) in self._found.items()
         ]
-
-
-def _span(first: int, last: int) -> str:
-    return f" {first}" if first == last else f"s {first}..{last}"
 
 
 KNOWN_WORDS: Mapping[str, Collection[str]] = {"site": SITE_OF, "encoding": ENCODING_OF}
@@ -263,11 +248,11 @@ KNOWN_WORDS: Mapping[str, Collection[str]] = {"site": SITE_OF, "encoding": ENCOD
 _CONTRADICTIONS = ("inconsistent", "layout_changes")
 _MAX_NAMED = 8
 _MAX_LOADED_ROWS = 1_000_000
-"""Rows come in batches, of which some lie at other steps; a million take seconds."""
+"""Rows come in batches, some of which hold other steps too; a million rows take seconds."""
 
 
 def left_out(run: Run) -> str:
-    """Which rows of a run no answer is about, because they are not there, as a sentence; empty where there are none."""
+    """Return a sentence about the rows of a run that are not there, so that no answer is about them; empty if none."""
     run.load_balances()
     balances = [writer.balance for writer in run.writers]
     counts = (
@@ -280,14 +265,14 @@ def left_out(run: Run) -> str:
 
 
 class Problems:
-    """Contradictions in what is selected, added up over ranges of steps."""
+    """Contradictions in the selected values, added up over ranges of steps."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = Selection(module=selection.module, site=selection.site, name=selection.name)
         self._found: dict[str, None] = {}
 
     def add(self, findings: Sequence[RowFinding]) -> None:
-        """What the global view found in some steps."""
+        """Add what the global view found in some steps."""
         wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
         columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
         texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
@@ -296,22 +281,22 @@ class Problems:
         self._found |= dict.fromkeys([*stages, *self._selection.narrow(table).column("text").to_pylist()])
 
     def join(self, other: Problems) -> None:
-        """What was added to another one, after what was added here."""
+        """Append what was added to `other`."""
         self._found |= other._found
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def texts(self) -> list[str]:
-        """One for each, the first few."""
+        """Return a text for each of the first few."""
         more = len(self._found) - _MAX_NAMED
         return [*list(self._found)[:_MAX_NAMED], *([f"and {more} more of these"] if more > 0 else [])]
 
 
 def layout_problems(run: Run) -> list[str] | None:
-    """Contradictions in the steps by which the layouts are known; None where these are too many rows.
+    """Return contradictions in the steps by which the layouts are known; None if these have too many rows.
 
-    What is so at some steps mostly stays so. A merged run has none: they were told when it was merged.
+    A contradiction at some steps is mostly one at all steps. A merged run has none: the merge reported them.
     """
     if run.is_merged:
         return []
@@ -331,25 +316,25 @@ def layout_problems(run: Run) -> list[str] | None:
 
 
 def _unknown(*_: object) -> None:
-    """Stands for payloads, which nobody reads here except where the layout depends on them."""
+    """Stands for payloads, which are read only where the layout depends on them."""
 
 
 class Unsealed(NamedTuple):
-    """Rows in open shards of writers that are not recording any more."""
+    """Rows in open shards of writers that do not record any more."""
 
     num_rows: int
     num_files: int
 
 
 def unsealed(run: RecordedRun) -> Unsealed:
-    """Count them; a merged run has none, and no writer that could be repaired."""
+    """Count the rows; a merged run has none, and no writer that could be repaired."""
     over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
     rows = [shard.num_rows for writer in over for shard in writer.shards if not shard.is_sealed]
     return Unsealed(sum(rows), sum(number > 0 for number in rows))
 
 
 def unsealed_note(run: RecordedRun) -> str:
-    """What they mean and what to do, as a sentence; empty where there are none."""
+    """Return a sentence about these rows and what to do; empty if there are none."""
     num_rows, num_files = unsealed(run)
     if not num_rows:
         return ""

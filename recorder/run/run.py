@@ -17,18 +17,26 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, RunError, UnsupportedError
-from ..format.manifest import Balance, RecordedModule, RecordedRoot, Stage, WriterManifest
+from ..format.manifest import Balance as Balance
+from ..format.manifest import RecordedModule as RecordedModule
+from ..format.manifest import RecordedRoot as RecordedRoot
+from ..format.manifest import Stage
+from ..format.manifest import WriterManifest as WriterManifest
 from ..globalview.planner import check_overrides
 from ..globalview.run_topology import Topology
-from ..globalview.tensor import TensorLayout, explain, global_tensor, histogram_of, is_partial, units_of
-from ..globalview.view import GlobalRows, GlobalView, LoadedRows
+from ..globalview.tensor import TensorLayout as TensorLayout
+from ..globalview.tensor import explain, global_tensor, histogram_of, is_partial, units_of
+from ..globalview.view import GlobalRows as GlobalRows
+from ..globalview.view import GlobalView as GlobalView
+from ..globalview.view import LoadedRows
 from ..numerics.dtypes import as_array, check_bytes
 from ..numerics.histogram import Histogram
 from ..numerics.units import Units
 from ..read.lookup import LOOKUP_COLUMNS, TensorRows, ended_before, find_tensor
 from ..read.metadata import MetadataRows
-from ..read.run import RecordedRun, RunDump
-from ..read.writers import RecordedWriter
+from ..read.run import RecordedRun
+from ..read.run import RunDump as RunDump
+from ..read.writers import RecordedWriter as RecordedWriter
 from ..rules import hint
 from ..storage.locations import Location, store_of
 from ..storage.objects import ObjectPath
@@ -40,26 +48,6 @@ from .status import PROOF, PROOF_BYTES, UNKNOWN, Proof
 if TYPE_CHECKING:
     import pandas
     import torch
-
-__all__ = [
-    "Balance",
-    "GlobalRows",
-    "GlobalView",
-    "ModuleView",
-    "Qualifiers",
-    "RecordedModule",
-    "RecordedRoot",
-    "RecordedWriter",
-    "Run",
-    "RunDump",
-    "TensorLayout",
-    "Which",
-    "WriterManifest",
-    "narrow",
-    "open_location",
-    "open_run",
-]
-"""What is here, and the types of what a run hands out."""
 
 
 class Qualifiers(TypedDict, total=False):
@@ -240,17 +228,10 @@ class Run(RecordedRun):
         view = self.view(layouts=layouts) if layouts else self._view
         self._rows.load(LOOKUP_COLUMNS)
         values = view.kept(self._rows).values
-        tensor_rows = find_tensor(
-            self._rows,
-            self.writers,
-            module_path,
-            question,
-            counts=values.counts,
-            has_micro_batches=view.has_pipeline,
-            stages=view.stages,
-            needs_values=False,
+        known: dict[str, Any] = {"counts": values.counts, "has_micro_batches": view.has_pipeline, "stages": view.stages}
+        return explain(
+            values, find_tensor(self._rows, self.writers, module_path, question, needs_values=False, **known)
         )
-        return explain(values, tensor_rows)
 
     def check_layouts(self, layouts: Sequence[str]) -> None:
         """Refuse an override of a layout that would change nothing.
@@ -313,7 +294,7 @@ class Run(RecordedRun):
     def _tensor_bytes(
         self, module_path: str, question: dict[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-        """Bytes, dtype and shape of the one tensor that a question means."""
+        """Return bytes, dtype and shape of the one tensor that a question means."""
         loaded, rows, tensor_rows, partial = self._find(module_path, question, needs_values=True)
         if loaded is not None:
             return global_tensor(loaded, tensor_rows, partial=partial)
@@ -326,9 +307,9 @@ class Run(RecordedRun):
     def _find(
         self, module_path: str, question: dict[str, Any], *, needs_values: bool = False
     ) -> tuple[LoadedRows | None, MetadataRows, TensorRows, bool]:
-        """The rows of the one tensor that a question means, and whether it may lack those of some ranks.
+        """Return the rows of the one tensor that a question means, and whether it may lack rows of some ranks.
 
-        Rows of all ranks come as values, of which the tensor is one.
+        The rows of a tensor of several ranks come with the loaded values that they are part of.
         """
         partial = bool(question.pop("partial", False))
         is_global = question["rank"] is None and self._may_be_in_chunks
@@ -453,12 +434,11 @@ class ModuleView:
 
     @cached_property
     def _below(self) -> list[str]:
-        """Relative paths of all modules below."""
         prefix = self.path + "." if self.path else ""
         return [path[len(prefix) :] for path in self.run.known_paths if path != self.path and path.startswith(prefix)]
 
     def _and(self, expression: Any, recurse: bool) -> Any:
-        """A filter for the module's rows, and another one."""
+        """Return a filter for the module's rows, joined with another filter."""
         if not recurse:
             own = pc.field("module_path") == self.path
         elif self.path:
@@ -517,10 +497,9 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
 
 
 def _question(site: str, step: int | None, name: str | None, rank: int | None, more: Qualifiers) -> dict[str, Any]:
-    """A question as `find_tensor` takes it, and ``partial``.
+    """Return a question as `find_tensor` takes it, and ``partial``.
 
-    Raises:
-        TypeError: a word of it is none; the message names the nearest.
+    Raises TypeError for an unknown word; the message names the nearest word.
     """
     for word in more.keys() - _QUESTION_WORDS:
         near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)

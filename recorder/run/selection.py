@@ -1,6 +1,6 @@
 """What is asked for: which rows, by module, site, name, step and rank, and in which view.
 
-Never loops over rows.
+Must never loop over rows.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ class Selection:
     """Ranks, written like steps."""
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that `narrow` looks at."""
+    def columns(self) -> dict[str, int | str]:
+        """The columns that `narrow` looks at, with what is asked for."""
         asked = {"module_path": self.module, "site": self.site, "name": self.name, "step": self.step, "rank": self.rank}
-        return tuple(column for column, value in asked.items() if value is not None)
+        return {column: value for column, value in asked.items() if value is not None}
 
     def check(self, *runs: Run) -> None:
         """Refuse what can match nothing in these runs, before their rows are looked at.
 
-        Raises:
-            LookupFailedError: a pattern or the schedule of steps or ranks cannot be read, or there is no such site in
-                the versions of the format that the runs are of, as far as they are known here.
+        Raises LookupFailedError if a pattern or the schedule of steps or ranks cannot be read, or a site is unknown in
+        the versions of the format that the runs have, as far as this version knows them.
         """
         for column, value in (("step", self.step), ("rank", self.rank)):
             if value is not None:
@@ -67,7 +66,7 @@ class Selection:
                 raise LookupFailedError(f"no site {site!r}; {hint}")
 
     def narrow(self, table: Any) -> Any:
-        """The rows of a `pa.Table` that are asked for. Each distinct value is judged once."""
+        """Return the rows of a `pa.Table` that are asked for. Each distinct value is judged once."""
         tests: list[tuple[str, Callable[[list[Any]], list[Any]]]] = []
         if self.module is not None:
             tests.append(("module_path", self.modules))
@@ -89,17 +88,16 @@ class Selection:
         return table
 
     def modules(self, paths: Sequence[str]) -> list[str]:
-        """Those of some module paths that are asked for."""
+        """Return those of some module paths that are asked for."""
         return choose(ANY if self.module is None else _patterns("module", self.module), paths)
 
     def ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Those of some ranks that are asked for."""
+        """Return those of some ranks that are asked for."""
         return list(ranks) if self.rank is None else _within(_schedule("rank", self.rank), list(ranks))
 
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
-        """The error for a selection that left no row of `table`, which has the columns of `columns`."""
-        for column in self.columns:
-            asked = getattr(self, "module" if column == "module_path" else column)
+        """Return the error for a selection that left no row of `table`, which has the columns of `columns`."""
+        for column, asked in self.columns.items():
             if self._only(column).narrow(table).num_rows:
                 continue
             there = sorted(value for value in table.column(column).unique().to_pylist() if value is not None)
@@ -107,12 +105,12 @@ class Selection:
             if column in ("step", "rank"):
                 choices = f"; there {verb} {steps_in_words(there, column)}"
             else:
-                choices = hint(asked, there, otherwise=f"; there {verb} {listed(map(repr, there))}")
+                choices = hint(str(asked), there, otherwise=f"; there {verb} {listed(map(repr, there))}")
             return LookupFailedError(f"{what} has no row with {column}={asked!r}{choices}")
-        asked = ", ".join(f"{column}={getattr(self, 'module' if column == 'module_path' else column)!r}"
-                          for column in self.columns)  # fmt: skip
-        return LookupFailedError(f"{what} has no row with {asked}; each of these occurs, but never together"
-                                 if asked else f"{what} has no rows")  # fmt: skip
+        if not self.columns:
+            return LookupFailedError(f"{what} has no rows")
+        together = ", ".join(f"{column}={asked!r}" for column, asked in self.columns.items())
+        return LookupFailedError(f"{what} has no row with {together}; each of these occurs, but never together")
 
     def _only(self, column: str) -> Selection:
         field = "module" if column == "module_path" else column
@@ -131,14 +129,13 @@ class GlobalOptions:
     loss: str = "mean"
     layouts: Sequence[str] = ()
     partial: bool = False
-    """Whether a value that lacks ranks is taken as it is; else it is left out, and that is said."""
+    """True to take a value that lacks ranks as it is; else it is left out, and a note says so."""
 
     def check(self, *runs: Run) -> None:
-        """Refuse what would change nothing.
+        """Refuse options without an effect.
 
-        Raises:
-            LookupFailedError: a loss or a layout is given, and the ranks are not put together, or were in every run; or
-                no value fits a layout.
+        Raises LookupFailedError if a loss or a layout is given, and the ranks are not put together, or were in every
+        run; or no value fits a layout.
         """
         if self.loss == "mean" and not self.layouts:
             return

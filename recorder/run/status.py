@@ -1,6 +1,6 @@
 """What a run shows of itself while it is under way: the newest `_status.json` of each rank.
 
-Opens no shard. What a status says is untrusted input: what is no number in range is 0, what is no text is empty.
+The module opens no shard. A status is untrusted input: what is no number in range is 0, what is no text is empty.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _MAX_REASONS = 64
 _MAX_ANSWERS = 64
 _MAX_TEXT = 300
 _MAX_SMALL_MANIFEST_BYTES = 1 << 20
-"""A larger manifest of a writer without a status is not looked at: thousands of them would take minutes."""
+"""Without a status, a larger manifest is not read: thousands of large manifests would take minutes."""
 _GRACE_S = 3.0
-"""How much later than due a status may be before its writer counts as silent."""
+"""How late a status may be before its writer counts as silent."""
 _BEGIN_S = 60.0
 """How long a writer that has a directory may be silent before its first status."""
 
@@ -54,13 +54,13 @@ class Status(Lifetime):
     """How often it meant to describe itself."""
     step: int = 0
     has_step: bool = True
-    """False where step and counts mean nothing: the writer has left no status, or only the one of its start."""
+    """False if step and counts mean nothing: the writer has left no status, or only the one of its start."""
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     written_bytes: int = 0
     used_bytes: int = 0
-    """On the disk now: less than was written where retention has removed some."""
+    """Bytes on the disk now: fewer than were written if retention has removed some."""
     max_bytes: int = 0
     free_bytes: int | None = None
     """Bytes that the file system has free."""
@@ -75,7 +75,7 @@ class Status(Lifetime):
     recent_steps: int = 0
     recent_bytes: int = 0
     commands: tuple[Answer, ...] = ()
-    """What became of the newest commands."""
+    """The outcome of the newest commands."""
     num_commands_refused: int = 0
     """How many files in the place of commands held none."""
 
@@ -100,12 +100,12 @@ class RankNow:
     state: str
     """As in `Status`, or ``killed`` (its process is gone), ``silent`` (nothing heard for too long), ``starting``."""
     silent_s: float
-    """Since it was heard of last."""
+    """The time since it was heard of last."""
     status: Status
     num_writers: int
     """Process lifetimes that this rank has had in this run."""
     num_alive: int
-    """How many of them are recording: more than one is two jobs in one directory."""
+    """How many of them are recording: more than one means that two jobs use one directory."""
 
 
 @dataclass(slots=True)
@@ -115,13 +115,13 @@ class _StatusFile:
     directory: Location
     status: Status
     is_shown: bool = False
-    """Whether there is a status, and not a manifest alone."""
+    """False if only a manifest was found, and no status."""
     changed_ns: int = 0
     inode: int = 0
 
 
 class RunWatch:
-    """A run that is looked at again and again. Ranks may begin, begin again and end meanwhile."""
+    """A run that is looked at repeatedly. Ranks may begin, begin again and end meanwhile."""
 
     def __init__(self, run: Location, *, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.run = run
@@ -130,10 +130,9 @@ class RunWatch:
         self._seen: dict[Location, _StatusFile] = {}
 
     def look(self) -> list[RankNow]:
-        """Every rank as it is now, in order.
+        """Return every rank as it is now, in order.
 
-        Raises:
-            NotARunError: the run's directory cannot be listed any more.
+        Raises NotARunError if the run's directory cannot be listed any more.
         """
         self._store.refresh()
         of_rank: dict[int, list[Location]] = {}
@@ -165,7 +164,7 @@ class RunWatch:
         )
 
     def _refresh(self, directory: Location) -> _StatusFile:
-        """Read what has changed since the last look; a torn or senseless file leaves what was known."""
+        """Read what has changed since the last look; a torn or senseless file changes nothing."""
         seen = self._seen.get(directory)
         if seen is None:
             seen = self._seen[directory] = _StatusFile(directory, Status(writer=directory.name, has_step=False))
@@ -198,7 +197,7 @@ class RunWatch:
         seen.changed_ns, seen.inode = stat.changed_ns, stat.inode
 
     def _silent_s(self, seen: _StatusFile) -> float:
-        """By the file's own time, which is the file system's: hosts need not agree on theirs."""
+        """Return the time by the file system's clock, since hosts need not agree on theirs."""
         changed_ns = seen.changed_ns
         if not changed_ns:
             with suppress(OSError):
@@ -222,24 +221,21 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
     members, identity = Members(raw), _identity(writer, raw)
     recent, balance = members.inner("recent") or Members({}), Balance.read(members)
     interval_s = members.number("interval_s")
+    counts: dict[str, Any] = {name: members.count(name) for name in (
+        "step", "written_bytes", "used_bytes", "max_bytes", "pool_bytes", "pool_used_bytes", "pool_peak_bytes",
+        "queue_length",
+    )}  # fmt: skip
     return Status(
         **identity,
+        **counts,
         interval_s=interval_s,
         has_step=bool(interval_s) or identity["state"] in ENDED,
-        step=members.count("step"),
         observed=balance.observed,
         written=balance.written,
         dropped=_drops(balance),
-        written_bytes=members.count("written_bytes"),
-        used_bytes=members.count("used_bytes"),
-        max_bytes=members.count("max_bytes"),
         free_bytes=members.optional_count("free_bytes"),
-        pool_bytes=members.count("pool_bytes"),
-        pool_used_bytes=members.count("pool_used_bytes"),
-        pool_peak_bytes=members.count("pool_peak_bytes"),
         waited_s=members.number("waited_s"),
         longest_wait_s=members.number("longest_wait_s"),
-        queue_length=members.count("queue_length"),
         recent_s=recent.number("seconds"),
         recent_steps=recent.count("steps"),
         recent_bytes=recent.count("bytes"),
@@ -249,7 +245,7 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
 
 
 def _parse_manifest(directory: Location, raw: dict[str, Any]) -> Status:
-    """What is known of a writer that shows no status (the setting, or an older version)."""
+    """Read the manifest of a writer without a status, which a setting turns off and older versions lack."""
     balance = Balance.read(Members(raw).inner("ledger"))
     return Status(
         **_identity(directory.name, raw),
@@ -290,7 +286,7 @@ class Proof:
     """Whether a program trained under the recorder as it does without."""
 
     verdict: str
-    """One of `VERDICTS`; what a later version may add counts as ``cannot tell`` for exit codes."""
+    """One of `VERDICTS`; a verdict of a later version counts as ``cannot tell`` for exit codes."""
     text: str
     """The verdict as a sentence."""
     steps: int = 0
@@ -298,7 +294,7 @@ class Proof:
     ranks: int = 0
     """How many ranks were compared."""
     first_step: int | None = None
-    """The first step that differs, counted from 0 at the start of the program; None: none does."""
+    """The first step that differs, counted from 0 at the start of the program; None if none does."""
     notes: tuple[str, ...] = ()
     """What was not compared, and why."""
     time_ns: int = 0
@@ -325,7 +321,7 @@ class Proof:
 
 
 def keep_proof(proof: Proof, run: Path) -> None:
-    """Write the verdict beside the run's manifest, with the same permissions."""
+    """Write the verdict next to the run's manifest, with the same permissions."""
     temporary = run / f"{PROOF}.tmp"
     temporary.write_bytes(proof.encode())
     temporary.chmod((run / RUN_MANIFEST).stat().st_mode & 0o777)

@@ -1,4 +1,4 @@
-"""The ranges of steps by which a whole run is read: how a run is cut, and which processes work on the ranges.
+"""The ranges of steps by which a run is read: how a run is cut, and which processes work on the ranges.
 
 The ranges are the same wherever they are worked on, and the answers are put together in the order of the ranges: no bit
 of an answer depends on the machine. A mapper must never hold the answers of more than a few ranges.
@@ -33,9 +33,9 @@ from ..system.executors import check_versions, keep, versions, worker_name
 from .run import RecordedWriter, Run, open_run
 
 MAX_ROWS = 200_000
-"""Rows in a range, of all ranks: this bounds the memory for their columns."""
+"""The most rows in a range, of all ranks, which bounds the memory for their columns."""
 MAX_BYTES = 256 << 20
-"""Payload in a range, decoded and of all ranks: a second of work. A single step may have more of both."""
+"""The most decoded payload in a range, of all ranks: a second of work. A single step may have more of both."""
 
 T = TypeVar("T")
 Steps = tuple[int, int]
@@ -60,19 +60,19 @@ class Mapper(Protocol):
 def map_serially(
     make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
 ) -> Iterator[T]:
-    """Work on the ranges in this thread, one after the other: the mapper where there is no cluster."""
+    """Work on the ranges in this thread, one after the other: the mapper without a cluster."""
     work = make(*arguments)
     for arguments_of_one in ranges:
         yield work(*arguments_of_one)
 
 
 def global_step_ranges(view: GlobalView) -> list[Steps]:
-    """Ranges of steps that cover a run's global view, ascending."""
+    """Return ranges of steps that cover a run's global view, ascending."""
     return view.windows(MAX_ROWS, MAX_BYTES)
 
 
 def writer_step_ranges(writers: Iterable[RecordedWriter], max_rows: int) -> list[Steps]:
-    """Ranges of steps that cover the rows of some writers, ascending."""
+    """Return ranges of steps that cover the rows of some writers, ascending."""
     shards = (shard for writer in writers for shard in writer.shards)
     sizes = StepSizes.sum(StepSizes.of(shard.columns(("step", "units"))) for shard in shards)
     return [step_range[:2] for step_range in sizes.cut(max_rows)]
@@ -87,7 +87,7 @@ class AttemptSteps(NamedTuple):
 
 
 def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
-    """Ranges of steps that cover the rows as the ranks recorded them, by attempt, then ascending."""
+    """Return ranges of steps that cover the rows as the ranks recorded them, by attempt, then ascending."""
     sizes_of: dict[int, list[StepSizes]] = {}
     for writer in run.writers:
         for shard in writer.shards:
@@ -103,10 +103,26 @@ def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
     ]
 
 
+def first_parts(
+    writers: Iterable[RecordedWriter], steps: Steps, columns: Sequence[str], *, is_all: bool
+) -> Iterator[Any]:
+    """Yield the rows of some writers and steps, each tensor once, by its first part; a table a batch.
+
+    A batch may span many more steps; only the rows of these steps stay. `is_all` says that the steps are all steps of
+    a run, which spares a look at the steps of each batch.
+    """
+    for shard in (shard for writer in writers for shard in writer.shards):
+        for batch in shard.columns((*columns, "part"), None if is_all else steps):
+            at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
+            is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
+            table = pa.Table.from_batches([batch])
+            yield table if is_wanted.all() else table.filter(pa.array(is_wanted))
+
+
 _PENDING_ROWS = 250_000
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="lz4")
 _BYTES_A_ROW = 500
-"""More than what a row was seen to take in a file."""
+"""More than any row was seen to take in a file."""
 
 
 @contextmanager
@@ -129,16 +145,13 @@ def cut_rows(
         if len(ranges) > 1:
             with suppress(OSError):  # there may be no room for temporary files
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recorder-")))
-        if folder is not None and not (_has_room(folder, run) and _fill(folder, run, ranges, tables, max_pending_rows)):
-            folder = None
+        if folder is not None:
+            has_room = shutil.disk_usage(folder).free >= run.num_rows * _BYTES_A_ROW
+            folder = folder if has_room and _fill(folder, run, ranges, tables, max_pending_rows) else None
         if folder is None:
             yield lambda steps: tables(run.writers, steps)
         else:
             yield lambda steps: _read(folder / str(ranges.index(steps)))
-
-
-def _has_room(folder: Path, run: Run) -> bool:
-    return shutil.disk_usage(folder).free >= run.num_rows * _BYTES_A_ROW
 
 
 def _fill(
@@ -148,7 +161,7 @@ def _fill(
     tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
     max_pending_rows: int,
 ) -> bool:
-    """Write the tables of all ranges; False where the disk refuses."""
+    """Write the tables of all ranges; False if the disk refuses."""
     starts = np.array([first for first, _ in ranges], np.int64)
     pending: list[Any] = []
     num_pending = 0
@@ -166,7 +179,7 @@ def _fill(
 
 
 def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> None:
-    """Write the rows that wait behind what the files of their ranges have, as one more stream each."""
+    """Append the pending rows to the files of their ranges, as one more stream each."""
     if not pending:
         return
     table = pa.concat_tables(pending).unify_dictionaries().combine_chunks()
@@ -184,7 +197,7 @@ def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> 
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """The tables in a file; a range without whole tensors has none."""
+    """Yield the tables in a file; a range without complete tensors has none."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -200,16 +213,13 @@ class Attempts:
         self._run = run
         self._newest: dict[int, int] = {}
         """By step."""
-        self._is_one = len({writer.attempt for writer in run.writers}) < 2 or len(self._found()) < 2
-
-    def _found(self) -> set[int]:
-        """Attempts of which there are rows."""
-        shards = [shard for writer in self._run.writers for shard in writer.shards]
-        columns = (batch.column("attempt") for shard in shards for batch in shard.columns(["attempt"]))
-        return {attempt for column in columns for attempt in column.unique().to_pylist()}
+        self._is_one = True
+        if len({writer.attempt for writer in run.writers}) > 1:  # there may be no rows of some attempts
+            batches = (b for writer in run.writers for shard in writer.shards for b in shard.columns(["attempt"]))
+            self._is_one = len({one for batch in batches for one in batch.column("attempt").unique().to_pylist()}) < 2
 
     def counting(self, table: Any) -> npt.NDArray[np.bool_]:
-        """Which rows count: of several attempts at a step those of the newest that completed it."""
+        """Return which rows count: of several attempts at a step those of the newest that completed it."""
         steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
         if self._is_one:
             return np.ones(len(steps), np.bool_)
@@ -233,11 +243,11 @@ SEES_AS_HERE = "every worker has to see runs and output as the process does that
 
 
 class ChangedError(RunError):
-    """A run is not any more, or not yet, what it was where it was opened first: it is still recorded, most likely."""
+    """A run holds something else than when it was opened first, most likely because it is still recorded."""
 
 
 class RunAsOpened(NamedTuple):
-    """A run for another process, and the versions that this process has to have."""
+    """A run for another process, with the versions that this process must have."""
 
     path: str
     identity: tuple[object, ...]
@@ -249,10 +259,9 @@ class RunAsOpened(NamedTuple):
         return cls(str(run.path.absolute()), _identity(run), digest(run), tuple(versions().items()))
 
     def open(self) -> Run:
-        """The run, as it is now.
+        """Return the run as it is now.
 
-        Raises:
-            ClusterError: this process has other versions, or sees no run or another run under this path.
+        Raises ClusterError if this process has other versions, or sees no run or another run under this path.
         """
         check_versions(worker_name(), versions(), dict(self.versions))
         try:
@@ -264,11 +273,9 @@ class RunAsOpened(NamedTuple):
         return run
 
     def open_unchanged(self) -> Run:
-        """The run, as it was when it was opened first.
+        """Return the run as it was when it was opened first.
 
-        Raises:
-            ClusterError: as of `open`.
-            ChangedError: it holds something else by now.
+        Raises ClusterError as `open` does, and ChangedError if the run holds something else by now.
         """
         run = self.open()
         if digest(run) != self.digest:
@@ -277,7 +284,7 @@ class RunAsOpened(NamedTuple):
 
 
 def digest(run: Run) -> str:
-    """A digest of what the opening of a run has found: its writers, what they say, and their files."""
+    """Return a digest of what the opening of a run has found: its writers, what they say, and their files."""
     writers = [
         [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.shards]]
         for one in run.writers
@@ -291,7 +298,7 @@ def _identity(run: Run) -> tuple[object, ...]:
 
 
 _RANGES_PER_WORKER = 2
-"""One that a worker works on, and one that waits."""
+"""One range is worked on, and one waits."""
 _LOGGER = (__package__ or "recorder").partition(".")[0]
 
 logger = logging.getLogger(__name__)
@@ -345,7 +352,7 @@ copyreg.pickle(Run, lambda run: (RunAsOpened.open_unchanged, (RunAsOpened.of(run
 
 
 def _work_on(shipped: bytes, wanted: tuple[Any, ...]) -> tuple[Any, list[tuple[int, str]]]:
-    """The answer to a range, and what was warned of."""
+    """Return the answer to a range, and the warnings."""
     with _heard() as messages:
         return keep(shipped, lambda: _made(shipped))(*wanted), messages
 
@@ -358,7 +365,7 @@ def _made(shipped: bytes) -> Callable[..., Any]:
 
 @contextmanager
 def _heard() -> Iterator[list[tuple[int, str]]]:
-    """Collects what this thread logs: it is for whoever asked, not for the log of a worker."""
+    """Collects what this thread logs: it is for the process that asked, not for the log of a worker."""
     messages: list[tuple[int, str]] = []
     thread = threading.get_ident()
 

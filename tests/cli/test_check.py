@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from recorder.analyze.check.check import joined
 from recorder.checks.rule import Finding, Severity
-from recorder.cli.commands.check import fold
 from tests.rigs.command_line import Cli, module
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 
@@ -53,7 +53,7 @@ def test_each_name_in_a_sentence_holds_of_each_of_its_modules() -> None:
         return Finding(rule="no_gradient", severity=Severity.WARNING, step=3, **where, **said)  # type: ignore[arg-type]
 
     pairs = [("up", "weight"), ("up", "bias"), ("down", "weight"), ("out", "weight")]
-    folded = fold([finding(*pair) for pair in pairs])
+    folded = joined([finding(*pair) for pair in pairs])
     assert [(one.paths, one.names) for one in folded] == [
         (["up"], ["weight", "bias"]),
         (["down", "out"], ["weight"]),

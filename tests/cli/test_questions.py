@@ -13,7 +13,7 @@ import pytest
 
 from recorder import open_run
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.sentences import accusations
+from recorder.analyze.diff.result import accusations
 from recorder.columns import STATISTICS
 from tests.analyze.diff import test_drift as drift
 from tests.cli.test_hostile_text import NAMES, is_harmless
@@ -65,7 +65,7 @@ def test_first_tells_what_where_and_when(cli: Cli, tmp_path: Path) -> None:
     facts = {line[:20].rstrip(): line[20:].strip() for line in lines if line.startswith(("module", "counts", "last"))}
     assert facts["module"] == "up, Linear train.py:7"
     assert facts["counts"] == "1 NaN, 0 infinite of 6 elements"
-    assert facts["last healthy itself"] == "step 1 (2 steps recorded so)"
+    assert facts["last healthy record"] == "step 1 (recorded healthy at 2 steps)"
     assert facts["last healthy value"].startswith("'up' param weight, step 1")
 
 
@@ -125,8 +125,8 @@ def test_first_tells_of_the_module_s_own_weight(cli: Cli, tmp_path: Path) -> Non
     param: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
     rows = [make_row(0, bad, step=3, module_path="up"), make_row(1, bad, step=3, module_path="up", **param)]
     found = cli("first", write(tmp_path / "run", rows))
-    (line,) = [line for line in found.out.splitlines() if line.startswith("beside it")]
-    assert line.endswith(" its weight holds 1 NaN and 1 infinite at step 3, too")
+    (line,) = [line for line in found.out.splitlines() if line.startswith("at the same step")]
+    assert line.endswith(" its weight holds 1 NaN and 1 infinite")
     assert found.out.splitlines()[-1] == "run: replicas: not compared, because one rank has no replicas"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import recorder
-from recorder.cli.commands.check import fold, sentence
+from recorder.analyze.check.check import joined, sentence
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
@@ -50,7 +50,7 @@ def test_each_objective_has_the_gradient_of_a_backward_of_its_own(folder: Path, 
 def test_one_that_drowns_the_other_is_named_on_all_ranks(folder: Path, name: str) -> None:
     run = recorder.open_run(folder / name)
     checked = recorder.check(run, rules=["objectives"], thresholds={"objectives": {"records": 3}})
-    (one,) = fold(checked.findings)
+    (one,) = joined(checked.findings)
     assert sentence(one).startswith(
         "objectives: '' tap objective.aux, since step 0, ranks 0,1: "
         "the gradient of this objective drowns that of another (times the smallest gradient "

@@ -1,1 +1,1 @@
-"""What is wrong with a training: the rules of `recorder.checks` over the rows of a whole run."""
+"""What is wrong with a training: the rules of `recorder.checks` over all rows of a run."""

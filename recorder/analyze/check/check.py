@@ -1,16 +1,18 @@
-"""What is wrong with a training: `check` judges a run by rules, among them one that compares the run's replicas.
+"""Judges a training by rules, among them one that compares the run's replicas; and what `recorder check` replies.
 
-Never prints; `recorder.cli.commands.check` does.
+The reply has a sentence for each finding, with the command that shows more, or lists the rules.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
-from ...checks.book import ENTRY_POINTS, RULES, find_rule, make_rules
+from ...checks.book import ENTRY_POINTS, RULES, Thresholds, find_rule, make_rules
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
@@ -19,14 +21,15 @@ from ...checks.rules.baseline import Width
 from ...checks.rules.ranks import Replica
 from ...errors import ConfigError
 from ...run.notes import left_out
+from ...run.reply import Reply, StateLine, Table, table_of
 from ...run.run import Run
-from ...system.text import counted
+from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
 from ..first.replica_groups import Differing
 from ..first.replicas import FINDINGS, compare_replicas
 from .reading import RunRows
 
 _LEAST_COMMON = 2
-"""A sound run that has less than one in so many of a run's values is of another model, or recorded something else."""
+"""A sound run that has fewer than one in so many of a run's values is of another model, or recorded other sites."""
 
 
 class Checked(NamedTuple):
@@ -35,19 +38,16 @@ class Checked(NamedTuple):
     findings: list[Finding]
     """The worst first, then by step."""
     unjudged: list[Unjudged]
-    """Rules that could not judge the run, and what they lack."""
+    """Rules that could not judge the run, and what they need."""
     num_rules: int
-    """Rules that were asked."""
     num_rows: int
     """Rows that were judged."""
     steps: list[int]
-    """Steps of these rows."""
     notes: list[str]
     """What was left out."""
 
     @property
     def num_judged(self) -> int:
-        """Rules that judged the run."""
         return self.num_rules - len(self.unjudged)
 
 
@@ -113,7 +113,7 @@ def check(
 def _learnt(
     baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Mapping[str, dict[str, float]]
 ) -> tuple[Normal, list[set[SeriesKey]]]:
-    """What was normal in sound runs, and what rules say of them; and the values that each of them has."""
+    """Return what was normal in sound runs and what rules say of them, and the values that each sound run has."""
     normal, values = Normal(), []
     for run in baselines:
         rows = RunRows(run, [name for rule in rules for name in rule.columns])
@@ -131,7 +131,7 @@ def _learnt(
 
 
 def _sizes(run: Run, steps: int) -> Sizes:
-    """How large outputs were over the first steps of a run."""
+    """Return how large outputs were over the first steps of a run."""
     rows = RunRows(run)
     sizes = Sizes(rows.catalog, steps)
     for some in rows:
@@ -141,7 +141,7 @@ def _sizes(run: Run, steps: int) -> Sizes:
 
 
 def _excused(findings: Sequence[Finding], normal: Normal) -> list[Finding]:
-    """What a rule says of a sound run, too, is a note here."""
+    """Turn findings into notes if the rule says the same of a sound run."""
     noted = [
         one._replace(severity=Severity.NOTE, what=f"{one.what}; so it is in a sound run")
         if one.severity > Severity.NOTE and _subject(one) in normal.said
@@ -167,7 +167,7 @@ def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[
 
 
 def _strangeness(series: Sequence[SeriesKey], known: set[SeriesKey]) -> str:
-    """Why a sound run with these values says little of a run, whose inner modules tell which model it is."""
+    """Say why a sound run says little of a run: it has few values of the inner modules, which identify the model."""
     inner = [key for key in series if key.module_path] or list(series)
     num = sum(key in known for key in inner)
     if num * _LEAST_COMMON >= len(inner):
@@ -178,13 +178,13 @@ def _strangeness(series: Sequence[SeriesKey], known: set[SeriesKey]) -> str:
 
 
 def _num_lost(run: Run) -> int:
-    """Rows that were written, are not retired, and cannot be read."""
+    """Count the rows that were written, are not retired, and cannot be read."""
     balances = [(writer.balance.written - writer.balance.retired_rows, writer.num_rows) for writer in run.writers]
     return sum(max(written - there, 0) for written, there in balances)
 
 
 def installed_rules() -> tuple[list[type[Rule]], list[str]]:
-    """Rules that installed packages add, and why some of them are left out."""
+    """Return the rules that installed packages add, and why some of them are left out."""
     rules: list[type[Rule]] = []
     notes = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
@@ -218,15 +218,15 @@ def replicas_of(run: Run) -> Replicas:
     if len(run.ranks) < 2 and not run.is_merged:
         return Replicas((), Replica.needs)
     search = compare_replicas(run)
-    numbers = Counter(value.site for value in search.values)
-    findings = [_finding(one, numbers[one.value.site]) for one in search.firsts]
+    numbers = Counter(value.site for value in search.values.values())
+    findings = [_finding(one, numbers[one.value.site]) for one in search.firsts.values()]
     findings += [
         _finding(one, 1, "nothing makes the ranks' buffers equal again") for one in search.buffers if one.is_stale
     ]
-    why = search.why_none or "there is no parameter, gradient or optimizer state to compare"
+    why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
     return Replicas(
-        findings, "" if is_compared else f"{Replica.needs}: {why}", [f"replicas: {n}" for n in search.notes]
+        findings, "" if is_compared else f"{Replica.needs}: {why}", [f"replicas: {n}" for n in search.notes()]
     )
 
 
@@ -252,3 +252,182 @@ def _finding(one: Differing, number: int, what: str = "ranks that share the valu
         advice=Replica.advice,
         detail=", ".join(told),
     )
+
+
+_MAX_MODULES = 4
+_MAX_PATH = 80
+_MAX_DETAIL = 240
+_MAX_FINDINGS = 40
+_MAX_RANKS = 8
+_MAX_WANTS = 6
+_INDENT = " " * 8
+_KEEP = re.compile(r"(keep=\S+)")
+_NEED = re.compile(r"(?:it )?needs ([^:;,(]+)")
+_OTHER = "something else"
+
+
+def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, is_verbose: bool) -> Reply:
+    """Return the reply of `recorder check`.
+
+    Args:
+        run: the run that was checked.
+        checked: what the rules say of it.
+        typed: what a person types to mean the run.
+        fails_from: the least severity of a finding for which the exit code is 1, as it also is if the run is damaged;
+            None: the exit code is 0.
+        is_verbose: whether to name each rule that did not judge the run, and what it needs.
+    """
+    worst = max((one.severity for one in checked.findings), default=-1)
+    is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems))
+
+    def members() -> dict[str, object]:
+        return {
+            "run": str(run.path),
+            "rules": checked.num_rules,
+            "judged": checked.num_judged,
+            "rows": checked.num_rows,
+            "steps": checked.steps,
+            "findings": [
+                one._asdict() | {"severity": one.severity.word, "ranks": list(one.ranks)} for one in checked.findings
+            ],
+            "not_judged": [one._asdict() for one in checked.unjudged],
+            "problems": run.problems,
+            "notes": checked.notes,
+        }
+
+    return Reply(
+        members=members, parts=lambda: _parts(run, checked, typed, is_verbose=is_verbose), exit_code=int(is_failure)
+    )
+
+
+def rules_reply(rules: Sequence[type[Rule]], thresholds: Thresholds) -> Reply:
+    """Return the reply of `recorder check --list`: each rule, and each threshold in force."""
+    titles = ("rule", "setting", "threshold", "unit", "source")
+    settings = [
+        [rule.name, one.name, number(thresholds.get(rule.name, {}).get(one.name, one.default)), one.unit, one.source]
+        for rule in rules
+        for one in rule.settings
+    ]
+    known = [{"rule": rule.name, "severity": rule.severity.word, "sentence": rule.sentence} for rule in rules]
+
+    def parts() -> Iterator[str | Table]:
+        rows = [list(rule.values()) for rule in known]
+        yield table_of(("rule", "severity", "finds"), rows, prose=("finds",))
+        yield ""
+        yield table_of(titles, settings, numbers=("threshold",), prose=("unit", "source"))
+
+    return Reply(
+        members=lambda: {"rules": known, "settings": [dict(zip(titles, row, strict=True)) for row in settings]},
+        parts=parts,
+    )
+
+
+class ToldFindings(NamedTuple):
+    """Findings that say the same of several values."""
+
+    worst: Finding
+    paths: list[str]
+    names: list[str]
+    """Names of the values at the site."""
+    first_step: int
+    """The first step of the finding that begins first."""
+    last_step: int
+    ranks: list[int]
+
+    @classmethod
+    def of(cls, findings: Sequence[Finding]) -> ToldFindings:
+        steps = [one.first_step for one in findings]
+        return cls(
+            worst=findings[0],
+            paths=list(dict.fromkeys(one.module_path for one in findings)),
+            names=list(dict.fromkeys(one.name for one in findings if one.name)),
+            first_step=min(steps),
+            last_step=max(steps),
+            ranks=sorted({rank for one in findings for rank in one.ranks}),
+        )
+
+
+def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Iterator[str | StateLine]:
+    told = list(joined(checked.findings))
+    for one in told[:_MAX_FINDINGS]:
+        yield StateLine(one.worst.severity.word, sentence(one))
+        yield f"{_INDENT}{one.worst.advice}{_command(typed, one)}"
+    if len(told) > _MAX_FINDINGS:
+        yield f"{_INDENT}and {len(told) - _MAX_FINDINGS} more findings; --json has all"
+    reasons = _reasons(checked.unjudged)
+    if is_verbose or len(reasons) == 1:
+        yield from (f"not judged: {', '.join(names)}: {why}" for why, names in reasons.items())
+    elif reasons:
+        yield f"{_wants(checked)}; --verbose names each"
+    yield from (f"note: {note}" for note in checked.notes)
+    judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
+    counts = Counter(one.worst.severity for one in told)
+    tally = ", ".join(counted(counts[severity], severity.word) for severity in reversed(Severity))
+    rows = f"{counted(checked.num_rows, 'row')} of {steps_in_words(checked.steps)}"
+    yield f"{run.name}: {judged} judged {rows}: {tally if told else 'these rules found nothing in these rows'}"
+
+
+def joined(findings: Iterable[Finding]) -> Iterator[ToldFindings]:
+    """Join findings that say the same of one site, of modules whose values have the same names, in their order."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for one in findings:
+        groups.setdefault((one.rule, one.severity, one.what, one.site, one.measure), []).append(one)
+    for group in groups.values():
+        names: dict[str, set[str]] = {}
+        for one in group:
+            names.setdefault(one.module_path, set()).add(one.name)
+        by_names: dict[frozenset[str], list[Finding]] = {}
+        for one in group:
+            by_names.setdefault(frozenset(names[one.module_path]), []).append(one)
+        yield from map(ToldFindings.of, by_names.values())
+
+
+def sentence(one: ToldFindings) -> str:
+    """Return one sentence: who, when, where, what, and the number against the threshold."""
+    worst = one.worst
+    if not worst.site:
+        return f"{worst.rule}: {worst.what}"
+    paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
+    names = f" {shortened(listed(one.names, _MAX_MODULES), _MAX_PATH)}" if one.names else ""
+    steps = f"step {one.first_step}" + (f" to {one.last_step}" if one.last_step > one.first_step else "")
+    steps = steps if worst.since is None else f"since {steps}"
+    against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}"
+    against += f"; {shortened(worst.detail, _MAX_DETAIL)}" if worst.detail else ""
+    where = f"{listed(paths, _MAX_MODULES)} {worst.site}{names}"
+    return f"{worst.rule}: {where}, {steps}{_ranks(one.ranks)}: {worst.what} ({against})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ",".join(map(str, ranks[:_MAX_RANKS]))
+    more = f",... ({len(ranks)})" if len(ranks) > _MAX_RANKS else ""
+    return f", rank{'s' * (len(ranks) > 1)} {shown}{more}" if ranks else ""
+
+
+def _command(typed: str, one: ToldFindings) -> str:
+    """Return the command that shows the value of a finding, around its step."""
+    worst = one.worst
+    if not worst.site:
+        return ""
+    words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
+    words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
+    words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
+    return f": {shlex.join(words)}"
+
+
+def _wants(checked: Checked) -> str:
+    """Return what the rules that did not judge the run need, the most frequent first, in one line."""
+    needs = (_KEEP.search(one.setting) or _NEED.match(one.why) for one in checked.unjudged)
+    counts = Counter(_OTHER if need is None else need[1] for need in needs)
+    ordered = sorted(counts.items(), key=lambda item: (item[0] == _OTHER, -item[1]))
+    wants = ", ".join(f"{want} ({count})" for want, count in ordered[:_MAX_WANTS])
+    wants += ", ..." if len(ordered) > _MAX_WANTS else ""
+    return f"{len(checked.unjudged)} of {counted(checked.num_rules, 'rule')} not judged, for want of {wants}"
+
+
+def _reasons(unjudged: Sequence[Unjudged]) -> dict[str, list[str]]:
+    """Return the rules that did not judge the run, by the reason."""
+    rules_of: dict[str, list[str]] = {}
+    for one in unjudged:
+        setting = f"; the next time add the rule '{one.setting}'" if one.setting else ""
+        rules_of.setdefault(one.why + setting, []).append(one.rule)
+    return rules_of

@@ -1,9 +1,8 @@
-"""The rows of a run as rules take them: range by range of steps, as columns of numbers. Never reads a payload.
+"""The rows of a run as rules take them: range by range of steps, as columns of numbers. It reads no payload.
 
 Rows of recomputed forwards are left out, because they repeat values of the forward, and so are rows of steps that a
-restart did again. Some columns are numbers that are read out of the bytes of histograms and of sums of units: such a
-number is null where a row lacks the bytes, where they are damaged, and where they say nothing of it. No Python loop
-runs over rows.
+restart did again. Some columns are numbers out of the bytes of histograms and of sums of units: the number is null if a
+row has no bytes, or the bytes are damaged or do not tell it. No Python loop runs over rows.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ...numerics.histogram import NORMAL_EXPONENTS
 from ...numerics.keys import encode, group
 from ...numerics.moments import integers, numbers
 from ...run.run import GlobalView, RecordedWriter, Run
-from ...run.step_ranges import Attempts, cut_rows
+from ...run.step_ranges import Attempts, cut_rows, first_parts
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
@@ -37,35 +36,31 @@ _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")
 _TEXTS = (*_KEY, *_ABOUT)
 _NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
-"""What rules read without saying so."""
+"""The columns that every rule may read."""
 _ORDER = ("step", "rank", "attempt", "seq")
 _EVERY = (-MAX_COUNT, MAX_COUNT)
-"""All steps, which spares a look at what steps each batch has."""
+"""All steps; the steps of the batches are then not looked at."""
 
 Steps = tuple[int, int]
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 ACTIVE = 0.01
-"""A unit that is not zero in a smaller share of its values is dead."""
+"""A unit is dead if a smaller share of its values is not zero."""
 LEAST_VALUES = 32
-"""Of fewer values of a unit, nobody can say that it is dead."""
+"""With fewer values of a unit, nobody can say that the unit is dead."""
 _NO_ENDS = (0, 0)
 
 
 class RunRows:
-    """The rows of a run for rules, with the catalog of what they are."""
+    """The rows of a run for rules, with the catalog that describes them.
+
+    `columns` are read besides the usual statistics, unless no version of the format has them. `steps` go from the first
+    up to, but not including, the last; None means all. `catalog` is that of earlier rows of the same run.
+    """
 
     def __init__(
         self, run: Run, columns: Sequence[str] = (), steps: Steps | None = None, catalog: Catalog | None = None
     ) -> None:
-        """Nothing is read yet.
-
-        Args:
-            run: whose rows.
-            columns: what rules read beside the usual statistics; those that no version of the format has are left out.
-            steps: from the first up to, but not including, the last; by default all.
-            catalog: of rows that were read before, where these are the next ones of the same run.
-        """
         self._details = _details(columns)
         self._run = run
         self._numbers = _numbers(columns)
@@ -90,7 +85,7 @@ class RunRows:
         self._parts_and_peers = _parts_and_peers(self._view, run)
 
     def __iter__(self) -> Iterator[Rows]:
-        """Rows of the next steps, by step, rank and `seq`."""
+        """Yield the rows of the next steps, by step, rank and `seq`."""
         attempts = Attempts(self._run)
         ranges = [self._steps or _EVERY]
         if self._steps is None and self._run.num_rows > RANGE_ROWS:
@@ -108,29 +103,20 @@ class RunRows:
                     yield self._as_rows(table)
 
     def of_table(self, table: Any) -> Rows:
-        """Rows that were read already, of steps in which one attempt counts; `columns_read` says with which columns."""
+        """Return rows that were read already, with the columns of `columns_read`; one attempt counts at their steps."""
         columns = [table.column(name) for name in (*_ORDER, *self._numbers, *_TEXTS)]
         return self._as_rows(pa.Table.from_arrays([*columns, *columns_of(self._details, table)], schema=self._schema))
 
     def _tables(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         wanted = (*_ORDER, *self._numbers, *_TEXTS)
         sources = dict.fromkeys(SOURCES[name] for name in self._details)
-        for writer in writers:
-            for shard in writer.shards:
-                for batch in shard.columns((*wanted, *sources, "part"), None if steps == _EVERY else steps):
-                    at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
-                    is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
-                    table = pa.Table.from_batches([batch])
-                    if not is_wanted.all():
-                        table = table.filter(pa.array(is_wanted))
-                    if _RECOMPUTED in batch.column("phase").unique().to_pylist():
-                        table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
-                    columns = [
-                        table.column(name).dictionary_encode() if name in _TEXTS else table.column(name)
-                        for name in wanted
-                    ]
-                    columns += columns_of(self._details, table)
-                    yield pa.Table.from_arrays(columns, schema=self._schema)
+        for table in first_parts(writers, steps, (*wanted, *sources), is_all=steps == _EVERY):
+            if _RECOMPUTED in table.column("phase").unique().to_pylist():
+                table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
+            columns = [
+                table.column(name).dictionary_encode() if name in _TEXTS else table.column(name) for name in wanted
+            ]
+            yield pa.Table.from_arrays([*columns, *columns_of(self._details, table)], schema=self._schema)
 
     def _as_rows(self, table: Any) -> Rows:
         steps, ranks, seqs = (integers(table.column(name)) for name in ("step", "rank", "seq"))
@@ -141,7 +127,7 @@ class RunRows:
         return Rows(self.catalog, steps[order], lanes, columns)
 
     def _described(self, table: Any, ranks: Integers) -> tuple[Integers, Integers, Integers]:
-        """Three numbers for each row: its series, its rank's part of the batch, and its rank's piece of the model."""
+        """Return for each row its series, its rank's part of the batch, and its rank's piece of the model."""
         coded = {name: encode(table.column(name)) for name in _KEY}
         groups = group([ids + 1 for ids, _ in coded.values()])
         first = table.select(_ABOUT).take(pa.array(groups.firsts))
@@ -166,7 +152,7 @@ class RunRows:
 
 
 def columns_read(columns: Sequence[str]) -> list[str]:
-    """What is read of each row for rules that read these columns beside the usual statistics."""
+    """Return the columns to read for rules that need these columns besides the usual statistics."""
     sources = (SOURCES[name] for name in _details(columns))
     return list(dict.fromkeys((*_ORDER, *_numbers(columns), *_TEXTS, *sources)))
 
@@ -192,7 +178,7 @@ def _about(site: str, dtype: str, shape: str | None, global_shape: str | None) -
 
 
 def _shape(text: str | None) -> tuple[int, ...]:
-    """Return the shape that an untrusted row names; no dims where it names none."""
+    """Return the shape in an untrusted row; no dims where the text is no shape."""
     with suppress(ValueError, TypeError, RecursionError):
         shape = json.loads(text or "")
         if isinstance(shape, list) and all(type(size) is int for size in shape):
@@ -201,10 +187,10 @@ def _shape(text: str | None) -> tuple[int, ...]:
 
 
 def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
-    """By root and rank, which part of the batch the rank works on, and which piece of the model it holds."""
+    """Return by root and rank which part of the batch the rank works on, and which piece of the model it holds."""
     pairs: dict[tuple[str, int], tuple[int, int]] = {}
     peers: dict[int, dict[int, int]] = {}
-    """By the group's identity, the piece of the model that each rank holds."""
+    """By the identity of the group: the piece of the model that each rank holds."""
     for number, writer in enumerate(run.writers):
         for root in writer.manifest.roots:
             if writer.rank is None or (root.name, writer.rank) in pairs:
@@ -221,7 +207,7 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
 
 
 class _Ends(NamedTuple):
-    """Histograms of rows, each with the exponents of its type's least normal number and of its largest ones."""
+    """Histograms of rows, each with the exponents of its type's least normal number and of its largest numbers."""
 
     histograms: Histograms
     lowest: Integers
@@ -229,14 +215,14 @@ class _Ends(NamedTuple):
 
 
 def _dead_share(units: ManyUnits) -> Floats:
-    """The share of units that are dead, where each has enough values."""
+    """Return the share of dead units, for rows whose units have enough values."""
     zero_share = units.zero_count / np.maximum(units.num_values, 1)[:, None]
     share = np.mean(1 - zero_share < ACTIVE, axis=1)
     return np.where(units.num_values >= LEAST_VALUES, share, np.nan)
 
 
 def _largest(units: ManyUnits) -> Floats:
-    """The largest magnitude of a unit, in the root mean squares of the median of the units that are not dead."""
+    """Return the largest magnitude of a unit, relative to the median root mean square of units that are not dead."""
     sizes = np.sqrt(units.sum_sq / np.maximum(units.num_values, 1)[:, None])
     num = np.count_nonzero(sizes, axis=1)
     is_told = (num >= 2) & np.isfinite(sizes).all(axis=1)
@@ -247,15 +233,15 @@ def _largest(units: ManyUnits) -> Floats:
 
 
 def _subnormal_share(one: _Ends) -> Floats:
-    """Which share of the values that are not zero lies below the least normal number of the type."""
+    """Return the share of the nonzero values below the least normal number of the type."""
     counts = one.histograms.counts.sum(axis=1)
     return _share((counts * (one.histograms.exponents < one.lowest[:, None])).sum(axis=1), one.histograms)
 
 
 def _top_share(one: _Ends) -> Floats:
-    """Which share of the values that are not zero lies in the highest power of two of the type, or is infinite.
+    """Return the share of the nonzero values that are in the type's highest power of two, or infinite.
 
-    Of positive values alone: the negative ones may be a mask.
+    Only positive values count: the negative ones may be a mask.
     """
     counts = one.histograms.counts[:, 1] * (one.histograms.exponents >= one.highest[:, None])
     return _share(counts.sum(axis=1) + one.histograms.infinite[:, 1], one.histograms)
@@ -269,11 +255,11 @@ def _share(counts: Integers, histograms: Histograms) -> Floats:
 _OF_UNITS = {"units.dead_share": _dead_share, "units.largest": _largest}
 _OF_HISTOGRAMS = {"histogram.subnormal_share": _subnormal_share, "histogram.top_share": _top_share}
 SOURCES = dict.fromkeys(_OF_UNITS, "units") | dict.fromkeys(_OF_HISTOGRAMS, "histogram")
-"""The numbers, by the name that rules give them: which bytes of a row each is read out of."""
+"""By the name that rules give to a number: the column of bytes that the number is read from."""
 
 
 def columns_of(names: Sequence[str], table: Any) -> list[Any]:
-    """These numbers of each row of a table, which has the bytes and the columns `dtype` and `shape`."""
+    """Return these numbers of each row of a table, which has the bytes and the columns `dtype` and `shape`."""
     columns = {name: np.full(table.num_rows, np.nan) for name in names}
     dtype_of, dtypes = encode(table.column("dtype"))
     of_units, of_histograms = ([name for name in names if name in some] for some in (_OF_UNITS, _OF_HISTOGRAMS))
@@ -298,7 +284,6 @@ def columns_of(names: Sequence[str], table: Any) -> list[Any]:
 
 
 def _there(table: Any, column: str, chosen: npt.NDArray[np.bool_]) -> Integers:
-    """The rows among those that are chosen that have the bytes."""
     return np.flatnonzero(chosen & table.column(column).is_valid().to_numpy(zero_copy_only=False))
 
 

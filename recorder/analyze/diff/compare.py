@@ -1,4 +1,4 @@
-"""How far two arrays are apart. Pure: knows of no runs. Looks at a bounded number of elements at once."""
+"""How far two arrays are apart. The module knows of no runs, and looks at a bounded number of elements at once."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import numpy.typing as npt
 from ...errors import LookupFailedError
 
 _CHUNK_ITEMS = 1 << 15
-"""Elements looked at together: with what is made of them they stay in the cache, three times as fast as a million."""
+"""Elements that are compared at once. With their intermediate results they stay in the cache, which is three times as
+fast as a million elements at once."""
 _CHUNK_BYTES = 1 << 18
 _ULP_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 _EXACT_WHOLE = 2.0**52
-"""Whole numbers below, and the differences between them, are exact in float64."""
+"""Smaller whole numbers, and their differences, are exact in float64."""
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far apart two elements may be and still count as equal: within any one of these.
+    """How far apart two elements may be and still count as equal: one of the three is enough.
 
-    Raises:
-        LookupFailedError: one is negative or not a number, so that nothing could be said of it.
+    Raises LookupFailedError if a tolerance is negative or not a number.
     """
 
     rtol: float = 0.0
-    """Relative to the larger magnitude of the two, as `math.isclose` has it."""
+    """The distance relative to the larger magnitude of the two, as in `math.isclose`."""
     atol: float = 0.0
     ulp: int = 0
-    """Units in the last place: representable numbers between the two. Only where both are of one float type."""
+    """The number of representable numbers between the two, if both are of one float type."""
 
     def __post_init__(self) -> None:
         for name, value in (("rtol", self.rtol), ("atol", self.atol), ("ulp", self.ulp)):
@@ -46,45 +46,34 @@ class Tolerance:
 
 
 class Distance(NamedTuple):
-    """How far two arrays of one shape are apart. Elements that are not finite are counted, and not in the rest."""
+    """How far two arrays of one shape are apart. Elements that are not finite are only counted."""
 
-    numel: int
-    num_outside: int
-    """Elements that differ by more than the tolerance; a NaN equals a NaN, an infinity one of its sign."""
-    max_abs: float
-    """Largest |b - a|."""
-    of_max: float
-    """`max_abs` relative to the largest magnitude in either array. Unlike `max_rel` and `max_ulp` it says little of
+    numel: int = 0
+    num_outside: int = 0
+    """Elements that differ by more than the tolerance. NaN equals NaN, and an infinity one of its sign."""
+    max_abs: float = 0.0
+    """The largest |b - a|."""
+    of_max: float = 0.0
+    """`max_abs` relative to the largest magnitude in either array. Unlike `max_rel` and `max_ulp` it depends little on
     elements near zero, which rounding alone may move by any factor."""
-    l2_apart: float
-    """Norm of b - a."""
-    max_rel: float
-    """Largest |b - a| / max(|a|, |b|): from 0 to 2."""
-    max_ulp: int | None
-    """Largest distance in units in the last place; None where the types differ or are no floats of 16 bits or more."""
-    cosine: float | None
-    """The cosine between the two values as vectors; None where one of them is zero."""
-    nonfinite_a: int
-    nonfinite_b: int
+    l2_apart: float = 0.0
+    """The norm of b - a."""
+    max_rel: float = 0.0
+    """The largest |b - a| / max(|a|, |b|): from 0 to 2."""
+    max_ulp: int | None = 0
+    """The largest distance in units in the last place; None if the types differ or are no floats of 16 bits or more."""
+    cosine: float | None = None
+    """The cosine between the two arrays as vectors; None if one of them is zero."""
+    nonfinite_a: int = 0
+    nonfinite_b: int = 0
 
 
-IDENTICAL = Distance(
-    numel=0,
-    num_outside=0,
-    max_abs=0.0,
-    of_max=0.0,
-    l2_apart=0.0,
-    max_rel=0.0,
-    max_ulp=0,
-    cosine=None,
-    nonfinite_a=0,
-    nonfinite_b=0,
-)
-"""Stands for the distance of arrays with the same bits, of which nobody asks more."""
+IDENTICAL = Distance()
+"""The distance of arrays with the same bits, of which nobody needs more."""
 
 
 def are_identical(a: Array, b: Array) -> bool:
-    """Whether two arrays of one shape have the same bits: a tenth of the time that `compare` takes."""
+    """Whether two arrays of one shape have the same bits, in a tenth of the time of `compare`."""
     if a.dtype != b.dtype:
         return False
     one, two = (np.ascontiguousarray(values).reshape(-1).view(np.uint8) for values in (a, b))
@@ -95,13 +84,7 @@ def are_identical(a: Array, b: Array) -> bool:
 
 
 def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
-    """Compare element by element, in the wider of the two types.
-
-    Args:
-        a: any array of numbers or flags, of torch's types as numpy and ml_dtypes have them.
-        b: of the same shape.
-        tolerance: what counts as equal.
-    """
+    """Compare two arrays of one shape element by element, in the wider of the two types of numpy or ml_dtypes."""
     assert a.shape == b.shape
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
     bits = _ULP_BITS.get(str(a.dtype)) if a.dtype == b.dtype else None
@@ -129,7 +112,7 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
 class _Chunk(NamedTuple):
     num_outside: int
     magnitude: float
-    """Largest |a| or |b|."""
+    """The largest |a| or |b|."""
     max_abs: float
     l2_apart: float
     max_rel: float
@@ -164,7 +147,8 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
         magnitude = float(np.abs(wide_a).max(initial=0.0))
         return _Chunk(num_alone, magnitude, 0.0, 0.0, 0.0, 0, products, nonfinite_a, nonfinite_b)
     large = np.flatnonzero(~is_equal & _is_rounded(a, b, wide_a, wide_b))
-    exact = [_apart(*pair) for pair in zip(_unrounded(a, wide_a, large), _unrounded(b, wide_b, large), strict=True)]
+    pairs = zip(_unrounded(a, wide_a, large), _unrounded(b, wide_b, large), strict=True)
+    exact = [(abs(two - one), max(abs(one), abs(two))) for one, two in pairs]  # distances and larger magnitudes
     with np.errstate(all="ignore"):
         scale = np.maximum(np.abs(wide_a), np.abs(wide_b))
         apart = np.abs(np.subtract(wide_b, wide_a, out=wide_b))
@@ -193,7 +177,6 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
 
 
 def _wide(values: Array) -> Array:
-    """In float64, or complex128."""
     if values.dtype.names:  # complex32, as pairs of halves
         wide = np.empty(values.shape, np.complex128)
         wide.real, wide.imag = values["real"], values["imag"]
@@ -202,7 +185,7 @@ def _wide(values: Array) -> Array:
 
 
 def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Exactly; float64 holds every type but the 64-bit integers."""
+    """Compare exactly; float64 holds every type but the 64-bit integers."""
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         return np.asarray(a == b)
     both_nan = np.isnan(wide_a) & np.isnan(wide_b)
@@ -214,7 +197,7 @@ def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.b
 
 
 def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Where finite pairs may be nearer each other as floats than they are: of 64-bit integers."""
+    """Whether finite pairs may be nearer each other in float64 than they are, as 64-bit integers may be."""
     if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b)):
         return np.zeros(a.shape, np.bool_)
     sizes = np.fmax(np.abs(wide_a), np.abs(wide_b))
@@ -222,22 +205,17 @@ def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray
 
 
 def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[Any]:
-    """Some elements as Python's numbers: whole ones as integers, which never round."""
+    """Return some elements as Python's numbers: whole numbers as integers, which are never rounded."""
     if values.dtype.kind in "iu":
         return list(values[at].tolist())
     reals = (one.real if isinstance(one, complex) and not one.imag else one for one in wide[at].tolist())
     return [int(one) if isinstance(one, float) and one.is_integer() else one for one in reals]
 
 
-def _apart(a: complex, b: complex) -> tuple[float, float]:
-    """The distance, and the larger magnitude."""
-    return abs(b - a), max(abs(a), abs(b))
-
-
 def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[Any]:
-    """How many representable numbers lie between finite floats of one type; -0 and 0 are one number."""
+    """Count the representable numbers between finite floats of one type; -0 and 0 are one number."""
     if bits == 64:  # the distance needs all 64 bits
-        up, down = (_magnitudes(values) for values in (a, b))
+        up, down = (np.ascontiguousarray(v).view(np.uint64) & (_MIDDLE - np.uint64(1)) for v in (a, b))  # without sign
         one, two = (np.where(np.signbit(v), _MIDDLE - m, _MIDDLE + m) for v, m in ((a, up), (b, down)))
         return np.where(one > two, one - two, two - one)
     one, two = (_ordered(values, bits) for values in (a, b))
@@ -247,13 +225,8 @@ def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[Any]:
 _MIDDLE = np.uint64(1 << 63)
 
 
-def _magnitudes(values: Array) -> npt.NDArray[np.uint64]:
-    """Doubles without their sign, as whole numbers in the same order."""
-    return np.ascontiguousarray(values).view(np.uint64) & (_MIDDLE - np.uint64(1))
-
-
 def _ordered(values: Array, bits: int) -> npt.NDArray[np.int64]:
-    """Floats of 16 or 32 bits as whole numbers in the same order."""
+    """Return floats of 16 or 32 bits as whole numbers in the same order."""
     codes = np.ascontiguousarray(values).view(f"<i{bits // 8}").astype(np.int64)
     magnitudes = codes & ((1 << (bits - 1)) - 1)
     return np.where(codes < 0, -magnitudes, magnitudes)

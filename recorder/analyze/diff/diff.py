@@ -12,23 +12,21 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import LookupFailedError
-from ...run.notes import Problems
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import MAX_ROWS, Mapper, global_step_ranges, map_serially
 from ...system.text import listed
 from .compare import Tolerance
-from .culprits.findings import CulpritFinder
+from .culprit_findings import CulpritFinder
 from .noise import BeyondNoise
 from .pairs import PairedSteps
-from .renames import NO_RENAMES, RenameHint, Renames, UnpairedModules, rename_hints
-from .result import Diff, LackingRanks, LeftOut, by_module, first_difference, join_ranges
-from .step_range import DiffOptions, KnownValues, PayloadReport, RangeComparer, RangeResult
+from .renames import NO_RENAMES, RenameHint, Renames, rename_hints
+from .result import Diff, LackingRanks, LeftOut, by_module, first_difference
+from .step_range import DiffOptions, PayloadReport, RangeComparer, RangeResult, SideTotals, join_ranges
 
 _COUNTED = (
     "num_pairs", "by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare", "summands", "by_print_alone",
@@ -108,31 +106,30 @@ def compare_runs(
     report: Callable[[int], None] = lambda num_bytes: None,
     mapper: Mapper = map_serially,
 ) -> Diff:
-    """Compare two runs as `diff` does, whose arguments are one record here.
-
-    Raises:
-        LookupFailedError: as `diff`.
-    """
+    """Compare two runs as `diff` does, which has the same arguments one by one, and raises the same."""
     selection, renames, noise = options.selection, options.renames, options.noise
     selection.check(a, b)
     options.global_view.check(a, b)
     names = {path: renames.old(path) for path in _module_paths(b)}
     renames.check_used(names)
-    unpaired = _unpaired_modules(_module_paths(a), names)
+    own_names = _unpaired_names(_module_paths(a), names)
+    sides = SideTotals(selection, own_names[0]), SideTotals(selection, own_names[1])
     _check_twins(a, b, noise)
     how = options.global_view
     views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *noise)]
     # What noise does to a small tensor is looked up over the steps of a range: these stay as long as they can be.
     windows = [view.windows(MAX_ROWS) if noise else global_step_ranges(view) for view in views]
-    arguments = (a, b, options, (unpaired[0].own_names, unpaired[1].own_names), PayloadReport(report))
-    comparison = _Comparison(RangeComparer(*arguments), report, unpaired, selection)
+    arguments = (a, b, options, own_names, PayloadReport(report))
+    comparison = _Comparison(RangeComparer(*arguments), report, sides)
     for compared in mapper(RangeComparer, arguments, _ranges(*windows)):
         comparison.add(compared)
         del compared  # with its rows, before the next ones are read
+    unpaired = sides[0].unpaired, sides[1].unpaired
     hints = rename_hints(*unpaired, renames, names)
     comparison.refuse_nothing(a, b, selection, hints)
     comparison.refuse_still(a, noise)
-    damage = [text for run in (a, b, *noise) for text in _damage(run)]
+    shards = (shard for run in (a, b, *noise) for writer in run.writers for shard in writer.shards)
+    damage = [text for shard in shards for text in shard.damage]
     total = comparison.result(common=options.common, damage=damage)._replace(hints=hints)
     if hints:  # most likely they are there, under other names
         unpaired_names = {name for one in unpaired for name in one.own_names}
@@ -144,16 +141,15 @@ def compare_runs(
 
 
 def payload_bytes(run: Run) -> int:
-    """How many bytes all payloads of a run come to: what `report` is called with in sum, for each of the two."""
+    """Return the size of all payloads of a run, which `report` receives in sum for each of the two runs."""
     column = run.table(["payload_bytes"]).column("payload_bytes")
     return int(pc.sum(column).as_py() or 0)
 
 
 def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
-    """Refuse a noise run of another model, and the run that is to be judged.
+    """Refuse a noise run of another model, and a noise run that is one of the two runs.
 
-    Raises:
-        LookupFailedError: one of them has not the modules of the first run, or is one of the two.
+    Raises LookupFailedError.
     """
     for run in noise:
         if run.path.resolve() in (a.path.resolve(), b.path.resolve()):
@@ -164,13 +160,8 @@ def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
             raise LookupFailedError(f"{run.path}: {what}; it lacks {listed(map(repr, lost))}")
 
 
-def _damage(run: Run) -> list[str]:
-    """What of its rows cannot be read."""
-    return [text for writer in run.writers for shard in writer.shards for text in shard.damage]
-
-
 def _module_paths(run: Run) -> list[str]:
-    """Modules with rows, shard by shard: the names of all rows at once would take more memory than the comparison."""
+    """Return the modules with rows, shard by shard: all names at once would take more memory than the comparison."""
     paths: dict[str, None] = {}
     for writer in run.writers:
         for shard in writer.shards:
@@ -179,15 +170,15 @@ def _module_paths(run: Run) -> list[str]:
     return list(paths)
 
 
-def _unpaired_modules(paths: Sequence[str], names: Mapping[str, str]) -> tuple[UnpairedModules, UnpairedModules]:
-    """The modules of each run that the other has not; `names` are those of the second, by its own."""
+def _unpaired_names(paths: Sequence[str], names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the modules that only one run has, by common names; `names` has the common names of the second run's."""
     there, theirs = set(paths), set(names.values())
     alone_a = {path: path for path in paths if path not in theirs}
-    return UnpairedModules(alone_a), UnpairedModules({name: own for own, name in names.items() if name not in there})
+    return alone_a, {name: own for own, name in names.items() if name not in there}
 
 
 def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
-    """Ranges of steps that cover both runs, none larger than a window of either."""
+    """Yield ranges of steps that cover both runs, none larger than a window of either."""
     starts = sorted({first for some in windows for first, _ in some})
     bounds = [None, *starts[1:], None]
     yield from pairwise(bounds)
@@ -197,42 +188,26 @@ class _Comparison:
     """What is found, range by range of steps in their order."""
 
     def __init__(
-        self,
-        comparer: RangeComparer,
-        report: Callable[[int], None],
-        unpaired: tuple[UnpairedModules, UnpairedModules],
-        selection: Selection,
+        self, comparer: RangeComparer, report: Callable[[int], None], sides: tuple[SideTotals, SideTotals]
     ) -> None:
-        self._comparer = comparer
-        self._report = report
-        self._unpaired_modules = unpaired
-        self._problems = (Problems(selection), Problems(selection))
+        self._comparer, self._report, self._sides = comparer, report, sides
         self._differing: list[Any] = []
         self._compared: list[Any] = []
-        self._only: tuple[list[Any], list[Any]] = ([], [])
-        self._seen = (KnownValues(), KnownValues())
-        self._counts = np.zeros(len(_COUNTED), np.int64)
+        self._counts: Counter[str] = Counter()
         self._partial: Counter[tuple[str, str]] = Counter()
-        self._naming = CulpritFinder(comparer.rows)
-        self._handed_on, self._recomputed = np.zeros(2, np.int64), np.zeros(2, np.int64)
+        self._unread: Counter[str] = Counter()
+        self._finder = CulpritFinder(comparer.rows)
         self._beyond_noise = BeyondNoise(comparer.jitter_eps)
         self._moved: list[set[str]] = []
-        self._unread: Counter[str] = Counter()
-        self._num_apart = self._num_in_other_micro_steps = 0
 
     def add(self, result: RangeResult) -> None:
-        """The next range. Of rows that were read elsewhere those are read again that a culprit, or a drift, is in."""
+        """Add the next range. Rows that another process has read are read again if a culprit or a drift is in them."""
         if result.rows is None:
             self._report(result.num_bytes)
-        for side in (0, 1):
-            self._problems[side].join(result.problems[side])
-            self._seen[side].join(result.seen[side])
-            self._unpaired_modules[side].join(result.unpaired[side])
-            self._only[side].append(result.only[side])
-        self._handed_on += result.handed_on
-        self._recomputed += result.recomputed
-        self._num_apart += result.num_on_other_parts
-        self._num_in_other_micro_steps += result.num_in_other_micro_steps
+        for side, later in zip(self._sides, result.sides, strict=True):
+            side.join(later)
+        self._counts[_ON_OTHER_PARTS] += result.num_on_other_parts
+        self._counts[_IN_OTHER_MICRO_STEPS] += result.num_in_other_micro_steps
         if result.judged is None or result.steps is None:
             return
 
@@ -244,36 +219,29 @@ class _Comparison:
             one | two for one, two in zip(self._moved or [set[str]() for _ in result.moved], result.moved, strict=True)
         ]
         beyond = self._beyond_noise.of(result.judged, result.measured, rows)
-        self._naming.add(result.steps, beyond, rows)
+        self._finder.add(result.steps, beyond, rows)
         self._differing.append(beyond.differing)
-        self._counts += np.array([getattr(beyond, name) for name in _COUNTED])
+        self._counts.update({name: getattr(beyond, name) for name in _COUNTED})
         self._partial += beyond.partial
         self._unread += beyond.unread
         self._compared.append(result.compared)
 
     def refuse_nothing(self, a: Run, b: Run, selection: Selection, hints: Sequence[RenameHint]) -> None:
-        """Say why there is nothing to compare, if there is not.
-
-        Raises:
-            LookupFailedError: nothing is selected, or the runs have nothing in common.
-        """
+        """Raise LookupFailedError if nothing is selected, or the runs have nothing in common."""
         if self._compared:
             return
-        for run, seen in zip((a, b), self._seen, strict=True):
+        for run, side in zip((a, b), self._sides, strict=True):
+            seen = side.seen
             if not seen.num_rows:
                 raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare")
-            if not seen.num_selected and not self._num_in_other_micro_steps:
+            if not seen.num_selected and not self._counts[_IN_OTHER_MICRO_STEPS]:
                 raise selection.explain_nothing(seen.table(), f"{run.path}")
         lines = ", ".join(hint.line for hint in hints[:_MAX_LISTED])
         renamed = f"; if modules were renamed, --rename takes a file, such as of these lines: {lines}" if hints else ""
         raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {self._reason(selection)}{renamed}")
 
     def refuse_still(self, a: Run, noise: Sequence[Run]) -> None:
-        """Refuse a noise run that has no noise: it would make an error of every rounding.
-
-        Raises:
-            LookupFailedError: one is equal to the first run.
-        """
+        """Raise LookupFailedError if a noise run equals the first run: every rounding would count as an error."""
         for run, roots in zip(noise, self._moved, strict=True):
             if not roots:
                 jitter = " although it was recorded with RECORDER_JITTER" if run.jitter else ""
@@ -285,26 +253,25 @@ class _Comparison:
 
     def _reason(self, selection: Selection) -> str:
         for column, what in (("step", "steps"), ("root", "roots"), ("module_path", "modules"), ("site", "sites")):
-            one, two = (seen.known(column, selection) for seen in self._seen)
+            one, two = (side.seen.known(column, selection) for side in self._sides)
             if not set(one) & set(two):
                 return f"{what} are {listed(map(repr, one))} in the one, {listed(map(repr, two))} in the other"
-        if self._num_apart:
+        if self._counts[_ON_OTHER_PARTS]:
             return f"of what both have, {_ON_OTHER_PARTS}"
-        if self._num_in_other_micro_steps:
+        if self._counts[_IN_OTHER_MICRO_STEPS]:
             return f"{_IN_OTHER_MICRO_STEPS}, and what does not depend on it was not recorded, such as parameters"
         return "no step has the same module, site, name, phase and mode in both"
 
     def result(self, *, common: bool, damage: list[str]) -> Diff:
-        """All of it, once every range is in."""
         table = pa.concat_tables(self._differing)
-        steps = [seen.steps for seen in self._seen]
-        only = [join_ranges(tables) for tables in self._only]
+        a, b = self._sides
+        only = [join_ranges(side.only) for side in (a, b)]
         lacks = sum(tables.num_rows for tables in only)
-        counts = dict(zip(_COUNTED, map(int, self._counts), strict=True))
-        not_paired = {_ON_OTHER_PARTS: self._num_apart, _IN_OTHER_MICRO_STEPS: self._num_in_other_micro_steps}
-        why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"], **not_paired}
+        counts = self._counts
+        why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"]}
+        not_paired = {text: counts[text] for text in (_ON_OTHER_PARTS, _IN_OTHER_MICRO_STEPS)}
+        left_out = [LeftOut(num, text) for text, num in (why | not_paired).items() if num]
         by_nothing, still = counts["by_nothing"], set(table.column("root").to_pylist()).difference(*self._moved)
-        left_out = [LeftOut(num, text) for text, num in why.items() if num]
         differs = bool(table.num_rows or (lacks and not common))
         is_open = bool(self._unread or damage or (by_nothing and not common))
         so_far = "equal as far as compared" if is_open or left_out else "equal"
@@ -312,7 +279,7 @@ class _Comparison:
             is_equal=not differs and not is_open,
             verdict="different" if differs else so_far,
             first=first_difference(table),
-            culprits=self._naming.culprits,
+            culprits=self._finder.culprits,
             table=table,
             modules=by_module(table, pa.concat_tables(self._compared)),
             only_a=only[0],
@@ -327,14 +294,14 @@ class _Comparison:
             unread=dict(self._unread),
             damage=damage,
             partial=[LackingRanks(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
-            steps_only_a=sorted(steps[0] - steps[1]),
-            steps_only_b=sorted(steps[1] - steps[0]),
-            problems_a=self._problems[0].texts(),
-            problems_b=self._problems[1].texts(),
-            num_handed_on_a=int(self._handed_on[0]),
-            num_handed_on_b=int(self._handed_on[1]),
-            num_recomputed_a=int(self._recomputed[0]),
-            num_recomputed_b=int(self._recomputed[1]),
+            steps_only_a=sorted(a.seen.steps - b.seen.steps),
+            steps_only_b=sorted(b.seen.steps - a.seen.steps),
+            problems_a=a.problems.texts(),
+            problems_b=b.problems.texts(),
+            num_handed_on_a=a.num_handed_on,
+            num_handed_on_b=b.num_handed_on,
+            num_recomputed_a=a.num_recomputed,
+            num_recomputed_b=b.num_recomputed,
             drifted=self._beyond_noise.drifted,
             loud_noise=self._beyond_noise.loud,
             still_roots=sorted(still) if self._moved else (),

@@ -1,8 +1,8 @@
 """Parameters that rounding alone drives apart: where a gradient is near zero, its sign, and with it an update.
 
-Of a rounding in such an element Adam makes a whole step (its first update is the gradient's sign), and a twin need not
-hit the same element. So an update is judged by what it was made from, element by element; and a step that begins with
-parameters that are so far apart by how much farther that is than what the twin shows of it.
+Adam turns a rounding in such an element into a full step (its first update is the gradient's sign), and a twin need not
+hit the same element. An update is therefore judged by the values it was made from, element by element. A step that
+begins with parameters apart is judged by how much farther apart they are than in the twin.
 """
 
 from __future__ import annotations
@@ -19,28 +19,21 @@ from ...errors import RunError
 from ...numerics.keys import Integers
 from ...numerics.moments import integers, numbers
 from ...sites import values_of
-from .align import Alignment
-from .pairs import Flags, PairedSteps, RunSteps
+from .pairs import Alignment, Flags, PairedSteps, RunSteps
 
 MARGIN = 10.0
-"""How many times the noise a difference may be: a twin is one sample of it."""
+"""A difference may be so many times the noise, since a twin is only one sample of noise."""
 _CHUNK_ITEMS = 1 << 18
 _COLUMNS = ("root", "module_path", "site", "name", "phase")
 
 Parameter = tuple[str, str, str, int | None]
-"""Root, module path, name, rank of the second run; None where it is of all."""
+"""Root, module path, name, and rank of the second run; the rank is None for a value of all ranks."""
 
 
 class Pairs:
-    """Pairs of a range of steps."""
+    """Pairs of a range of steps; `differs` says whether each differs by more than noise, as far as it is judged."""
 
     def __init__(self, compared: Callable[[], PairedSteps], differs: Flags) -> None:
-        """Read nothing yet.
-
-        Args:
-            compared: gives the rows; only called where they are looked at.
-            differs: whether each pair differs by more than noise; a pair that is not judged yet does.
-        """
         self._compared = compared
         self.differs = differs
 
@@ -61,7 +54,7 @@ class Pairs:
         return np.flatnonzero(integers(self.a.table.column("step"))[self.aligned.a] == step)
 
     def arrays(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
-        """The two tensors of a pair as vectors; None where one cannot be had, or is of complex halves."""
+        """Return the two tensors of a pair as vectors; None if one cannot be read, or is of complex halves."""
         both = [(self.a, int(self.aligned.a[number])), (self.b, int(self.aligned.b[number]))]
         if any(side.table.column("encoding")[row].as_py() is None for side, row in both):
             return None
@@ -73,35 +66,30 @@ class Pairs:
 
 
 class Drift:
-    """Follows the parameters whose differences are noise although a twin does not show it, from step to step."""
+    """Follows from step to step the parameters whose differences are noise although a twin does not show it."""
 
     def __init__(self) -> None:
         self._apart: dict[Parameter, tuple[float, float]] = {}
-        """Norm of the difference, and its share of the parameter's."""
+        """The norm of the difference, and its share of the parameter's norm."""
         self._before: tuple[int, Pairs] | None = None
         self._numbers: Integers | None = None
-        """Which pairs are of that step, once somebody asked."""
+        """The pairs of that step, once somebody asked."""
         self._wrong: dict[str, set[Parameter]] = {}
-        """By root: what differed by more than noise at the last step of it."""
+        """By root: the parameters that differed by more than noise at the root's last step."""
 
     def share(self, root: str | None = None) -> float:
-        """Return how far apart the parameters of a root, or of all, are by now, as the largest share of a norm."""
+        """Return how far apart the parameters of a root, or of all roots, are: the largest share of a norm."""
         return max((share for (of, *_), (_, share) in self._apart.items() if root in (None, of)), default=0.0)
 
     @property
     def num_params(self) -> int:
-        """The number of parameters that have drifted."""
         return len(self._apart)
 
     def begin(self, step: int, root: str, pairs: Pairs, lines: list[dict[str, Any]]) -> list[bool]:
-        """Whether the difference of each parameter is noise after all.
+        """Return whether the difference of each parameter is noise although the twin does not show it.
 
-        Args:
-            step: the next step of both runs.
-            root: whose parameters.
-            pairs: of its range of steps.
-            lines: parameters that differ there by more than the twin: the columns of `Verdicts.differing`, `number` of
-                the pair, and `allowed`, how far noise and roundings may move an element.
+        `lines` are the parameters of a root that differ at the next step by more than the twin: the columns of
+        `Verdicts.differing`, `number` of the pair, and `allowed`, how far noise and roundings may move an element.
         """
         of = [(root, line["module_path"], line["name"], line["rank_b"]) for line in lines]
         wrong = self._wrong.get(root, set())
@@ -113,7 +101,7 @@ class Drift:
         return are_noise
 
     def end(self, step: int, pairs: Pairs) -> None:
-        """Keep what the parameters of the next step are made from."""
+        """Keep the values that the parameters of the next step are made from."""
         self._before, self._numbers = (step, pairs), None
 
     def _is_noise(self, step: int, pairs: Pairs, parameter: Parameter, line: dict[str, Any], size: float) -> bool:
@@ -187,7 +175,7 @@ def _wide(both: Vectors, part: slice) -> Vectors:
 
 
 def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[tuple[str, str], int]:
-    """Return the numbers of the pairs of a parameter, its gradient and its state at a step, by site and name."""
+    """Return the pairs of a parameter, its gradient and its state at a step, by site and name."""
     root, path, name, rank = parameter
     rows = pairs.a.table.select(list(_COLUMNS)).take(pa.array(pairs.aligned.a[numbers_of]))
     ranks = pairs.b.table.column("rank").take(pa.array(pairs.aligned.b[numbers_of]))
@@ -203,7 +191,7 @@ def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[t
 
 
 def _typical_size(step: int, root: str, pairs: Pairs) -> float:
-    """How large an element of a parameter is at a step: the root of the mean square of all; 0 where nothing says it."""
+    """Return the root mean square of all elements of a root's parameters at a step; 0 where no row tells it."""
     rows = pairs.a.table.select(["step", "root", "site", "l2", "numel"])
     wanted = pc.and_(pc.equal(rows.column("step"), step), pc.equal(rows.column("root"), root))
     rows = rows.filter(pc.and_(wanted, pc.equal(rows.column("site"), "param")))

@@ -1,7 +1,7 @@
-"""Which differences noise alone would make: where a repeat of the first run, or a perturbed twin, differs as much.
+"""Which differences noise alone would make: a repeat of the first run, or a perturbed twin, differs as much.
 
-Noise is looked up tensor by tensor and step by step; where there is hardly any, by chance or because a perturbation did
-not reach the tensor, the median of the same site and step stands for it.
+Noise is looked up tensor by tensor and step by step. Where there is hardly any, by chance or because a perturbation did
+not reach the tensor, the median of the same site and step is used.
 """
 
 from __future__ import annotations
@@ -16,27 +16,26 @@ import pyarrow.compute as pc
 
 from ...numerics.keys import Integers, group_rows
 from ...numerics.moments import Floats, integers, numbers
-from .align import Alignment, align
 from .compare import Tolerance
 from .drift import MARGIN, Drift, Pairs
-from .pairs import Flags, PairedSteps, RunSteps, Verdicts, judge
+from .pairs import Alignment, Flags, PairedSteps, RunSteps, Verdicts, align, judge
 
 _BITS = {
     "float64": -52, "float32": -23, "float16": -10, "bfloat16": -7, "complex128": -52, "complex64": -23,
     "complex32": -10, "float8_e4m3fn": -3, "float8_e4m3fnuz": -3, "float8_e5m2": -2, "float8_e5m2fnuz": -2,
 }  # fmt: skip
-"""How far the number after 1 is away, as a power of two."""
+"""The distance from 1 to the next number, as a power of two."""
 _MIN_FACTOR = 1e-3
-"""A tensor is a multiple of another one from so far from 1 on."""
+"""A factor that is closer to 1 makes no multiple."""
 _MAX_REST = 0.02
-"""What a factor leaves unexplained, of what it explains: a tensor that was moved is no multiple of what it was."""
+"""The share of a factor's effect that it may leave unexplained: a tensor that was shifted is no multiple."""
 _MIN_ITEMS = 16
-"""With fewer elements, any tensor may be nearly a multiple of any other, and what noise does to it is chance."""
+"""With fewer elements, any tensor may be nearly a multiple of any other, and the effect of noise is chance."""
 _ROUNDINGS = 8
-"""Roundings of the largest magnitude that are never more than noise."""
+"""A difference of so many roundings of the largest magnitude is never more than noise."""
 _ALIKE_SHARE = 0.5
 _MIN_ALIKE = 3
-"""Gradients that one factor must explain at once, and which share of all, to be a factor of their common norm."""
+"""How many gradients, and which share of all, one factor must explain to be a factor of their common norm."""
 
 
 class _Noise:
@@ -45,11 +44,11 @@ class _Noise:
     def __init__(self, a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> None:
         num_rows = a.table.num_rows
         self.values: Floats = np.full(num_rows, np.nan)
-        """Largest absolute distance."""
+        """The largest absolute distance."""
         self.norms: Floats = np.full(num_rows, np.nan)
-        """Norm of the difference."""
+        """The norm of the difference."""
         self.statistics: Floats = np.full(num_rows, np.nan)
-        """How far the statistic that is farthest apart is, of the largest magnitude."""
+        """The relative distance of the statistic that is farthest apart."""
         self.has_other_print = np.zeros(num_rows, np.bool_)
         for side in sides:
             pairs = align(a.table, side.table)
@@ -73,30 +72,27 @@ class Drifted(NamedTuple):
     """Parameters that rounding alone drove farther apart than the twins show."""
 
     step: int
-    """The first at which they are."""
+    """The first step at which they are."""
     num_params: int
     of_norm: float
-    """How far apart they are at the end, as a share of a parameter's norm: the largest."""
+    """The largest distance of a parameter at the end, as a share of its norm."""
     times_noise: float
-    """How many times as far apart as a twin what is made from them may be at most, and is still noise."""
+    """How many times the twin's distance a value made from these parameters may have and still be noise."""
 
 
 class LoudNoise(NamedTuple):
-    """Noise runs that are farther from the first run than roundings drive them in a step."""
+    """Noise runs that are farther from the first run than roundings move them in one step."""
 
     step: int
-    """The first at which the two runs differ."""
+    """The first step at which the two runs differ."""
     of_norm: float
-    """How far apart the values of its forward are, as a share of their norm: the median."""
+    """The median distance of the forward's values, as a share of their norm."""
 
 
 def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) -> NoiseMeasure | None:
-    """Measure what noise does to the pairs that differ; None where no pair does, or there are no noise runs.
+    """Measure what noise does to the pairs that differ; None if no pair does, or there are no noise runs.
 
-    Args:
-        judged: the verdicts, exact or within a tolerance.
-        compared: what was judged.
-        sides: the same steps of runs that differ from the first by noise alone.
+    `sides` are the same steps of runs that differ from the first by noise alone.
     """
     rows = compared.pairs.a[judged.kinds != ""]
     if not sides or not len(rows):
@@ -107,8 +103,7 @@ def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) 
 class BeyondNoise:
     """Tells differences from noise, range by range of steps in their order.
 
-    Args:
-        eps: by which share the inputs of the noise runs were moved, as far as their manifests say.
+    `eps` is the share by which the inputs of the noise runs were moved, as far as their manifests say.
     """
 
     def __init__(self, eps: float = 0.0) -> None:
@@ -117,18 +112,18 @@ class BeyondNoise:
         self._factors: dict[str, float] = {}
         """By root: how many times farther apart than the twin a step began, at most."""
         self._shown: dict[str, tuple[float, float]] = {}
-        """By root, of the last step: the share by which parameters had drifted, and how many times the noise the values
+        """By root, of its last step: the share by which parameters had drifted, and how many times the noise the values
         of the forward were apart."""
         self._first_drift: int | None = None
         self._off: dict[str, float] = {}
-        """By root: how far from 1 the factor of all gradients of a step was that rounding made, at most."""
+        """By root: how far from 1 a common factor of all gradients was at most, where rounding made the factor."""
         self._is_begun = False
         self.loud: LoudNoise | None = None
-        """That the noise runs are none, most likely: what they hide is not only noise."""
+        """Set if the noise runs are most likely more than noise, and hide more than noise."""
 
     @property
     def drifted(self) -> Drifted | None:
-        """The drift, behind which smaller errors are hidden; None where the twins show all noise."""
+        """The drift, which hides smaller errors; None if the twins show all noise."""
         if self._first_drift is None:
             return None
         factor = max(self._factors.values(), default=1.0)
@@ -137,10 +132,7 @@ class BeyondNoise:
     def of(self, judged: Verdicts, measured: NoiseMeasure | None, compared: Callable[[], PairedSteps]) -> Verdicts:
         """Return the verdicts without the pairs that differ by no more than noise; the others get a column `noise`.
 
-        Args:
-            judged: the verdicts, exact or within a tolerance.
-            measured: what `measure` found of them.
-            compared: gives the rows; only called where they are looked at.
+        `compared` gives the rows, and is only called if they are looked at.
         """
         table = judged.differing
         if measured is None:
@@ -158,7 +150,7 @@ class BeyondNoise:
         return judged._replace(kinds=kinds, differing=table.filter(pa.array(~is_noise)), by_print_alone=alone)
 
     def _follow(self, pairs: Pairs, measured: NoiseMeasure, indices: Integers) -> None:
-        """Take out what else is noise, because parameters drifted apart."""
+        """Take out the differences that are noise because parameters drifted apart."""
         steps = np.unique(measured.steps)
         order = np.argsort(measured.steps, kind="stable")
         parts = np.split(order, np.searchsorted(measured.steps[order], steps[1:]))
@@ -174,7 +166,7 @@ class BeyondNoise:
     def _follow_step(
         self, step: int, root: str, rows: Integers, pairs: Pairs, measured: NoiseMeasure, indices: Integers
     ) -> None:
-        """Take out what of the rows of a step is noise: its parameters first, then what is made from them."""
+        """Take out the noise of one step: of its parameters first, then of the values made from them."""
         self._unscale(step, root, rows, pairs, measured, indices)
         left = rows[pairs.differs[indices[rows]]]
         is_param = measured.sites[left] == "param"
@@ -201,9 +193,10 @@ class BeyondNoise:
     def _unscale(
         self, step: int, root: str, rows: Integers, pairs: Pairs, measured: NoiseMeasure, indices: Integers
     ) -> None:
-        """Take out gradients that differ by a factor of all alike which rounding makes, and state made from them.
+        """Take out gradients that differ by a common factor that rounding makes, and the state made from them.
 
-        Gradients are clipped by the norm of all: each layout adds up its squares in another order, which no twin shows.
+        Gradients are clipped by their common norm: each layout adds up its squares in another order, which no twin
+        shows.
         """
         gradients = rows[measured.are_final_gradients(rows)]
         wrong = gradients[pairs.differs[indices[gradients]]]
@@ -226,7 +219,7 @@ class BeyondNoise:
 
 
 def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
-    """How many pairs are of gradients that an update of a step used and that are not zero; elements of all of them."""
+    """Count the pairs of gradients that an update used and that are not zero, and the elements of all gradients."""
     columns = ["root", "site", "phase", "l2", "numel"]
     table = pairs.a.table.select(columns).take(pa.array(pairs.aligned.a[pairs.of_step(step)]))
     wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
@@ -236,7 +229,7 @@ def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
 
 
 class NoiseMeasure:
-    """Pairs that differ exactly, row by row beside what noise does to them."""
+    """Pairs that differ, row by row with the noise of each."""
 
     def __init__(self, table: Any, noise: _Noise, rows: Integers) -> None:
         self._table = table
@@ -264,7 +257,7 @@ class NoiseMeasure:
             self._allowed = np.where(self._eps > 0, MARGIN * self.noise + self._eps * self._scales, self.noise)
 
     def are_noise(self) -> Flags:
-        """Whether each differs by no more than the twin, or in its type alone."""
+        """Whether each pair differs by no more than the twin, or only in its type."""
         with np.errstate(invalid="ignore"):
             by_values = self._max_abs <= self._allowed
             by_statistics = self._statistic <= MARGIN * self.noise_of_statistics + self._eps
@@ -274,10 +267,10 @@ class NoiseMeasure:
         return np.asarray(are_noise | (self.kinds == "dtype"))
 
     def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
-        """Whether rows differ by no more than the twin would if it began the step so many times farther apart.
+        """Whether rows differ by no more than a twin that began the step so many times farther apart.
 
-        Norms are compared, since an element that is far apart at first moves a few elements of every later tensor.
-        `off` is a share of the norm by which the rows may differ besides.
+        Norms are compared, since an element that is far apart at first moves a few elements of every later tensor. The
+        rows may differ by the share `off` of the norm besides.
         """
         kinds, eps = self.kinds[rows], self._eps[rows] + off
         with np.errstate(invalid="ignore"):
@@ -374,19 +367,19 @@ def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
 
 
 def _scales(table: Any) -> Floats:
-    """The largest magnitude of each pair's two tensors."""
+    """Return the largest magnitude of each pair's two tensors."""
     far, of_max = (numbers(table.column(name)) for name in ("max_abs", "of_max"))
     return np.divide(far, of_max, out=np.zeros_like(far), where=of_max > 0)
 
 
 def _norms(table: Any, scales: Floats) -> Floats:
-    """The norm of each pair's first tensor; where no statistics were kept the most that it can be."""
+    """Return the norm of each pair's first tensor; without statistics the largest possible norm."""
     norms = numbers(table.column("l2_a"))
     return np.where(np.isnan(norms), scales * np.sqrt(numbers(table.column("numel"))), norms)
 
 
 def _roundings(table: Any) -> Floats:
-    """How far roundings move a number of each pair's coarser type, relatively; 0 of whole numbers."""
+    """Return how far roundings move a number of each pair's coarser type, relatively; 0 for whole numbers."""
     pairs = zip(*(table.column(f"dtype_{side}").to_pylist() for side in "ab"), strict=True)
     known: dict[tuple[str, str], float] = {}
     return np.array([known.setdefault(pair, max(map(_eps, pair))) for pair in pairs], np.float64)

@@ -1,7 +1,7 @@
-"""How far the paired rows of two runs are apart: by fingerprint, else by values, else by statistics.
+"""Pairs the rows of two runs, and says how far they are apart: by fingerprint, else by values, else by statistics.
 
-Where one run lacks ranks of a value, a difference says nothing of the training, and is told apart.
-Must never read the payloads of a pair whose fingerprints are equal.
+If one run lacks ranks of a value, a difference says nothing of the training, and has a kind of its own. Must never read
+the payloads of a pair whose fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import pyarrow.compute as pc
 from ...columns import HANDED_ON, NONFINITE, note_members, stage_of
 from ...errors import RunError
 from ...numerics.distributions import UnitsApart, units_apart, units_of_row
-from ...numerics.keys import VALUE_KEY, Integers, common_ids, group_rows, holds
+from ...numerics.keys import VALUE_KEY, Integers, common_ids, group_rows, holds, join
 from ...numerics.moments import Floats, integers, numbers
 from ...run.notes import missing_ranks
 from ...run.selection import Selection
 from ...sites import GIVEN
-from .align import PART, Alignment, align
 from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .renames import NO_RENAMES, Renames
 
@@ -40,7 +39,7 @@ _UNITS = {name: pa.float64() if "rms" in name else pa.int64() for name in UnitsA
 _EXACT = ("min", "max", "absmax")
 _ROUNDED = ("mean", "std", "l2")
 _ROUNDING = 1e-12
-"""Sums of the same elements in another order differ by less, of the largest magnitude."""
+"""Sums of the same elements in another order differ by less than this share of the largest magnitude."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -57,24 +56,30 @@ class RunSteps(NamedTuple):
     def read(
         cls, view: Any, selection: Selection, first: int | None, last: int | None, renames: Renames = NO_RENAMES
     ) -> RunSteps:
-        """The rows of the steps from `first` up to, but not including, `last`."""
+        """Return the rows of the steps from `first` up to, but not including, `last`."""
         rows = view.rows(first, last)
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
         table = table.append_column(PART, _parts_of_batch(view, rows.table))
-        return cls(rows, selection.narrow(table.filter(pa.array(~_is_found(table)))))
+        # The recorder finds one loss for each backward, of which runs that do the same may have others.
+        is_found = holds(table.column("note"), lambda note: note_members(note).get("found") == "backward")
+        return cls(rows, selection.narrow(table.filter(pa.array(~is_found))))
+
+    def without(self, rows: Flags) -> RunSteps:
+        """Return these steps without some rows of `table`."""
+        return self._replace(table=self.table.filter(pa.array(~rows)))
 
     def payload_bytes(self, rows: Integers) -> int:
-        """Bytes of the payloads of some rows of `table`, each counted once."""
+        """Return the size of the payloads of some rows of `table`, each counted once."""
         return int(self.rows.payload_bytes[integers(self.table.column("at"))[np.unique(rows)]].sum())
 
     def array(self, row: int) -> npt.NDArray[Any]:
-        """The tensor of a row of `table`."""
+        """Return the tensor of a row of `table`."""
         tensor: npt.NDArray[Any] = self.rows.array(self.table.column("at")[row].as_py())
         return tensor
 
 
 def _parts_of_batch(view: Any, table: Any) -> Any:
-    """For each rank's row, on which part of how many of the batch the rank worked; null where that is not known."""
+    """Return for each rank's row its part of the batch, as ``1/4``; null where it is not known."""
     rows = np.flatnonzero(table.column("rank").is_valid().to_numpy())
     if not len(rows):
         return pa.nulls(table.num_rows, pa.string())
@@ -96,42 +101,34 @@ class PairedSteps(NamedTuple):
 
 
 class Verdicts(NamedTuple):
-    """What came of some pairs."""
+    """The result of some pairs."""
 
     differing: Any
     """`pa.Table` of the pairs that differ, in their order."""
     num_pairs: int
     by_fingerprint: int
-    """Pairs that are equal by it."""
+    """Pairs that are equal by their fingerprints."""
     by_values: int
     """Pairs whose values were compared."""
     by_statistics: int
     by_nothing: int
     """Pairs of which one side has values, statistics or a fingerprint that the other lacks."""
     bare: int
-    """Pairs of which neither has any, or one can have none: summands over ranks whose values were not kept."""
+    """Pairs of which neither side has any, or one side can have none: summands over ranks without values."""
     partial: Counter[tuple[str, str]]
-    """Pairs of which one run (``a`` or ``b``) lacks ranks that the other has not lost; by the run and these ranks."""
+    """Pairs of which one run (``a`` or ``b``) lacks ranks that the other run has; by the run and these ranks."""
     summands: int
-    """Those of `bare` of which both runs kept something on their ranks: summands over ranks."""
+    """Those of `bare` that are summands over ranks, of which both runs kept something."""
     by_print_alone: int
-    """Pairs whose fingerprints differ, with nothing else to compare, where noise alone may have made them differ."""
+    """Pairs whose fingerprints differ, with nothing else to compare, so that noise alone may be the reason."""
     unread: Counter[str]
-    """Pairs of which values could not be read, by what the reading said."""
+    """Pairs whose values could not be read, by the reason."""
     kinds: npt.NDArray[np.object_]
-    """For each pair how it differs, see `Difference.kind`; an empty text where it does not."""
+    """For each pair the kind of its difference, see `Difference.kind`; an empty text if it does not differ."""
 
 
 def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Verdicts:
-    """Compare pairs of rows.
-
-    Args:
-        a: rows of the one run.
-        b: of the other.
-        pairs: which belong together.
-        tolerance: what counts as equal.
-        report: called with payload bytes done.
-    """
+    """Compare pairs of rows; `report` is called with payload bytes done."""
     left, right = a.table.take(pa.array(pairs.a)), b.table.take(pa.array(pairs.b))
     same_dtype, same_shape, same_print = (_same(left, right, name) for name in ("dtype", "shape", "fingerprint"))
     has_prints, has_values, has_numbers = (_both(left, right, n) for n in ("fingerprint", "encoding", "nan_count"))
@@ -191,16 +188,14 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
 
 
 class _Statistics(NamedTuple):
-    """How far the statistics of pairs are apart."""
-
     is_outside: Flags
     name: npt.NDArray[np.object_]
-    """The one that is farthest apart, of those that are outside the tolerance."""
+    """The statistic that is farthest apart, of those outside the tolerance."""
     left: Floats
-    """What it is in the one run."""
+    """Its value in the first run."""
     right: Floats
     apart: Floats
-    """By how much they differ: of the largest magnitude, of a norm the larger one; NaN for a count."""
+    """The relative distance: of the largest magnitude, for a norm of the larger norm; NaN for a count."""
 
     @classmethod
     def compare(cls, left: Any, right: Any, tolerance: Tolerance) -> _Statistics:
@@ -240,7 +235,7 @@ def _table(
     statistics: _Statistics,
     by_statistics: Flags,
 ) -> Any:
-    """The pairs that have a kind, with all that is known of them."""
+    """Return the pairs that have a kind, with all that is known of them."""
     differs = np.flatnonzero(kinds != "")
     chosen = pa.array(differs)
     columns = {name: left.column(name).take(chosen) for name in VALUE_COLUMNS}
@@ -267,7 +262,7 @@ def _table(
 
 
 def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
-    """How the units of some pairs compare, as columns: the sums themselves are too many to keep."""
+    """Return how the units of some pairs compare, as columns: the sums themselves are too many to keep."""
     comparisons: list[UnitsApart | None] = [None] * len(pairs)
     has_both = _both(left, right, "units")[pairs]
     for at in np.flatnonzero(has_both).tolist():
@@ -284,9 +279,10 @@ def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
 
 
 def moved_roots(a: RunSteps, b: RunSteps) -> set[str]:
-    """Roots of which some value is not the same in two runs, whatever is selected of them.
+    """Return the roots with a value that is not the same in two runs, whether or not it is selected.
 
-    What the program gave them, and numbers that it reported, such as seconds, are none where there is anything else.
+    Values that the program gave to the recorder, and numbers that it reported, such as seconds, count only if there is
+    nothing else.
     """
     pairs = align(a.rows.table, b.rows.table)
     is_made = ~holds(a.rows.table.column("site"), GIVEN.__contains__)[pairs.a]
@@ -311,23 +307,18 @@ def _same(left: Any, right: Any, name: str) -> Flags:
 
 
 def _is_after_tap(table: Any) -> Flags:
-    """Rows with the gradient of the uses outside their module alone."""
+    """Return the rows whose gradient is only of the uses outside their module."""
     return holds(table.column("note"), lambda note: note_members(note).get("grad") == "after_tap")
 
 
-def _is_found(table: Any) -> Flags:
-    """Losses that the recorder found: one for each backward, of which runs that do the same may have others."""
-    return holds(table.column("note"), lambda note: note_members(note).get("found") == "backward")
-
-
 def _any(table: Any) -> Flags:
-    """Rows that say anything of their values."""
+    """Return the rows that have values, statistics or a fingerprint."""
     are_valid = [table.column(name).is_valid().to_numpy() for name in ("fingerprint", "encoding", "nan_count")]
     return are_valid[0] | are_valid[1] | are_valid[2]  # type: ignore[no-any-return]
 
 
 def _has_none(table: Any) -> Flags:
-    """Rows that cannot have statistics, such as summands over ranks, and of which no values were kept."""
+    """Return the rows without values that cannot have statistics, such as summands over ranks."""
     is_summand = holds(table.column("note"), lambda note: "no_statistics" in note_members(note))
     return np.asarray(is_summand & ~table.column("encoding").is_valid().to_numpy())
 
@@ -337,46 +328,40 @@ def _both(left: Any, right: Any, name: str) -> Flags:
 
 
 _SLICED = ("step", "root", "mode")
-"""What is counted in micro-steps by itself."""
+"""The columns that have micro-steps of their own."""
 _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
-"""What names a value over all micro-steps of its step."""
+"""The columns that name a value over all micro-steps of its step."""
 
 
 def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
     """Leave out what pipeline stages hand to each other, unless both runs have the same stages.
 
-    Returns:
-        The sides, and how many rows of each were left out.
-
-    A row of it is known by its rank, its stage, its micro-batch and its size: of ranks that share a batch, or split it.
+    A row of this kind is identified by its rank, its stage, its micro-batch and its size: of ranks that share a batch,
+    or split it. Returns the sides, and how many rows of each were left out.
     """
-    marked = [holds(side.table.column("note"), _is_handed_on) for side in (a, b)]
+    marked = [holds(side.table.column("note"), lambda note: stage_of(note)[1]) for side in (a, b)]
     if not any(flags.any() for flags in marked):
         return a, b, (0, 0)
     handed_on = [_handed_on(side.table.filter(pa.array(flags))) for side, flags in zip((a, b), marked, strict=True)]
     if handed_on[0] == handed_on[1]:
         return a, b, (0, 0)
-    one, two = (s._replace(table=s.table.filter(pa.array(~flags))) for s, flags in zip((a, b), marked, strict=True))
-    return one, two, (int(np.count_nonzero(marked[0])), int(np.count_nonzero(marked[1])))
+    return a.without(marked[0]), b.without(marked[1]), (int(marked[0].sum()), int(marked[1].sum()))
 
 
 def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out what one run alone recomputed for its backward; return the sides, and how many rows of each went."""
+    """Leave out what only one run recomputed for its backward; return the sides, and how many rows of each went."""
     marked = [holds(side.table.column("phase"), "recompute".__eq__) for side in (a, b)]
     if marked[0].any() == marked[1].any():
         return a, b, (0, 0)
-    one, two = (s._replace(table=s.table.filter(pa.array(~flags))) for s, flags in zip((a, b), marked, strict=True))
-    return one, two, (int(np.count_nonzero(marked[0])), int(np.count_nonzero(marked[1])))
+    return a.without(marked[0]), b.without(marked[1]), (int(marked[0].sum()), int(marked[1].sum()))
 
 
 def without_other_micro_steps(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, int]:
     """Leave out the micro-steps of a batch that the two runs divide into other numbers of micro-steps.
 
-    Two runs divide one batch where a value has as many elements over all micro-steps of a step in both. A micro-batch
-    that one run has lost is therefore still a difference.
-
-    Returns:
-        The sides, and how many values of the first one were left out.
+    Two runs divide one batch if a value has as many elements over all micro-steps of a step in both. A micro-batch that
+    one run has lost is therefore still a difference. Returns the sides, and how many values of the first one were left
+    out.
     """
     slices = common_ids(a.table, b.table, _SLICED)
     num_slices = 1 + max(int(ids.max(initial=-1)) for ids in slices)
@@ -396,8 +381,7 @@ def without_other_micro_steps(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSt
     is_one_batch[slices[0][uneven[0]][is_equal[wholes[0]]]] = True
     dropped = [is_one_batch[ids] & _has_micro_step(side) for side, ids in zip((a, b), slices, strict=True)]
     num_values = group_rows(a.table.filter(pa.array(dropped[0])), VALUE_KEY).num_groups
-    one, two = (s._replace(table=s.table.filter(pa.array(~flags))) for s, flags in zip((a, b), dropped, strict=True))
-    return one, two, num_values
+    return a.without(dropped[0]), b.without(dropped[1]), num_values
 
 
 def _has_micro_step(side: RunSteps) -> Any:
@@ -405,16 +389,85 @@ def _has_micro_step(side: RunSteps) -> Any:
 
 
 def _last_micro_steps(table: Any, slices: Integers, num_slices: int) -> Integers:
-    """The last micro-step of each step of a root and a mode; -1 where there is none."""
+    """Return the last micro-step of each step of a root and a mode; -1 where there is none."""
     lasts = np.full(num_slices, -1, np.int64)
     np.maximum.at(lasts, slices, integers(table.column("micro_step"), -1))
     return lasts
 
 
-def _is_handed_on(note: str) -> bool:
-    return stage_of(note)[1]
-
-
 def _handed_on(table: Any) -> set[tuple[Any, ...]]:
     columns = [table.column(name).to_pylist() for name in ("rank", "micro_step", "numel", "note")]
     return {(*key, str(json.loads(note)[HANDED_ON])) for *key, note in zip(*columns, strict=True)}
+
+
+PART = "part_of_batch"
+"""The column with the part of the batch that the rank of a row worked on."""
+
+
+class Alignment(NamedTuple):
+    """Positions in two tables of rows of global views."""
+
+    a: Integers
+    """For each pair the row of the first run, in its order."""
+    b: Integers
+    only_a: Integers
+    """Rows of values that the other run does not have."""
+    only_b: Integers
+    on_other_parts: Integers = np.zeros(0, np.int64)
+    """Rows of the first run, of single ranks, that both runs have and that cannot be compared: the ranks worked on
+    other parts of the batch, and neither run has the value of all ranks."""
+
+
+def align(a: Any, b: Any) -> Alignment:
+    """Pair the rows of two tables by everything that names a value.
+
+    A row of all ranks is paired with a row of all ranks. If the other run has the value only rank by rank (replicas
+    differ, no layout fits), it is paired with each rank's row that has its shape. A rank's row besides one of all ranks
+    says nothing new; it is paired only with that of the rank which worked on the same part of the batch.
+    """
+    id_a, id_b = common_ids(a, b, VALUE_KEY)
+    rank_a, rank_b = (integers(table.column("rank")) for table in (a, b))
+    num_ids = int(max(id_a.max(initial=-1), id_b.max(initial=-1))) + 1
+    width = int(max(rank_a.max(initial=-1), rank_b.max(initial=-1))) + 2
+    left, right = join(id_a * width + rank_a + 1, id_b * width + rank_b + 1)
+    is_same = _have_one_part(a, b, left, right) | (rank_a[left] < 0)
+    has_whole_a, has_whole_b = (_flags(ids[ranks < 0], num_ids) for ids, ranks in ((id_a, rank_a), (id_b, rank_b)))
+    # Of the values that only one run has as a whole.
+    whole_a = np.flatnonzero((rank_a < 0) & ~has_whole_b[id_a])
+    whole_b = np.flatnonzero((rank_b < 0) & ~has_whole_a[id_b])
+    pieces_a = np.flatnonzero((rank_a >= 0) & ~has_whole_a[id_a] & has_whole_b[id_a])
+    pieces_b = np.flatnonzero((rank_b >= 0) & ~has_whole_b[id_b] & has_whole_a[id_b])
+    one, two = join(id_a[whole_a], id_b[pieces_b])
+    three, four = join(id_a[pieces_a], id_b[whole_b])
+    cross_a = np.concatenate([whole_a[one], pieces_a[three]])
+    cross_b = np.concatenate([pieces_b[two], whole_b[four]])
+    is_alike = _same(a.select(["shape"]).take(pa.array(cross_a)), b.select(["shape"]).take(pa.array(cross_b)), "shape")
+    pairs_a = np.concatenate([left[is_same], cross_a[is_alike]])
+    pairs_b = np.concatenate([right[is_same], cross_b[is_alike]])
+    order = np.lexsort((pairs_b, pairs_a))
+    is_other = _flags(id_a[left[~is_same]], num_ids)  # where some ranks worked on other parts, so did the rest
+    is_said_a = _flags(pairs_a, len(id_a)) | ((rank_a >= 0) & (has_whole_a | is_other)[id_a])
+    is_said_b = _flags(pairs_b, len(id_b)) | ((rank_b >= 0) & (has_whole_b | is_other)[id_b])
+    is_on_other_part = (rank_a >= 0) & (is_other & ~has_whole_a & ~has_whole_b)[id_a] & ~_flags(pairs_a, len(id_a))
+    return Alignment(
+        pairs_a[order],
+        pairs_b[order],
+        np.flatnonzero(~is_said_a),
+        np.flatnonzero(~is_said_b),
+        np.flatnonzero(is_on_other_part),
+    )
+
+
+def _have_one_part(a: Any, b: Any, rows_a: Integers, rows_b: Integers) -> npt.NDArray[np.bool_]:
+    """Whether the ranks of paired rows worked on the same part of the batch, or no row tells on which part."""
+    if PART not in a.column_names or PART not in b.column_names:
+        return np.ones(len(rows_a), np.bool_)
+    parts_a, parts_b = common_ids(a, b, (PART,))
+    is_open_a, is_open_b = (table.column(PART).is_null().to_numpy() for table in (a, b))
+    return np.asarray((parts_a[rows_a] == parts_b[rows_b]) | is_open_a[rows_a] | is_open_b[rows_b])
+
+
+def _flags(indices: Integers, length: int) -> npt.NDArray[np.bool_]:
+    flags = np.zeros(length, np.bool_)
+    flags[indices] = True
+    return flags

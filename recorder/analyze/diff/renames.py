@@ -1,4 +1,4 @@
-"""Names of modules that differ between two runs: a file that says which is which, rows under common names."""
+"""Names of modules that differ between two runs: a file that pairs them, and rows under common names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...system.text import listed
 
 
 class Rename(NamedTuple):
-    """One line: a path of the first run, or the beginning of paths, and what it is in the second."""
+    """One line: a path of the first run, or the beginning of paths, and its name in the second run."""
 
     old: str
     new: str
@@ -30,7 +30,7 @@ class Rename(NamedTuple):
 
 
 class Renames:
-    """How module paths of the second run are called in the first; the longest that fits wins, others stay."""
+    """The names of the second run's modules in the first; the longest line that fits counts, other names stay."""
 
     def __init__(self, renames: Iterable[Rename] = ()) -> None:
         self.lines = sorted(renames, key=lambda one: -len(one.new))
@@ -39,22 +39,21 @@ class Renames:
         return bool(self.lines)
 
     def with_lines(self, lines: Iterable[Rename]) -> Renames:
-        """Return these renames with further lines."""
         return Renames([*self.lines, *lines])
 
     def line_of(self, path: str) -> Rename | None:
-        """The line that says what a module of the second run is called."""
+        """Return the line that renames a module of the second run."""
         return next((line for line in self.lines if line.fits(path)), None)
 
     def old(self, path: str) -> str:
-        """What the first run calls a module of the second."""
+        """Return the name in the first run of a module of the second."""
         line = self.line_of(path)
         if line is None:
             return path
         return ".".join(filter(None, (line.old, path[len(line.new) :].removeprefix("."))))
 
     def apply(self, table: Any) -> Any:
-        """Rows of the second run under the names of the first."""
+        """Return rows of the second run under the names of the first."""
         if not self.lines:
             return table
         index = table.schema.get_field_index("module_path")
@@ -63,11 +62,7 @@ class Renames:
         return table.set_column(index, table.schema.field(index), names.take(pa.array(ids)))
 
     def check_used(self, paths: Iterable[str]) -> None:
-        """Refuse a line that fits no module, and lines that make one of two.
-
-        Raises:
-            LookupFailedError: there is such a line; the message says where.
-        """
+        """Raise LookupFailedError for a line that fits no module, and for lines that give two modules one name."""
         there = sorted(paths)
         for rename in self.lines:
             if not any(map(rename.fits, there)):
@@ -87,9 +82,8 @@ NO_RENAMES = Renames()
 def read_renames(path: Path) -> Renames:
     """Read a file of lines ``old = new``; ``#`` begins a comment, ``''`` is the root.
 
-    Raises:
-        LookupFailedError: it cannot be read, or a line says nothing, or two lines contradict each other; the message
-            says which line and what is wrong.
+    Raises LookupFailedError if the file cannot be read, a line is senseless, or two lines contradict each other; the
+    message says which line and what is wrong.
     """
     try:
         lines = path.read_text().splitlines()
@@ -115,7 +109,7 @@ def read_renames(path: Path) -> Renames:
 
 
 _ARGUMENTS = ("input", GRADIENT_OF["input"])
-"""Sites whose names are those of a forward's arguments, which a rewritten module may call otherwise."""
+"""Sites whose names are those of a forward's arguments, which may have other names in a rewritten module."""
 _MAX_MODULES = 5_000
 
 
@@ -125,15 +119,15 @@ class RenameHint(NamedTuple):
     old: str
     """A path of the first run, or the beginning of paths."""
     new: str
-    """What it may be in the second."""
+    """The likely path in the second run."""
     num_modules: int
-    """Modules that it pairs, which have tensors of the same shapes."""
+    """Modules that the line pairs, which have tensors of the same shapes."""
     num_same: int
-    """Those of them whose first parameters and buffers are equal to the last bit."""
+    """Those of the pairs whose first parameters and buffers are equal to the last bit."""
 
     @property
     def line(self) -> str:
-        """The line as it stands in the file."""
+        """The line of the file."""
         return " = ".join(path or "''" for path in (self.old, self.new))
 
 
@@ -160,7 +154,7 @@ class UnpairedModules:
                 self._prints.setdefault(path, {}).setdefault((site, name), row["fingerprint_first"])
 
     def join(self, other: UnpairedModules) -> None:
-        """Append what was added to another one."""
+        """Append what was added to `other`."""
         for path, tensors in other._tensors.items():
             self._tensors.setdefault(path, set()).update(tensors)
         for path, prints in other._prints.items():
@@ -189,13 +183,8 @@ def rename_hints(
 ) -> list[RenameHint]:
     """Propose few lines that pair modules which look alike, where both runs have as many modules of that look.
 
-    No module stands in two lines.
-
-    Args:
-        a: the modules that the first run has alone.
-        b: those that the second run has alone, under common names.
-        renames: the renames in force.
-        paths_b: what the modules of the second run are called in the first, by their own names.
+    No module has two lines. `a` are the modules that only the first run has; `b` those that only the second run has,
+    under common names; `paths_b` are the names in the first run of the second run's modules, by their own names.
     """
     pairs = {b.own_names[new]: old for old, new in _pairs(a, b) if not set("=#") & set(old + new)}
     if not pairs or len(pairs) > _MAX_MODULES:
@@ -217,7 +206,7 @@ def rename_hints(
 
 
 def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
-    """Modules that look alike: by equal state where there is some, the others in the order of execution."""
+    """Yield modules that look alike: by equal state where there is some, the others in the order of execution."""
     sites = a.sites & b.sites
     of_b = b.by_look(sites)
     for look, olds in a.by_look(sites).items():
@@ -232,7 +221,7 @@ def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
 
 
 def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: Renames) -> list[Rename]:
-    """Cover the pairs with beginnings of paths, those of most pairs first, and with whole paths for what is left."""
+    """Cover the pairs with beginnings of paths, those of most pairs first, and the rest with complete paths."""
     lines: list[Rename] = []
     told, left = dict(fixed), dict(pairs)
     while left:
@@ -252,7 +241,7 @@ def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: R
 
 
 def _beginnings(old: str, new: str) -> Iterator[Rename]:
-    """Yield the two paths without ends that they have in common, the shortest beginnings first."""
+    """Yield the two paths without the ends that they have in common, the shortest beginnings first."""
     one, two = old.split("."), new.split(".")
     same = 0
     while same < min(len(one), len(two)) and one[-1 - same] == two[-1 - same]:
@@ -268,7 +257,7 @@ def _are_sound(
     paths_b: Iterable[str],
     renames: Renames,
 ) -> bool:
-    """Whether a file of these lines pairs all of them, changes no fixed name, and gives no two modules one name."""
+    """Whether a file of these lines pairs all modules, changes no fixed name, and gives no two modules one name."""
     for name in ("old", "new"):
         told = [getattr(line, name) for line in (*lines, *renames.lines)]
         if len(set(told)) < len(told):

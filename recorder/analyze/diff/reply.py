@@ -21,8 +21,8 @@ from ...numerics.distributions import (
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, moment, number, span
-from .result import Diff
-from .sentences import (
+from .result import (
+    Diff,
     accusations,
     beside,
     cosine_cell,
@@ -42,7 +42,7 @@ from .sentences import (
 from .step_range import DiffOptions
 
 _FEW = 5
-"""The number of lines of each table, and of culprits, where nobody asks for more."""
+"""The number of lines of each table, and of culprits, without ``--limit``."""
 _JSON_ROWS = 20
 _MAX_JSON_BINS = 4096
 """More than there are powers of two."""
@@ -53,9 +53,9 @@ _VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "rank", "sha
 _DULL = {"nonfinite": "0|0"} | dict.fromkeys(
     ("max abs", "of max", "cosine", "max rel", "max ulp", "elements", "rank"), "-"
 )
-"""The cells of a column that has nothing to say: only statistics, shapes or the ranks of one run differ."""
+"""The cells of a column without information: only statistics, shapes or the ranks of one run differ."""
 _OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
-_APART = "apart: the share of values that would have to change sign or power of two for both to be spread alike"
+_APART = "apart: the share of values that would have to change sign or power of two for both to have one distribution"
 _DEAD = "dead: units with no value but zero; farthest: the unit whose root of the mean square (rms) differs most"
 _STATS_APART = "stats apart: where only statistics are there, how far these are apart in the same measure"
 
@@ -86,7 +86,7 @@ def _members(a: Run, b: Run, result: Diff, limit: int) -> dict[str, Any]:
 
 
 def _with_details(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row that differs with the members `histogram`, which JSON can have, in place of bytes, and `units`."""
+    """Return a row that differs with the members `histogram`, instead of bytes, and `units`."""
     a, b = histogram_of_row(row, "_a"), histogram_of_row(row, "_b")
     units = {name: row[name] for name in UnitsApart._fields}
     rest = {name: value for name, value in row.items() if name not in ("histogram_a", "histogram_b", *units)}
@@ -139,7 +139,6 @@ def _run(run: Run) -> str:
 
 
 def _modules_table(result: Diff, limit: int) -> Table:
-    """Print the modules that differ, in the order in which they do."""
     modules = result.modules.to_pylist()
     has_roots = len({module["root"] for module in modules}) > 1
     titles = [*(["root"] if has_roots else []), "module", "first step", "first value", "differ", "compared"]
@@ -162,16 +161,12 @@ def _modules_table(result: Diff, limit: int) -> Table:
 
 
 def _values_table(result: Diff, limit: int) -> Table:
-    """Print the values that differ, in the order of execution."""
     rows = result.table.slice(0, limit or None).to_pylist()
     titles = ["step", "module", "value", "rank", "kind", "shape", "type", "elements", "max abs", "of max", "statistics"]
     titles += ["cosine", "max rel", "max ulp"]
     lines = [
         [
-            str(row["step"]),
-            row["module_path"] or "''",
-            " ".join(filter(None, (row["site"], row["name"], beside(row)))),
-            rank_cell(row["rank_a"], row["rank_b"]),
+            *_head(row),
             row["kind"],
             pair_cell(row["shape_a"], row["shape_b"]),
             pair_cell(row["dtype_a"], row["dtype_b"]),
@@ -192,8 +187,14 @@ def _values_table(result: Diff, limit: int) -> Table:
     return _table(titles, lines, title, _VALUE_DROPS, texts=texts, absent=absent)
 
 
+def _head(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Return the cells of step, module, value and rank."""
+    value = " ".join(filter(None, (row["site"], row["name"], beside(row))))
+    return str(row["step"]), row["module_path"] or "''", value, rank_cell(row["rank_a"], row["rank_b"])
+
+
 def _histograms_table(result: Diff, limit: int) -> Table | None:
-    """Print the histograms of the first values that differ and have them in both runs, in the same bins."""
+    """Return the histograms of the first values that differ and have them in both runs, in the same bins."""
     table = result.table
     table = table.filter(pc.and_(table.column("histogram_a").is_valid(), table.column("histogram_b").is_valid()))
     rows = table.slice(0, limit or None).to_pylist()
@@ -209,10 +210,7 @@ def _histograms_table(result: Diff, limit: int) -> Table | None:
         of_subnormals = [subnormal_count(one, row[f"dtype_{side}"]) for side, one in (("a", a), ("b", b))]
         lines.append(
             [
-                str(row["step"]),
-                row["module_path"] or "''",
-                " ".join(filter(None, (row["site"], row["name"], beside(row)))),
-                rank_cell(row["rank_a"], row["rank_b"]),
+                *_head(row),
                 *drawn[2 * number_of : 2 * number_of + 2],
                 percent_cell(share_apart(a, b)),
                 f"{a.zero_count}|{b.zero_count}",
@@ -229,7 +227,7 @@ def _histograms_table(result: Diff, limit: int) -> Table | None:
 
 
 def _units_table(result: Diff, limit: int) -> Table | None:
-    """Print how the units of the first values that differ, and have them in both runs, compare."""
+    """Return how the units of the first values that differ, and have them in both runs, compare."""
     table = result.table.filter(pc.field("units_a").is_valid())
     rows = table.slice(0, limit or None).to_pylist()
     if not rows:
@@ -237,10 +235,7 @@ def _units_table(result: Diff, limit: int) -> Table | None:
     titles = ["step", "module", "value", "rank", "units", "differ", "dead", "farthest", "its rms"]
     lines = [
         [
-            str(row["step"]),
-            row["module_path"] or "''",
-            " ".join(filter(None, (row["site"], row["name"], beside(row)))),
-            rank_cell(row["rank_a"], row["rank_b"]),
+            *_head(row),
             pair_cell(row["units_a"], row["units_b"]),
             "-" if row["units_apart"] is None else str(row["units_apart"]),
             f"{row['units_dead_a']}|{row['units_dead_b']}",
@@ -255,16 +250,14 @@ def _units_table(result: Diff, limit: int) -> Table | None:
 
 
 def _only_parts(run: str, only: Any, steps: list[int], limit: int) -> Iterator[str | Table]:
-    """Yield what one run has alone: values at steps that both have, and steps."""
+    """Yield the values that only one run has at steps of both runs, and the steps that only one run has."""
     if only.num_rows:
         rows = [
             [
                 row["module_path"] or "''",
                 " ".join(filter(None, (row["site"], row["name"]))),
                 str(row["rows"]),
-                str(row["first_step"])
-                if row["first_step"] == row["last_step"]
-                else f"{row['first_step']}..{row['last_step']}",
+                "..".join(map(str, sorted({row["first_step"], row["last_step"]}))),
             ]
             for row in only.slice(0, limit or None).to_pylist()
         ]

@@ -1,6 +1,6 @@
-"""One range of steps of two runs, compared: the unit of work that a mapper hands to this process or to another.
+"""The comparison of one range of steps of two runs, which a mapper hands to this process or to another.
 
-What comes of a range can be pickled; the rows stay in the process that read them.
+The result of a range can be pickled; the rows stay in the process that read them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ...numerics.keys import VALUE_KEY, group_rows
 from ...run.notes import Problems
 from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
-from .align import align
 from .compare import Tolerance
-from .culprits.findings import RangeSteps
+from .culprit_findings import RangeSteps
 from .noise import NoiseMeasure, measure
 from .pairs import (
     PairedSteps,
     RunSteps,
     Verdicts,
+    align,
     comparable,
     judge,
     moved_roots,
@@ -31,12 +31,15 @@ from .pairs import (
     without_recomputed,
 )
 from .renames import Renames, UnpairedModules
-from .result import MODULE, VALUE, by_value
+
+MODULE = ["root", "module_path"]
+VALUE = [*MODULE, "site", "name"]
+_ONLY = [*VALUE, "rows", "first_step", "last_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffOptions:
-    """What is asked of two runs."""
+    """The questions that a comparison answers."""
 
     selection: Selection
     """The values that are compared."""
@@ -49,11 +52,11 @@ class DiffOptions:
     renames: Renames
     """What the modules of the second run are called in the first."""
     common: bool
-    """True where values that one run alone has make no difference."""
+    """True if values that only one run has make no difference."""
 
 
 class KnownValues:
-    """What one run has."""
+    """The distinct values of the key columns of one run."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -77,19 +80,39 @@ class KnownValues:
             known.update(other._values[name])
 
     def table(self) -> Any:
-        """Its distinct values, each column by itself: the rows mean nothing."""
+        """Return the distinct values of each column; the rows have no meaning."""
         length = max(map(len, self._values.values()))
         return pa.table({name: [*known, *[None] * (length - len(known))] for name, known in self._values.items()})
 
     def known(self, column: str, selection: Selection) -> list[Any]:
-        """The values of a column that are selected."""
+        """Return the selected values of a column."""
         table = pa.table({column: list(self._values[column])})
         narrowed = selection.narrow(table) if column in selection.columns else table
         return sorted(narrowed.column(column).to_pylist())
 
 
+class SideTotals:
+    """What one of the two runs has in a range of steps, or in all ranges that were joined."""
+
+    def __init__(self, selection: Selection, own_names: Mapping[str, str]) -> None:
+        self.problems = Problems(selection)
+        self.seen = KnownValues()
+        self.unpaired = UnpairedModules(own_names)
+        self.only: list[Any] = []
+        """Tables of values that the other run does not have, as `by_value` makes them."""
+        self.num_handed_on = self.num_recomputed = 0
+
+    def join(self, later: SideTotals) -> None:
+        self.problems.join(later.problems)
+        self.seen.join(later.seen)
+        self.unpaired.join(later.unpaired)
+        self.only += later.only
+        self.num_handed_on += later.num_handed_on
+        self.num_recomputed += later.num_recomputed
+
+
 class PayloadReport:
-    """Tells of bytes done, and counts them; in another process it only counts."""
+    """Reports and counts the bytes that are done; in another process it only counts."""
 
     def __init__(self, report: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._report = report
@@ -103,33 +126,40 @@ class PayloadReport:
         self._report(num_bytes)
 
 
+def by_value(rows: Any) -> Any:
+    """Return how many rows each value has, and its first and last step, in the order of the rows."""
+    aggregates = [([], "count_all"), ("step", "min"), ("step", "max")]
+    return rows.group_by(VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
+
+
+def join_ranges(tables: Sequence[Any]) -> Any:
+    """Join the tables that `by_value` made of several ranges of steps."""
+    aggregates = [("rows", "sum"), ("first_step", "min"), ("last_step", "max")]
+    return pa.concat_tables(tables).group_by(VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
+
+
 @dataclass
 class RangeResult:
-    """What came of a range of steps: from `first` up to, but not including, `last`; None where nothing bounds it."""
+    """The result of a range of steps: from `first` up to, but not including, `last`; None means no bound."""
 
     first: int | None
     last: int | None
     num_bytes: int
-    problems: tuple[Problems, Problems]
-    handed_on: tuple[int, int]
-    recomputed: tuple[int, int]
-    seen: tuple[KnownValues, KnownValues]
-    unpaired: tuple[UnpairedModules, UnpairedModules]
-    only: tuple[Any, Any]
+    sides: tuple[SideTotals, SideTotals]
     steps: RangeSteps | None
-    """With the next three: where there are pairs."""
+    """This and the next two are set if there are pairs."""
     judged: Verdicts | None
     measured: NoiseMeasure | None
     moved: list[set[str]]
     """For each noise run, the roots in which it differs from the first run."""
     compared: Any
-    """How many pairs of each module there are."""
+    """How many pairs each module has."""
     num_on_other_parts: int
-    """Values of single ranks that both runs have and that are of other parts of the batch."""
+    """Values of single ranks that both runs have for other parts of the batch."""
     num_in_other_micro_steps: int
-    """Values of the first run in micro-steps of a batch that the second divides into other numbers of them."""
+    """Values of the first run whose batch the second run divides into another number of micro-steps."""
     rows: PairedSteps | None
-    """Where they were read in this process."""
+    """The rows, if they were read in this process."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"rows": None}
@@ -149,7 +179,7 @@ class RangeComparer:
         how = options.global_view
         self._views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *options.noise)]
         self.jitter_eps = max((run.jitter_eps for run in options.noise), default=0.0)
-        """By which share the inputs of the noise runs were moved."""
+        """The share by which the inputs of the noise runs were moved."""
         self._selection = options.selection
         self._tolerance = options.tolerance
         self._renames = options.renames
@@ -157,26 +187,22 @@ class RangeComparer:
         self._report = report
 
     def rows(self, first: int | None, last: int | None) -> PairedSteps:
-        """What is compared of a range of steps."""
+        """Return what is compared of a range of steps."""
         return self._read(first, last)[0]
 
     def __call__(self, first: int | None, last: int | None) -> RangeResult:
         before = self._report.num_bytes
-        compared, handed_on, recomputed, num_in_other_micro_steps = self._read(first, last)
+        sides = SideTotals(self._selection, self._own_names[0]), SideTotals(self._selection, self._own_names[1])
+        compared, num_in_other_micro_steps = self._read(first, last, sides)
         a, b, pairs = compared
-        problems = Problems(self._selection), Problems(self._selection)
-        seen, only = (KnownValues(), KnownValues()), []
-        unpaired = UnpairedModules(self._own_names[0]), UnpairedModules(self._own_names[1])
-        steps = pc.unique(a.table.column("step")), pc.unique(b.table.column("step"))
-        for number, (side, others, unpaired_rows) in enumerate(
-            zip((a, b), reversed(steps), (pairs.only_a, pairs.only_b), strict=True)
-        ):
-            problems[number].add(side.rows.findings)
-            seen[number].add(side)
-            unpaired[number].add(side.table)
-            alone = side.table.take(pa.array(unpaired_rows))
-            only.append(by_value(alone.filter(pc.is_in(alone.column("step"), others))))
-            self._report(side.payload_bytes(unpaired_rows))
+        steps = pc.unique(b.table.column("step")), pc.unique(a.table.column("step"))
+        for total, side, others, unpaired in zip(sides, (a, b), steps, (pairs.only_a, pairs.only_b), strict=True):
+            total.problems.add(side.rows.findings)
+            total.seen.add(side)
+            total.unpaired.add(side.table)
+            alone = side.table.take(pa.array(unpaired))
+            total.only.append(by_value(alone.filter(pc.is_in(alone.column("step"), others))))
+            self._report(side.payload_bytes(unpaired))
         judged = measured = counts = known = None
         moved: list[set[str]] = []
         if len(pairs.a):
@@ -190,12 +216,7 @@ class RangeComparer:
             first=first,
             last=last,
             num_bytes=self._report.num_bytes - before,
-            problems=problems,
-            handed_on=handed_on,
-            recomputed=recomputed,
-            seen=seen,
-            unpaired=unpaired,
-            only=(only[0], only[1]),
+            sides=sides,
             steps=known,
             judged=judged,
             measured=measured,
@@ -206,10 +227,13 @@ class RangeComparer:
             rows=compared,
         )
 
-    def _read(self, first: int | None, last: int | None) -> tuple[PairedSteps, tuple[int, int], tuple[int, int], int]:
+    def _read(self, first: int | None, last: int | None, sides: Sequence[SideTotals] = ()) -> tuple[PairedSteps, int]:
+        """Read the rows and pair them; add to the sides what was left out, and return what is in other micro-steps."""
         a = RunSteps.read(self._views[0], self._selection, first, last)
         b = RunSteps.read(self._views[1], self._selection, first, last, self._renames)
         a, b, handed_on = comparable(a, b)
         a, b, recomputed = without_recomputed(a, b)
         a, b, num_in_other_micro_steps = without_other_micro_steps(a, b)
-        return PairedSteps(a, b, align(a.table, b.table)), handed_on, recomputed, num_in_other_micro_steps
+        for side, *left_out in zip(sides, handed_on, recomputed, strict=False):
+            side.num_handed_on, side.num_recomputed = left_out
+        return PairedSteps(a, b, align(a.table, b.table)), num_in_other_micro_steps

@@ -1,17 +1,17 @@
-"""What the accounts of the writers and the numbers of their rows know of missing values.
+"""What the accounts of the writers and the numbers of their rows tell about missing values.
 
-Each row is numbered before anything can be dropped: where no number is missing, no value is.
+Each row is numbered before anything can be dropped: where no number is missing, no value is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ...run.run import RecordedWriter
+from ...run.run import Balance, RecordedWriter
 from ...sites import SITE_OF
 from .slots import SLOT_SITES
 
@@ -21,9 +21,9 @@ ACCOUNTED = ("dropped", "retired")
 """Reasons of which writers keep accounts."""
 DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
 CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
-"""Why numbers are missing; the first that holds for a gap is its cause."""
+"""Why numbers are missing; the first cause that fits a gap counts."""
 _PASSED = 0
-"""The cause of numbers whose values were expected of nobody: they waited for a trigger that did not come."""
+"""The cause of missing numbers whose values nobody expected: the values waited for a trigger that did not come."""
 _END = np.iinfo(np.int64).max
 FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
 """When in a step a row was numbered; a tap or a scalar may be at any time."""
@@ -31,7 +31,7 @@ _WHEN_OF_PHASE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": UPDATE}
 WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_SITES])
 """For each of `SLOT_SITES`, when in a step its rows come."""
 TOTAL = 3
-"""Index of all three together in `LostRows.room`."""
+"""The index of all three together in `LostRows.room`."""
 _MANY = 1 << 40
 """More numbers than this are never missing at once, whatever an untrusted file says."""
 
@@ -50,11 +50,8 @@ def accounted(
 ) -> dict[str, Integers]:
     """Return the missing values that accounts explain, by reason and site.
 
-    A rank counts where it lacks no more values than its own accounts say.
-
-    Args:
-        lost: missing values by site, by rank and reason.
-        writers: the writers of each rank.
+    A rank counts if it misses no more values than its own accounts say. `lost` has the missing values by site, by rank
+    and reason.
     """
     missing: dict[str, Integers] = {}
     for rank, by_reason in lost.items():
@@ -72,13 +69,9 @@ def accounted(
 def dropped_tail(
     rank: int | None, writers: Sequence[RecordedWriter], last_seq: int, last_step: int
 ) -> DroppedTail | None:
-    """What the newest writer of a rank dropped after its last row; None where it dropped nothing there.
+    """Return what the newest writer of a rank dropped after its last row; None if it dropped nothing there.
 
-    Args:
-        rank: whose.
-        writers: of the rank, in the order of their start.
-        last_seq: number of the last row of the newest; -1 where it has none.
-        last_step: the last step of the rank's rows.
+    `last_seq` is the number of the newest writer's last row, -1 without rows; `last_step` is the last step of the rank.
     """
     newest = writers[-1]
     if newest.balance.passed:
@@ -88,7 +81,7 @@ def dropped_tail(
 
 
 def retention(writers: Sequence[RecordedWriter]) -> str:
-    """The setting by which rows of these writers were removed."""
+    """Return the setting by which rows of these writers were removed."""
     kept = [writer.manifest.whole_setting("keep_newest") for writer in writers]
     return " or ".join(dict.fromkeys("keep_newest" if number > 0 else "max_bytes" for number in kept))
 
@@ -99,7 +92,7 @@ class NumberedRows(NamedTuple):
     seq: Integers
     step: Integers
     shard: npt.NDArray[np.int32]
-    """Which of the writer's shards a row is in."""
+    """The index of the shard that a row is in."""
     micro_step: npt.NDArray[np.int32]
     when: npt.NDArray[np.int8]
     """`FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
@@ -119,12 +112,12 @@ class _Gaps(NamedTuple):
 
     cause: int
     first: Integers
-    """Steps of the rows around each."""
+    """The steps of the rows around each run."""
     last: Integers
     size: Integers
-    """How many numbers."""
+    """How many numbers are missing."""
     earliest: Integers
-    """When in its step."""
+    """When in its step a number was given, at the earliest."""
     latest: Integers
 
     @classmethod
@@ -133,12 +126,9 @@ class _Gaps(NamedTuple):
 
 
 def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], steps: Integers) -> LostRows:
-    """For each step the causes, as bits, for which rows of one rank are missing there, and how many were dropped.
+    """Return why rows of one rank are missing at each of some ascending steps, and how many were dropped there.
 
-    Args:
-        writers: of the rank, in the order of their start.
-        rows: of each writer.
-        steps: the steps that are asked about, in order.
+    The writers are in the order of their start, each with its rows.
     """
     changes = {cause: np.zeros(len(steps) + 1, np.int64) for cause in CAUSES}
     rooms = np.zeros((TOTAL + 1, len(steps) + 1), np.int64)
@@ -160,27 +150,33 @@ def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], 
     return LostRows(causes, np.cumsum(rooms, axis=1)[:, :-1])
 
 
-def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> list[_Gaps]:
-    """Runs of missing numbers."""
-    state, balance = writer.state, writer.balance
-    is_open = {"recording": LIVE, "unclosed": CUT}.get(state)
-    if balance.num_dropped:
-        usual = DROPPED
-    else:
-        usual = UNACCOUNTED if is_open is None else is_open
-    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual
-    """Of numbers with rows on both sides."""
+def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> Iterator[_Gaps]:
+    """Yield the runs of missing numbers of a writer; `following` is the first step of the rank's next writer."""
+    balance = writer.balance
+    is_open = {"recording": LIVE, "unclosed": CUT}.get(writer.state)
+    usual = DROPPED if balance.num_dropped else UNACCOUNTED if is_open is None else is_open
+    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual  # rows are on both sides
     if balance.passed and not balance.num_missing:
         usual = usual_between
-    everything = np.zeros(1, np.int64), np.full(1, _END)
-    gaps_found: list[_Gaps] = []
     spans = _removed(writer, rows)
     if not len(rows.seq):
         cause = min((span[2] for span in spans), default=usual)
-        if cause == _PASSED:
-            return []
-        gaps = _Gaps.anytime(cause, *everything, balance.observed)
-        return [gaps] if is_open is not None or balance.observed or cause == DAMAGED else []
+        if cause != _PASSED and (is_open is not None or balance.observed or cause == DAMAGED):
+            yield _Gaps.anytime(cause, np.zeros(1, np.int64), np.full(1, _END), balance.observed)
+        return
+    yield from _gaps_between(balance, rows, spans, usual_between)
+    rest = balance.observed - int(rows.seq[-1]) - 1
+    at_end = min((kind for _, high, kind in spans if high == _END), default=None) if rest > 0 else None
+    cause = next((one for one in (at_end, is_open, usual if rest > 0 else _PASSED) if one is not None), _PASSED)
+    if cause != _PASSED:
+        tail, end = np.array([rows.step[-1]]), np.array([_END if following is None else following - 1])
+        yield _Gaps.anytime(cause, tail, np.maximum(tail, end), rest)
+
+
+def _gaps_between(
+    balance: Balance, rows: NumberedRows, spans: Sequence[tuple[int, int, int]], usual: int
+) -> Iterator[_Gaps]:
+    """Yield the runs of missing numbers before the first row and between two rows, by their cause."""
     indices = np.flatnonzero(np.diff(rows.seq) > 1)
     before, after = rows.seq[indices], rows.seq[indices + 1]
     first, last = rows.step[indices], rows.step[indices + 1]
@@ -188,7 +184,7 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
         before, after = np.insert(before, 0, -1), np.insert(after, 0, rows.seq[0])
         first, last = np.insert(first, 0, rows.step[0]), np.insert(last, 0, rows.step[0])
     earliest, latest = _when(rows, indices)
-    causes = np.full(len(before), usual_between, np.int64)
+    causes = np.full(len(before), usual, np.int64)
     for cause in (RETIRED, DAMAGED):
         for low, high, kind in spans:
             if kind == cause:
@@ -199,22 +195,11 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
             size = (after - before - 1)[of]
             if cause == DROPPED and balance.passed:
                 size = np.minimum(size, balance.num_dropped)
-            gaps_found.append(_Gaps(cause, first[of], last[of], size, earliest[of], latest[of]))
-    rest = balance.observed - int(rows.seq[-1]) - 1
-    end = np.array([_END if following is None else following - 1])
-    tail = np.array([rows.step[-1]])
-    at_end = min((kind for _, high, kind in spans if high == _END), default=None)
-    if at_end is not None and rest > 0:
-        gaps_found.append(_Gaps.anytime(at_end, tail, np.maximum(tail, end), rest))
-    elif is_open is not None:
-        gaps_found.append(_Gaps.anytime(is_open, tail, np.maximum(tail, end), rest))
-    elif rest > 0 and usual != _PASSED:
-        gaps_found.append(_Gaps.anytime(usual, tail, np.maximum(tail, end), rest))
-    return gaps_found
+            yield _Gaps(cause, first[of], last[of], size, earliest[of], latest[of])
 
 
 def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
-    """When in a step the numbers after each of these rows were given, at the earliest and at the latest."""
+    """Return when in a step the numbers after each of these rows were given, at the earliest and at the latest."""
     before, after = rows.when[indices], rows.when[indices + 1]
     is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
     is_known = (rows.step[indices] == rows.step[indices + 1]) & is_slice & (before <= after) & (after < ANYTIME)
@@ -225,7 +210,7 @@ def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
 
 
 def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
-    """Numbers (exclusive on both sides) between which shards are damaged or were removed by retention."""
+    """Return the numbers (exclusive on both sides) between which shards are damaged or were removed by retention."""
     removed = []
     limits = _limits(rows, len(writer.shards))
     for kind in ("tensors", "stats"):
@@ -247,7 +232,7 @@ def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int,
 
 
 def _limits(rows: NumberedRows, num_shards: int) -> list[tuple[int, int]]:
-    """Smallest and largest number in each shard; -1 where it has no rows."""
+    """Return the smallest and the largest number in each shard; -1 where it has no rows."""
     low, high = np.full(num_shards, _END), np.full(num_shards, -1, np.int64)
     np.minimum.at(low, rows.shard, rows.seq)
     np.maximum.at(high, rows.shard, rows.seq)

@@ -1,13 +1,13 @@
-"""What should have been recorded against what was (selected modules x sites x steps x ranks), gap by gap.
+"""Compares what should have been recorded (selected modules x sites x steps x ranks) with what was, gap by gap.
 
-Works from the files alone: manifests (module tree, rules, accounts) and metadata rows. Never reads a payload.
+The module needs only files: manifests (module tree, rules, accounts) and metadata rows. It never reads a payload.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from ...run.run import RecordedWriter, Run
 from .accounts import ACCOUNTED, MISSED, DroppedTail, accounted, dropped_tail, lost_steps
 from .gaps import Gap, Gaps, absent, explain
 from .observed import MODES, RankView, SlotRows, read_slots
-from .slots import NEVER, SLOT_SITES, Flags, RuleMatch, Slots, WriterSlots, distinct, match_rule, read_rules
+from .slots import SLOT_SITES, Flags, RuleMatch, Slots, WriterSlots, distinct, match_rule, read_rules
 
 Integers = npt.NDArray[np.int64]
 Window = tuple[int, int]
@@ -27,9 +27,9 @@ Window = tuple[int, int]
 
 _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
-"""Above, only steps with rows are looked at: somebody named them far apart."""
+"""With more steps, only steps that have rows are judged: somebody named steps far apart."""
 _MAX_CELLS = 1 << 30
-"""Most cells of steps x rules x ranks. Where ranks share nothing, each cell takes a byte of memory."""
+"""The most steps x rules x ranks. Where ranks share nothing, each cell takes a byte of memory."""
 _MAX_ABSENT = 1 << 20
 
 
@@ -40,14 +40,13 @@ class SiteTotal(NamedTuple):
     expected: int
     found: int
     explained: int
-    """Values that are not there because the training had none."""
+    """Missing values that the training never had."""
     dropped: int
-    """Values that are not there and that the accounts call dropped."""
+    """Missing values that the accounts call dropped."""
     retired: int
-    """Values that are not there because retention removed them."""
+    """Missing values that retention removed."""
     perhaps_dropped: int
-    """Values that are not there because they were dropped or never existed. The accounts know of drops at these
-    steps, but not of so many."""
+    """Missing values that were dropped or never existed: the accounts know of drops at these steps, but of fewer."""
 
 
 class Uneven(NamedTuple):
@@ -55,10 +54,10 @@ class Uneven(NamedTuple):
 
     mode: str
     ranks: list[int | None]
-    """Those that differ from the first rank with rows."""
+    """The ranks that differ from the first rank with rows."""
     steps: list[int]
     is_alone: bool
-    """One rank ran them, the others none at all."""
+    """True if one rank ran them, and the others none."""
 
 
 class LackingRows(NamedTuple):
@@ -68,11 +67,11 @@ class LackingRows(NamedTuple):
     num_rows: int
     steps: list[int]
     mode: str
-    """``train``, or how the ranks that are there evaluated alone."""
+    """``train``, or the mode in which the present ranks evaluated alone."""
 
 
 class RuleReach(NamedTuple):
-    """A rule that keeps to some ranks."""
+    """A rule that is limited to some ranks."""
 
     rule: str
     ranks: list[int]
@@ -88,88 +87,143 @@ class Expectation(NamedTuple):
     partial: list[LackingRows]
     reaches: list[RuleReach]
     tails: list[DroppedTail]
-    """What ranks whose record ends last dropped behind the end of that record, where the table does not reach."""
+    """Rows that ranks dropped after their last recorded row, beyond the steps of the table."""
     problems: list[str]
-    """What of the manifests could not be used."""
+    """What could not be used of the manifests."""
     unknown: dict[tuple[str, str], int]
-    """What is of a later version of the format: its kind (``site``, ``encoding``, ``column``) and word, and how many
-    rows have it."""
+    """What a later version of the format added: kind (``site``, ``encoding``, ``column``) and word, and the number of
+    rows with it."""
     num_steps_lived: int
     num_steps_expected: int
     num_steps_passed: int
-    """Steps that the ring alone kept and no trigger asked for."""
+    """Steps that only the ring kept, and no trigger asked for."""
     num_modules: int
     num_selected: int
-    """Modules of which a rule selects anything that can exist."""
+    """Modules with at least one slot that a rule selects."""
     num_filtered: int
-    """Selected modules of which nothing is expected at the steps, names and calls that the rules want."""
+    """Selected modules without a value that the rules want by step, name and call."""
     last_steps: dict[int | None, int | None]
-    """By rank, the last step of its rows."""
+    """The last step of each rank's rows."""
     silent: dict[str, list[tuple[str, str]]]
-    """By reason, root and path of modules that are selected and left no row at all."""
+    """Root and path of modules that are selected and left no row, by the reason."""
     shared: list[tuple[str, str]]
-    """Path and alias of modules that stand at several paths."""
+    """Path and alias of modules that have several paths."""
     num_incomplete: int
     """Tensors of which some parts were dropped."""
     is_merged: bool
 
 
 class _Rank(NamedTuple):
-    """The writers of one rank; of a merged run, all."""
+    """The writers of one rank; for a merged run, all writers."""
 
     rank: int | None
     writers: list[RecordedWriter]
     rules: set[str]
-    writer_slots: list[WriterSlots]
+    promised: WriterSlots
     rows: list[SlotRows]
+
+
+class _AskedSlots:
+    """What the rules ask for: which slots at which steps."""
+
+    def __init__(self, run: Run, slots: Slots) -> None:
+        self.is_merged = run.is_merged
+        self.slots = slots
+        self.rules, self.problems = _rules(run)
+        self.ranks = _ranks(run, slots, self.rules)
+        self.matches: list[RuleMatch] = []
+        for rule in self.rules:
+            match = match_rule(slots, rule)
+            if match is None:
+                self.problems.append(f"rule {rule.text!r} cannot be judged here, so nothing is expected by it")
+            elif match.slots.any():
+                self.matches.append(match)
+        self.is_lossy = self.is_merged and _has_lost(run.writers)
+        self.windows = [] if self.is_lossy else [(dump.first_step, dump.last_step) for dump in run.dumps]
+        self.axis, self.num_lived, self.num_passed = _axis(
+            [match.rule for match in self.matches], self.ranks, self.windows
+        )
+        self.masks = [at_steps(match.rule, self.axis, self.windows) for match in self.matches]
+        self._seen = np.zeros(slots.num_slots, bool)
+        for rows in (rows for one in self.ranks for rows in one.rows):
+            self._seen[rows.slot[rows.slot >= 0]] = True
+        self._known: dict[Any, tuple[Integers, Flags]] = {}
+
+    def view(self, one: _Rank) -> RankView:
+        """Return what a rank was to record and did."""
+        is_on = [one.rank is None or (m.rule.text in one.rules and one.rank in m.rule.rank) for m in self.matches]
+        code_and_when = self._when(one.promised.selected, is_on)
+        view = RankView(
+            self.slots, self.axis, one.promised, *code_and_when, rank=one.rank, writers=one.writers,
+            is_merged=self.is_merged,
+        )  # fmt: skip
+        for rows in one.rows:
+            view.add(rows)
+        view.is_lossy = self.is_merged and _has_lost(one.writers)
+        view.bits[:], view.room[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], self.axis)
+        if self.windows and not self.is_merged:
+            view.bits[_missed(one, self.axis, self.windows)] |= MISSED
+        return view
+
+    def absent_views(self, missing: Sequence[int], selected: Flags) -> Iterator[tuple[list[int], RankView]]:
+        """Yield what was expected of ranks that left nothing; ranks with the same rules share a view."""
+        groups: dict[tuple[bool, ...], list[int]] = {}
+        for rank in missing:
+            groups.setdefault(tuple(rank in match.rule.rank for match in self.matches), []).append(rank)
+        promised = WriterSlots.joined(self.slots, ())._replace(selected=selected)
+        for is_on, group in groups.items():
+            yield group, RankView(self.slots, self.axis, promised, *self._when(selected, is_on), rank=group[0])
+
+    def _when(self, selected: Flags, is_on: Sequence[bool]) -> tuple[Integers, Flags]:
+        """Return for each slot a row of the second result: the steps at which it is expected; row 0 is never."""
+        key = selected.tobytes(), tuple(is_on)
+        if key in self._known:
+            return self._known[key]
+        code = np.zeros(self.slots.num_slots, np.int64)
+        chosen = []
+        for match, is_on_rank in zip(self.matches, is_on, strict=True):
+            chosen.append(match.slots & (~match.is_limited | self._seen) & selected & is_on_rank)
+            code = code * 2 + chosen[-1]
+            if len(chosen) % 40 == 0:
+                code = np.unique(code, return_inverse=True)[1].reshape(-1)
+        code = np.unique(code, return_inverse=True)[1].reshape(-1) + 1
+        code[~np.any(chosen, axis=0) if chosen else slice(None)] = 0
+        when = np.zeros((int(code.max(initial=0)) + 1, len(self.axis)), bool)
+        for kind, slot in zip(*np.unique(code, return_index=True), strict=True):
+            for flags, mask in zip(chosen, self.masks, strict=True):
+                if kind and flags[slot]:
+                    when[kind] |= mask
+        self._known[key] = code, when
+        return code, when
 
 
 def compare(run: Run) -> Expectation:
     """Compare what a run's manifests promise with its rows."""
     slots = Slots(writer.manifest for writer in run.writers)
-    is_merged = run.is_merged
-    rules, problems = _rules(run)
-    ranks = _ranks(run, slots, rules, is_merged)
-    matches: list[RuleMatch] = []
-    for rule in rules:
-        match = match_rule(slots, rule)
-        if match is None:
-            problems.append(f"rule {rule.text!r} cannot be judged here, so nothing is expected by it")
-        elif match.slots.any():
-            matches.append(match)
-    seen = np.zeros(slots.num_slots, bool)
-    for one in ranks:
-        for rows in one.rows:
-            seen[rows.slot[rows.slot >= 0]] = True
-    windows = [] if run.is_merged and _has_lost(run) else [(dump.first_step, dump.last_step) for dump in run.dumps]
-    axis, num_lived, num_passed = _axis([match.rule for match in matches], ranks, windows)
-    masks = [at_steps(match.rule, axis, windows) for match in matches]
-    gaps = Gaps(slots, axis)
-    known: dict[Any, tuple[Integers, Flags]] = {}
-    views = [_view(one, slots, matches, masks, seen, axis, known, is_merged, windows) for one in ranks]
-    has_rows = np.zeros(len(slots.modules), bool)
-    called = np.zeros(len(slots.modules), bool)
-    graded = np.zeros(len(slots.modules), bool)
+    asked = _AskedSlots(run, slots)
+    ranks, axis, is_merged = asked.ranks, asked.axis, run.is_merged
+    views = [asked.view(one) for one in ranks]
+    of_all = WriterSlots.joined(slots, (one.promised for one in ranks))
+    has_rows, called, graded, selected, wanted = np.zeros((5, len(slots.modules)), bool)
+    selected[slots.module[of_all.selected]] = True
     for one, view in zip(ranks, views, strict=True):
         for rows in one.rows:
             has_rows[rows.module[rows.module >= 0]] = True
         called |= view.called_ever
         graded |= view.graded_ever
-    for view in views:
-        explain(gaps, view, has_rows=has_rows, called=called, graded=graded)
-    missing_ranks = _absent_ranks(run, ranks, is_merged)
-    for group, view in _absent_views(missing_ranks, ranks, slots, matches, masks, seen, axis):
-        absent(gaps, view, group)
-    selected = np.zeros(len(slots.modules), bool)
-    selected[slots.module[_any_selected(ranks, slots)]] = True
-    wanted = np.zeros(len(slots.modules), bool)
-    for view in views:
         has_steps: Flags = np.any(view.when, axis=1)
         wanted[slots.module[has_steps[view.code]]] = True
+    gaps = Gaps(slots, axis)
+    for view in views:
+        explain(gaps, view, has_rows=has_rows, called=called, graded=graded)
+    missing_ranks = _absent_ranks(run, ranks)
+    for group, view in asked.absent_views(missing_ranks, of_all.selected):
+        absent(gaps, view, group)
     known_lost = accounted(gaps.lost, {one.rank: one.writers for one in ranks})
-    none = np.zeros(len(SLOT_SITES), np.int64)
-    by_account = (known_lost.get(reason, none) for reason in ACCOUNTED)
+    by_account = (known_lost.get(reason, np.zeros(len(SLOT_SITES), np.int64)) for reason in ACCOUNTED)
     columns = (gaps.expected, gaps.found, gaps.explained, *by_account, gaps.perhaps_dropped)
+    # No step is wanted where the ring kept all of them and no trigger came; the run still had steps.
+    is_all_passed = asked.num_lived > 0 and any(match.rule.keep == KEEP_RING for match in asked.matches)
     return Expectation(
         totals=[
             SiteTotal(site, *(int(column[number]) for column in columns))
@@ -179,22 +233,17 @@ def compare(run: Run) -> Expectation:
         gaps=gaps.collected(),
         uneven=[] if is_merged else _uneven(ranks, views, axis),
         partial=_partial(ranks),
-        reaches=_reaches(rules, [one.rank for one in ranks if one.rank is not None] + missing_ranks, is_merged),
+        reaches=_reaches(asked.rules, [one.rank for one in ranks if one.rank is not None] + missing_ranks, is_merged),
         tails=[] if is_merged else _tails(ranks, views),
-        problems=problems,
+        problems=asked.problems,
         unknown=dict(sum((rows.unknown for one in ranks for rows in one.rows), Counter[tuple[str, str]]())),
-        num_steps_lived=num_lived,
-        num_steps_expected=int(np.any(masks, axis=0).sum()) if masks else 0,
-        num_steps_passed=num_passed,
+        num_steps_lived=asked.num_lived,
+        num_steps_expected=int(np.any(asked.masks, axis=0).sum()) if asked.masks else 0,
+        num_steps_passed=asked.num_passed,
         num_modules=len(slots.modules),
         num_selected=int(selected.sum()),
         num_filtered=int((selected & ~wanted).sum()),
-        silent=gaps.silent(
-            wanted if len(axis) or _is_all_passed(matches, num_lived) else selected,
-            has_rows,
-            called,
-            [writer_slots for one in ranks for writer_slots in one.writer_slots],
-        ),
+        silent=gaps.silent(wanted if len(axis) or is_all_passed else selected, has_rows, called, of_all.hidden),
         last_steps={one.rank: view.last_step for one, view in zip(ranks, views, strict=True)},
         shared=[(module.path, alias) for module in slots.modules for alias in module.aliases],
         num_incomplete=sum(rows.num_incomplete for one in ranks for rows in one.rows),
@@ -202,26 +251,27 @@ def compare(run: Run) -> Expectation:
     )
 
 
-def _ranks(run: Run, slots: Slots, rules: Sequence[Rule], is_merged: bool) -> list[_Rank]:
-    """Writers by rank; where steps were merely counted, only the newest of a rank, whose steps are its own."""
+def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
+    """Return the writers by rank; only the newest writer of a rank that merely counts steps, each time from 0."""
     groups: dict[int | None, list[int]] = {}
     for number, writer in enumerate(run.writers):
-        groups.setdefault(None if is_merged else writer.rank, []).append(number)
+        groups.setdefault(None if run.is_merged else writer.rank, []).append(number)
     ranks = []
     for rank, numbers in groups.items():
-        if not is_merged and any(run.writers[number].is_counted for number in numbers):
+        if not run.is_merged and any(run.writers[number].is_counted for number in numbers):
             numbers = numbers[-1:]
         writers = [run.writers[number] for number in numbers]
         writer_slots = [slots.writer_slots[number] for number in numbers]
         texts = {rule.text for writer in writers for rule in read_rules(writer.manifest)[0]}
         if not any(writer.manifest.roots for writer in writers):  # lost: then what holds on the others
             writer_slots, texts = slots.writer_slots, {rule.text for rule in rules}
-        ranks.append(_Rank(rank, writers, texts, writer_slots, [read_slots(writer, slots) for writer in writers]))
+        rows = [read_slots(writer, slots) for writer in writers]
+        ranks.append(_Rank(rank, writers, texts, WriterSlots.joined(slots, writer_slots), rows))
     return ranks
 
 
 def _rules(run: Run) -> tuple[list[Rule], list[str]]:
-    """Every rule of any writer once."""
+    """Return every rule of any writer once."""
     rules: dict[Rule, None] = {}
     problems: dict[str, None] = {}
     read: list[Any] = []
@@ -237,7 +287,7 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
 
 
 def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int, int]:
-    """The steps at which a rule wants a module's value, of how many they were taken, and how many the ring passed."""
+    """Return the steps at which a rule wants a module value, the number of all steps, and how many the ring passed."""
     recorded = [np.unique(rows.step) for one in ranks for rows in one.rows if len(rows.step)]
     if not recorded:
         return np.zeros(0, np.int64), 0, 0
@@ -254,13 +304,8 @@ def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Windo
 
 
 def _num_passed(rules: Sequence[Rule], steps: Integers, are_wanted: Flags) -> int:
-    """How many steps are in the schedule of a rule, but only in the ring, which no trigger had written."""
+    """Count the steps in a rule's schedule that only the ring kept, because no trigger asked for them."""
     return int((_at_any(rules, steps, [(0, int(_LARGEST))]) & ~are_wanted).sum())
-
-
-def _is_all_passed(matches: Sequence[RuleMatch], num_lived: int) -> bool:
-    """Whether no step is wanted because the ring kept all of them and no trigger came, and not for want of steps."""
-    return num_lived > 0 and any(match.rule.keep == KEEP_RING for match in matches)
 
 
 def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -> Flags:
@@ -271,7 +316,7 @@ def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -
 
 
 def at_steps(rule: Rule, steps: Integers, windows: Sequence[Window] = ()) -> Flags:
-    """At which steps a rule wants values on the disk: its schedule, and of a ring the windows of triggers."""
+    """Return the steps at which a rule wants values on disk: its schedule, and for a ring the windows of triggers."""
     are_wanted = _in_schedule(rule, steps)
     return are_wanted & _in_windows(windows, steps) if rule.keep == KEEP_RING else are_wanted
 
@@ -284,7 +329,7 @@ def _in_windows(windows: Sequence[Window], steps: Integers) -> Flags:
 
 
 def _in_schedule(rule: Rule, steps: Integers) -> Flags:
-    """`Schedule`'s meaning for many steps at once."""
+    """Apply a `Schedule` to many steps at once."""
     schedule = rule.steps
     are_chosen = np.zeros(len(steps), bool)
     for start, stop, stride in schedule.slices:
@@ -300,116 +345,22 @@ def _in_schedule(rule: Rule, steps: Integers) -> Flags:
 _LARGEST = np.iinfo(np.int64).max
 
 
-def _wanted(
-    slots: Slots, matches: Sequence[RuleMatch], masks: Sequence[Flags], seen: Flags, selected: Flags,
-    on_rank: Sequence[bool], num_steps: int,
-) -> tuple[Integers, Flags]:  # fmt: skip
-    """For each slot a row of the second result, which says at which steps it is expected on a rank; row 0 is never."""
-    code = np.zeros(slots.num_slots, np.int64)
-    chosen = []
-    for match, is_on in zip(matches, on_rank, strict=True):
-        chosen.append(match.slots & (~match.is_limited | seen) & selected & is_on)
-        code = code * 2 + chosen[-1]
-        if len(chosen) % 40 == 0:
-            code = np.unique(code, return_inverse=True)[1].reshape(-1)
-    code = np.unique(code, return_inverse=True)[1].reshape(-1) + 1
-    code[~np.any(chosen, axis=0) if chosen else slice(None)] = 0
-    when = np.zeros((int(code.max(initial=0)) + 1, num_steps), bool)
-    for kind, slot in zip(*np.unique(code, return_index=True), strict=True):
-        for flags, mask in zip(chosen, masks, strict=True):
-            if kind and flags[slot]:
-                when[kind] |= mask
-    return code, when
-
-
-def _view(
-    one: _Rank,
-    slots: Slots,
-    matches: Sequence[RuleMatch],
-    masks: Sequence[Flags],
-    seen: Flags,
-    axis: Integers,
-    known: dict[Any, tuple[Integers, Flags]],
-    is_merged: bool,
-    windows: Sequence[Window],
-) -> RankView:
-    selected = np.zeros(slots.num_slots, bool)
-    hidden = np.zeros(len(slots.modules), np.int64)
-    disarmed = np.full(slots.num_slots, NEVER, np.int64)
-    untapped = np.zeros(slots.num_slots, bool)
-    tied: dict[int, str] = {}
-    for writer_slots in one.writer_slots:
-        selected |= writer_slots.selected
-        hidden = np.maximum(hidden, writer_slots.hidden)
-        disarmed = np.minimum(disarmed, writer_slots.disarmed)
-        untapped |= writer_slots.untapped
-        tied |= writer_slots.tied
-    on_rank = [one.rank is None or (match.rule.text in one.rules and one.rank in match.rule.rank) for match in matches]
-    key = (tuple(id(writer_slots) for writer_slots in one.writer_slots), tuple(on_rank))
-    if key not in known:
-        known[key] = _wanted(slots, matches, masks, seen, selected, on_rank, len(axis))
-    code, when = known[key]
-    view = RankView(
-        slots, axis, rank=one.rank, writers=one.writers, selected=selected, hidden=hidden, disarmed=disarmed,
-        untapped=untapped, tied=tied, code=code, when=when, is_merged=is_merged,
-    )  # fmt: skip
-    for rows in one.rows:
-        view.add(rows)
-    view.is_lossy = is_merged and any(
-        source.has_lost for writer in one.writers for source in writer.manifest.merged_writers
-    )
-    view.bits[:], view.room[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], axis)
-    if windows and not is_merged:
-        view.bits[_missed(one, axis, windows)] |= MISSED
-    return view
-
-
 def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
-    """Return the steps of windows of which the rank never heard, or heard too late."""
+    """Return the steps of triggers of which the rank never heard, or heard too late."""
     dumps = [dump for writer in one.writers for dump in writer.manifest.dumps]
     own = _in_windows([(dump.first_step, dump.last_step) for dump in dumps], axis)
     return _in_windows(windows, axis) & ~own | np.isin(axis, [step for dump in dumps for step in dump.missed])
 
 
-def _has_lost(run: Run) -> bool:
-    """Whether a merged run says that its source has lost rows, but not at which steps."""
-    return any(source.has_lost for writer in run.writers for source in writer.manifest.merged_writers)
+def _has_lost(writers: Iterable[RecordedWriter]) -> bool:
+    """Whether writers of a merged run say that the source has lost rows, but not at which steps."""
+    return any(source.has_lost for writer in writers for source in writer.manifest.merged_writers)
 
 
-def _any_selected(ranks: Sequence[_Rank], slots: Slots) -> Flags:
-    selected = np.zeros(slots.num_slots, bool)
-    for one in ranks:
-        for writer_slots in one.writer_slots:
-            selected |= writer_slots.selected
-    return selected
-
-
-def _absent_ranks(run: Run, ranks: Sequence[_Rank], is_merged: bool) -> list[int]:
-    if is_merged or not run.world_size or run.world_size > _MAX_ABSENT or not ranks:
+def _absent_ranks(run: Run, ranks: Sequence[_Rank]) -> list[int]:
+    if run.is_merged or not run.world_size or run.world_size > _MAX_ABSENT or not ranks:
         return []
     return sorted(set(range(run.world_size)) - {one.rank for one in ranks if one.rank is not None})
-
-
-def _absent_views(
-    missing: Sequence[int], ranks: Sequence[_Rank], slots: Slots, matches: Sequence[RuleMatch],
-    masks: Sequence[Flags], seen: Flags, axis: Integers,
-) -> list[tuple[list[int], RankView]]:  # fmt: skip
-    """What was expected of ranks that left nothing; those for which the same rules hold together."""
-    groups: dict[tuple[bool, ...], list[int]] = {}
-    for rank in missing:
-        groups.setdefault(tuple(rank in match.rule.rank for match in matches), []).append(rank)
-    selected = _any_selected(ranks, slots)
-    hidden = np.zeros(len(slots.modules), np.int64)
-    disarmed = np.full(slots.num_slots, NEVER, np.int64)
-    views = []
-    for on_rank, group in groups.items():
-        code, when = _wanted(slots, matches, masks, seen, selected, on_rank, len(axis))
-        view = RankView(
-            slots, axis, rank=group[0], writers=[], selected=selected, hidden=hidden, disarmed=disarmed,
-            untapped=np.zeros(slots.num_slots, bool), tied={}, code=code, when=when,
-        )  # fmt: skip
-        views.append((group, view))
-    return views
 
 
 def _uneven(ranks: Sequence[_Rank], views: Sequence[RankView], axis: Integers) -> list[Uneven]:

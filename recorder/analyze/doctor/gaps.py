@@ -1,11 +1,12 @@
-"""Why an expected value is not there: one rank's values against its slots and steps, each gap with its reason.
+"""Why an expected value is missing: one rank's values against its slots and steps, each gap with its reason.
 
-Works in blocks of modules, so that memory stays bounded. Never reads a run.
+The module works in blocks of modules, so that memory stays bounded. It never reads a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,42 +14,30 @@ import numpy.typing as npt
 
 from ...sites import OF_BUFFERS, OF_CALLS, VALUES_OF_CALLS, values_of
 from ...system.text import listed
-from .accounts import (
-    ACCOUNTED,
-    CAUSES,
-    CUT,
-    DAMAGED,
-    DROPPED,
-    LIVE,
-    MISSED,
-    RETIRED,
-    TOTAL,
-    UNACCOUNTED,
-    retention,
-)
+from .accounts import ACCOUNTED, CAUSES, CUT, DAMAGED, DROPPED, LIVE, MISSED, RETIRED, TOTAL, UNACCOUNTED, retention
 from .accounts import FORWARD as IN_FORWARD
 from .observed import RankView
-from .slots import HIDDEN, SLOT_SITES, Flags, Slots, WriterSlots, distinct
+from .slots import HIDDEN, SLOT_SITES, Flags, Slots, distinct
 
 Integers = npt.NDArray[np.int64]
 
 _MAX_CELLS = 4_000_000
-"""Slots x steps of a block."""
+"""The most slots x steps of a block."""
 _VALUES = [OF_CALLS.index(site) for site in VALUES_OF_CALLS]
-"""Sites of a call's values; the others have their gradients."""
+"""Sites of a call's values; the other sites of calls have the gradients of these values."""
 _VALUE_OFFSET = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
-"""For each site of calls, that of the values."""
+"""For each site of calls, the site of the value."""
 
 
 class Reason(NamedTuple):
-    """Why a value is not there."""
+    """Why a value is missing."""
 
     key: str
     text: str
     is_loss: bool
-    """It was there and is gone, or should have been and was not: somebody should look."""
+    """True if the value existed and is gone, or should have been recorded: somebody should look."""
     is_harmless: bool
-    """What was recorded explains it: there was no such value."""
+    """True if the recording explains that the value never existed."""
 
 
 REASONS = (
@@ -106,31 +95,31 @@ _OF_MODULE = {
     "untapped", "no_tensor", "no_gradient", "tied", "not_optimized", "no_param_gradient", "param_unseen", "no_state",
     "no_buffer", "disarmed",
 }  # fmt: skip
-"""Reasons that differ from module to module: sites with the same modules make one gap, others one each."""
+"""Reasons that differ from module to module: sites share a gap if they have the same modules."""
 
 
 _CERTAIN = np.array([_CODE[key] for key in (
     *HIDDEN, "untapped", "unused", "no_gradient", "tied", "not_optimized", "no_param_gradient", "no_state",
 )])  # fmt: skip
-"""Reasons that other rows of the same step prove, also where some are lost."""
+"""Reasons that other rows of the same step prove, even if some rows are lost."""
 _EXPLAINED = np.array([_CODE[key] for key in (*HIDDEN, "children")])
 _UNCALLED = np.array([_CODE[key] for key in (
     "root_idle", "not_called", "other_ranks", "elsewhere", "bypassed", "children", "never_called", "silent",
 )])  # fmt: skip
-"""Reasons that are certain where nothing of the step's forward was dropped: a call would have left a row."""
+"""Reasons that are certain if nothing of the step's forward was dropped: a call would have left a row."""
 
 _NEVER_CALLED = np.array([_CODE[key] for key in ("never_called", "silent")])
-"""Reasons that nothing proves but that no row is there."""
+"""Reasons without a proof other than that there is no row."""
 _GONE = np.array([_CODE[key] for key in ("perhaps_dropped", *_OF_CAUSE.values())])
-"""Reasons by which a row may have been there."""
+"""Reasons for which a row may have existed."""
 
 
 class Gap(NamedTuple):
-    """Values that are not there for one reason."""
+    """Values that are missing for one reason."""
 
     reason: Reason
     detail: str
-    """What is known beyond the reason: where a record ends, which shard is damaged, why rows were dropped."""
+    """Facts beyond the reason: where a record ends, which shard is damaged, why rows were dropped."""
     root: str
     sites: list[str]
     modules: list[str]
@@ -138,60 +127,61 @@ class Gap(NamedTuple):
     steps: list[int]
     ranks: list[int | None]
     num_missing: int
-    """Values; at most modules x sites x steps x ranks, for not each module need lack at each step."""
+    """At most modules x sites x steps x ranks, since not each module misses a value at each step."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Values of one site of one root that are missing for one reason."""
+
+    modules: Flags
+    steps: Flags
+    ranks: dict[int | None, None]
+    num_missing: int = 0
 
 
 class Gaps:
     """Gaps as they are found, added up over modules, steps and ranks."""
 
     def __init__(self, slots: Slots, axis: Integers) -> None:
-        self._slots = slots
-        self._axis = axis
-        self.expected = np.zeros(len(SLOT_SITES), np.int64)
-        """Values by site."""
-        self.found = np.zeros(len(SLOT_SITES), np.int64)
-        self.explained = np.zeros(len(SLOT_SITES), np.int64)
-        """Values that are not there, and need not be."""
-        self.perhaps_dropped = np.zeros(len(SLOT_SITES), np.int64)
-        """Values that were dropped, or were never there: the accounts know of drops, and not of so many."""
+        self.slots = slots
+        self.axis = axis
+        self.expected, self.found, self.explained, self.perhaps_dropped = np.zeros((4, len(SLOT_SITES)), np.int64)
+        """By site: values, recorded values, missing values that need not be there, and missing values that were dropped
+        or never existed, because the accounts know of drops, and not of so many."""
         self.lost: dict[int | None, dict[str, Integers]] = {}
         """By rank and reason, values by site that the accounts of the rank must know of."""
         self._sums: dict[tuple[int, str, int, int], _Sum] = {}
-        self._silent: dict[str, dict[int, None]] = {}
 
     def add(
         self, code: int, detail: str, root: int, site: int, modules: Integers, steps: Flags, rank: int | None,
         num_missing: int,
     ) -> None:  # fmt: skip
-        """Values of one site on one rank."""
-        key = code, detail, root, site
-        known = self._sums.get(key)
-        if known is None:
-            known = self._sums[key] = _Sum(
-                np.zeros(len(self._slots.modules), bool), np.zeros(len(self._axis), bool), {}, [0]
-            )
+        """Add missing values of one site on one rank."""
+        key, reason = (code, detail, root, site), REASONS[code - 1]
+        if key not in self._sums:
+            self._sums[key] = _Sum(np.zeros(len(self.slots.modules), bool), np.zeros(len(self.axis), bool), {})
+        known = self._sums[key]
         known.modules[modules] = True
-        known.steps[:] |= steps
+        known.steps |= steps
         known.ranks[rank] = None
-        known.total[0] += num_missing
-        if REASONS[code - 1].is_harmless:
+        known.num_missing += num_missing
+        if reason.is_harmless:
             self.explained[site] += num_missing
-        elif code == _CODE["perhaps_dropped"]:
+        elif reason.key == "perhaps_dropped":
             self.perhaps_dropped[site] += num_missing
-        elif REASONS[code - 1].key in ACCOUNTED:
-            by_site = self.lost.setdefault(rank, {}).setdefault(
-                REASONS[code - 1].key, np.zeros(len(SLOT_SITES), np.int64)
-            )
-            by_site[site] += num_missing
+        elif reason.key in ACCOUNTED:
+            lost = self.lost.setdefault(rank, {})
+            lost.setdefault(reason.key, np.zeros(len(SLOT_SITES), np.int64))[site] += num_missing
 
     def silent(
-        self, wanted: Flags, has_rows: Flags, called: Flags, writer_slots: Sequence[WriterSlots]
+        self, wanted: Flags, has_rows: Flags, called: Flags, hidden: Integers
     ) -> dict[str, list[tuple[str, str]]]:
-        """Modules of which rows are expected and that left none on any rank, by the reason."""
-        slots = self._slots
-        hidden = np.zeros(len(slots.modules), np.int64)
-        for one in writer_slots:
-            hidden = np.maximum(hidden, one.hidden)
+        """Return the modules of which rows are expected and that left none on any rank, by the reason.
+
+        `hidden` says for each module why hooks see no call of it, as `WriterSlots` does.
+        """
+        slots = self.slots
         below = _above(slots, called)
         gone = np.any([one.modules for (code, *_), one in self._sums.items() if code in _GONE], axis=0)
         silent: dict[str, list[tuple[str, str]]] = {}
@@ -206,204 +196,225 @@ class Gaps:
         return silent
 
     def collected(self) -> list[Gap]:
-        """The gaps, harmless ones first; sites that lack for the same reason together."""
+        """Return the gaps, harmless ones first; sites that are missing for the same reason share a gap."""
         groups: dict[Any, list[tuple[int, _Sum]]] = {}
         for (code, detail, root, site), one in self._sums.items():
             reason = REASONS[code - 1]
             modules = one.modules.tobytes() if reason.key in _OF_MODULE else b""
-            groups.setdefault((code, detail, root, modules), []).append((site, one))
+            groups.setdefault((reason, detail, root, modules), []).append((site, one))
         gaps = []
-        for (code, detail, root, _), members in groups.items():
-            modules = np.any([one.modules for _, one in members], axis=0)
-            steps = np.any([one.steps for _, one in members], axis=0)
-            ranks = dict.fromkeys(rank for _, one in members for rank in one.ranks)
+        for (reason, detail, root, _), members in groups.items():
+            sums = [one for _, one in members]
+            modules, steps = (np.any([getattr(one, name) for one in sums], axis=0) for name in ("modules", "steps"))
             gaps.append(
                 Gap(
-                    reason=REASONS[code - 1],
+                    reason=reason,
                     detail=detail,
-                    root=self._slots.roots[root],
-                    sites=[SLOT_SITES[site] for site, _ in sorted(members, key=lambda member: member[0])],
-                    modules=[self._slots.modules[number].path for number in np.flatnonzero(modules).tolist()],
-                    steps=self._axis[steps].tolist(),
-                    ranks=sorted(ranks, key=lambda rank: -1 if rank is None else rank),
-                    num_missing=sum(one.total[0] for _, one in members),
+                    root=self.slots.roots[root],
+                    sites=[SLOT_SITES[site] for site in sorted(site for site, _ in members)],
+                    modules=[self.slots.modules[number].path for number in np.flatnonzero(modules).tolist()],
+                    steps=self.axis[steps].tolist(),
+                    ranks=sorted(
+                        {rank for one in sums for rank in one.ranks}, key=lambda rank: -1 if rank is None else rank
+                    ),
+                    num_missing=sum(one.num_missing for one in sums),
                 )
             )
         return sorted(gaps, key=lambda gap: (gap.reason.is_loss, not gap.reason.is_harmless, gap.num_missing))
 
 
-class _Sum(NamedTuple):
-    modules: Flags
-    steps: Flags
-    ranks: dict[int | None, None]
-    total: list[int]
-
-
 def explain(gaps: Gaps, view: RankView, *, has_rows: Flags, called: Flags, graded: Flags) -> None:
     """Add one rank's gaps.
 
-    Args:
-        gaps: where to.
-        view: what the rank was to record and did.
-        has_rows: of each module, whether any rank left a row of it.
-        called: of each module, whether any rank saw it run.
-        graded: of each module, whether any rank saw it run with gradients.
+    For each module, `has_rows` says whether any rank left a row of it, `called` whether any rank saw it run, and
+    `graded` whether any rank saw it run with gradients.
     """
-    slots, when = gaps._slots, view.when
-    per_slot = when.sum(axis=1)[view.code]
-    np.add.at(gaps.expected, slots.site, per_slot)
+    slots, first = view.slots, view.slots.first
+    np.add.at(gaps.expected, slots.site, view.when.sum(axis=1)[view.code])
     details = _details(view)
-    usual = np.zeros(slots.num_slots, np.uint8)
-    module_reason = _module_reasons(slots, view, has_rows, called, graded)
-    first = slots.first
-    columns_of = [np.flatnonzero(row & view.alive) for row in when]
+    usual = np.zeros(slots.num_slots, np.uint8)  # why a slot lacks its values at every step; 0 where it has some
+    module_reason = _module_reasons(view, has_rows, called, graded)
+    columns_of = [np.flatnonzero(row & view.alive) for row in view.when]
     size = max(1, _MAX_CELLS // (10 * max(1, int(view.alive.sum()))))
     for begin in range(0, len(slots.modules), size):
-        end = min(begin + size, len(slots.modules))
-        low, high = int(first[begin]), int(first[end])
+        low, high = int(first[begin]), int(first[min(begin + size, len(slots.modules))])
         used = [columns_of[code] for code in distinct(view.code[low:high]).tolist() if len(columns_of[code])]
-        if used:
-            columns = np.unique(np.concatenate(used))
-            _explain_block(gaps, view, details, module_reason, (begin, end), columns, usual)
+        if not used:
+            continue
+        block = _SlotBlock(view, low, high, np.unique(np.concatenate(used)))
+        np.add.at(gaps.found, slots.site[low:high], (block.expected & block.recorded).sum(axis=1))
+        if len(block.rows):
+            reason = _with_losses(block, _reasons(block, module_reason), usual)
+            _add_block(gaps, block, reason, details)
     _explain_empty_steps(gaps, view, details, usual)
 
 
-def _explain_block(
-    gaps: Gaps, view: RankView, details: dict[int, str], module_reason: Integers, modules: tuple[int, int],
-    columns: Integers, usual_of: npt.NDArray[np.uint8],
-) -> None:  # fmt: skip
-    """Add what a block of modules lacks at steps of which there are rows, and note why slots lack that never came."""
-    slots = gaps._slots
-    begin, end = modules
-    low, high = int(slots.first[begin]), int(slots.first[end])
-    site, module = slots.site[low:high], slots.module[low:high] - begin
-    recorded = view.cells(view.recorded, low, high, columns)
-    expected = view.when[view.code[low:high]][:, columns]
-    np.add.at(gaps.found, site, (expected & recorded).sum(axis=1))
-    missing = expected & ~recorded
-    rows = np.flatnonzero(missing.any(axis=1))
-    if not len(rows):
-        return
-    reason = _reasons(view, slots, (low, high), columns, recorded, module_reason, rows)
-    free = view.bits[columns] == 0
-    some, there = missing[rows], recorded[rows]
+class _SlotBlock:
+    """The slots of some modules at some steps of which there are rows."""
+
+    def __init__(self, view: RankView, low: int, high: int, columns: Integers) -> None:
+        slots = view.slots
+        self.view, self.low, self.high = view, low, high
+        self.columns = columns
+        """The steps, by their position in the axis."""
+        self.recorded = view.cells(view.recorded, low, high, columns)
+        self.expected = view.when[view.code[low:high]][:, columns]
+        missing = self.expected & ~self.recorded
+        self.rows = np.flatnonzero(missing.any(axis=1))
+        """The slots of the block of which something is missing, counted from `low`; what follows is of these slots."""
+        self.missing = missing[self.rows]
+        self.slots = low + self.rows
+        self.site, self.module = slots.site[self.slots], slots.module[self.slots]
+        self.root = slots.root_of[self.module]
+
+
+def _with_losses(
+    block: _SlotBlock, reason: npt.NDArray[np.uint8], usual_of: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.uint8]:
+    """Return the reasons with those of rows that were lost; note why slots lack their values at every step.
+
+    Args:
+        block: slots and steps.
+        reason: why a value would be missing even if nothing had been lost.
+        usual_of: takes the reason of each slot that never has a value.
+    """
+    view, missing, columns = block.view, block.missing, block.columns
+    there, expected = block.recorded[block.rows], block.expected[block.rows]
+    is_free = view.bits[columns] == 0
     lost = np.zeros(len(columns), np.uint8)
     for cause in reversed(CAUSES):
         lost[view.bits[columns] & cause > 0] = _CODE[_OF_CAUSE[cause]]
     # What never came where nothing was lost would not have come where something was.
-    never = (expected[rows] & free).any(axis=1) & ~(expected[rows] & there & free).any(axis=1)
-    usual = reason[np.arange(len(rows)), np.argmax(some & free, axis=1)]
-    usual_of[low + rows[never]] = usual[never]
+    never = (expected & is_free).any(axis=1) & ~(expected & there & is_free).any(axis=1)
+    usual = reason[np.arange(len(reason)), np.argmax(missing & is_free, axis=1)]
+    usual_of[block.slots[never]] = usual[never]
     num_found = there.sum(axis=1)
     is_certain = np.isin(reason, _CERTAIN) & (num_found == 0)[:, None]
     is_certain |= np.isin(reason, _UNCALLED) & (view.room[IN_FORWARD, columns] == 0)
-    may_drop = ~never[:, None] & ~is_certain
-    dropped = lost == _CODE["dropped"]
-    by_drop = view.take_room(columns, some & may_drop & dropped, site[rows], num_found)
-    is_unsure = some & may_drop & dropped & ~by_drop & np.isin(reason, _NEVER_CALLED)
-    reason[is_unsure] = _CODE["perhaps_dropped"]
+    is_drop = lost == _CODE["dropped"]
+    may_drop = missing & is_drop & ~never[:, None] & ~is_certain
+    by_drop = view.take_room(columns, may_drop, block.site, num_found)
+    reason[may_drop & ~by_drop & np.isin(reason, _NEVER_CALLED)] = _CODE["perhaps_dropped"]
     reason[by_drop] = _CODE["dropped"]
-    lost_otherwise = ~free & ~dropped
+    lost_otherwise = ~is_free & ~is_drop
     reason[:, lost_otherwise] = lost[lost_otherwise][None, :]
-    reason[:, ~free] = np.where(never[:, None], usual[:, None], reason[:, ~free])
+    reason[:, ~is_free] = np.where(never[:, None], usual[:, None], reason[:, ~is_free])
     if view.is_lossy:
         reason[there.any(axis=1)] = _CODE["not_merged"]
-    reason[~some] = 0
-    for code in np.unique(reason[some]).tolist():
+    reason[~missing] = 0
+    return reason
+
+
+def _add_block(gaps: Gaps, block: _SlotBlock, reason: npt.NDArray[np.uint8], details: dict[int, str]) -> None:
+    """Add the missing values of a block, by reason, root and site."""
+    groups = block.root * len(SLOT_SITES) + block.site
+    for code in np.unique(reason[block.missing]).tolist():
         hits = reason == code
         counts = hits.sum(axis=1)
-        of = np.flatnonzero(counts)
-        groups = slots.root_of[module[rows[of]] + begin] * len(SLOT_SITES) + site[rows[of]]
-        for group in np.unique(groups).tolist():
-            members = of[groups == group]
-            steps = np.zeros(view.when.shape[1], bool)
-            steps[columns[hits[members].any(axis=0)]] = True
-            root, kind = divmod(group, len(SLOT_SITES))
-            numbers = module[rows[members]] + begin
-            gaps.add(code, details.get(code, ""), root, kind, numbers, steps, view.rank, int(counts[members].sum()))
+        for group in np.unique(groups[counts > 0]).tolist():
+            members = np.flatnonzero((groups == group) & (counts > 0))
+            steps = np.zeros(len(gaps.axis), bool)
+            steps[block.columns[hits[members].any(axis=0)]] = True
+            root, site = divmod(group, len(SLOT_SITES))
+            total = int(counts[members].sum())
+            gaps.add(code, details.get(code, ""), root, site, block.module[members], steps, block.view.rank, total)
 
 
-def _reasons(
-    view: RankView, slots: Slots, block: tuple[int, int], columns: Integers, recorded: Flags,
-    module_reason: Integers, rows: Integers,
-) -> npt.NDArray[np.uint8]:  # fmt: skip
-    """Why some slots x steps would have no value even if nothing had been lost."""
-    low, high = block
-    site, module = slots.site[low:high][rows], slots.module[low:high][rows]
-    root = slots.root_of[module]
-    first = slots.first[module] - low
-    called = np.any([recorded[first + offset] for offset in range(len(OF_CALLS))], axis=0)
-    graded = view.cells(view.recorded_with_grad, low, high, columns)
-    with_grad = np.any([graded[first + offset] for offset in range(len(OF_CALLS))], axis=0)
-    root_called, root_graded = view.called[root][:, columns], view.called_with_grad[root][:, columns]
-    updated = view.updated[root][:, columns]
-    codes = np.zeros((len(rows), len(columns)), np.uint8)
+def _reasons(block: _SlotBlock, module_reason: Integers) -> npt.NDArray[np.uint8]:
+    """Return why slots x steps would have no value even if nothing had been lost; the first reason that fits counts."""
+    codes = np.zeros(block.missing.shape, np.uint8)
 
     def put(key: str, flags: Flags) -> None:
         codes[(codes == 0) & flags] = _CODE[key]
 
-    is_forward = (site < len(OF_CALLS))[:, None]
-    is_value = np.isin(site, _VALUES)[:, None]
-    watched = np.any([view.selected[slots.first[module] + offset] for offset in _VALUES], axis=0)[:, None]
-    is_hidden = (view.hidden[module] > 0) & ~view.called[root].any(axis=1)
-    put("root_idle", is_forward & ~root_called & ~is_hidden[:, None])
-    put("disarmed", view.axis[columns][None, :] >= view.disarmed[low:high][rows][:, None])
-    put("untapped", (view.untapped[low:high][rows] & (view.hidden[module] > 0))[:, None])
-    put("evaluation", is_forward & ~is_value & ~root_graded & ~is_hidden[:, None])
-    shown = recorded[first + _VALUE_OFFSET[np.minimum(site, len(OF_CALLS) - 1)]]
-    for key in ("tapped", "dtensor"):
-        is_hidden = view.hidden[module] == HIDDEN.index(key) + 1
-        put(key, is_forward & is_hidden[:, None] & called & ~shown)
-    put("no_tensor", is_value & called)
-    put("evaluation", is_forward & ~is_value & called & ~with_grad)
-    put("no_gradient", is_forward & ~is_value & (called | ~watched))
-    of_module = np.broadcast_to(module_reason[module][:, None].astype(np.uint8), codes.shape)
-    codes[:] = np.where((codes == 0) & is_forward, of_module, codes)
-
-    def of_site(name: str) -> Flags:
-        recorded: Flags = (site == SLOT_SITES.index(name))[:, None]
-        return recorded
-
-    def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
-        """Whether the parameter's slot of another site is there, and whether it was selected."""
-        is_site, distance = site == SLOT_SITES.index(name), SLOT_SITES.index(name) - SLOT_SITES.index(other)
-        there, chosen = np.zeros_like(updated), np.zeros((len(rows), 1), bool)
-        there[is_site] = recorded[rows[is_site] - distance]
-        chosen[is_site, 0] = view.selected[low:high][rows[is_site] - distance]
-        return there, chosen
-
-    if view.tied:
-        put("tied", np.isin(rows + low, list(view.tied))[:, None])
-    put("no_update", ~is_forward & ~updated)
-    put("not_optimized", of_site("param"))
-    param_there, param_selected = neighbour("grad", "param")
-    put("no_param_gradient", of_site("grad") & param_there)
-    put("param_unseen", of_site("grad") & ~param_selected)  # no other row proves it: it may have been dropped
-    put("not_optimized", of_site("grad"))
-    grad_there, grad_selected = neighbour("optim", "grad")
-    param_there, param_selected = neighbour("optim", "param")
-    put("no_state", of_site("optim") & (grad_there | param_there | ~(grad_selected | param_selected)))
-    is_buffer = np.isin(site, [SLOT_SITES.index(name) for name in OF_BUFFERS])[:, None]
-    put("no_buffer", is_buffer)
-    put("not_optimized", ~is_forward)
+    _put_reasons_of_calls(block, put)
+    is_of_call = (block.site < len(OF_CALLS))[:, None]
+    of_module = np.broadcast_to(module_reason[block.module][:, None].astype(np.uint8), codes.shape)
+    codes[:] = np.where((codes == 0) & is_of_call, of_module, codes)
+    _put_reasons_of_states(block, put)
     return codes
 
 
-def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags, graded: Flags) -> Integers:
-    """For each module, why its call was not seen at a step at which its root was called.
+_Put = Callable[[str, Flags], None]
+
+
+def _put_reasons_of_calls(block: _SlotBlock, put: _Put) -> None:
+    """Judge the values of calls, and their gradients, by what else of the module and its root is there at the step."""
+    view, site, module, columns = block.view, block.site, block.module, block.columns
+    promised, first = view.promised, view.slots.first[module]
+    offsets = range(len(OF_CALLS))
+    graded = view.cells(view.recorded_with_grad, block.low, block.high, columns)
+    called, with_grad = (
+        np.any([cells[first - block.low + offset] for offset in offsets], axis=0) for cells in (block.recorded, graded)
+    )
+    root_called, root_graded = (flags[block.root][:, columns] for flags in (view.called, view.called_with_grad))
+    is_of_call = (site < len(OF_CALLS))[:, None]
+    is_value = np.isin(site, _VALUES)[:, None]
+    is_gradient = is_of_call & ~is_value
+    is_watched = np.any([promised.selected[first + offset] for offset in _VALUES], axis=0)[:, None]
+    hidden = promised.hidden[module]
+    is_seen = ((hidden == 0) | view.called[block.root].any(axis=1))[:, None]
+    put("root_idle", is_of_call & ~root_called & is_seen)
+    put("disarmed", view.axis[columns][None, :] >= promised.disarmed[block.slots][:, None])
+    put("untapped", (promised.untapped[block.slots] & (hidden > 0))[:, None])
+    put("evaluation", is_gradient & ~root_graded & is_seen)
+    shown = block.recorded[first - block.low + _VALUE_OFFSET[np.minimum(site, len(OF_CALLS) - 1)]]
+    for key in ("tapped", "dtensor"):
+        put(key, is_of_call & (hidden == HIDDEN.index(key) + 1)[:, None] & called & ~shown)
+    put("no_tensor", is_value & called)
+    put("evaluation", is_gradient & called & ~with_grad)
+    put("no_gradient", is_gradient & (called | ~is_watched))
+
+
+def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
+    """Judge parameters, their gradients and optimizer state, and buffers, by the other sites of the same parameter."""
+    view, site = block.view, block.site
+    is_updated = view.updated[block.root][:, block.columns]
+
+    def is_of(*names: str) -> Flags:
+        is_site: Flags = np.isin(site, [SLOT_SITES.index(name) for name in names])[:, None]
+        return is_site
+
+    def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
+        """Return whether the parameter's slot of another site is there, and whether it was selected."""
+        is_site, distance = site == SLOT_SITES.index(name), SLOT_SITES.index(name) - SLOT_SITES.index(other)
+        there, chosen = np.zeros_like(is_updated), np.zeros((len(site), 1), bool)
+        there[is_site] = block.recorded[block.rows[is_site] - distance]
+        chosen[is_site, 0] = view.promised.selected[block.slots[is_site] - distance]
+        return there, chosen
+
+    is_state = (site >= len(OF_CALLS))[:, None]
+    if view.promised.tied:
+        put("tied", np.isin(block.slots, list(view.promised.tied))[:, None])
+    put("no_update", is_state & ~is_updated)
+    put("not_optimized", is_of("param"))
+    param_there, param_selected = neighbour("grad", "param")
+    put("no_param_gradient", is_of("grad") & param_there)
+    put("param_unseen", is_of("grad") & ~param_selected)  # no other row proves it: it may have been dropped
+    put("not_optimized", is_of("grad"))
+    grad_there, grad_selected = neighbour("optim", "grad")
+    param_there, param_selected = neighbour("optim", "param")
+    put("no_state", is_of("optim") & (grad_there | param_there | ~(grad_selected | param_selected)))
+    put("no_buffer", is_of(*OF_BUFFERS))
+    put("not_optimized", is_state)
+
+
+def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flags) -> Integers:
+    """Return for each module why its call was not seen at a step at which its root was called.
 
     A module that has parameters and left no row of anything is suspicious; one without any, such as a dropout that its
     owner leaves to a fused function, is merely not called.
     """
+    slots, hidden = view.slots, view.promised.hidden
     has_param, has_grad, wants_grad = (np.zeros(len(slots.modules), bool) for _ in range(3))
     if len(view.recorded):
         slot = view.recorded // view.when.shape[1]
         has_param[slots.module[slot[slots.site[slot] == SLOT_SITES.index("param")]]] = True
         has_grad[slots.module[slot[slots.site[slot] == SLOT_SITES.index("grad")]]] = True
-    wants_grad[slots.module[view.selected & (slots.site == SLOT_SITES.index("grad"))]] = True
+    wants_grad[slots.module[view.promised.selected & (slots.site == SLOT_SITES.index("grad"))]] = True
     order = (
         ("not_called", view.called_ever),
-        *((key, view.hidden == number) for number, key in enumerate(HIDDEN, 1)),
+        *((key, hidden == number) for number, key in enumerate(HIDDEN, 1)),
         ("other_ranks", graded),
         ("elsewhere", called),
         ("children", _above(slots, view.called_ever)),
@@ -420,7 +431,7 @@ def _module_reasons(slots: Slots, view: RankView, has_rows: Flags, called: Flags
 
 
 def _above(slots: Slots, flags: Flags) -> Flags:
-    """Modules with a flagged one somewhere below them."""
+    """Return the modules that have a flagged module somewhere below them."""
     are_above = np.zeros(len(flags), bool)
     layer = slots.parent_of[flags]
     while len(layer := np.unique(layer[layer >= 0])):
@@ -430,11 +441,9 @@ def _above(slots: Slots, flags: Flags) -> Flags:
     return are_above
 
 
-def _explain_empty_steps(
-    gaps: Gaps, view: RankView, details: dict[int, str], usual: npt.NDArray[np.uint8]
-) -> None:  # fmt: skip
-    """Steps at which the rank has no module's value: one reason a step, but for what never came at others either."""
-    axis = gaps._axis
+def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], usual: npt.NDArray[np.uint8]) -> None:
+    """Add the steps at which the rank has no module's value: one reason a step, unless a slot never has a value."""
+    axis = gaps.axis
     codes = np.full(len(axis), _CODE["not_merged" if view.is_merged else "no_step"], np.uint8)
     if not view.is_merged:
         if view.last_step is None or view.first_step is None:
@@ -449,7 +458,7 @@ def _explain_empty_steps(
 
 
 def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.NDArray[np.uint8]) -> Flags:
-    """Slots of which no step tells whether there is such a value, where the drops are too few for all that lack."""
+    """Return the slots that may not exist, since no step shows them, where too few rows were dropped to explain all."""
     is_empty = ~view.alive & (codes == _CODE["dropped"])
     per_slot = np.where(usual == 0, view.when[:, is_empty].sum(axis=1)[view.code], 0)
     was_seen = np.zeros(len(usual), bool)
@@ -463,16 +472,16 @@ def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.ND
 def absent(gaps: Gaps, view: RankView, ranks: Sequence[int]) -> None:
     """Add what was expected of ranks that left nothing, all with the same rules."""
     per_slot = view.when.sum(axis=1)[view.code] * len(ranks)
-    np.add.at(gaps.expected, gaps._slots.site, per_slot)
-    codes = np.full(len(gaps._axis), _CODE["absent"], np.uint8)
-    _add_steps(gaps, view, codes, np.ones(len(codes), bool), {}, ranks, np.zeros(gaps._slots.num_slots, np.uint8))
+    np.add.at(gaps.expected, gaps.slots.site, per_slot)
+    codes = np.full(len(gaps.axis), _CODE["absent"], np.uint8)
+    _add_steps(gaps, view, codes, np.ones(len(codes), bool), {}, ranks, np.zeros(gaps.slots.num_slots, np.uint8))
 
 
 def _add_steps(
     gaps: Gaps, view: RankView, codes: npt.NDArray[np.uint8], steps: Flags, details: dict[int, str],
     ranks: Sequence[int | None], usual: npt.NDArray[np.uint8],
 ) -> None:  # fmt: skip
-    slots = gaps._slots
+    slots = gaps.slots
     group = (view.code * len(slots.roots) + slots.root_of[slots.module]) * len(SLOT_SITES) + slots.site
     group = group * (len(REASONS) + 1) + usual
     for number in distinct(group[view.code > 0]).tolist():
@@ -491,14 +500,14 @@ def _add_steps(
 
 
 def _details(view: RankView) -> dict[int, str]:
-    """What the accounts and the shards of a rank say beyond the reason."""
+    """Return what the accounts and the shards of a rank say beyond the reason."""
     details: dict[int, str] = {}
     dropped = sorted({reason for writer in view.writers for reason in writer.balance.dropped})
     if dropped:
         details[_CODE["dropped"]] = details[_CODE["perhaps_dropped"]] = ", ".join(dropped)
     details[_CODE["retired"]] = retention(view.writers)
-    if view.tied:
-        details[_CODE["tied"]] = f"tied to {listed(map(repr, sorted(set(view.tied.values()))))}"
+    if view.promised.tied:
+        details[_CODE["tied"]] = f"tied to {listed(map(repr, sorted(set(view.promised.tied.values()))))}"
     damaged = [shard.path.name for writer in view.writers for shard in writer.shards if shard.damage]
     if damaged:
         details[_CODE["corrupt"]] = ", ".join(damaged)

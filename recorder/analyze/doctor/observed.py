@@ -1,6 +1,6 @@
-"""What is there: the rows of each writer as numbers, and what one rank was to record and did, by slots and steps.
+"""What was recorded: the rows of each writer as numbers, and what one rank should and did record, by slots and steps.
 
-Nothing here reads a payload, or asks why a value is missing.
+The module reads no payload, and does not ask why a value is missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...run.notes import KNOWN_WORDS
 from ...run.run import RecordedWriter
 from ...sites import OF_CALLS
 from .accounts import ANYTIME, BACKWARD, FORWARD, TOTAL, UPDATE, WHEN_OF_SITES, NumberedRows
-from .slots import SLOT_SITES, Flags, Slots, distinct
+from .slots import SLOT_SITES, Flags, Slots, WriterSlots, distinct
 
 Integers = npt.NDArray[np.int64]
 
@@ -28,11 +28,11 @@ _COLUMNS = ("seq", "step", "micro_step", "mode", "phase", "root", "module_path",
 
 
 class SlotRows(NamedTuple):
-    """The rows of one writer as numbers, in few bytes: those of all ranks are in memory together."""
+    """The rows of one writer as numbers, in few bytes: the rows of all ranks are in memory together."""
 
     numbered: NumberedRows
     slot: npt.NDArray[np.int32]
-    """-1 for what is in no tree, for taps and scalars."""
+    """-1 for a row that is in no module tree, of a tap or of a scalar."""
     step: Integers
     root: npt.NDArray[np.int32]
     module: npt.NDArray[np.int32]
@@ -43,13 +43,13 @@ class SlotRows(NamedTuple):
     is_forward: Flags
     num_incomplete: int
     unknown: Counter[tuple[str, str]]
-    """Kind (``site``, ``encoding``, ``column``) and word of what this version does not know, and how many rows."""
+    """Kind (``site``, ``encoding``, ``column``) and word that this version does not know, and the number of rows."""
     partial: list[tuple[str, str, str, Integers]]
-    """Ranks present, ranks expected, mode, and the steps of such rows."""
+    """Rows that lack ranks: ranks present, ranks expected, mode, and the steps."""
 
 
 def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
-    """All rows of a writer, in file order."""
+    """Return all rows of a writer, in file order."""
     batches, shards = [], []
     for number, shard in enumerate(writer.shards):
         for batch in shard.columns(_COLUMNS):
@@ -104,13 +104,13 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
 _TYPES = {"seq": pa.int64(), "step": pa.int64(), "micro_step": pa.int32(), "part": pa.int32(), "numel": pa.int64(),
           "payload_bytes": pa.int64()}  # fmt: skip
 _WHEN = np.array([*WHEN_OF_SITES, ANYTIME])
-"""For each of `SLOT_SITES`, and of other sites, when in a step its rows come."""
+"""For each of `SLOT_SITES`, and for other sites, when in a step the rows come."""
 MODES = {"train": 0, "eval": 1, "no_grad": 2}
 _Codes = tuple[Integers, list[str]]
 
 
 def _codes(column: Any) -> _Codes:
-    """A text column as numbers, -1 for null, and the texts."""
+    """Return a text column as numbers, -1 for null, and the texts."""
     encoded = column.combine_chunks().dictionary_encode() if column.num_chunks else None
     if encoded is None:
         return np.zeros(0, np.int64), []
@@ -121,7 +121,7 @@ def _codes(column: Any) -> _Codes:
 
 
 def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
-    """Translate the codes of texts into what each text means; -1 for a text that means nothing."""
+    """Translate the codes of texts by the meaning of each text; -1 for a text without a meaning."""
     return np.array([*(meaning.get(text, -1) for text in codes[1]), -1], np.int64)[codes[0]]
 
 
@@ -156,7 +156,7 @@ def _unknown(writer: RecordedWriter, codes: Mapping[str, _Codes]) -> Counter[tup
 
 
 def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> int:
-    """Tensors in several parts of which not all are there."""
+    """Count the tensors in several parts of which some parts are missing."""
     if not numbers["part"].any():
         return 0
     sizes = []
@@ -191,64 +191,52 @@ def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, st
 
 
 class RankView:
-    """What one rank was expected to record, and what is there of it, by slots and steps."""
+    """What one rank should have recorded, and what it recorded, by slots and steps."""
 
     def __init__(
         self,
         slots: Slots,
         axis: Integers,
-        *,
-        rank: int | None,
-        writers: Sequence[RecordedWriter],
-        selected: Flags,
-        hidden: Integers,
-        disarmed: Integers,
-        untapped: Flags,
-        tied: Mapping[int, str],
+        promised: WriterSlots,
         code: Integers,
         when: Flags,
+        *,
+        rank: int | None,
+        writers: Sequence[RecordedWriter] = (),
         is_merged: bool = False,
     ) -> None:
-        self._slots = slots
+        self.slots = slots
         self.axis = axis
         self.rank = rank
         self.writers = writers
-        self.selected = selected
-        """For each slot, whether a rule selects its site on this rank."""
-        self.hidden = hidden
-        """For each module, why hooks see no call of it, as `WriterSlots` says."""
-        self.disarmed = disarmed
-        """For each slot, the first step at which its hooks were disarmed."""
-        self.untapped = untapped
-        """For each slot, whether graphs alone show its module, and at other sites."""
-        self.tied = tied
-        """For each slot of a tied parameter, the other name under which that parameter is recorded."""
+        self.promised = promised
+        """What the rank's manifests say of the slots."""
         self.code = code
         """For each slot a row of `when`."""
         self.when = when
         """At which steps of the axis a value is expected; row 0 is never."""
         self.is_merged = is_merged
         self.is_lossy = False
-        """A merged run whose source had lost rows: at which steps, it does not say."""
+        """True for a merged run whose source had lost rows; it does not say at which steps."""
         num_roots, num_steps, num_modules = len(slots.roots), len(axis), len(slots.modules)
         self.bits = np.zeros(num_steps, np.uint8)
-        """Causes of `losses` by step."""
+        """The causes of `lost_steps` at each step."""
         self.room = np.zeros((TOTAL + 1, num_steps), np.int64)
-        """How many missing values of a step drops can explain, as in `losses`."""
+        """How many missing values of a step drops can explain, as in `LostRows`."""
         self.room_taken = np.zeros((TOTAL + 1, num_steps), np.int64)
-        """How many they do explain."""
+        """How many missing values drops do explain."""
         self.alive = np.zeros(num_steps, bool)
-        """Some module's value is there."""
+        """True for steps with a row of a module."""
         self.called = np.zeros((num_roots, num_steps), bool)
         self.called_with_grad = np.zeros((num_roots, num_steps), bool)
         self.updated = np.zeros((num_roots, num_steps), bool)
-        """An optimizer stepped."""
+        """True for steps at which an optimizer stepped."""
         self.recorded = np.zeros(0, np.int64)
-        """Slot x steps + step of what is there, sorted."""
+        """Sorted slot x steps + step of each recorded value."""
         self.recorded_with_grad = np.zeros(0, np.int64)
         self.called_ever = np.zeros(num_modules, bool)
         self.graded_ever = np.zeros(num_modules, bool)
-        """For each module, whether it ran with gradients."""
+        """Whether each module ran with gradients."""
         self.first_step: int | None = None
         self.last_step: int | None = None
 
@@ -277,12 +265,12 @@ class RankView:
         self.recorded = _joined(self.recorded, distinct(keys[in_tree]))
         graded = _joined(self.recorded_with_grad, distinct(keys[in_tree & forward & rows.with_grad]))
         self.recorded_with_grad = graded
-        slots = self._slots
+        slots = self.slots
         self.called_ever[slots.module[rows.slot[in_tree & forward]]] = True
         self.graded_ever[slots.module[graded // len(axis)]] = True
 
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
-        """Return, for each slot of a block and each of some steps, whether the value is among the sorted `keys`."""
+        """Return for each slot of a block and each of some steps whether the value is among the sorted `keys`."""
         num_steps = self.when.shape[1]
         has_value = np.zeros((high - low, len(columns)), bool)
         begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])
@@ -294,7 +282,7 @@ class RankView:
         return has_value
 
     def take_room(self, columns: Integers, wanted: Flags, site: Integers, num_found: Integers) -> Flags:
-        """Return which values the drops explain: no more than were dropped in a phase of a step.
+        """Return the values that drops explain, at most as many as were dropped in a phase of a step.
 
         Drops explain the most regular values first.
         """

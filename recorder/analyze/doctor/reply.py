@@ -1,14 +1,23 @@
-"""What `recorder doctor` replies: lines about what a run lacks and why, the most important last, next to the prompt."""
+"""What `recorder doctor` replies: lines about what a run misses and why, the most important last, next to the prompt.
+
+Without a run the lines are about the environment: the flag, the hook in torch, the settings, the disk. Nothing here
+imports torch or the training side of the package: doctor answers also where those are broken.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...config import FLAG
+from ...config import FLAG, is_enabled, load_settings
+from ...errors import ConfigError, install_line
 from ...run.finding import typed_for
 from ...run.notes import (
     describe,
@@ -22,7 +31,7 @@ from ...run.notes import (
 )
 from ...run.reply import Reply, StateLine
 from ...run.run import Balance, RecordedModule, Run
-from ...system.text import counted, grouped, listed, printable, span
+from ...system.text import counted, grouped, listed, printable, size, span
 from .expected import Expectation, compare
 from .gaps import REASONS, Gap
 
@@ -38,9 +47,9 @@ _STEP_SOURCES = {
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
 """Reasons of gaps by the kind of event that explains them; other events say that something failed."""
 _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed"}
-"""Kinds of events that say what happened, where nothing is lacking that was promised."""
+"""Kinds of events after which nothing that was promised is missing."""
 _OF_COMMANDS = {"command_refused", "uncarried"}
-"""Kinds of events of commands that were not done: whoever may send one may send what is none, and nothing is lost."""
+"""Kinds of events of commands that were not done: anybody may send an invalid command, and nothing is lost."""
 _UNKNOWN = {
     "site": "nothing is expected there; a later version of recorder knows what is missing",
     "encoding": "their values cannot be read here; a later version of recorder reads them",
@@ -48,7 +57,7 @@ _UNKNOWN = {
 }
 """The end of a line about something that a later version of the format added."""
 _STATES = ("ok", "note", "missing")
-"""The states of lines; the most important stand last, next to the prompt."""
+"""The states of lines; lines of the most important state come last, next to the prompt."""
 
 
 class Check(NamedTuple):
@@ -58,15 +67,15 @@ class Check(NamedTuple):
     """``ok``, ``note``, or ``missing``: something is not, or will not be, recorded."""
     text: str
     is_strict: bool = False
-    """A finding under ``--strict``."""
+    """True for a line that is a finding under ``--strict``."""
     members: Mapping[str, Any] = MappingProxyType({})
-    """The members that the line has in JSON."""
+    """Further members of the line in JSON."""
     is_listed: bool = True
-    """Whether people see the line; JSON has all."""
+    """Whether people see the line; JSON has all lines."""
 
 
 def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Reply:
-    """Return the reply: the exit code is 1 if something is missing, or is not as strictness wants it."""
+    """Return the reply; the exit code is 1 if something is missing, or the strict reader would object."""
     known = list(checks)
     return Reply(
         members=lambda: {
@@ -93,7 +102,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _recorded_settings(run)
     yield from _proof(run)
     yield from _told(run)
-    yield from _strays(run)
+    yield from (Check("note", text, is_strict=True) for text in strays(run))  # other readers take these for rows
     yield from _dumps(run)
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)
@@ -156,7 +165,6 @@ def _recorded_settings(run: Run) -> Iterator[Check]:
 
 
 def _proof(run: Run) -> Iterator[Check]:
-    """Yield what `recorder prove` found; a program that nobody has asked about has no line."""
     if (proof := run.proof) is not None:
         for note in proof.notes:
             yield Check("ok", f"recorder prove: {note}")
@@ -164,7 +172,7 @@ def _proof(run: Run) -> Iterator[Check]:
 
 
 def _told(run: Run) -> Iterator[Check]:
-    """Yield what the run was told while it was under way; a run that was told nothing has no line."""
+    """Yield the commands that the run was sent while it was under way."""
     for one in sent_commands(run):
         command = one.command
         text = (
@@ -176,16 +184,10 @@ def _told(run: Run) -> Iterator[Check]:
         yield Check("note", f"no command, and refused by the run: {problem}", is_strict=True)
 
 
-def _strays(run: Run) -> Iterator[Check]:
-    """Yield what other readers take for rows of the run."""
-    for text in strays(run):
-        yield Check("note", text, is_strict=True)
-
-
 def _dumps(run: Run) -> Iterator[Check]:
-    """Yield what triggers had the run write, and the ranks that heard of one too late, or never.
+    """Yield the dumps that triggers caused, and the ranks that heard of a trigger too late, or never.
 
-    A rank with a trigger of its own for the same steps wrote what was asked for, and need not hear of another's.
+    A rank with a trigger of its own for the same steps wrote what was asked for, and need not hear of another trigger.
     """
     dumps = run.dumps
     wrote: dict[tuple[int, int, int], set[int]] = defaultdict(set)
@@ -342,7 +344,7 @@ def _merged(run: Run, expected: Expectation) -> Iterator[Check]:
 
 
 def _events(run: Run) -> Iterator[Check]:
-    """Yield the events of the recorder itself; an event of several ranks stands once."""
+    """Yield the events of the recorder itself; an event of several ranks has one line."""
     ranks_of: dict[tuple[str, str], list[str]] = {}
     for writer in run.writers:
         for event in writer.manifest.events:
@@ -416,3 +418,62 @@ def _named(paths: list[str]) -> str:
 
 def _listed(names: list[str]) -> str:
     return listed(map(printable, names), _MAX_LISTED)
+
+
+_ENTRY_POINT_GROUP = "torch.backends"
+_HOOK = "recorder_autoload"
+
+
+def environment_checks() -> Iterator[Check]:
+    """Yield the lines about this environment: what would keep torch from starting the recorder, and the settings."""
+    try:
+        is_on = is_enabled()
+        off = f"off; {FLAG}=1 turns it on"
+        yield Check("ok" if is_on else "note", f"{FLAG}: recording is {'on' if is_on else off}")
+    except ConfigError as error:
+        yield Check("missing", str(error))
+    if os.environ.get(AUTOLOAD, "1") == "0":
+        yield Check("missing", f"{AUTOLOAD}=0: torch starts no recorder; unset it, or use: recorder run ...")
+    else:
+        yield Check("ok", f"{AUTOLOAD}: on")
+    hooks = [point for point in metadata.entry_points(group=_ENTRY_POINT_GROUP) if point.module == _HOOK]
+    if hooks:
+        yield Check("ok", f"entry point: {hooks[0].name} = {hooks[0].value}")
+    else:
+        what = f"entry point: none in {_ENTRY_POINT_GROUP!r}, so torch cannot start it: {install_line()}"
+        yield Check("missing", what)
+    try:
+        yield Check("ok", f"torch: {metadata.version('torch')}")
+    except metadata.PackageNotFoundError:
+        yield Check("missing", "torch: not installed in this environment: pip install torch")
+    yield from _shadows()
+    yield from _settings()
+
+
+def _shadows() -> Iterator[Check]:
+    """Find a module of the user's with our name, which hides the package in a script's folder."""
+    own = Path(__file__).resolve().parents[2]
+    for name in (f"{own.name}.py", f"{own.name}/__init__.py"):
+        shadow = Path.cwd() / name
+        if shadow.exists() and shadow.resolve().parent != own:
+            hidden = f"hides the package from `import {own.name}` here; recording by {FLAG}=1 is not affected"
+            yield Check("note", f"{shadow}: {hidden}")
+
+
+def _settings() -> Iterator[Check]:
+    try:
+        loaded = load_settings()
+    except ConfigError as error:
+        yield Check("missing", f"settings: {error}")
+        return
+    changed = [f"{item.name} ({item.source})" for item in loaded.explain() if item.source != "default"]
+    yield Check("ok", f"settings: {', '.join(changed) or 'all defaults'}; recorder config --show lists them")
+    folder = Path(loaded.settings.dir).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield Check("missing", f"{folder}: cannot be written; set RECORDER_DIR")
+        return
+    free_bytes = shutil.disk_usage(existing).free
+    floor_bytes = loaded.settings.min_free_bytes
+    state = "missing" if free_bytes < floor_bytes else "ok"
+    yield Check(state, f"{folder}: {size(free_bytes)} free, recording pauses below {size(floor_bytes)}")

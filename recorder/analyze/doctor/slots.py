@@ -1,6 +1,6 @@
 """What manifests promise: a slot for each module's value at a site, and the rules that select it.
 
-Never looks at rows, and never raises over untrusted JSON or rules.
+The module never looks at rows, and never raises over untrusted JSON or rules.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 SLOT_SITES = (*OF_CALLS, *OF_PARAMETERS, *OF_BUFFERS)
-"""Sites at which a module tree says what should exist; what is tapped, and scalars, are up to the program."""
+"""Sites at which a module tree says what should exist; taps and scalars are up to the program."""
 _OF_OPTIMIZERS = [number for number, site in enumerate(SLOT_SITES) if SITE_OF[site].is_of_optimizer]
-"""What has names of the optimizer's, behind that of the parameter."""
+"""Sites of optimizer state, whose names begin with the parameter's: ``weight.exp_avg``."""
 NEVER = 1 << 62
 """A step after all others."""
 _MAX_DEPTH = 200
-"""Levels of a module tree; a path of more is nobody's, and looking for what is above it would take for ever."""
+"""The most levels of a module tree. Walking up an untrusted, endless path would take for ever."""
 HIDDEN = ("fused", "inlined", "tapped", "dtensor", "scripted", "compiled", "late")
-"""Why hooks see no call of a module, as its manifest says; keys of `gaps.REASONS`. The last three hold below it."""
+"""Why hooks see no call of a module, as its manifest says; keys of `gaps.REASONS`. The last three hold below it, too.
+"""
 _HOLDS_BELOW = HIDDEN.index("scripted") + 1
 _MAX_RULES = 1000
-"""Most rules of one writer. Each rule is judged for every module and step, whoever wrote the rules."""
+"""The most rules of one writer. Each rule is judged for every module and step, whoever wrote the rules."""
 
 
 class DescribedModule(NamedTuple):
@@ -49,22 +50,37 @@ class DescribedModule(NamedTuple):
 
 
 class WriterSlots(NamedTuple):
-    """What one writer's manifest says of the slots."""
+    """What the manifest of one writer, or the manifests of all writers of a rank, say of the slots."""
 
     selected: Flags
-    """For each slot: a rule selects its site, on the writer's rank."""
+    """For each slot, whether a rule selects its site on the writer's rank."""
     hidden: Integers
     """For each module, why hooks see no call of it: 0, or 1 + the index in `HIDDEN`."""
     disarmed: Integers
-    """For each slot, the step from which on its hooks were disarmed, as they kept failing; `NEVER` elsewhere."""
+    """For each slot, the first step at which its hooks were disarmed, as they kept failing; `NEVER` elsewhere."""
     untapped: Flags
-    """For each slot: graphs alone show its module, and at other sites than this."""
+    """For each slot, whether only graphs show its module, and show it only at other sites."""
     tied: dict[int, str]
     """For each slot of a tied parameter, the other name under which that parameter is recorded."""
 
+    @classmethod
+    def joined(cls, slots: Slots, some: Iterable[WriterSlots]) -> WriterSlots:
+        """Join what several writers say; without any writer no slot is selected."""
+        of_slots, of_modules = np.zeros(slots.num_slots, bool), np.zeros(len(slots.modules), np.int64)
+        joined = cls(of_slots, of_modules, np.full(slots.num_slots, NEVER, np.int64), of_slots, {})
+        for one in some:
+            joined = cls(
+                joined.selected | one.selected,
+                np.maximum(joined.hidden, one.hidden),
+                np.minimum(joined.disarmed, one.disarmed),
+                joined.untapped | one.untapped,
+                joined.tied | one.tied,
+            )
+        return joined
+
 
 class Slots:
-    """Every value that could exist once a step: modules in the order of the tree, and the slots of each together."""
+    """Every value that may exist at a step: modules in the order of the tree, and the slots of each together."""
 
     def __init__(self, manifests: Iterable[WriterManifest]) -> None:
         trees: list[tuple[RecordedRoot, ...]] = []
@@ -78,16 +94,16 @@ class Slots:
         described = [[(root, module) for root in tree for module in root.modules] for tree in trees]
         self.modules = _join(described)
         self.number_of = {(module.root, module.path): number for number, module in enumerate(self.modules)}
-        """Number of a module by root and path."""
+        """The number of a module, by root and path."""
         self.roots = list(dict.fromkeys(module.root for module in self.modules))
         root_number = {root: number for number, root in enumerate(self.roots)}
         self.root_of = np.array([root_number[module.root] for module in self.modules], np.int64)
         self.parent_of = self._parents()
-        """For each module the one above it, -1 for a root."""
+        """The module above each module, -1 for a root."""
         self._lay_out()
         writer_slots = [self._writer_slots(modules) for modules in described]
         self.writer_slots = [writer_slots[number] for number in numbers]
-        """For each manifest, as they were given."""
+        """One for each manifest, in the given order."""
 
     @property
     def num_slots(self) -> int:
@@ -106,29 +122,23 @@ class Slots:
 
     def _lay_out(self) -> None:
         names: dict[str, int] = {"": 0}
-        module: list[int] = []
-        site: list[int] = []
-        name: list[int] = []
+        rows: list[tuple[int, int, int]] = []
         first: list[int] = []
         for number, one in enumerate(self.modules):
-            first.append(len(module))
-            kinds = [(SLOT_SITES.index(kind), 0) for kind in OF_CALLS]
-            for param in one.params:
-                code = names.setdefault(param, len(names))
-                kinds += [(SLOT_SITES.index(kind), code) for kind in OF_PARAMETERS]
-            for buffer in one.buffers:
-                code = names.setdefault(buffer, len(names))
-                kinds += [(SLOT_SITES.index(kind), code) for kind in OF_BUFFERS]
-            module += [number] * len(kinds)
-            site += [kind for kind, _ in kinds]
-            name += [code for _, code in kinds]
-        self.module = np.array(module, np.int64)
+            first.append(len(rows))
+            rows += [(number, SLOT_SITES.index(site), 0) for site in OF_CALLS]
+            for own_names, sites in ((one.params, OF_PARAMETERS), (one.buffers, OF_BUFFERS)):
+                for name in own_names:
+                    code = names.setdefault(name, len(names))
+                    rows += [(number, SLOT_SITES.index(site), code) for site in sites]
+        module, site, names_of = np.array(rows, np.int64).reshape(-1, 3).T
+        self.module: Integers = np.ascontiguousarray(module)
         """For each slot, its module."""
-        self.site = np.array(site, np.int64)
+        self.site: Integers = np.ascontiguousarray(site)
         """For each slot, its site in `SLOT_SITES`."""
-        self.name = np.array(name, np.int64)
+        self.name: Integers = np.ascontiguousarray(names_of)
         self.names = list(names)
-        self.first = np.array([*first, len(module)], np.int64)
+        self.first = np.array([*first, len(rows)], np.int64)
         """For each module its first slot, and the end."""
         self._name_codes = names
         self._named = np.flatnonzero(self.site >= len(OF_CALLS))
@@ -140,12 +150,10 @@ class Slots:
         return (module * len(SLOT_SITES) + site) * len(self.names) + name
 
     def of_rows(self, module: Integers, site: Integers, name: Integers) -> Integers:
-        """The slot of each row, -1 for none.
+        """Return the slot of each row, -1 for none.
 
-        Args:
-            module: its number, -1 where it is in no tree.
-            site: its index in `SLOT_SITES`, -1 for another.
-            name: of a parameter or buffer by `name_code`, -1 for one that no module has.
+        `module` is the module's number, `site` the index in `SLOT_SITES`, and `name` that of `name_code`; each is -1 if
+        unknown.
         """
         slots = np.full(len(module), -1, np.int64)
         known = (module >= 0) & (site >= 0)
@@ -159,7 +167,7 @@ class Slots:
         return slots
 
     def name_code(self, name: str) -> int:
-        """The number of a parameter's or buffer's name; of optimizer state (``weight.exp_avg``) the parameter's."""
+        """Return the number of a parameter's or buffer's name, or of the parameter of a state (``weight.exp_avg``)."""
         code = self._name_codes.get(name)
         return self._name_codes.get(name.partition(".")[0], -1) if code is None else code
 
@@ -176,15 +184,19 @@ class Slots:
                 if site in SLOT_SITES:
                     disarmed[number, SLOT_SITES.index(site)] = step
             selected[number] = [site in module.sites for site in SLOT_SITES]
-            hidden[number] = _hidden(module)
+            why = module.hidden if module.hidden in HIDDEN else "compiled" if module.is_compiled else None
+            hidden[number] = 0 if why is None else HIDDEN.index(why) + 1
             if module.tapped:
                 shown = {*module.tapped, *(GRADIENT_OF[site] for site in module.tapped if site in GRADIENT_OF)}
                 untapped[number] = [site in OF_CALLS and site not in shown for site in SLOT_SITES]
                 is_of_dtensors = module.has_dtensors and root.model_parallel is not None
                 (of_dtensors if is_of_dtensors else tapped).append(number)
         above = np.maximum(self.parent_of, 0)
-        while len(inside := np.flatnonzero((self.parent_of >= 0) & _is_taken(hidden, hidden[above]))):
-            hidden[inside] = hidden[above[inside]]  # a graph holds all that its module calls
+        while True:  # a graph holds all that its module calls
+            is_inside = (self.parent_of >= 0) & (hidden[above] >= _HOLDS_BELOW) & (hidden < hidden[above])
+            if not is_inside.any():
+                break
+            hidden[is_inside] = hidden[above[is_inside]]
         hidden[tapped] = HIDDEN.index("tapped") + 1
         hidden[of_dtensors] = HIDDEN.index("dtensor") + 1
         if not self.modules:
@@ -201,18 +213,6 @@ class Slots:
                 code, states = self._name_codes.get(name), range(len(OF_CALLS), len(OF_CALLS) + len(OF_PARAMETERS))
                 tied |= {slot: first for slot in of_module if self.name[slot] == code and self.site[slot] in states}
         return tied
-
-
-def _is_taken(own: Integers, above: Integers) -> Flags:
-    """Whether what hides the module above hides this one too."""
-    taken: Flags = (above >= _HOLDS_BELOW) & (own < above)
-    return taken
-
-
-def _hidden(module: RecordedModule) -> int:
-    if module.hidden in HIDDEN:
-        return HIDDEN.index(module.hidden) + 1
-    return HIDDEN.index("compiled") + 1 if module.is_compiled else 0
 
 
 def _join(described: Sequence[Sequence[tuple[RecordedRoot, RecordedModule]]]) -> list[DescribedModule]:
@@ -233,11 +233,11 @@ class RuleMatch(NamedTuple):
     rule: Rule
     slots: Flags
     is_limited: Flags
-    """Slots of which the rule wants only some names or calls: whether there are such, rows alone can tell."""
+    """Slots of which the rule wants only some names or calls; only rows tell whether these exist."""
 
 
 def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
-    """The rules of a manifest, and what is wrong with those that cannot be read."""
+    """Return the rules of a manifest, and what is wrong with the rules that cannot be read."""
     rules: list[Rule] = []
     problems: list[str] = []
     texts = manifest.rules
@@ -261,7 +261,7 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
 
 
 def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
-    """The slots of one rule; None where it has a regular expression that cannot be judged in bounded time."""
+    """Return the slots of one rule; None if a regular expression of it cannot be judged in bounded time."""
     expressions = _BoundedExpressions([text for m in slots.modules for text in (m.path, m.class_name)] + slots.names)
     is_leaf = _leaves(slots) if rule.leaf else np.ones(len(slots.modules), bool)
     try:
@@ -283,7 +283,7 @@ def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
 
 
 def _leaves(slots: Slots) -> Flags:
-    """Which modules have no children, under any of their paths."""
+    """Return which modules have no children, under any of their paths."""
     is_leaf = np.ones(len(slots.modules), bool)
     is_leaf[slots.parent_of[slots.parent_of >= 0]] = False
     for module in slots.modules:
@@ -302,10 +302,9 @@ class _BoundedExpressions:
         self._matching: dict[str, set[str]] = {}
 
     def __call__(self, expression: str, text: str) -> bool:
-        """Whether the expression matches the whole of one of the texts.
+        """Whether the expression matches one of the texts completely.
 
-        Raises:
-            pa.ArrowInvalid: RE2 does not have what the expression asks for, such as a backward reference.
+        Raises: pa.ArrowInvalid: RE2 does not have what the expression asks for, such as a backward reference.
         """
         if expression not in self._matching:
             matching = pc.match_substring_regex(pa.array(self._texts, pa.string()), pattern=f"^(?:{expression})$")
@@ -314,6 +313,6 @@ class _BoundedExpressions:
 
 
 def distinct(numbers: Integers) -> Integers:
-    """Sorted, each once. By sorting: numpy's own looks integers up in a hash table, at a fifth of the speed."""
+    """Sort numbers and keep each once. numpy looks integers up in a hash table, at a fifth of the speed."""
     ascending = np.sort(numbers)
     return ascending[np.insert(np.diff(ascending) > 0, 0, True)] if len(ascending) else ascending

@@ -1,7 +1,7 @@
 """Statistics, histograms and pictures of a run, as files that TensorBoard or Weights & Biases show.
 
-Their own packages write the files, and are loaded where they are asked for. What is written is what was recorded:
-histograms keep their very bins, and a number that was not recorded is left out.
+The packages of the two write the files, and are imported only for such an export. The export holds what was recorded:
+histograms keep their bins, and a number that was not recorded is left out.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from .tensors import NAMING, ROOT, Tensors, as_level, unusual_levels
 
 BOARDS = ("tensorboard", "wandb")
 MAX_RANKS = 64
-"""Ranks that are written, each as a run of its own."""
+"""The most ranks that are written; each is a run of its own."""
 _STATISTICS = ("mean", "std", "absmax", "l2")
 _COUNTS = ("nan_count", "inf_count")
 _MAX_TENSOR_BYTES = 64 << 20
 """The largest tensor that is drawn as a picture."""
 _MAX_TILES, _LEAST_SIDE, _MAX_SIDE, _GAP = 16, 3, 512, 1
-"""Of a picture: its tiles, the sides of a tile, and the pixels between two tiles."""
+"""The tiles of a picture, the sides of a tile, and the pixels between two tiles."""
 _MAX_BUCKETS = 512
 """The most buckets of a histogram that Weights & Biases takes."""
 _COLUMNS = tuple(dict.fromkeys((*NAMING, *_STATISTICS, *_COUNTS, "zero_count", "histogram", "time_ns", "note")))
 
 Picture = npt.NDArray[np.uint8]
 Step = Mapping[str, "float | Histogram | Picture"]
-"""What there is of a step, by tag."""
+"""The values of a step, by tag."""
 
 
 class Board(Protocol):
-    """One run on a page of others."""
+    """One run on the page of TensorBoard or W&B."""
 
     def add(self, step: int, time_s: float, values: Step) -> None:
-        """Take what there is of a step; steps come in order."""
+        """Take the values of a step; steps come in order."""
 
 
 class BoardExport:
-    """An export to the page of others, planned; `write` does it."""
+    """An export to TensorBoard or W&B, planned; `write` does it."""
 
     def __init__(
         self,
@@ -68,9 +68,8 @@ class BoardExport:
     ) -> None:
         """Find the ranks that are written.
 
-        Raises:
-            LookupFailedError: there is no such page, there are too many ranks, or the selection can match nothing.
-            UnsupportedError: the package that writes is not installed.
+        Raises LookupFailedError if there are too many ranks, or the selection can match nothing, and UnsupportedError
+        if the package that writes is not installed.
         """
         if payload:
             raise LookupFailedError(f"payload is for parquet: leave it out of an export to {to}")
@@ -85,20 +84,20 @@ class BoardExport:
                 "with --rank, or --global for the whole model"
             )
         self.total_bytes = 0
-        """0: how much there is is not known before."""
+        """0, because the size is not known before."""
 
     def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
-        """Write the folder, under its name only once it is whole.
+        """Write the folder, which gets its name once it is complete.
 
-        Raises:
-            WriteError: there is something already, or it cannot be written.
+        Raises WriteError if something has the name, or the folder cannot be written.
         """
         if force:
             raise LookupFailedError(f"--force replaces a file, and {self.to} is a folder: take the old one away first")
         partial, problems, notes, num_values, is_damaged = MissingRanks(), list[str](), list[str](), 0, False
         with published_folder(path) as folder:
             for rank in self._ranks:
-                tensors, selection = self._tensors(rank)
+                selection = self._selection if rank is None else replace(self._selection, rank=rank)
+                tensors = Tensors(self._run, selection, self._options, self._mapper)
                 name = self._run.name if rank is None else f"{self._run.name}/rank={rank:05}"
                 pictures = self._pictures(selection, notes)
                 with self._board_of(folder, name, self._run) as board:
@@ -114,12 +113,7 @@ class BoardExport:
         is_whole = not (partial or is_damaged or self._run.problems)
         return Exported(path, num_values, sum(file_bytes), notes, problems, is_whole)
 
-    def _tensors(self, rank: int | None) -> tuple[Tensors, Selection]:
-        selection = self._selection if rank is None else replace(self._selection, rank=rank)
-        return Tensors(self._run, selection, self._options, self._mapper), selection
-
     def _pictures(self, selection: Selection, notes: list[str]) -> dict[int, dict[str, Picture]]:
-        """The pictures of a rank, by step and tag."""
         tensors = Tensors(self._run, selection, self._options, self._mapper)
         try:
             entries = tensors.entries(MissingRanks())
@@ -148,7 +142,7 @@ class BoardExport:
 def _steps(
     tensors: Tensors, partial: MissingRanks, pictures: Mapping[int, Mapping[str, Picture]]
 ) -> Iterator[tuple[int, float, Step]]:
-    """What there is of each step, in order."""
+    """Yield the values of each step, in order."""
     for chosen in tensors.chosen(_COLUMNS, partial):
         table = chosen.table.sort_by("step")
         values: dict[str, float | Histogram | Picture] = {}
@@ -164,7 +158,6 @@ def _steps(
 
 
 def _take(row: Mapping[str, Any], values: dict[str, float | Histogram | Picture]) -> None:
-    """Add what a row says."""
     tag = _tag(row)
     if row["site"] == "scalar":
         if row["mean"] is not None:
@@ -184,7 +177,7 @@ def _take(row: Mapping[str, Any], values: dict[str, float | Histogram | Picture]
 
 
 def _tag(row: Mapping[str, Any]) -> str:
-    """``output/blocks.0.mlp.up``, then the name at the site and what is not the usual case."""
+    """Return ``output/blocks.0.mlp.up``, then the name at the site and everything unusual."""
     path = as_level(row["module_path"]) or ("" if row["site"] == "scalar" else ROOT)
     levels = [as_level(row["site"]), path, as_level(row["name"])]
     return "/".join([*filter(None, levels), *unusual_levels({**row, "rank": None})])
@@ -198,11 +191,9 @@ def is_picture(site: str, shape: tuple[int, ...]) -> bool:
 
 
 def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8] | None:
-    """A tensor as a picture of shape (height, width, 3): tiles side by side, from black, the least, to white.
+    """Return a tensor of four dims as a picture of shape (height, width, 3): tiles from black, the least, to white.
 
-    Args:
-        site: where it was seen: of a parameter the filters are drawn, of other values the channels of the first sample.
-        array: of four dims.
+    A parameter is drawn by its filters, any other value by the channels of the first sample.
     """
     if array.shape[1] == 3:
         tiles = array[: _MAX_TILES if site == "param" else 1].transpose(0, 2, 3, 1)

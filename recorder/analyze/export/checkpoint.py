@@ -1,7 +1,7 @@
 """The format of `torch.distributed.checkpoint`: a folder with the tensors in chunks, and a pickle that lists them.
 
-The one module on the reading side that imports torch, so import it only when such a folder is asked for: that pickle is
-made of torch's own classes, and each chunk is what `torch.save` writes.
+This module imports torch, so import it only if such a folder is asked for: the pickle is made of torch's own classes,
+and each chunk is what `torch.save` writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .files import HasSpans
 from .tensors import Entry, Span
 
 CHUNK_BYTES = 16 << 20
-"""At most so much of a tensor in one chunk, of which a rank that loads reads what it needs."""
+"""The largest chunk. A rank that loads reads only the chunks that it needs."""
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
 _VERSION = "1.0.0"
@@ -40,10 +40,9 @@ _VERSION = "1.0.0"
 
 
 def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
-    """Write tensors into an empty folder, the file that makes it a checkpoint last.
+    """Write tensors into an empty folder; the file that makes it a checkpoint comes last.
 
-    Raises:
-        UnsupportedError: this torch lacks an element type.
+    Raises UnsupportedError if this torch lacks an element type.
     """
     dtypes = {entry.name: _torch_dtype(entry) for entry in entries}
     entries_by_name: dict[str, Any] = {}
@@ -54,8 +53,11 @@ def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], 
             sizes = [math.prod(sizes) * item_bytes(entry.dtype) for _, sizes in chunks]
             data = regrouped(tensors.spans(entry), sizes)
             for number, ((offsets, shape), values) in enumerate(zip(chunks, data, strict=True)):
-                tensor = _as_tensor(values, dtypes[entry.name], shape)
-                storage_infos[MetadataIndex(entry.name, offsets, number)] = _save(file, tensor)
+                dtype, begin = dtypes[entry.name], file.tell()
+                tensor = torch.from_numpy(values).view(dtype) if values.size else torch.empty(0, dtype=dtype)
+                torch.save(tensor.reshape(shape), file)
+                info = _StorageInfo(_DATA, begin, file.tell() - begin)
+                storage_infos[MetadataIndex(entry.name, offsets, number)] = info
                 report(values.nbytes)
             entries_by_name[entry.name] = TensorStorageMetadata(
                 TensorProperties(dtype=dtypes[entry.name]),
@@ -71,7 +73,7 @@ def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], 
 
 
 def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of boxes that follow one another in a tensor's memory, each of at most so many elements."""
+    """Yield offsets and sizes of boxes that follow one another in a tensor's memory, each of at most `max_numel`."""
     dim, inner = 0 if 0 in shape else len(shape), 1
     while dim and inner * shape[dim - 1] <= max_numel:
         dim, inner = dim - 1, inner * shape[dim - 1]
@@ -86,9 +88,9 @@ def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, .
 
 
 def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """The bytes of some spans, end to end, in arrays of these sizes; each is good until the next one comes.
+    """Yield the bytes of some spans, end to end, in arrays of these sizes; each is valid until the next one comes.
 
-    All lie in the same memory, for what `torch.save` was given may live until a garbage collection (torch 2.9).
+    All arrays share one buffer, because `torch.save` may keep its argument until a garbage collection (torch 2.9).
     """
     source = iter(spans)
     span, used = np.empty(0, np.uint8), 0
@@ -106,23 +108,11 @@ def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArr
         pass
 
 
-def _as_tensor(data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if data.size == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(data).view(dtype).reshape(shape)
-
-
 def _torch_dtype(entry: Entry) -> torch.dtype:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedError(f"{entry.name}: this torch has no dtype {entry.dtype!r}; --to safetensors needs none")
     return dtype
-
-
-def _save(file: BinaryIO, tensor: torch.Tensor) -> _StorageInfo:
-    begin = file.tell()
-    torch.save(tensor, file)
-    return _StorageInfo(_DATA, begin, file.tell() - begin)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -1,23 +1,34 @@
-"""Runs in other formats: statistics as Parquet, tensors as npz or safetensors. Never overwrites unasked."""
+"""Runs in other formats: statistics as Parquet, tensors as npz or safetensors, and the catalog of a run.
+
+An export overwrites no file unless it is asked to. The catalog is one Parquet file with a row for each row on disk, but
+without the payloads. Ranks come in blocks, and each block is in the order of attempt, step, rank and seq: every file of
+the run is read about once whatever the number of files, memory holds one block, and both a step and a rank are found by
+the statistics of the row groups.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...columns import METADATA_COLUMNS, OF_FIRST_PART, PLAIN, SCHEMA
+from ...columns import METADATA_COLUMNS, OF_FIRST_PART, PLAIN, SCHEMA, TIME_ORDER
 from ...errors import LookupFailedError, RunError
 from ...run.notes import MissingRanks, missing_ranks, without_numbers
-from ...run.run import Run
+from ...run.reply import Aside, Reply
+from ...run.run import RecordedWriter, Run
 from ...run.selection import GlobalOptions, Selection
-from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially
+from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially, writer_step_ranges
+from ...system.text import counted, size
 from .files import published_file, widest_first, write_npz, write_safetensors
 from .tensors import BATCH_BYTES, Entry, RowId, Rows, Tensors, batched, row_spans
 
@@ -26,7 +37,7 @@ _ROWS_A_GROUP = 65_536
 _MAX_NAMED = 8
 _WRITERS = {"npz": write_npz, "safetensors": write_safetensors}
 _ORDERS: dict[str, Callable[[Sequence[Entry]], list[Entry]]] = {"npz": list, "safetensors": widest_first}
-"""In which order they ask for tensors."""
+"""The order in which the writers ask for tensors."""
 
 
 class Exported(NamedTuple):
@@ -40,10 +51,26 @@ class Exported(NamedTuple):
     notes: list[str]
     """Names of the values of which some ranks are missing."""
     problems: list[str]
-    """Global tensors of which the ranks' rows contradict each other, so that those rows stand in the file instead. For
-    all: values that cannot be read, and so are not in it."""
+    """Global tensors whose ranks contradict each other, so that the file has the ranks' rows instead; and values that
+    cannot be read, which are not in the file."""
     is_whole: bool
-    """False where something is damaged, or values lack ranks."""
+    """False if something is damaged, or values lack ranks."""
+
+
+def reply_of(run: Run, done: Exported, to: str) -> Reply:
+    """Return the reply of `recorder export` to a format; the exit code is 1 if something is damaged or missing."""
+
+    def members() -> dict[str, Any]:
+        summary = {"path": str(done.path), "format": to, "rows": done.num_rows, "bytes": done.num_bytes}
+        return summary | {"problems": [*done.problems, *run.problems], "notes": done.notes}
+
+    def parts() -> Iterator[str | Aside]:
+        noun = {"parquet": "row", "npz": "tensor", "safetensors": "tensor"}.get(to, "value")
+        yield f"{done.path}: {counted(done.num_rows, noun)}, {size(done.num_bytes)}"
+        yield from (Aside(f"finding: {problem}") for problem in done.problems)
+        yield from (Aside(f"note: {note}") for note in done.notes)
+
+    return Reply(members=members, parts=parts, exit_code=int(bool(done.problems) or not done.is_whole))
 
 
 class Export:
@@ -61,8 +88,7 @@ class Export:
     ) -> None:
         """Find what is to be written; `mapper` works on ranges of steps, here and in `write`.
 
-        Raises:
-            LookupFailedError: nothing is selected or has values, or there is no such format.
+        Raises LookupFailedError if nothing is selected or has values, or the format is unknown.
         """
         if to not in FORMATS:
             raise LookupFailedError(f"format {to!r}: choose of {', '.join(FORMATS)}")
@@ -80,13 +106,12 @@ class Export:
         self._names: dict[RowId, str] = {}
         self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
-        """Payload bytes that `report` will be called with in sum; 0 where that is not known before."""
+        """The sum of the payload bytes that `report` is called with; 0 if that is not known before."""
 
     def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
-        """Write the file, under its name only once it is whole.
+        """Write the file, which gets its name once it is complete.
 
-        Raises:
-            WriteError: the file exists and `force` is not given, or it cannot be written.
+        Raises WriteError if the file exists and `force` is not given, or it cannot be written.
         """
         try:
             num_rows = self._write(path, force, report)
@@ -109,7 +134,7 @@ class Export:
             return len(self._entries)
 
     def _find_unreadable(self) -> None:
-        """Read all that is to be written: a file of which a part cannot be read is begun again without that part."""
+        """Find the values that cannot be read; the file is then written again without them."""
         entries = self._entries
         if self.to == "parquet":
             entries = self._tensors.entries(MissingRanks())
@@ -118,7 +143,7 @@ class Export:
         self._entries = [one for one in self._entries if (one.steps, one.row) not in self._unreadable]
 
     def _left_out(self) -> list[str]:
-        """Values that cannot be read: one line for each reason, the first few."""
+        """Return a line for each reason, but only the first few."""
         row_ids: dict[str, list[RowId]] = {}
         for row_id, why in self._unreadable.items():
             row_ids.setdefault(why, []).append(row_id)
@@ -149,7 +174,7 @@ class Export:
         return num_rows
 
     def _light(self) -> Iterator[Any]:
-        """Rows without payloads; without the global view they are those on disk, of all attempts."""
+        """Yield rows without payloads; without the global view they are the rows on disk, of all attempts."""
         if self._options.across_ranks:
             for chosen in self._tensors.chosen(METADATA_COLUMNS, self._partial):
                 yield chosen.table
@@ -161,11 +186,11 @@ class Export:
             yield table
 
     def _with_payload(self) -> Iterator[Any]:
-        """Rows with their decoded bytes, some megabytes at once; large tensors in several rows, as on disk."""
+        """Yield rows with their decoded bytes, some megabytes at once; a large tensor has several rows."""
         order: deque[list[tuple[tuple[int, int], int, int]]] = deque()
 
         def small() -> Iterator[tuple[int, int, list[int]]]:
-            """Batches that are read at once; `order` holds the large rows between them, too."""
+            """Yield the batches that are read at once; `order` also takes the large rows between them."""
             for chosen in self._tensors.chosen(("at", "num_bytes"), self._partial):
                 steps = chosen.first, chosen.last
                 columns = (chosen.table.column(name).to_pylist() for name in ("at", "num_bytes"))
@@ -189,8 +214,6 @@ class Export:
 
 
 class _OwnRows:
-    """Rows as the ranks recorded them, without payloads."""
-
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
         self._run, self._selection = run, selection
         self._takes_partial = options.partial
@@ -203,42 +226,28 @@ class _OwnRows:
 
 
 class _RowsWithPayload:
-    """Rows with their decoded bytes; those that lack ranks without, unless the options take them."""
+    """Reads rows with their decoded bytes; rows that lack ranks have no bytes unless the options take such rows."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
         self._rows = Rows(run, selection, options)
         self._takes_partial = options.partial
         self._unreadable = unreadable
 
-    def __call__(self, first: int, last: int, row_numbers: Sequence[int]) -> Any:
-        """Some rows of a range of steps as one table."""
-        rows = self._rows.all_of(first, last)
-        table = rows.table.take(pa.array(row_numbers))
-        rows_with_bytes = zip(
-            row_numbers, self._as_rows(table), self._has_bytes(table, (first, last), row_numbers), strict=True
-        )
-        return _as_table(
-            [values for at, row, has in rows_with_bytes for values in _parts(row, rows, at, has_bytes=has)]
-        )
+    def __call__(self, first: int, last: int, numbers: Sequence[int]) -> Any:
+        return _as_table(list(self._values((first, last), numbers)))
 
-    def one_by_one(self, steps: tuple[int, int], row_number: int) -> Iterator[Any]:
-        """A large row in several tables."""
+    def one_by_one(self, steps: tuple[int, int], number: int) -> Iterator[Any]:
+        """Yield a large row as several tables."""
+        yield from (_as_table([values]) for values in self._values(steps, [number]))
+
+    def _values(self, steps: tuple[int, int], numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
         rows = self._rows.all_of(*steps)
-        table = rows.table.slice(row_number, 1)
-        (has_bytes,) = self._has_bytes(table, steps, [row_number])
-        for values in _parts(self._as_rows(table)[0], rows, row_number, has_bytes=has_bytes):
-            yield _as_table([values])
-
-    def _as_rows(self, table: Any) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = (table if self._takes_partial else without_numbers(table)).to_pylist()
-        return rows
-
-    def _has_bytes(self, table: Any, steps: tuple[int, int], row_numbers: Sequence[int]) -> list[bool]:
+        table = rows.table.take(pa.array(numbers))
         is_whole = missing_ranks(table) == ""
-        return [
-            bool(whole or self._takes_partial) and (steps, at) not in self._unreadable
-            for at, whole in zip(row_numbers, is_whole, strict=True)
-        ]
+        values = (table if self._takes_partial else without_numbers(table)).to_pylist()
+        for at, row, whole in zip(numbers, values, is_whole, strict=True):
+            has_bytes = bool(whole or self._takes_partial) and (steps, at) not in self._unreadable
+            yield from _parts(row, rows, at, has_bytes=has_bytes)
 
 
 def export(
@@ -290,10 +299,9 @@ def export(
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's name means.
+    """Return the format that a file's name means.
 
-    Raises:
-        LookupFailedError: it means none.
+    Raises LookupFailedError if it means none.
     """
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in FORMATS:
@@ -302,17 +310,12 @@ def format_of(path: Path) -> str:
 
 
 def _parts(row: dict[str, Any], rows: Any, at: int, *, has_bytes: bool) -> Iterator[dict[str, Any]]:
-    """A row as it is, or with its bytes; a large tensor as several, whose statistics stand in the first."""
+    """Yield a row as it is, or with its bytes; a large tensor as several rows, with the statistics in the first."""
     if row["encoding"] is None or not has_bytes:
         yield row | {"encoding": None, "payload_bytes": None, "data": None}
         return
     for part, span in enumerate(row_spans(rows, at, row["dtype"])):
-        values = {
-            "part": part,
-            "flat_offset": span.flat_offset,
-            "encoding": PLAIN,
-            "payload_bytes": span.data.nbytes,
-        }
+        values = {"part": part, "flat_offset": span.flat_offset, "encoding": PLAIN, "payload_bytes": span.data.nbytes}
         rest = dict.fromkeys(OF_FIRST_PART) if part else {}
         yield row | rest | values | {"data": span.data.tobytes()}
 
@@ -322,3 +325,143 @@ def _as_table(rows: list[dict[str, Any]]) -> Any:
         [SCHEMA.field(name).with_nullable(True) for name in SCHEMA.names if name in (*METADATA_COLUMNS, "data")]
     )
     return pa.Table.from_pylist(rows, schema).select([*METADATA_COLUMNS, "data"])
+
+
+_ROWS_A_BLOCK = 1 << 19
+"""The rows in memory at once, at 1 to 2 kB each; a rank with more rows is read in ranges of steps."""
+_CATALOG_ROWS_A_GROUP = 1 << 17
+_COLUMNS = ("run_id", "writer", *METADATA_COLUMNS)
+_FIELDS = [pa.field("run_id", pa.string()), pa.field("writer", pa.string())]
+_TEXTS = [*_COLUMNS[:2], *(name for name in METADATA_COLUMNS if SCHEMA.field(name).type == pa.string())]
+_FIRST_STEP, _LAST_STEP = -(1 << 62), 1 << 62
+
+Integers = npt.NDArray[np.int64]
+
+
+class Catalog(NamedTuple):
+    """What was written."""
+
+    path: Path
+    num_rows: int
+    num_bytes: int
+    """Size of the file."""
+    num_superseded: int
+    """Rows of steps that a restart did again; they are not in the file."""
+    problems: list[str]
+    """Damage in the run, and writers of other runs, whose rows are not in the file."""
+
+
+def write_catalog(
+    run: Run,
+    path: str | PathLike[str],
+    *,
+    report: Callable[[int], None] = lambda done: None,
+    rows_a_block: int = _ROWS_A_BLOCK,
+) -> Catalog:
+    """Write all rows of a run without their payloads, at each step those of the attempt that counts.
+
+    The file appears once it is complete. `report` is called with the bytes of shards done since the last call;
+    `rows_a_block` are in memory at once. Raises WriteError if the file exists, or cannot be written.
+    """
+    path = Path(path)
+    topology = run.topology
+    counting = _Counting(run)
+    num_rows = 0
+    with published_file(path) as file, _open(file, run) as parquet:
+        for block in _blocks(run.writers, rows_a_block):
+            writers = [run.writers[number] for number in block]
+            for first, last in _ranges(writers, rows_a_block):
+                table = _rows(run, writers, counting, block, first, last)
+                parquet.write_table(table, row_group_size=_CATALOG_ROWS_A_GROUP)
+                num_rows += table.num_rows
+            report(sum(writer.shard_bytes for writer in writers))
+    left_out = [
+        f"writer {topology.describe(number)} belongs to another run; left out" for number in topology.foreign_writers
+    ]
+    return Catalog(path, num_rows, path.stat().st_size, counting.num_superseded, [*run.problems, *left_out])
+
+
+def _open(file: BinaryIO, run: Run) -> Any:
+    fields = [*_FIELDS, *(SCHEMA.field(name).with_nullable(True) for name in METADATA_COLUMNS)]
+    schema = pa.schema(fields, metadata={b"recorder_run_id": run.run_id.encode(), **(SCHEMA.metadata or {})})
+    order = [pq.SortingColumn(_COLUMNS.index(name), nulls_first=True) for name in TIME_ORDER]
+    return pq.ParquetWriter(
+        file, schema, compression="zstd", use_dictionary=_TEXTS, sorting_columns=order, write_page_index=True
+    )
+
+
+def _blocks(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[list[int]]:
+    """Yield the numbers of the writers of neighbouring ranks with about so many rows; a rank is never cut."""
+    block: list[int] = []
+    num_rows = 0
+    for _, of_rank in groupby(range(len(writers)), lambda number: writers[number].rank):
+        numbers = list(of_rank)
+        rows = sum(writers[number].num_rows for number in numbers)
+        if block and num_rows + rows > max_rows:
+            yield block
+            block, num_rows = [], 0
+        block += numbers
+        num_rows += rows
+    if block:
+        yield block
+
+
+def _ranges(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield half-open ranges of steps with about so many rows, which together cover all steps."""
+    if sum(writer.num_rows for writer in writers) <= max_rows:
+        yield _FIRST_STEP, _LAST_STEP
+        return
+    starts = [first for first, _ in writer_step_ranges(writers, max_rows)]
+    yield from pairwise([_FIRST_STEP, *starts[1:], _LAST_STEP])
+
+
+def _rows(
+    run: Run, writers: Sequence[RecordedWriter], counting: _Counting, numbers: Sequence[int], first: int, last: int
+) -> Any:
+    metadata = run.metadata(writers, None if first == _FIRST_STEP and last == _LAST_STEP else (first, last))
+    metadata.load(METADATA_COLUMNS)
+    positions = metadata.in_order()
+    steps = metadata.numbers("step")[positions]
+    within = (steps >= first) & (steps < last)
+    positions, steps = positions[within], steps[within]
+    of_block = metadata.writer_numbers(positions)
+    counts = counting.select(np.asarray(numbers, np.int64)[of_block], steps)
+    positions, of_block = positions[counts], of_block[counts]
+    names = pa.DictionaryArray.from_arrays(pa.array(of_block), [writer.name for writer in writers])
+    run_ids = pa.DictionaryArray.from_arrays(pa.array(np.zeros(len(positions), np.int32)), [run.run_id])
+    columns = [run_ids.cast(pa.string()), names.cast(pa.string())]
+    columns += [metadata.take(name, positions) for name in METADATA_COLUMNS]
+    return pa.Table.from_arrays(columns, list(_COLUMNS))
+
+
+class _Counting:
+    """Tells which rows of the run count: at a step of several launches those of the newest complete launch."""
+
+    def __init__(self, run: Run) -> None:
+        self.num_superseded = 0
+        self._is_stranger = np.zeros(len(run.writers), np.bool_)
+        self._is_stranger[run.topology.foreign_writers] = True
+        self._launches = np.array(run.topology.launch_indices(), np.int64)
+        self._steps, self._wins = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if len(set(self._launches.tolist())) < 2:
+            return
+        steps_of: dict[int, Integers] = {}
+        first_of: dict[int, int] = {}
+        for number, writer in enumerate(run.writers):
+            if not self._is_stranger[number]:
+                # All writers of a launch win or lose together, so that one can speak for them.
+                one = first_of.setdefault(int(self._launches[number]), number)
+                own = [batch.column("step").to_numpy() for shard in writer.shards for batch in shard.columns(["step"])]
+                steps_of[one] = np.unique(np.concatenate([steps_of.get(one, np.zeros(0, np.int64)), *own]))
+        winners = run.topology.winners({number: steps.tolist() for number, steps in steps_of.items()})
+        self._steps = np.array(sorted(winners), np.int64)
+        self._wins = np.array([winners[step] for step in self._steps.tolist()], np.int64)
+
+    def select(self, writers: Integers, steps: Integers) -> npt.NDArray[np.bool_]:
+        counts = ~self._is_stranger[writers]
+        if len(self._steps):
+            at = np.minimum(np.searchsorted(self._steps, steps), len(self._steps) - 1)
+            is_superseded = counts & (self._launches[writers] != self._wins[at])
+            self.num_superseded += int(is_superseded.sum())
+            counts &= ~is_superseded
+        return np.asarray(counts)

@@ -1,8 +1,8 @@
 """Files of other formats: tensors as npz and as safetensors, and how a file or a folder gets its final name.
 
-Tensors are written span by span, so that no tensor is ever whole in memory; the formats' own libraries want all tensors
-in memory at once. A file gets its name once it is whole, and never in place of another file. Ctrl-C and SIGTERM, which
-end the process in an orderly way, leave no half-written file behind.
+Tensors are written span by span, so that no tensor is ever complete in memory; the formats' own libraries want all
+tensors in memory at once. A file gets its name once it is complete, and never replaces another file unasked. Ctrl-C and
+SIGTERM leave no half-written file behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INDEX = "index.json"
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
 """A fixed time in the archive, so that equal tensors make equal files."""
 _MAX_HEADER_BYTES = 100_000_000
-"""What the readers of safetensors accept."""
+"""The most that the readers of safetensors accept."""
 SAFETENSORS_TYPES: dict[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
@@ -44,24 +44,24 @@ SAFETENSORS_TYPES: dict[str, str] = {
 _AS_PARTS = {"complex32": "F16", "complex128": "F64"}
 """Types that safetensors does not have: real and imaginary part along one more dim."""
 _AS_BYTES = ("float4_e2m1fn_x2",)
-"""Pairs in a byte; the readers disagree on their shape."""
+"""Types with two elements in a byte; the readers disagree on their shape."""
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class HasSpans(Protocol):
-    """Where tensors come from."""
+    """A source of tensors."""
 
     def spans(self, entry: Entry) -> Iterator[Span]:
-        """The bytes of one tensor, in order."""
+        """Yield the bytes of one tensor, in order."""
 
 
 def write_npz(file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], report: Report) -> None:
     """Write a file for `numpy.load`.
 
-    numpy has no bfloat16 and no 8-bit floats: they become float32, which holds every one of them exactly. What each
-    tensor was stands in the member ``index.json``: objects with `tensor` (its name here), `dtype`, `step`, ...,
-    `ranks_present`, `ranks_expected`, `scale`, `layout_source` and `note`.
+    numpy has no bfloat16 and no 8-bit floats: they become float32, which holds every one of them exactly. The member
+    ``index.json`` describes the tensors: objects with `tensor` (its name here), `dtype`, `step`, ..., `ranks_present`,
+    `ranks_expected`, `scale`, `layout_source` and `note`.
     """
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for entry in entries:
@@ -84,11 +84,8 @@ def write_safetensors(
 ) -> None:
     """Write a safetensors file: 8 bytes of length, a JSON header, then the bytes, without a gap.
 
-    The header's metadata have ``origin of NAME``, as JSON: of which ranks a tensor was made, and how; and what `about`
-    says of the whole.
-
-    Raises:
-        UnsupportedError: there are more tensors than the format's header may name.
+    The header's metadata have ``origin of NAME`` as JSON, which says of which ranks a tensor was made, and how, and the
+    texts of `about`. Raises UnsupportedError if the header would be too large for the format.
     """
     in_file_order = widest_first(entries)
     header: dict[str, Any] = {"__metadata__": {"writer": "recorder", **about}}
@@ -117,12 +114,12 @@ def write_safetensors(
 
 
 def widest_first(entries: Sequence[Entry]) -> list[Entry]:
-    """The order in which `write_safetensors` asks for them: so each lies at a multiple of its elements' size."""
+    """Return the order in which `write_safetensors` asks for tensors: each lies at a multiple of its elements' size."""
     return sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
 
 
 def _npy_dtype(dtype: str) -> tuple[np.dtype[Any], bool]:
-    """What numpy's files can hold, and whether the values have to be widened for it."""
+    """Return the type that numpy's files can hold, and whether the values have to be widened for it."""
     if dtype.startswith("float8") or dtype == "bfloat16":
         return np.dtype("<f4"), True
     return numpy_dtype(dtype), False
@@ -136,19 +133,15 @@ def _safetensors_type(entry: Entry) -> tuple[str, list[int]]:
 
 _OR_FORCE = ", or --force to replace it"
 _TERMINATED = 143
-"""What a shell says of a program that SIGTERM has ended."""
+"""The exit code that a shell shows for a program that SIGTERM has ended."""
 
 
 @contextmanager
 def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryIO]:
-    """A new file that gets its name when the block ends well, and else leaves nothing behind.
+    """Open a new file that gets its name if the block ends well, and else leaves nothing behind.
 
-    Args:
-        path: the name.
-        force: replace a file that has it; None where that cannot be asked for.
-
-    Raises:
-        WriteError: the name is taken, or cannot be written.
+    `force` replaces a file that has the name; None means that the user cannot ask for it. Raises WriteError if the name
+    is taken, or cannot be written.
     """
     instead = _OR_FORCE if force is not None else ""
     _check_outside_runs(path)
@@ -180,10 +173,9 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
 
 @contextmanager
 def published_folder(path: Path) -> Iterator[Path]:
-    """A new folder, for files that whoever makes them syncs; it gets its name when the block ends well.
+    """Make a new folder that gets its name if the block ends well; whoever writes files into it syncs them.
 
-    Raises:
-        WriteError: there is something that is no empty directory, or it cannot be written.
+    Raises WriteError if the path is something else than an empty directory, or cannot be written.
     """
     _check_outside_runs(path)
     if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
@@ -207,7 +199,7 @@ def published_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Have SIGTERM end the block by SystemExit, so that what is half-made goes; a program's own handler is left."""
+    """Let SIGTERM end the block by SystemExit, so that half-made files are removed; a program's own handler stays."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

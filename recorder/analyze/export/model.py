@@ -1,6 +1,6 @@
 """A model at one step of a run, as a file that torch loads: safetensors, or a folder of `torch.distributed.checkpoint`.
 
-The manifests, which are untrusted input, tell the names of the model's state dict. Must never give a tensor of which a
+The manifests, which are untrusted input, have the names of the model's state dict. Must never give a tensor of which a
 chunk is missing, or whose replicas differ, and never hold more than one tensor.
 """
 
@@ -26,16 +26,16 @@ from .files import published_file, published_folder, write_safetensors
 from .tensors import Entry, Span, row_spans, whole
 
 SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
-"""By what is asked for, the sites that make it up; the first one decides which steps there are."""
+"""The sites of parameters, or of gradients; the first site decides which steps there are."""
 _NOUNS = {"param": "parameter", "grad": "gradient"}
 _COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
             "ranks_present", "ranks_expected")  # fmt: skip
 _NO_ROW = "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
 _MAX_NAMES = 1_000_000
-"""Most names of a model. An untrusted manifest may say that modules are shared in ways that make no end of names."""
+"""The most names of a model: an untrusted manifest may say that modules are shared in endless ways."""
 FORMATS = ("dcp", "safetensors")
 _ONLY_DCP = ("complex32", "complex128", "float4_e2m1fn_x2")
-"""Types that safetensors has not: what stands in for them would fit no model."""
+"""Types that safetensors does not have; their substitutes would fit no model."""
 _RESERVED = "__metadata__"
 
 
@@ -52,17 +52,11 @@ class Model:
     def __init__(
         self, run: Run, what: str, *, root: str | None = None, step: int | None = None, layouts: Sequence[str] = ()
     ) -> None:
-        """Find what there is; no tensor is read.
+        """Find the tensors of `what`, which is ``param`` or ``grad``; none is read.
 
-        Args:
-            run: recorded or merged.
-            what: ``param`` or ``grad``.
-            root: which model, where the run has several.
-            step: which step; by default the last one with such tensors.
-            layouts: how the ranks' values of some leaves lie; see `Run.view`.
-
-        Raises:
-            LookupFailedError: there is no such model, or step, or nothing of it was recorded with its values.
+        `root` names the model if the run has several; `step` is by default the last one with such tensors; `layouts`
+        are those of `Run.view`. Raises LookupFailedError if there is no such model or step, or nothing of it was
+        recorded with its values.
         """
         if what not in SITES:
             raise LookupFailedError(f"what {what!r}: choose of {', '.join(SITES)}")
@@ -70,26 +64,27 @@ class Model:
         self.what = what
         self.root = _choose_root(run, what, root)
         self._run, self._layouts = run, layouts
-        self._steps = self._find_steps()
+        is_asked = (pc.field("site") == SITES[what][0]) & (pc.field("root") == self.root)
+        table = run.table(["step"], is_asked & pc.field("encoding").is_valid())
+        self._steps: list[int] = sorted(table.column("step").unique().to_pylist())
         self.step, self._rows = self._find_rows(step)
         self.entries: list[Entry] = []
-        """Those that can be given, in the order of the state dict."""
+        """The tensors that can be given, in the order of the state dict."""
         self.refused: list[Refused] = []
-        """Those that cannot, though the model has them."""
+        """The tensors of the model that cannot be given."""
         self.notes: list[str] = []
         self._judge()
         self.total_bytes = sum(entry.payload_bytes for entry in self.entries)
 
     def spans(self, entry: Entry) -> Iterator[Span]:
-        """The bytes of one tensor, at most 32 MiB at once.
+        """Yield the bytes of one tensor, at most 32 MiB at once.
 
-        Raises:
-            CorruptError: the bytes are not those that were written.
+        Raises CorruptError if the bytes are not those that were written.
         """
         return whole(entry, row_spans(self._rows, entry.row, entry.dtype))
 
     def _find_rows(self, step: int | None) -> tuple[int, GlobalRows]:
-        """The rows of the step that is asked for, or of the last one that has what is asked for."""
+        """Return the rows of the step that is asked for, or of the last step with recorded values."""
         view = self._run.view(layouts=self._layouts)
         steps = self._steps
         for one in [step] if step is not None else reversed(steps):
@@ -106,21 +101,13 @@ class Model:
 
     @property
     def step_before(self) -> int | None:
-        """The last earlier step at which something was recorded with its values."""
+        """The last earlier step with recorded values."""
         return max((step for step in self._steps if step < self.step), default=None)
-
-    def _find_steps(self) -> list[int]:
-        """Steps at which some rank recorded what is asked for, with its values."""
-        is_asked = (pc.field("site") == SITES[self.what][0]) & (pc.field("root") == self.root)
-        table = self._run.table(["step"], is_asked & pc.field("encoding").is_valid())
-        steps: list[int] = sorted(table.column("step").unique().to_pylist())
-        return steps
 
     def _mine(self, table: Any) -> Any:
         return table.filter((pc.field("root") == self.root) & pc.field("site").isin(SITES[self.what]))
 
     def _judge(self) -> None:
-        """Sort the tensors of the model into those that can be given and those that cannot."""
         table = self._rows.table
         table = table.append_column("at", pa.array(np.arange(table.num_rows)))
         rows: dict[str, list[dict[str, Any]]] = {}
@@ -161,14 +148,13 @@ class Model:
             )
 
     def _names_before(self) -> set[str]:
-        """What had a gradient at the step before: a kill in the middle of a step leaves some of it."""
+        """Return what had a gradient at the step before: a kill in the middle of a step leaves only some gradients."""
         if self.step_before is None:
             return set()
         table = self._run.table(["root", "site", "module_path", "name"], pc.field("step") == self.step_before)
         return {full_name(row["module_path"], row["name"]) for row in self._mine(table).to_pylist()}
 
     def _note(self, given: list[dict[str, Any]], reasons: dict[str, str]) -> None:
-        """What there is to know of those that can be given."""
         of_ranks = Counter((row["ranks_present"], row["ranks_expected"]) for row in given)
         for (present, expected), number in of_ranks.items():
             if present != expected:
@@ -186,7 +172,7 @@ class Model:
 
 
 def _choose_root(run: Run, what: str, root: str | None) -> str:
-    """The model that is meant: the only one of which there is something, where none is named."""
+    """Return the root that is named, or the only root with values."""
     table = run.table(["root"], pc.field("site") == SITES[what][0])
     there = table.column("root").unique().to_pylist() or roots_of(run) or ["model"]
     if root is None and len(there) > 1:
@@ -198,7 +184,7 @@ def _choose_root(run: Run, what: str, root: str | None) -> str:
 
 
 def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
-    """Each name that is wanted, and the one under which its rows stand."""
+    """Return the name of each wanted tensor, with the name that its rows have."""
     names = {name: name if name in rows else tied for name, tied in known.names.items()}  # a tie may have come apart
     names = names if with_ties else {name: name for name in names.values()}
     taken = set(names.values())
@@ -215,14 +201,14 @@ def _is_part(name: str, taken: set[str]) -> bool:
 
 
 def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The row that the update used among several rows of a name; the global row comes before the ranks' own."""
-    if not rows:
-        return None
-    return max(rows, key=lambda row: (row["repeat"], row["scope"] in (None, "final"), row["rank"] is None))
+    """Return the row that the update used among several rows of a name; the global row comes before the ranks' own."""
+    return max(
+        rows, key=lambda row: (row["repeat"], row["scope"] in (None, "final"), row["rank"] is None), default=None
+    )
 
 
 def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
-    """What keeps a tensor out; None where nothing does."""
+    """Return the reason to leave a tensor out; None if there is none."""
     note = note_members(row["note"])
     if isinstance(missing := note.get("partial"), list) and missing and row["encoding"] is None:
         return f"no row of rank {', '.join(map(str, missing))}, which held a piece of it"
@@ -234,24 +220,23 @@ def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
 
 
 class StateDict(NamedTuple):
-    """What a model's state dict holds."""
+    """The names in a model's state dict."""
 
     names: dict[str, str]
-    """Each name in its order, and the one under which its rows stand: another one of what is tied or shared."""
+    """Each name in its order, with the name that its rows have: another one if the parameter is tied or shared."""
     left_out: set[str]
     """Buffers that are not persistent."""
 
 
 def roots_of(run: Run) -> list[str]:
-    """Names of the outermost modules that the manifests know, in their order."""
+    """Return the names of the outermost modules in the manifests, in their order."""
     return list(dict.fromkeys(root.name for root in _roots(run)))
 
 
 def state_dict_of(run: Run, root: str) -> StateDict:
-    """The names of a model's parameters and buffers.
+    """Return the names of a model's parameters and buffers.
 
-    Raises:
-        UnsupportedError: the manifests say that there are too many.
+    Raises UnsupportedError if the manifests name too many.
     """
     state_dict = StateDict({}, set())
     aliases: dict[str, str] = {}
@@ -271,12 +256,12 @@ def state_dict_of(run: Run, root: str) -> StateDict:
 
 
 def full_name(path: str, name: str) -> str:
-    """The name in the model of what a module calls so."""
+    """Return the name in the model of a module's parameter or buffer."""
     return f"{path}.{name}" if path and name else path or name
 
 
 def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
-    """Names below the further paths of shared modules; the innermost first, so that those around them repeat it all."""
+    """Add names below the further paths of shared modules, the innermost first, so that outer ones repeat all names."""
     for alias, path in sorted(aliases.items(), key=lambda pair: -pair[1].count(".")):
         for name, recorded in list(names.items()):
             if not path or name.startswith(f"{path}."):
@@ -289,13 +274,13 @@ class Stages(NamedTuple):
     """What the stages of a pipeline hold of a model."""
 
     owners: dict[str, set[int]]
-    """By the name of a parameter or buffer, the stages that have one of that name."""
+    """The stages that have a parameter or buffer, by its name."""
     missing: list[int]
-    """Stages of which no rank left a manifest."""
+    """Stages without a manifest of any rank."""
 
 
 def stages_of(run: Run) -> Stages:
-    """The stages of a run, if it is of a pipeline."""
+    """Return the stages of a run of a pipeline; other runs have none."""
     owners: dict[str, set[int]] = {}
     seen: set[int] = set()
     num_stages = 0
@@ -316,11 +301,9 @@ def _roots(run: Run) -> Iterator[RecordedRoot]:
 
 
 def check_format(to: str) -> None:
-    """Refuse a format that there is not, or that cannot be written here.
+    """Refuse an unknown format.
 
-    Raises:
-        LookupFailedError: there is no such format.
-        UnsupportedError: it needs torch, and that cannot be imported.
+    Raises LookupFailedError, or UnsupportedError if the format needs torch and torch cannot be imported.
     """
     if to not in FORMATS:
         raise LookupFailedError(
@@ -337,21 +320,11 @@ def check_format(to: str) -> None:
 
 
 def write_model(model: Model, path: Path, to: str, report: Callable[[int], None] = lambda done: None) -> int:
-    """Write the tensors that a model has, under the name once all is whole.
+    """Write the tensors of a model, under the name once all is complete; return the bytes on disk.
 
-    Args:
-        model: what to write; whether something of it is refused is for the caller to judge.
-        path: a new file for safetensors, a new or empty folder for dcp.
-        to: one of `FORMATS`.
-        report: called with the bytes done since the last call.
-
-    Returns:
-        Bytes on disk.
-
-    Raises:
-        WriteError: there is something of that name, or it cannot be written.
-        UnsupportedError: the format cannot hold some tensor.
-        CorruptError: a payload is not what was written.
+    The caller judges whether a refused tensor matters. safetensors makes a new file, dcp fills a new or empty folder.
+    `report` is called with the bytes done since the last call. Raises WriteError if something has the name, or it
+    cannot be written; UnsupportedError if the format cannot hold some tensor; CorruptError if a payload is damaged.
     """
     check_format(to)
     if to == "dcp":

@@ -1,7 +1,7 @@
 """The tensors of a run one after the other: which are selected, how they are named in files, and their bytes in spans.
 
-The name of a tensor is a function of its row alone, and never a path upwards. Spans are bounded: what is large is read
-here, span by span; the rest may be read elsewhere, some tensors at once.
+The name of a tensor depends on its row alone, and is never a path upwards. Spans are bounded: a large tensor is read
+here, span by span; small ones may be read by other processes, some at once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ...sites import SITE_OF
 ORIGIN = ("ranks_present", "ranks_expected", "scale", "layout_source", "note")
 """Columns that say of which ranks' values a tensor was made, and how."""
 BATCH_BYTES = 32 << 20
-"""What is read at once."""
+"""The bytes that are read at once."""
 _BATCH_ITEMS = 65_536
 
 T = TypeVar("T")
 RowId = tuple[tuple[int, int], int]
-"""A range of steps, and the number of a row among all rows of it."""
+"""A range of steps, and the number of a row among all rows of the range."""
 
 
 class Span(NamedTuple):
@@ -44,7 +44,7 @@ class Span(NamedTuple):
     data: npt.NDArray[np.uint8]
     """At most 32 MiB, little-endian."""
     flat_offset: int
-    """Where the chunk's first element lies in the flattened tensor, in elements."""
+    """The position of the chunk's first element in the flattened tensor, in elements."""
 
 
 class Entry(NamedTuple):
@@ -53,16 +53,16 @@ class Entry(NamedTuple):
     steps: tuple[int, int]
     """The range in which it was found, from the first up to, but not including, the last."""
     row: int
-    """Its index among all rows of the range."""
+    """The index among all rows of the range."""
     name: str
-    """Unique; see `names`."""
+    """A unique name, as `tensor_name` makes it."""
     dtype: str
     shape: tuple[int, ...]
     payload_bytes: int
     naming: dict[str, Any]
     """The columns of `NAMING`."""
     origin: dict[str, Any]
-    """The columns of `ORIGIN`, what is JSON in them as what it says."""
+    """The columns of `ORIGIN`, with JSON decoded."""
 
 
 class Rows:
@@ -74,54 +74,53 @@ class Rows:
         self._held: tuple[tuple[int, int], Any] | None = None
 
     def all_of(self, first: int, last: int) -> Any:
-        """`GlobalRows` of some steps; the last ones asked for are kept."""
+        """Return `GlobalRows` of some steps; the last rows are kept."""
         if self._held is None or self._held[0] != (first, last):
             self._held = None
             self._held = (first, last), self._view.rows(first, last)
         return self._held[1]
 
+    def __call__(self, first: int, last: int, wanted: Sequence[tuple[int, str]]) -> list[list[Span]]:
+        """Return the bytes of rows, given by index and type."""
+        rows = self.all_of(first, last)
+        return [list(row_spans(rows, at, dtype)) for at, dtype in wanted]
+
     def selected(self, first: int, last: int) -> Any:
-        """A table of the selected rows, with the columns `at`, their index among all rows, and `num_bytes`, decoded."""
+        """Return the selected rows, with the columns `at`, the index among all rows, and `num_bytes`, decoded."""
         rows = self.all_of(first, last)
         table = rows.table.append_column("at", pa.array(np.arange(rows.table.num_rows)))
         return self._selection.narrow(table.append_column("num_bytes", pa.array(rows.payload_bytes)))
 
 
 def view_of(run: Run, options: GlobalOptions) -> GlobalView:
-    """The global view, or one in which every rank's row stays its own."""
+    """Return the global view, or one in which every rank's row stays its own."""
     return run.view(loss=options.loss, layouts=options.layouts if options.across_ranks else PER_RANK)
 
 
 class Chosen(NamedTuple):
-    """What is selected of some steps."""
+    """The selected rows of some steps."""
 
     first: int
     last: int
     table: Any
     num_rows: int
-    """Before those without values were left out, where they are."""
+    """The rows before those without values were left out."""
     partial: MissingRanks
     problems: Problems
-    """What contradicts itself in the global view."""
+    """Contradictions in the global view."""
     is_damaged: bool
-    """What was read of the run is damaged, as this process or a worker has found."""
+    """Whether something that was read is damaged, as this process or a worker has found."""
 
 
 class Choosing:
-    """Finds what is selected of ranges of steps."""
+    """Finds the selected rows of ranges of steps.
+
+    `with_values` leaves out rows without values, and rows that lack ranks unless the options take them.
+    """
 
     def __init__(
         self, run: Run, selection: Selection, options: GlobalOptions, columns: Sequence[str], with_values: bool
     ) -> None:
-        """Nothing is read yet.
-
-        Args:
-            run: whose rows.
-            selection: which.
-            options: of the global view or not.
-            columns: of the tables.
-            with_values: leave out rows without, and those that lack ranks unless the options take them.
-        """
         self._run = run
         self._rows = Rows(run, selection, options)
         self._selection = selection
@@ -145,26 +144,13 @@ class Choosing:
         return Chosen(first, last, table, num_rows, partial, problems, bool(self._run.problems))
 
 
-class Reading:
-    """Reads the values of rows of a range of steps."""
-
-    def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
-        self._rows = Rows(run, selection, options)
-
-    def __call__(self, first: int, last: int, wanted: Sequence[tuple[int, str]]) -> list[list[Span]]:
-        """The bytes of rows, by their indices and types."""
-        rows = self._rows.all_of(first, last)
-        return [list(row_spans(rows, at, dtype)) for at, dtype in wanted]
-
-
 class Tensors:
     """The selected tensors of a run, one after the other."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, mapper: Mapper = map_serially) -> None:
-        """Nothing is read yet.
+        """Check the question; nothing is read yet.
 
-        Raises:
-            LookupFailedError: the selection can match nothing in any run, or an option is none.
+        Raises LookupFailedError if the selection can match nothing in any run, or an option is unknown.
         """
         if options.across_ranks and selection.rank is not None:
             raise LookupFailedError("the global view has no ranks: leave out either --global or --rank")
@@ -176,17 +162,15 @@ class Tensors:
         self._mapper = mapper
         self._large = Rows(run, selection, options)
         self.problems = Problems(selection)
-        """What contradicts itself in what was read of the global view."""
+        """Contradictions in the global view, as far as it was read."""
         self.is_damaged = False
-        """Something of what was read is damaged, here or where a worker read it."""
+        """Whether something that was read is damaged, here or in a worker."""
 
     def chosen(self, columns: Sequence[str], partial: MissingRanks, *, with_values: bool = False) -> Iterator[Chosen]:
-        """What is selected, by ranges of steps in their order.
+        """Yield the selected rows, by ranges of steps in their order.
 
-        Args:
-            columns: of the tables.
-            partial: told of every row that is selected.
-            with_values: leave out rows without, and those that lack ranks unless the options take them.
+        `partial` is told of every selected row. `with_values` leaves out rows without values, and rows that lack ranks
+        unless the options take them.
         """
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
         step_ranges = global_step_ranges(view_of(self._run, self._options))
@@ -197,13 +181,9 @@ class Tensors:
             yield one
 
     def entries(self, partial: MissingRanks) -> list[Entry]:
-        """The selected tensors that have values, in the order of execution.
+        """Return the selected tensors that have values, in their order; `partial` is told of every selected row.
 
-        Args:
-            partial: told of every row that is selected.
-
-        Raises:
-            LookupFailedError: nothing is selected, or nothing of it has values.
+        Raises LookupFailedError if nothing is selected, or nothing of it has values.
         """
         entries: list[Entry] = []
         times: Counter[str] = Counter()
@@ -232,16 +212,12 @@ class Tensors:
         return entries
 
     def explain_nothing(self) -> LookupFailedError:
-        """The error for a selection that matches nothing."""
+        """Return the error for a selection that matches nothing."""
         names = ["module_path", "site", "name", "step", "rank"]
         return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
 
     def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[RowId, str]:
-        """Which rows have values that cannot be read, and why.
-
-        Args:
-            rows: the range of steps, the index among its rows, and the element type.
-        """
+        """Return the rows, given by steps, index and type, whose values cannot be read, and why."""
         unreadable: dict[RowId, str] = {}
         for first, last, at, dtype in rows:
             try:
@@ -252,14 +228,14 @@ class Tensors:
         return unreadable
 
     def in_turn(self, entries: Sequence[Entry]) -> InTurn:
-        """The bytes of tensors that are asked for in this very order."""
+        """Return the bytes of tensors that are asked for in this very order."""
         batches = [list(batch) for batch in batched(entries, lambda entry: (entry.steps, entry.payload_bytes))]
         ranges = [
             (*batch[0].steps, [(entry.row, entry.dtype) for entry in batch])
             for batch in batches
             if batch[0].payload_bytes <= BATCH_BYTES
         ]
-        read = self._mapper(Reading, (self._run, self._selection, self._options), ranges)
+        read = self._mapper(Rows, (self._run, self._selection, self._options), ranges)
         return InTurn(read, self._read_large)
 
     def _read_large(self, entry: Entry) -> Iterator[Span]:
@@ -267,7 +243,7 @@ class Tensors:
 
 
 class InTurn:
-    """The bytes of tensors in an order that is known: small ones some at once, large ones span by span."""
+    """The bytes of tensors in a known order: several small ones at once, large ones span by span."""
 
     def __init__(self, read: Iterator[list[list[Span]]], read_large: Callable[[Entry], Iterator[Span]]) -> None:
         self._read = read
@@ -275,10 +251,9 @@ class InTurn:
         self._waiting: deque[list[Span]] = deque()
 
     def spans(self, entry: Entry) -> Iterator[Span]:
-        """The bytes of the next tensor.
+        """Yield the bytes of the next tensor.
 
-        Raises:
-            CorruptError: the bytes are not those that were written.
+        Raises CorruptError if the bytes are not those that were written.
         """
         if entry.payload_bytes > BATCH_BYTES:
             return whole(entry, self._read_large(entry))
@@ -288,7 +263,7 @@ class InTurn:
 
 
 def whole(entry: Entry, spans: Iterable[Span]) -> Iterator[Span]:
-    """Hand on the spans of a tensor. Raises CorruptError where they are not all of it."""
+    """Yield the spans of a tensor; raise CorruptError if they are not all of it."""
     num_bytes = 0
     for span in spans:
         num_bytes += span.data.nbytes
@@ -298,12 +273,7 @@ def whole(entry: Entry, spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iterator[list[T]]:
-    """Runs of items with the same key, of some MiB together; a larger one is alone.
-
-    Args:
-        items: in their order.
-        size_of: key and bytes of an item.
-    """
+    """Yield runs of items of one key, of some MiB together; a larger item is alone. `size_of` gives key and bytes."""
     batch: list[T] = []
     last, total_bytes = None, 0
     for item in items:
@@ -318,7 +288,7 @@ def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iter
 
 
 def _read(column: str, text: str | None) -> Any:
-    """Return what a column of JSON says; a text that is no JSON comes back as it is."""
+    """Return the value of a column of JSON; a text that is no JSON comes back as it is."""
     if text is None or column in ("scale", "layout_source"):
         return text
     try:
@@ -328,7 +298,7 @@ def _read(column: str, text: str | None) -> Any:
 
 
 def row_spans(rows: Any, row: int, dtype: str) -> Iterator[Span]:
-    """The bytes of one row of `GlobalRows`, decoded."""
+    """Yield the decoded bytes of one row of `GlobalRows`."""
     for part in rows.parts(row):
         yield Span(part.decoded(dtype), part.flat_offset)
 
@@ -338,17 +308,13 @@ _DEFAULTS: dict[str, Any] = {
     "micro_step": 0, "call": 0, "repeat": 0, "mode": "train", "root": "model", "scope": None, "rank": None
 }  # fmt: skip
 ROOT = "(root)"
-"""Stands for the empty path; a module of that name would be spelled %28root%29."""
+"""The level for the empty path; a module of that name would be spelled %28root%29."""
 NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
 """Columns that make a name."""
 
 
 def tensor_name(row: Mapping[str, Any]) -> str:
-    """``step=3/layers.0.mlp/output``, then the name at the site, then ``key=value`` for what is not the usual case.
-
-    Args:
-        row: the columns of `NAMING`.
-    """
+    """Return ``step=3/layers.0.mlp/output``, then the name at the site, then ``key=value`` for everything unusual."""
     levels = [f"step={row['step']}", as_level(row["module_path"]) or ROOT, as_level(row["site"])]
     if row["name"]:
         levels.append(as_level(row["name"]))
@@ -356,7 +322,7 @@ def tensor_name(row: Mapping[str, Any]) -> str:
 
 
 def unusual_levels(row: Mapping[str, Any]) -> list[str]:
-    """``key=value`` for what is not the usual case in a row, which has the columns of `NAMING`."""
+    """Return ``key=value`` for everything unusual in a row, which has the columns of `NAMING`."""
     levels = []
     for column, usual in _DEFAULTS.items():
         # Of gradients and parameters the final ones are usual.

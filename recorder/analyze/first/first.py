@@ -1,17 +1,20 @@
-"""The question what went wrong first in a run. Nothing here prints."""
+"""The question what went wrong first in a run, and the reply: the answer in words, with tables of what ranks hold."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ...run.notes import layout_problems, left_out
+from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
-from ...system.text import counted, steps_in_words
+from ...sites import GIVEN, NUMBERS
+from ...system.text import counted, number, steps_in_words
 from .nonfinite import NonFiniteFinder, NonFiniteTensor
-from .replica_groups import Differing
+from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue
 from .replicas import FINDINGS, RANGE_ROWS, ReplicaFinder
-from .timeline import FirstRows, Timeline, whole_rows
+from .timeline import FirstRows, RecordedValue, Timeline, whole_rows
 
 _NOUNS = {"param": "parameter", "grad": "gradient", "optim": "optimizer state"}
 
@@ -25,27 +28,27 @@ class First(NamedTuple):
     """How many values are not finite, from the first on."""
     num_nonfinite_modules: int
     num_known: int
-    """Recorded values of which it is known whether they are finite."""
+    """Recorded values that are known to be finite or not."""
     has_masks: bool
     """Whether some of them are infinite from their first record on, and so excused."""
     steps: list[int]
-    """Steps of the values that were recorded."""
+    """The steps of the recorded values."""
     replica: Differing | None
     """The first parameter, gradient or optimizer state that ranks should share and do not."""
     differing: list[tuple[str, str, str]]
-    """Module, site and name of every value that does so, in the order in which each first did."""
+    """Module, site and name of every value whose replicas differ, in the order of the first difference of each."""
     buffers: list[Differing]
-    """Buffers that differ between ranks; a finding of its own if one is stale."""
+    """Buffers that differ between ranks; a stale buffer is a finding of its own."""
     num_compared: int
-    """Replicas that were compared, buffers among them."""
+    """Replicas that were compared, including buffers."""
     num_compared_of: dict[str, int]
-    """By site, how many."""
+    """Replicas that were compared, by site."""
     steps_compared: list[int]
     """Steps at which replicas of parameters, gradients or optimizer state were compared."""
     not_recorded: list[str]
-    """Of the sites at which replicas that differ are a finding, those of which there is no row."""
+    """The sites without a row at which replicas that differ would be a finding."""
     why_none_compared: str
-    """Why none were but buffers; empty where some were."""
+    """Why only buffers were compared; empty if other replicas were compared, too."""
     notes: list[str]
     """What the search saw and does not count, or could not look at."""
 
@@ -56,19 +59,16 @@ class First(NamedTuple):
 
     @property
     def all_finite(self) -> str:
-        """Of which values it is known that they are finite, as a sentence; empty where some are not."""
+        """A sentence about the values that are finite; empty if a value is not."""
         if self.nonfinite is not None:
             return ""
-        what = "no NaN, and no infinity that was not there from the first record on," if self.has_masks else ""
+        what = "no NaN, and no value turned infinite," if self.has_masks else ""
         where = f" of {steps_in_words(self.steps)}" if self.steps else ""
         return f"{what or 'no NaN or infinity'} in {counted(self.num_known, 'recorded value')}{where}"
 
     @property
     def replicas_agree(self) -> str:
-        """Which replicas agree, at which steps, and what was not recorded, as a sentence.
-
-        It is empty where some differ or none are known.
-        """
+        """A sentence about the replicas that agree, and what was not recorded; empty if none agree or some differ."""
         numbers = {site: self.num_compared_of[site] for site in FINDINGS if site in self.num_compared_of}
         if self.replica is not None or not numbers:
             return ""
@@ -92,7 +92,7 @@ def first(run: Run) -> First:
     DDP broadcasts the first rank's. They are a finding where DDP was told not to, and nothing else makes them equal.
     """
     attempts = Attempts(run)
-    nonfinite_finder, replica_finder = NonFiniteFinder(), ReplicaFinder(run)
+    nonfinite, replicas = NonFiniteFinder(), ReplicaFinder(run)
     firsts: FirstRows | None = None
     seen: set[int] = set()
     num_superseded = 0
@@ -100,13 +100,12 @@ def first(run: Run) -> First:
     with cut_rows(run, ranges, whole_rows) as tables_of:
         for steps in ranges if len(ranges) > 1 else [None]:
             timeline = Timeline(run, attempts, steps, firsts, tables_of(steps) if steps else None)
-            firsts = nonfinite_finder.add(timeline)
-            replica_finder.add(timeline)
+            firsts = nonfinite.add(timeline)
+            replicas.add(timeline)
             num_superseded += timeline.num_superseded
             seen |= set(timeline.table.column("step")[timeline.num_firsts :].unique().to_pylist())
             del timeline  # before the next one is made
-    nonfinite, replicas = nonfinite_finder.found(), replica_finder.found()
-    notes = [*nonfinite.notes, *replicas.notes, *_hooks_behind(run, nonfinite.first)]
+    notes = [*nonfinite.notes(), *replicas.notes(), *_hooks_behind(run, nonfinite.first)]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
         notes.append(f"{num_superseded} rows of steps that a restart did again were left out")
@@ -120,19 +119,19 @@ def first(run: Run) -> First:
         has_masks=nonfinite.has_masks,
         steps=sorted(seen),
         replica=replicas.first,
-        differing=[(one.module_path, one.site, one.name) for one in replicas.values],
+        differing=[(one.module_path, one.site, one.name) for one in replicas.values.values()],
         buffers=replicas.buffers,
         num_compared=sum(replicas.num_compared.values()),
-        num_compared_of=replicas.num_compared,
-        steps_compared=replicas.steps,
+        num_compared_of=dict(replicas.num_compared),
+        steps_compared=sorted(replicas.steps),
         not_recorded=replicas.not_recorded,
-        why_none_compared=replicas.why_none,
+        why_none_compared=replicas.why_none(),
         notes=notes,
     )
 
 
 def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
-    """What may have made the first value that is not finite and is no module: hooks of the program."""
+    """Name the program's own hooks that may have made the first value that is not finite."""
     if bad is None:
         return []
     module = None if bad.before is None else run.modules.get((bad.before.root, bad.before.module_path))
@@ -144,3 +143,164 @@ def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
         ]
     listed = run.foreign_hooks
     return [f"hooks of the program run after what is recorded of their modules: {listed}"] if listed else []
+
+
+_LIBRARY = "site-packages/torch/"
+_MAX_LISTED = 5
+_MAX_RANKS = 8
+_BUFFERS = {
+    BROADCAST: "no finding: the forward updates each rank's own, and DDP broadcasts the first rank's before the next",
+    OWN: "no finding: FSDP broadcasts no buffers and keeps each rank's own",
+    None: "no finding: a forward may update each rank's own, and nothing says whether they are broadcast",
+}
+_STALE = "nothing ever makes them equal again: DDP has broadcast_buffers=False"
+_HEALED = "no finding: DDP has broadcast_buffers=False, but in their last record they are equal again"
+
+
+def reply_of(run: Run, answer: First) -> Reply:
+    """Return the reply; the exit code is 1 if anything went wrong, or damage may hide that something did."""
+
+    def members() -> dict[str, Any]:
+        return {"run": str(run.path), "found": answer.is_found, "problems": run.problems, **plain(answer)}
+
+    return Reply(
+        members=members, parts=lambda: _parts(run, answer), exit_code=int(answer.is_found or bool(run.problems))
+    )
+
+
+def _parts(run: Run, answer: First) -> Iterator[str | Table]:
+    yield _nonfinite_part(run, answer)
+    yield from _replica_parts(run, answer)
+    yield from _buffer_lines(run, answer.buffers)
+    for note in answer.notes:
+        yield f"note: {note}"
+    if run.problems:
+        yield "note: the run is damaged, and what cannot be read was not looked at"
+
+
+def _nonfinite_part(run: Run, answer: First) -> str | Table:
+    bad = answer.nonfinite
+    if bad is None:
+        return f"{run.name}: {answer.all_finite}"
+    where = "in the global tensor" if bad.value.rank is None else f"rank {bad.value.rank}"
+    title = f"{run.name}: first NaN or infinity: step {bad.value.step}, {_value(bad.value)}, {where}"
+    affected = f"{counted(answer.num_nonfinite, 'value')} of {counted(answer.num_nonfinite_modules, 'module')}"
+    rows = [*_nonfinite_rows(bad), ("affected", f"{affected}, NaN or infinite")]
+    source = run.manifest.merged_from
+    if bad.value.rank is None and source is not None:
+        rows.append(("which rank", f"the run that this was merged from tells: recorder first {source.path}"))
+    return _pairs_table(title, rows)
+
+
+def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
+    yield from _where(bad.value)
+    yield "counts", f"{bad.nan_count} NaN, {bad.inf_count} infinite of {counted(bad.numel, 'element')}"
+    if bad.is_skipped:
+        yield "update", "skipped by GradScaler at this step, as it does where scaled gradients overflow"
+    yield "values before it", f"{bad.num_before} of this step on its rank"
+    before = bad.before
+    yield (
+        "last healthy value",
+        "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}",
+    )
+    for other in bad.beside:
+        name = f"{other.site} {other.name}" if other.site in GIVEN and other.name else other.name or other.site
+        kinds = ((other.nan_count, "NaN"), (other.inf_count, "infinite"))
+        counts = [f"{count} {kind}" for count, kind in kinds if count]
+        name = name if other.site in NUMBERS else f"its {name}"
+        yield "at the same step", f"{name} holds {' and '.join(counts)}"
+    if bad.last_healthy is None:
+        yield "last healthy record", "none: it was never recorded healthy before"
+    else:
+        steps = counted(bad.num_steps_healthy, "step")
+        yield "last healthy record", f"step {bad.last_healthy.step} (recorded healthy at {steps})"
+
+
+def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
+    differing = answer.replica
+    if differing is None:
+        why = answer.why_none_compared or "there is no parameter, gradient or optimizer state to compare"
+        yield f"{run.name}: {answer.replicas_agree or f'replicas: not compared, because {why}'}"
+    else:
+        title = f"first replica that differs: step {differing.value.step}, {_value(differing.value)}"
+        yield _pairs_table(f"{run.name}: {title}, ranks {_groups(differing)}", _replica_rows(answer, differing))
+        if differing.ranks:
+            yield _ranks_table(differing.ranks)
+
+
+def _buffer_lines(run: Run, buffers: Sequence[Differing]) -> Iterator[str]:
+    """Yield lines about the buffers that differ; buffers that are a finding come first."""
+    by_meaning: dict[str, list[Differing]] = {_STALE: []}
+    for buffer in buffers:
+        meaning = _STALE if buffer.is_stale else _HEALED if buffer.sync == NEVER else _BUFFERS[buffer.sync]
+        by_meaning.setdefault(meaning, []).append(buffer)
+    for meaning, some in by_meaning.items():
+        if not some:
+            continue
+        yield f"{run.name}: {counted(len(some), 'buffer')} of which ranks hold different values"
+        yield f"  {meaning}"
+        for buffer in some[:_MAX_LISTED]:
+            ranks = f"ranks {_groups(buffer)} (by {buffer.by})"
+            yield f"  {_value(buffer.value)}: first at step {buffer.value.step}, {ranks}"
+        if len(some) > _MAX_LISTED:
+            yield f"  and {len(some) - _MAX_LISTED} more; --json has all"
+
+
+def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, str]]:
+    yield from _where(differing.value)
+    yield "seen by", differing.by
+    if differing.is_assumed:
+        yield "replicas", "assumed: neither DDP nor FSDP was seen around this model"
+    equal = differing.last_equal
+    yield "last equal", "no record before shows them equal" if equal is None else f"step {equal.step}"
+    names = [" ".join(filter(None, (repr(module), site, name))) for module, site, name in answer.differing]
+    more = f" and {len(names) - _MAX_LISTED} more; --json has all" if len(names) > _MAX_LISTED else ""
+    yield "differ at any step", f"{len(names)}: {', '.join(names[:_MAX_LISTED])}{more}"
+
+
+def _ranks_table(values: Sequence[RankValue]) -> Table:
+    rows = [
+        [str(v.rank), number(v.mean), number(v.l2), number(v.absmax), v.shape, v.fingerprint or ""]
+        for v in values[:_MAX_RANKS]
+    ]
+    more = f" (the first {_MAX_RANKS} of {len(values)} ranks; --json has all)" if len(values) > _MAX_RANKS else ""
+    return table_of(
+        ("rank", "mean", "l2", "absmax", "shape", "fingerprint"),
+        rows,
+        numbers=("rank", "mean", "l2", "absmax"),
+        whole=("shape", "fingerprint"),
+        title=f"what each rank holds{more}",
+    )
+
+
+def _pairs_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    return table_of(("what", "found"), list(rows), prose=("found",), title=title)
+
+
+def _where(value: RecordedValue) -> Iterator[tuple[str, str]]:
+    source = "" if _LIBRARY in value.source.replace("\\", "/") else value.source
+    info = " ".join(filter(None, (value.module_class, source)))
+    yield "module", f"{value.module_path or chr(39) * 2}{', ' if info else ''}{info}"
+    named = f", {value.name}" if value.name else ""
+    yield "value", f"{value.site}{named}: {value.dtype} {value.shape}, {value.phase}, {value.mode}"
+    yield "when", f"step {value.step}{_when(value)}"
+
+
+def _value(value: RecordedValue) -> str:
+    return " ".join(filter(None, (repr(value.module_path), value.site, value.name)))
+
+
+def _when(value: RecordedValue) -> str:
+    micro_step = "" if value.micro_step is None else f", micro_step {value.micro_step}"
+    repeat = f", repeat {value.repeat}" if value.repeat else ""
+    attempt = f", attempt {value.attempt}" if value.attempt else ""
+    return f"{micro_step}, call {value.call}{repeat}{attempt}"
+
+
+def _groups(differing: Differing) -> str:
+    shown = [_ranks(ranks) for ranks in differing.groups[:_MAX_LISTED]]
+    return " | ".join(shown) + (" | ..." if len(differing.groups) > _MAX_LISTED else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ",".join(map(str, ranks[:_MAX_RANKS])) + (f",... ({len(ranks)})" if len(ranks) > _MAX_RANKS else "")

@@ -1,6 +1,7 @@
-"""The first value that is not finite, and what was last healthy before it. Reads a payload only where counts lack.
+"""Finds the first value that is not finite, and the last healthy values before it.
 
 An infinity that was there from a value's first record on, and does not grow, is how the program masks; it is a note.
+The module reads a payload only where counts are missing.
 """
 
 from __future__ import annotations
@@ -42,74 +43,67 @@ class NonFiniteTensor(NamedTuple):
     num_before: int
     """How many values its rank had seen before it in the step."""
     before: RecordedValue | None
-    """The healthy value that its rank saw last before it, in the order of execution."""
+    """The last healthy value that its rank saw before it, in the order of execution."""
     last_healthy: RecordedValue | None
-    """The last record of this very value on this rank, or of all ranks, at an earlier step, that was healthy."""
+    """The last healthy record of the same value on this rank, or of all ranks, at an earlier step."""
     num_steps_healthy: int
-    """Steps at which this very value was recorded healthy before."""
+    """Earlier steps at which the same value was recorded healthy."""
     is_skipped: bool
-    """Whether GradScaler skipped the update of this step, as it does where gradients overflow."""
+    """Whether GradScaler skipped the update of this step, as it does if gradients overflow."""
     beside: list[OtherNonFinite]
-    """What else of the module holds NaN or infinities at this step on this rank, and which losses do."""
-
-
-class NonFiniteSearch(NamedTuple):
-    """What was found, and what the search says beside it."""
-
-    first: NonFiniteTensor | None
-    num_values: int
-    """Rows that are not finite and are not excused."""
-    num_modules: int
-    num_known: int
-    """Rows of which it is known whether they are finite."""
-    has_masks: bool
-    """Whether some values are infinite from their first record on, and so excused."""
-    notes: list[str]
+    """Other values of the module, and losses, that hold NaN or infinities at this step on this rank."""
 
 
 class NonFiniteFinder:
     """Finds the first NaN or infinity, by step and then in the order of execution of each rank, step range by range."""
 
     def __init__(self) -> None:
-        self._first: NonFiniteTensor | None = None
-        self._num_values = 0
+        self.first: NonFiniteTensor | None = None
+        self.num_values = 0
+        """Rows that are not finite and are not excused."""
+        self.num_known = 0
+        """Rows that are known to be finite or not."""
         self._modules: set[tuple[str, str]] = set()
         self._masks: dict[tuple[str, ...], str] = {}
-        self._num_known = self._unchecked = 0
+        self._num_unchecked = 0
         self._problems: list[str] = []
 
+    @property
+    def num_modules(self) -> int:
+        """The number of modules with rows that are not finite."""
+        return len(self._modules)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some values are infinite from their first record on, and so excused."""
+        return bool(self._masks)
+
     def add(self, timeline: Timeline) -> FirstRows:
-        """The next range of steps. Returns what began in it, or before, as the range after it has to know."""
+        """Add the next range of steps, and return the first records so far, which the range after it needs."""
         state = _Counts(timeline)
-        first = state.search() if self._first is None else None
+        first = state.search() if self.first is None else None
         bad = np.flatnonzero(state.bad())
         if first is not None:
-            self._first = _describe(timeline, state, first)
+            self.first = _describe(timeline, state, first)
         names = ("root", "module_path")
         modules = group([timeline.codes[name][bad] for name in names])
         self._modules |= timeline.texts(names, bad[modules.firsts])
-        self._num_values += len(bad)
+        self.num_values += len(bad)
         for key, text in state.masks():
             self._masks.setdefault(key, text)
-        self._num_known += int(np.count_nonzero(state.is_known[timeline.num_firsts :]))
-        self._unchecked += state.unchecked
+        self.num_known += int(np.count_nonzero(state.is_known[timeline.num_firsts :]))
+        self._num_unchecked += state.unchecked
         self._problems += state.problems
         return state.firsts()
 
-    def found(self) -> NonFiniteSearch:
-        """The answer."""
-        return NonFiniteSearch(
-            self._first, self._num_values, len(self._modules), self._num_known, bool(self._masks), self._notes()
-        )
-
-    def _notes(self) -> list[str]:
-        """What is not a finding and should be known."""
+    def notes(self) -> list[str]:
+        """Return what is not counted, or could not be looked at."""
         notes = list(self._masks.values())[:_MAX_NOTED]
         if len(self._masks) > _MAX_NOTED:
             notes.append(f"{len(self._masks) - _MAX_NOTED} more values are infinite from their first record on")
-        if self._unchecked:
+        if self._num_unchecked:
             why = "have neither statistics nor values and could not be looked at; keep=stats records them"
-            notes.append(f"{self._unchecked} rows {why}")
+            notes.append(f"{self._num_unchecked} rows {why}")
         notes += [f"could not be looked at: {problem}" for problem in self._problems[:_MAX_PROBLEMS]]
         if len(self._problems) > _MAX_PROBLEMS:
             notes.append(f"{len(self._problems) - _MAX_PROBLEMS} more values could not be read")
@@ -144,27 +138,27 @@ class _Counts:
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
 
     def bad(self) -> npt.NDArray[np.bool_]:
-        """Rows of these steps that are not finite, without those that are excused."""
+        """Return the rows of these steps that are not finite and not excused."""
         bad = ((self.nan > 0) | (self.inf > 0)) & ~self.excused()
         bad[: self._timeline.num_firsts] = False
         return np.asarray(bad)
 
     def firsts(self) -> FirstRows:
-        """The first record of each value, and where that is infinite of each of its shapes: what excuses later ones."""
+        """Return the first record of each value, and of each shape of a value that began infinite."""
         was_infinite = (self.inf > 0) & (self.nan == 0) & self._may_mask
         shapes = self._same_shape.firsts
         rows = np.union1d(self._timeline.series.firsts, shapes[was_infinite[self._begins[shapes]]])
         return FirstRows(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
 
     def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
-        """Infinite from the first record on, and no more so than the first of this shape."""
+        """Whether rows are infinite from the first record on, and no more so than the first of their shape."""
         nan, inf, begins = self.nan[rows], self.inf[rows], self._begins[rows]
         was_infinite = (self.inf[begins] > 0) & (self.nan[begins] == 0)
         grows = inf > self.inf[self._begins_in_shape[rows]]
         return np.asarray((inf > 0) & (nan == 0) & self._may_mask[rows] & was_infinite & ~grows)
 
     def search(self) -> int | None:
-        """The first bad row, once every row before it is known."""
+        """Return the first bad row, once every row before it is known."""
         while True:
             bad_rows = np.flatnonzero(self.bad())
             limit = int(bad_rows[0]) if len(bad_rows) else self._timeline.num_rows
@@ -178,7 +172,6 @@ class _Counts:
             self._todo = self._todo[self._todo > last]
 
     def _is_bad(self, row: int, values: npt.NDArray[Any] | RunError) -> bool:
-        """Count what a row holds."""
         if isinstance(values, RunError):
             self.problems.append(str(values))
             return False
@@ -187,13 +180,13 @@ class _Counts:
         return bool(self.nan[row] or self.inf[row]) and not self.excused(slice(row, row + 1))[0]
 
     def complete(self, rows: npt.NDArray[np.int64]) -> None:
-        """Count what some rows hold, where that is not known and can be."""
+        """Count the elements of some rows, where the counts are not known and the values are."""
         lacks = rows[np.isin(rows, self._todo)]
         for row, values in self._timeline.arrays(lacks) if len(lacks) else ():
             self._is_bad(row, values)
 
     def masks(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Root, module, site and name of values that are excused, each once, and a note on it."""
+        """Yield root, module, site and name of each value that is excused, and a note on it."""
         timeline = self._timeline
         excused = np.flatnonzero(self.excused())
         excused = excused[excused >= timeline.num_firsts]
@@ -236,10 +229,10 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
 def _healthy(
     timeline: Timeline, state: _Counts, values: dict[str, Any], row: int | None = None
 ) -> tuple[RecordedValue | None, RecordedValue | None, int]:
-    """What was healthy before a row, or before all that come after these steps.
+    """Find the healthy values before a row, or before all rows that come after these steps.
 
-    Returns:
-        The last such value of its rank, the last such record of it at an earlier step, and at how many steps it was so.
+    Returns the last healthy value of the row's rank, the last healthy record of the same value at an earlier step, and
+    at how many steps the same value was healthy.
     """
     is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
     is_healthy[: timeline.num_firsts] = False
@@ -261,7 +254,7 @@ def _healthy(
 
 
 def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[OtherNonFinite]:
-    """Each once, however often the step saw it."""
+    """Yield each of them once, however often the step saw it."""
     step, root, module, rank = (timeline.codes[name] for name in ("step", "root", "module_path", "rank"))
     same_step = (step == step[row]) & ((rank == rank[row]) | timeline.table.column("rank").is_null().to_numpy())
     of_module = holds(timeline.table.column("site"), ("param", "input").__contains__)
@@ -277,19 +270,14 @@ def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[OtherNonFi
 
 
 def _is_loss(table: Any) -> npt.NDArray[np.bool_]:
-    """Which rows are a scalar that is called a loss."""
+    """Return the rows of scalars whose name is that of a loss."""
     is_so_called = holds(table.column("name"), lambda name: is_loss("scalar", name))
     return np.asarray(holds(table.column("site"), "scalar".__eq__) & is_so_called)
 
 
 def _is_skipped(timeline: Timeline, row: int) -> bool:
-    """The scalar ``skipped`` of the step, on this rank."""
-    same_step = (timeline.codes["step"] == timeline.codes["step"][row]) & (
-        timeline.codes["rank"] == timeline.codes["rank"][row]
-    )
-    rows = np.flatnonzero(same_step)
-    table = timeline.table.take(rows)
-    return any(
-        site == "scalar" and name == SKIPPED and (mean or 0) > 0
-        for site, name, mean in zip(*(table.column(c).to_pylist() for c in ("site", "name", "mean")), strict=True)
-    )
+    """Whether the scalar ``skipped`` of the step is set on this rank."""
+    is_it = timeline.is_equal("site", "scalar") & timeline.is_equal("name", SKIPPED)
+    for name in ("step", "rank"):
+        is_it &= timeline.codes[name] == timeline.codes[name][row]
+    return any((mean or 0) > 0 for mean in timeline.table.column("mean").filter(pa.array(is_it)).to_pylist())

@@ -1,12 +1,13 @@
-"""Rows of some steps that ranks must have alike bit by bit, as groups: each is equal, differs, or is not known yet.
+"""Groups of rows of some steps that must be equal bit by bit on several ranks; a group is equal, differs, or is open.
 
-The manifests say who is a replica, and of placed values their own rows do. Must never read a payload where the rows
-decide.
+The manifests say which ranks are replicas; rows of placed values say it themselves. Must never read a payload if the
+rows decide.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,23 +24,12 @@ from ...sites import STATES
 from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, is_equal
 
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
-"""What becomes of a rank's buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP
-keeps each rank's own."""
+"""How ranks keep their buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP keeps
+each rank's own."""
 
 NAME = ("root", "module_path", "site", "name")
 ValueName = tuple[str, str, str, str]
-"""What a value is called, whenever it was seen."""
-
-
-class Uncompared(NamedTuple):
-    """Groups of replicas that were not compared."""
-
-    nothing: int
-    """They have nothing to compare."""
-    alone: int
-    """They have equal statistics, which proves nothing."""
-    after: int
-    """They come after the first that differs, and only their bytes would tell."""
+"""What a value is called at every step."""
 
 
 class RankValue(NamedTuple):
@@ -55,19 +45,19 @@ class RankValue(NamedTuple):
 
 
 class Differing(NamedTuple):
-    """A value of which replicas differ."""
+    """A value whose replicas differ."""
 
     value: RecordedValue
     """The value on the lowest rank that differs from most ranks; in a tie, from the lowest rank."""
     groups: list[list[int]]
-    """Ranks that agree, the most of them first."""
+    """Groups of ranks that agree, the largest first."""
     by: str
-    """How it was seen: ``fingerprint``, ``statistics``, ``values`` or ``merge``."""
+    """What showed it: ``fingerprint``, ``statistics``, ``values`` or ``merge``."""
     ranks: list[RankValue]
     is_assumed: bool
-    """Whether nothing says that these ranks have one model: no DDP or FSDP was seen around it, no mesh in it."""
+    """True if nothing says that these ranks have one model: no DDP or FSDP was seen around it, and no mesh in it."""
     last_equal: RecordedValue | None
-    """The last record of this very value, at an earlier step, at which all ranks agreed."""
+    """The last record of the same value, at an earlier step, at which all ranks agreed."""
     sync: str | None = None
     """How ranks keep a buffer equal: `BROADCAST`, `NEVER`, `OWN`, or None where nothing says it."""
     differs_last: bool = True
@@ -90,15 +80,15 @@ class ReplicaGroups:
         is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # gradients before their reduction
         is_candidate[: timeline.num_firsts] = False
         leaders, self._assumed = _leaders(run, timeline)
-        is_plain = table.column("placements").is_null().to_numpy() & ~holds(table.column("note"), _is_apart)
+        placements, notes = table.column("placements"), table.column("note")
+        # Where nobody knows where a chunk lies, it is no replica.
+        is_plain = placements.is_null().to_numpy() & ~holds(notes, lambda note: "no_layout" in note_members(note))
         shards = _shards(table)
         has_offsets = table.column("offsets").is_valid().to_numpy()
-        # Without offsets, equal placements do not mean equal chunks.
-        has_placement = has_offsets | ~holds(table.column("placements"), _is_boxed)
-        has_placement |= (shards > 0) & holds(table.column("placements"), _has_replicas)
-        has_placement &= table.column("placements").is_valid().to_numpy() & ~holds(
-            table.column("placements"), _is_summand
-        )
+        # Without offsets, equal placements do not mean equal chunks; a slice of the flattened tensor needs none.
+        has_placement = has_offsets | ~holds(placements, lambda text: _has_kind(text, "Shard", but="FlatShard"))
+        has_placement |= (shards > 0) & holds(placements, lambda text: "Replicate" in kinds_of(text))
+        has_placement &= placements.is_valid().to_numpy() & ~holds(placements, lambda text: _has_kind(text, "Partial"))
         has_placement &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
         is_own = is_plain & is_candidate & _are_own(timeline)
         is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
@@ -117,12 +107,11 @@ class ReplicaGroups:
 
     @property
     def compared(self) -> Any:
-        """Site and step of each value held by several ranks, of which it is known whether they agree."""
+        """The site and step of each value of several ranks that was compared."""
         compared = self._groups.firsts[(self._sizes > 1) & ~self._is_open & ~self._is_unknown]
         return self._table.select(["site", "step"]).take(pa.array(compared))
 
     def _judge(self) -> None:
-        """Judge all groups at once by what their rows say."""
         layouts = self._disagree(group([codes(self._table.column(name)) for name in ("dtype", "shape")]).ids)
         prints = codes(self._table.column("fingerprint"))
         lacks_print = self._any(prints == 0)
@@ -145,7 +134,7 @@ class ReplicaGroups:
         return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
 
     def search(self, asked: npt.NDArray[np.bool_]) -> int | None:
-        """The first of the groups asked for that differs, once every one before it is known."""
+        """Return the first of some groups that differs, once every group before it is known."""
         differing = np.flatnonzero(self._differs & asked)
         limit = int(differing[0]) if len(differing) else self._groups.num_groups
         for number in np.flatnonzero(self._is_open[:limit] & asked[:limit]).tolist():
@@ -154,19 +143,18 @@ class ReplicaGroups:
         return limit if len(differing) else None
 
     def first_numbers(self, asked: npt.NDArray[np.bool_]) -> Integers:
-        """For each value that ever differs its first group that does."""
+        """Return for each value that ever differs its first group that does."""
         numbers = np.flatnonzero(self._differs & asked)
         rows = self._rows[self._groups.firsts[numbers]]
         values = group([self._timeline.codes[name][rows] for name in NAME])
         return np.asarray(numbers[values.firsts])
 
     def firsts(self, asked: npt.NDArray[np.bool_]) -> tuple[Integers, Integers]:
-        """The first group that differs of each asked value, and a row of the timeline that is in it."""
+        """Return the first group that differs of each asked value, and a row of the timeline that is in it."""
         numbers = self.first_numbers(asked)
         return numbers, np.asarray(self._rows[self._groups.firsts[numbers]])
 
     def describe(self, number: int) -> Differing:
-        """One group that differs."""
         members = np.flatnonzero(self._groups.ids == number)
         columns = ("rank", "fingerprint", "mean", "l2", "absmax", "shape", "dtype")
         values = sorted(RankValue(**row) for row in self._table.select(columns).take(pa.array(members)).to_pylist())
@@ -189,12 +177,12 @@ class ReplicaGroups:
         )
 
     def describe_buffer(self, number: int) -> Differing:
-        """The first difference of a buffer, and whether the buffer differs in its last record, too."""
+        """Return the first difference of a buffer, which also says whether the buffer differs in its last record."""
         difference = self.describe(number)
         return with_last(difference, self.differs_last(name_of(difference.value)))
 
     def differs_last(self, name: ValueName) -> bool | None:
-        """Whether ranks differ in the last record of a buffer; None where that is not known."""
+        """Return whether ranks differ in the last record of a buffer; None if that is not known."""
         timeline = self._timeline
         same = np.all([timeline.is_equal(column, value) for column, value in zip(NAME, name, strict=True)], axis=0)
         same[: timeline.num_firsts] = False
@@ -212,13 +200,15 @@ class ReplicaGroups:
             differs = "replicas_differ" in (timeline.table.column("note")[int(of_all[-1])].as_py() or "")
         return differs
 
-    def uncompared(self, asked: npt.NDArray[np.bool_]) -> Uncompared:
-        """How many of the groups asked for could not be compared."""
-        return Uncompared(
-            int((self._is_unknown & asked & self._lacks_numbers).sum()),
-            int((self._is_unknown & asked & ~self._lacks_numbers).sum()),
-            int((self._is_open & asked).sum()),
-        )
+    def uncompared(self, asked: npt.NDArray[np.bool_]) -> Counter[str]:
+        """Count the groups among some that could not be compared, by the reason.
+
+        A group has ``nothing`` to compare; has ``statistics`` that are equal, which proves nothing; or comes ``after``
+        the first group that differs, and only its bytes would tell.
+        """
+        of_nothing, of_statistics = self._is_unknown & self._lacks_numbers, self._is_unknown & ~self._lacks_numbers
+        reasons = {"nothing": of_nothing, "statistics": of_statistics, "after": self._is_open}
+        return Counter({reason: int((flags & asked).sum()) for reason, flags in reasons.items()})
 
     @property
     def has_unknown(self) -> bool:
@@ -268,7 +258,7 @@ class ReplicaGroups:
         return timeline.value_in(self._equal, int(earlier[-1])) if len(earlier) else None
 
     def last_equals(self) -> Any:
-        """Return, for each value, its last record so far at which all ranks agreed."""
+        """Return for each value its last record so far at which all ranks agreed."""
         rows = np.flatnonzero(self._agrees())
         newest = rows[::-1][group([self._timeline.codes[name][rows[::-1]] for name in SERIES_KEY]).firsts]
         table = self._timeline.table.select(VALUE_COLUMNS).take(pa.array(np.sort(newest)))
@@ -280,7 +270,7 @@ class ReplicaGroups:
         return table.take(pa.array(np.sort(lasts)))
 
     def _agrees(self) -> npt.NDArray[np.bool_]:
-        """Rows of these steps that all ranks have alike."""
+        """Return the rows of these steps on which all ranks agree."""
         timeline = self._timeline
         agrees = timeline.is_equal("rank", None)  # merged: one row is what all ranks had
         is_equal = ~self._differs & ~self._is_open & ~self._is_unknown & (self._sizes > 1)
@@ -295,22 +285,14 @@ class ReplicaGroups:
         return np.bincount(self._groups.ids, rows, self._groups.num_groups) > 0
 
 
-def _has_replicas(placements: str) -> bool:
-    """Whether ranks along some axis of the mesh hold the same chunk."""
-    return "Replicate" in kinds_of(placements)
-
-
-def _is_summand(placements: str) -> bool:
-    return any(kind.endswith("Partial") for kind in kinds_of(placements))
-
-
-def _is_apart(note: str) -> bool:
-    """Whether a row's note says that nobody knows where the chunk lies."""
-    return "no_layout" in note_members(note)
+def _has_kind(placements: str, end: str, *, but: str = "") -> bool:
+    """Whether the kind of some placement ends with a word, and none is the kind `but`."""
+    kinds = kinds_of(placements)
+    return but not in kinds and any(kind.endswith(end) for kind in kinds)
 
 
 def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
-    """Which rows are of parameters that each rank has for itself."""
+    """Return the rows of parameters that each rank has for itself."""
     columns = ("root", "module_path", "name")
     cells = group([timeline.codes[name] for name in columns])
     named = zip(
@@ -322,14 +304,8 @@ def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
     return np.asarray(are_own[cells.ids] if len(are_own) else np.zeros(timeline.num_rows, np.bool_))
 
 
-def _is_boxed(placements: str) -> bool:
-    """Whether a chunk's position is in its offsets; a slice of the flattened tensor has it in its placements."""
-    kinds = kinds_of(placements)
-    return "FlatShard" not in kinds and any(kind.endswith("Shard") for kind in kinds)
-
-
 def _shards(table: Any) -> Integers:
-    """For each row a number for its coordinate on the axes of the mesh that do not replicate; 0 where it is unknown."""
+    """Return for each row a number for its coordinate on the axes of the mesh that do not replicate; 0 if unknown."""
     pairs = group([codes(table.column(name)) for name in ("placements", "mesh")])
     texts = table.select(["placements", "mesh"]).take(pa.array(pairs.firsts)).to_pylist()
     numbers: dict[Any, int] = {None: 0}
@@ -338,7 +314,7 @@ def _shards(table: Any) -> Integers:
 
 
 def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
-    """What untrusted JSON says of it."""
+    """Read the coordinate from untrusted JSON."""
     try:
         kinds, mesh_object = json.loads(placements or "null"), json.loads(mesh or "null")
     except (ValueError, RecursionError):
@@ -352,16 +328,17 @@ def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
 
 
 def _statistics_ids(table: Any) -> Integers:
-    """Numbers that are equal where all statistics are, bit by bit."""
+    """Return numbers that are equal where all statistics are equal bit by bit."""
     columns = [numbers(table.column(name)).view(np.int64) for name in STATISTICS]
     columns += [integers(table.column(name)) for name in COUNTS]
     return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids
 
 
 def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
-    """For each row the lowest rank that works on the same model; and roots where that is assumed.
+    """Return for each row the lowest rank that works on the same model, and the roots for which that is assumed.
 
-    Ranks of other stages of a pipeline do not. Where manifests contradict each other, each rank's own word counts.
+    Ranks of other stages of a pipeline do not work on the same model. Where manifests contradict each other, each
+    rank's own manifest counts.
     """
     number_of = {(writer.rank, writer.attempt): number for number, writer in enumerate(run.writers)}
     is_merged = run.is_merged  # a merge leaves a replica with its rank only where it differs
@@ -386,10 +363,10 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
 
 
 def with_last(buffer: Differing, differs_last: bool | None) -> Differing:
-    """Return a buffer with what a later record says of it; unchanged where none says anything."""
+    """Return a buffer with what a later record says of it; unchanged if there is no later record."""
     return buffer if differs_last is None else buffer._replace(differs_last=differs_last)
 
 
 def name_of(value: RecordedValue) -> ValueName:
-    """Return what a value is called, whenever it was seen."""
+    """Return what a value is called at every step."""
     return value.root, value.module_path, value.site, value.name

@@ -1,4 +1,4 @@
-"""The rows of a run in the order of time, and where in the run one of them is. Never reads a payload unasked."""
+"""The rows of a run in the order of time, and the position of a row in the run. It reads no payload unless asked."""
 
 from __future__ import annotations
 
@@ -29,29 +29,16 @@ from ...numerics.keys import (
 from ...numerics.moments import integers
 from ...run.run import RecordedWriter, Run
 from ...run.selection import PER_RANK
-from ...run.step_ranges import Attempts
+from ...run.step_ranges import Attempts, first_parts
 from ...sites import NUMBERS
 
 _KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",
         "root", "module_path", "site", "name")  # fmt: skip
-_COLUMNS = (
-    *_KEY,
-    "seq",
-    "dtype",
-    "shape",
-    "numel",
-    "offsets",
-    "placements",
-    "mesh",
-    "note",
-    *STATISTICS,
-    *COUNTS,
-    "fingerprint",
-    "encoding",
-)
+_COLUMNS = (*_KEY, "seq", "dtype", "shape", "numel", "offsets", "placements", "mesh", "note", *STATISTICS, *COUNTS,
+            "fingerprint", "encoding")  # fmt: skip
 
 VALUE_COLUMNS = (*_KEY, "dtype", "shape")
-"""The columns that a `RecordedValue` is made of."""
+"""The columns of a `RecordedValue`."""
 _WINDOW_ROWS = 50_000
 _BEGINNING = -(1 << 62)
 """A step before all others."""
@@ -68,7 +55,7 @@ _SCHEMA = pa.schema(
 
 
 class RecordedValue(NamedTuple):
-    """Which value this is, and at which step and on which rank it was seen."""
+    """A value, with the step and the rank at which it was seen."""
 
     step: int
     module_path: str
@@ -87,25 +74,25 @@ class RecordedValue(NamedTuple):
     dtype: str
     shape: str
     module_class: str
-    """Class of the module, where the run says it."""
+    """The class of the module, if the run says it."""
     source: str
-    """File and line of that class, where the run says it."""
+    """File and line of that class, if the run says it."""
 
 
 class FirstRows(NamedTuple):
-    """The first records of values: what later ones are measured by, at later steps too."""
+    """The first records of values, which later records are compared with, at later steps too."""
 
     table: Any
     nan: Integers
     inf: Integers
-    """How many elements are so, as far as that is known."""
+    """The numbers of NaN and infinite elements, as far as they are known."""
 
 
 class Timeline:
-    """The rows of whole tensors by step, then in each rank's order of execution; of two lives the newer.
+    """The rows of complete tensors by step, then in each rank's order of execution; of two attempts the newer.
 
-    Stages of a pipeline follow one another, micro-batch by micro-batch. In front stand the first records of values at
-    earlier steps, `num_firsts` rows: they say what began how, and are asked for nothing else.
+    Stages of a pipeline follow one another, micro-batch by micro-batch. The first `num_firsts` rows are the first
+    records of values at earlier steps; they are only compared with.
     """
 
     def __init__(
@@ -119,18 +106,21 @@ class Timeline:
         """Load the rows.
 
         Args:
-            run: all of it.
+            run: the complete run.
             attempts: of the run; it has seen all writers' rows of these steps, or sees them now.
-            steps: from the first up to, but not including, the last; all by default.
-            firsts: of earlier steps.
-            tables: what `whole_rows` gives of the writers that are looked at, and of these steps; by default of all.
+            steps: from the first up to, but not including, the last; None means all.
+            firsts: the first records at earlier steps.
+            tables: what `whole_rows` gives of some writers and these steps; by default of all writers.
         """
         self.run, self.attempts, self.steps = run, attempts, steps
         self.firsts = firsts
-        table = _in_order(whole_rows(run.writers, steps) if tables is None else tables)
+        tables = whole_rows(run.writers, steps) if tables is None else tables
+        table = pa.concat_tables([_SCHEMA.empty_table(), *tables]).unify_dictionaries().combine_chunks()
+        order = np.lexsort([integers(table.column(name)) for name in reversed(TIME_ORDER)])
+        table = table.take(pa.array(order))
         counts = attempts.counting(table)
         self.num_superseded = int((~counts).sum())
-        """Rows of steps that a restart did again; not in the timeline."""
+        """Rows of steps that a restart did again; they are not in the timeline."""
         if self.num_superseded:
             table = table.filter(pa.array(counts))
         codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
@@ -146,7 +136,7 @@ class Timeline:
             num_before = np.r_[np.zeros(self.num_firsts, np.int64), num_before]
         self.table = table
         self.num_before: Integers = num_before
-        """For each row, how many its rank saw before it in the step."""
+        """For each row, how many rows its rank had before it in the step."""
 
     @property
     def num_rows(self) -> int:
@@ -154,42 +144,42 @@ class Timeline:
 
     @cached_property
     def codes(self) -> dict[str, Integers]:
-        """Columns of the key as numbers."""
+        """The columns of the key as numbers."""
         return {name: codes(self.table.column(name)) for name in dict.fromkeys((*VALUE_KEY, *SERIES_KEY, "rank"))}
 
     @cached_property
     def series(self) -> Groups:
-        """Rows of the same value on the same rank, over the steps."""
+        """The rows of the same value on the same rank, over the steps."""
         return group([self.codes[name] for name in (*SERIES_KEY, "rank")])
 
     def before(self, rank: int | None) -> Timeline:
-        """All earlier steps of one rank; in a merged run those of all ranks together, too."""
+        """Return all earlier steps of one rank; in a merged run those of all ranks together, too."""
         assert self.steps is not None, "a range of steps has others before it"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]
         return Timeline(self.run, self.attempts, steps, tables=whole_rows(writers, steps))
 
     def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
-        """Which rows have a value in a column; None for null."""
+        """Return which rows have a value in a column; None means null."""
         return is_equal(self.table.column(name), value)
 
     def texts(self, names: Sequence[str], rows: Integers) -> set[tuple[Any, ...]]:
-        """What some rows say in some columns."""
+        """Return the distinct cells of some rows in some columns."""
         table = self.table.select(names).take(pa.array(rows))
         return set(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
     def value(self, row: int) -> RecordedValue:
-        """The value that a row records."""
+        """Return the value that a row records."""
         return self.value_in(self.table, row)
 
     def value_in(self, table: Any, row: int) -> RecordedValue:
-        """The value that a row of another table of this run records, which has `VALUE_COLUMNS`."""
+        """Return the value that a row of another table of this run records; the table has `VALUE_COLUMNS`."""
         values = {name: table.column(name)[row].as_py() for name in VALUE_COLUMNS}
         info = self.run.modules.get((values["root"], values["module_path"]))
         return RecordedValue(**values, module_class=info.class_name if info else "", source=info.source if info else "")
 
     def arrays(self, rows: Integers) -> Iterator[tuple[int, npt.NDArray[Any] | RunError]]:
-        """The tensors of many rows, one after the other in their order, or why one cannot be read."""
+        """Yield the tensors of many rows in their order, or why a tensor cannot be read."""
         table = self.table.take(pa.array(rows))
         steps = integers(table.column("step"))
         view = self.run.view(layouts=PER_RANK)
@@ -207,43 +197,29 @@ class Timeline:
                     yield row, error
 
     def array(self, row: int) -> npt.NDArray[Any]:
-        """The tensor of a row.
+        """Return the tensor of a row.
 
-        Raises:
-            RunError: it was not recorded, or cannot be read.
+        Raises RunError if it was not recorded, or cannot be read.
         """
         question = {name: self.table.column(name)[row].as_py() for name in _KEY}
         return self.run.array(question.pop("module_path"), **question)
 
 
 def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Iterator[Any]:
-    """The rows of whole tensors of some writers and steps, a table a batch.
-
-    A batch may span many more steps: only what is wanted stays, with its texts as numbers.
-    """
-    first, last = (_BEGINNING, -_BEGINNING) if steps is None else steps
-    for writer in writers:
-        for shard in writer.shards:
-            for batch in shard.columns((*_COLUMNS, "part"), steps):
-                at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
-                wanted = pa.Table.from_batches([batch]).filter((at >= first) & (at < last) & (part == 0))
-                columns = [wanted.column(field.name) for field in _SCHEMA]
-                coded = [
-                    column.dictionary_encode() if pa.types.is_dictionary(field.type) else column
-                    for field, column in zip(_SCHEMA, columns, strict=True)
-                ]
-                yield pa.Table.from_arrays(coded, schema=_SCHEMA)
-
-
-def _in_order(tables: Iterable[Any]) -> Any:
-    """Rows by attempt, step, rank and seq."""
-    table = pa.concat_tables([_SCHEMA.empty_table(), *tables]).unify_dictionaries().combine_chunks()
-    keys = [integers(table.column(name)) for name in reversed(TIME_ORDER)]
-    return table.take(pa.array(np.lexsort(keys)))
+    """Yield the rows of complete tensors of some writers and steps, a table a batch, with texts as numbers."""
+    every = _BEGINNING, -_BEGINNING
+    for table in first_parts(writers, steps or every, _COLUMNS, is_all=steps is None):
+        coded = [
+            table.column(field.name).dictionary_encode()
+            if pa.types.is_dictionary(field.type)
+            else table.column(field.name)
+            for field in _SCHEMA
+        ]
+        yield pa.Table.from_arrays(coded, schema=_SCHEMA)
 
 
 def _times(run: Run, table: Any, steps: Integers, ranks: Integers, num_before: Integers) -> Times:
-    """When the rows were seen, where a row's position in its rank's step is the time that ranks share."""
+    """Return when the rows were seen; a row's position in its rank's step is the time that ranks share."""
     phases = {
         phase: holds(table.column("phase"), {phase}.__contains__) for phase in ("forward", "backward", "recompute")
     }
@@ -260,7 +236,7 @@ def _times(run: Run, table: Any, steps: Integers, ranks: Integers, num_before: I
 
 
 def _stages(run: Run, table: Any) -> Integers:
-    """The pipeline stage of each row, -1 where there is none: of a merged run as rows say, else as manifests do."""
+    """Return the pipeline stage of each row, -1 for none: a merged run has it in its rows, others in manifests."""
     if run.is_merged:
         notes, texts = encode(table.column("note"))
         of_text = np.array([-1 if (stage := stage_of(text)[0]) is None else stage for text in texts] + [-1], np.int64)
@@ -277,7 +253,7 @@ def _stages(run: Run, table: Any) -> Integers:
 
 
 def is_equal(column: Any, value: object) -> npt.NDArray[np.bool_]:
-    """Which rows of a column hold a value; None for null."""
+    """Return which rows of a column hold a value; None means null."""
     if isinstance(value, str):
         return holds(column, value.__eq__)
     flags = column.is_null() if value is None else pc.equal(column, value).fill_null(False)

@@ -31,7 +31,7 @@ from torch import nn
 
 VERSION = 1
 ROUNDING = 64
-"""Steps of the last place of the largest value, within which a difference counts as rounding."""
+"""A difference of so many units in the last place of the largest value counts as rounding."""
 EQUAL, ROUNDED, TOTAL, DIFFERENT = "bit-equal", "within rounding", "not judged", "different"
 _TYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -42,11 +42,11 @@ _TYPES = {
 
 
 class CannotReplay(Exception):
-    """Why the call cannot be run here, and what to do."""
+    """The call cannot be run here; the message says why, and what to do."""
 
 
 class Compared(NamedTuple):
-    """One tensor that came out, beside the recorded one."""
+    """One tensor that came out, compared with the recorded one."""
 
     name: str
     verdict: str
@@ -101,10 +101,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
-    """Run a call again and compare; return also what should be known of the comparison.
+    """Run a call again and compare; return also notes on the comparison.
 
-    Raises:
-        CannotReplay: the folder is damaged, or the module cannot be made or run here.
+    Raises CannotReplay if the folder is damaged, or the module cannot be made or run here.
     """
     try:
         return _replay(folder, options)
@@ -155,7 +154,6 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
 
 
 def _device(name: str) -> torch.device:
-    """Return the device to compute on, which has to be here."""
     try:
         device = torch.device(name or "cpu")
         torch.empty(0, device=device)
@@ -278,7 +276,7 @@ def _load(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Give the module the parameters, buffers and modes that the call found."""
+    """Give the module the parameters, buffers and modes that it had at the call."""
     held: dict[str, torch.Tensor] = {}
     held |= {f"param.{name}": value for name, value in module.named_parameters(remove_duplicate=False)}
     held |= {f"buffer.{name}": value for name, value in module.named_buffers(remove_duplicate=False)}
@@ -370,7 +368,6 @@ def _inputs(
 
 
 def _value(node: Mapping[str, Any], inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Return the argument that a tree means."""
     (kind, content), *_ = node.items()
     if kind == "tensor":
         return inputs[f"input.{content}"][1]
@@ -447,7 +444,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shown(name: str) -> str:
-    """Return a tensor's name as people read it: an output that is one tensor has no name behind its site."""
+    """Return a tensor's name for people: the name of an output that is a single tensor ends with a dot, which goes."""
     return name.removesuffix(".")
 
 

@@ -1,17 +1,17 @@
-"""Finds what a rule with ``keep=replay`` has kept of a call, and writes it as a folder that runs alone: `write_bundle`.
+"""Finds what a rule with ``keep=replay`` has kept of a call, and writes it as a folder that runs alone.
 
-`audit` writes all calls of a run, and runs each of them. Must never import torch, nor a class that a run names: the
-folder's own script does, when its reader starts it, and an audit does when it is asked for.
+`audit` writes all calls of a step, and runs each of them. Must never import torch, nor a class that a run names: the
+folder's own script does, when its reader starts it, and an audit does on request.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
-import struct
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +23,12 @@ import pyarrow.compute as pc
 from ...errors import CorruptError, LookupFailedError, RunError
 from ...format.rundir import parse_object
 from ...rules import hint
+from ...run.reply import Reply, StateLine
 from ...run.run import Run
 from ...sites import CALL, OF_REPLAY
-from ...system.text import listed, steps_in_words
-from ..export.files import SAFETENSORS_TYPES, published_folder
+from ...system.text import counted, listed, printable, steps_in_words
+from ..export.files import SAFETENSORS_TYPES, published_folder, write_safetensors
+from ..export.tensors import Entry, Span
 
 VERSION = 1
 """The version of the folder's form; the script in the folder reads no other version."""
@@ -39,7 +41,7 @@ _ALONE = Path(__file__).with_name("alone.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """One call of a module that can be replayed, as its rows are found; no value is read."""
+    """One call of a module that can be replayed, by its rows; no value is read."""
 
     module_path: str
     step: int
@@ -47,16 +49,14 @@ class RecordedCall:
     key: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     gradients: Sequence[Mapping[str, Any]]
-    """Rows of gradients that this call alone has given to parameters of the module and of those in it."""
+    """Rows of the gradients that only this call has given to parameters of the module and of its submodules."""
 
 
 def recorded_calls(run: Run, *, step: int, module: str | None = None, rank: int | None = None) -> list[RecordedCall]:
     """Return the calls of a step that a rule with ``keep=replay`` has recorded, by module and rank.
 
-    Of several attempts at a step the newest counts.
-
-    Raises:
-        LookupFailedError: there is none; the message says what there is, or which rule to record with.
+    Of several attempts at a step the newest counts. Raises LookupFailedError if there is none; the message says what
+    there is, or which rule to record with.
     """
     table = run.table(["module_path", "step", "rank"], pc.field("site") == CALL)
     if not table.num_rows:
@@ -114,13 +114,8 @@ def _full_name(row: Mapping[str, Any]) -> str:
     return ".".join(filter(None, (row["module_path"], row["name"])))
 
 
-def class_without_settings(run: Run, call: RecordedCall) -> str | None:
-    """Return the class of a call's module where the folder's script can make it only with a factory; None elsewhere."""
-    return _class_without_settings(_facts(run, call))
-
-
 def _class_without_settings(facts: Mapping[str, Any]) -> str | None:
-    """Return the class of a module that is not made from its settings alone, as `make_module` of the script decides."""
+    """Return the class of a module that the script can make only with a factory, as its `make_module` decides."""
     where, _, qualified = str(facts.get("class")).partition(":")
     is_made = facts.get("constructor") is not None and where.startswith("torch.nn.modules.")
     return None if is_made else qualified
@@ -133,18 +128,17 @@ def _facts(run: Run, call: RecordedCall) -> dict[str, Any]:
 
 
 def write_bundle(run: Run, call: RecordedCall, path: Path) -> list[str]:
-    """Write the folder of one call, and return what it lacks.
+    """Write the folder of one call, and return what is missing in it.
 
-    Raises:
-        WriteError: there is something at the path already, or it cannot be written.
-        CorruptError: the bytes are not those that were written.
+    Raises WriteError if something is at the path already, or it cannot be written, and CorruptError if bytes are
+    damaged.
     """
     with published_folder(path) as folder:
         return fill_bundle(run, call, folder)
 
 
 def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
-    """Write the files of a folder that exists."""
+    """Write the files of one call into a folder, and return what is missing."""
     facts = _facts(run, call)
     arrays: dict[str, npt.NDArray[Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}
@@ -182,7 +176,12 @@ def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
         "tensors": tensors,
         "facts": facts,
     }
-    (folder / TENSORS).write_bytes(_safetensors(arrays, tensors))
+    entries = [
+        Entry((call.step, call.step + 1), 0, name, tensors[name]["dtype"], array.shape, array.nbytes, {}, {})
+        for name, array in arrays.items()
+    ]
+    with (folder / TENSORS).open("wb") as file:
+        write_safetensors(file, _InMemory(arrays), entries, lambda num_bytes: None)
     (folder / BUNDLE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(_ALONE, folder / SCRIPT)
     (folder / "README").write_text(_readme(document), encoding="utf-8")
@@ -190,26 +189,20 @@ def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
 
 
 def _array(run: Run, call: RecordedCall, row: Mapping[str, Any]) -> npt.NDArray[Any]:
-    """Read the values of one row."""
     key = {column: row[column] for column in ("site", "name", "micro_step", "call", "mode", "phase", "root", "attempt")}
     if row["scope"] is not None:
         key["scope"] = row["scope"]
     return run.array(row["module_path"], step=call.step, rank=call.rank, repeat=0, **key)
 
 
-def _safetensors(arrays: Mapping[str, npt.NDArray[Any]], tensors: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Return a safetensors file; `write_safetensors` streams rows of runs, and a call's tensors fit into memory."""
-    header: dict[str, Any] = {"__metadata__": {"writer": "recorder"}}
-    pieces, end = [], 0
-    for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):  # each at a multiple of its size
-        data = np.ascontiguousarray(array).tobytes()
-        kind = SAFETENSORS_TYPES[tensors[name]["dtype"]]
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [end, end + len(data)]}
-        pieces.append(data)
-        end += len(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join((struct.pack("<Q", len(text)), text, *pieces))
+class _InMemory:
+    """Gives the tensors of one call, which fit into memory."""
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._arrays = arrays
+
+    def spans(self, entry: Entry) -> Iterator[Span]:
+        yield Span(np.ascontiguousarray(self._arrays[entry.name]).reshape(-1).view(np.uint8), 0)
 
 
 def _readme(document: Mapping[str, Any]) -> str:
@@ -235,7 +228,7 @@ REPRODUCED, WITHIN_ROUNDING, NOT_REPRODUCED, CANNOT_TELL = (
 
 
 class Audited(NamedTuple):
-    """What came of one call."""
+    """The result of one call."""
 
     module: str
     step: int
@@ -249,21 +242,81 @@ class Audited(NamedTuple):
 def audit(
     run: Run, *, step: int, module: str | None = None, rank: int | None = None, factory: str = ""
 ) -> list[Audited]:
-    """Run the recorded calls of a step again.
+    """Run the recorded calls of a step again, of all modules and ranks or of one.
 
-    Args:
-        run: a run with a rule ``keep=replay``.
-        step: the step.
-        module: one module's path; None: all.
-        rank: one rank; None: all.
-        factory: ``MODULE:FUNCTION`` that makes the whole model, for classes that are not of torch.nn.
-
-    Raises:
-        LookupFailedError: nothing was recorded for a replay.
+    `factory` is the ``MODULE:FUNCTION`` that makes the complete model, for classes that are not of torch.nn. Raises
+    LookupFailedError if nothing was recorded for a replay.
     """
     calls = recorded_calls(run, step=step, module=module, rank=rank)
     with tempfile.TemporaryDirectory(prefix="recorder-audit-") as temporary:
         return [_audited(run, call, Path(temporary) / str(number), factory) for number, call in enumerate(calls)]
+
+
+_STATES = {NOT_REPRODUCED: "differs", CANNOT_TELL: "note"}
+
+
+def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
+    """Return the reply of `recorder replay --audit`; the exit code is 1 if a call was not reproduced.
+
+    Asking for the exit code raises LookupFailedError if not one of the calls could be judged.
+    """
+
+    def parts() -> Iterator[str | StateLine]:
+        for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_REPRODUCED)):
+            where = f"{printable(repr(one.module))}, rank {one.rank}"
+            yield StateLine(_STATES.get(one.verdict, "ok"), f"{where}: {one.verdict}: {printable(one.why)}")
+        num_open = sum(one.verdict == CANNOT_TELL for one in results)
+        if 0 < num_open < len(results):
+            yield f"{num_open} of {counted(len(results), 'call')} could not be judged: the exit code leaves them out"
+
+    def exit_code() -> int:
+        if all(one.verdict == CANNOT_TELL for one in results):
+            why = printable(results[0].why) if results else "of each, a part is missing"
+            raise LookupFailedError(f"none of the {counted(len(results), 'call')} could be judged; the first: {why}")
+        return int(any(one.verdict == NOT_REPRODUCED for one in results))
+
+    return Reply(
+        members=lambda: {"run": str(run.path), "results": [one._asdict() for one in results]},
+        parts=parts,
+        exit_code=exit_code,
+    )
+
+
+def the_call(calls: Sequence[RecordedCall], micro_step: int, call: int) -> RecordedCall:
+    """Return the one call of `recorded_calls` that is meant.
+
+    Raises LookupFailedError if several ranks recorded the call, or none did; the message says what there is.
+    """
+    ranks = sorted({one.rank for one in calls})
+    if len(ranks) > 1:
+        several = f"{counted(len(ranks), 'rank')} recorded this call"
+        raise LookupFailedError(f"{several}: name one with --rank, such as {ranks[0]}")
+    for one in calls:
+        if (one.key["micro_step"] or 0, one.key["call"]) == (micro_step, call):
+            return one
+    there = ", ".join(f"{one.key['micro_step']}/{one.key['call']}" for one in calls[:8])
+    raise LookupFailedError(f"no call {call} of micro-step {micro_step}; recorded (micro-step/call): {there}")
+
+
+def bundle_reply(run: Run, call: RecordedCall, out: Path, lacks: Sequence[str], factory: str) -> Reply:
+    """Return the reply of `recorder replay` about the folder of a call, which lacks some parts."""
+    own_class = _class_without_settings(_facts(run, call))
+
+    def parts() -> Iterator[str | StateLine]:
+        if own_class is not None and not factory:
+            text = f"{SCRIPT} cannot make the class {printable(own_class)} from the recording: name a function without "
+            text += "arguments that makes this module or the whole model, with --factory"
+            yield StateLine("note", text)
+        for lack in lacks:
+            yield StateLine("note", f"the call cannot be run, something is missing: {printable(lack)}")
+        maker = factory or ("MODULE:FUNCTION" if own_class is not None else "")
+        yield f"{out}: {shlex.join(['python', str(out / SCRIPT), *(['--factory', maker] if maker else [])])}"
+
+    needs_factory = own_class is not None
+    return Reply(
+        members=lambda: {"run": str(run.path), "path": str(out), "lacks": lacks, "needs_factory": needs_factory},
+        parts=parts,
+    )
 
 
 def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audited:

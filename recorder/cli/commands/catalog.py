@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.export.catalog import write_catalog
+from ...analyze.export.export import write_catalog
 from ...run.reply import Aside, Reply
 from ...run.run import open_run
 from ...system.text import counted, size

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.doctor.environment import environment_checks
-from ...analyze.doctor.reply import checks_of, reply_of
+from ...analyze.doctor.reply import checks_of, environment_checks, reply_of
 from ...run.reply import Reply
 from ...run.run import open_run
 from ..options import complete_run

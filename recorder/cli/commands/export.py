@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...analyze.export.boards import BOARDS, BoardExport
-from ...analyze.export.export import Export, format_of
+from ...analyze.export.export import Export, format_of, reply_of
+from ...run.reply import Reply
 from ...run.run import open_run
 from ...run.selection import GlobalOptions, Selection
-from ...system.text import counted, printable_line, size
 from .. import show_pandas
 from ..options import (
-    Json,
     LayoutOption,
     LossOption,
     ModuleOption,
@@ -28,7 +26,7 @@ from ..options import (
     StepOption,
     mapper_for,
 )
-from ..output import print_json, progress, say
+from ..output import progress
 from ..paths import local_path
 
 EPILOG = (
@@ -63,8 +61,7 @@ def command(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     scheduler: SchedulerOption = None,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Write statistics as Parquet, tensors as npz or safetensors.
 
     Tensors have names such as step=3/layers.0.mlp/output. --loss and --layout belong to --global. A file with a model's
@@ -95,13 +92,4 @@ def command(
             planned = Export(run, to, selection, options, payload=payload, mapper=mapper)
         with progress("export", planned.total_bytes) as report:
             done = planned.write(out, force=force, report=report)
-    if as_json:
-        summary = {"path": str(done.path), "format": to, "rows": done.num_rows, "bytes": done.num_bytes}
-        print_json(summary | {"problems": [*done.problems, *run.problems], "notes": done.notes})
-    else:
-        items = counted(done.num_rows, "row" if to == "parquet" else "value" if to in BOARDS else "tensor")
-        say(f"{done.path}: {items}, {size(done.num_bytes)}")
-        lines = [f"finding: {problem}" for problem in done.problems] + [f"note: {note}" for note in done.notes]
-        for line in lines:
-            print(printable_line(line), file=sys.stderr)
-    return int(bool(done.problems) or not done.is_whole)
+    return reply_of(run, done, to)

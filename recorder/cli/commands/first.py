@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...analyze.first.first import first
-from ...analyze.first.reply import reply_of
+from ...analyze.first.first import first, reply_of
 from ...run.reply import Reply
 from ...run.run import open_run
 from ..options import RunPath

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from ...analyze.prove import prove
+from ...analyze.prove import prove, reply_of
 from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
-from ...run.finding import typed_for
-from ...run.notes import proof_state
-from ...run.status import CHANGED, UNCHANGED, UNKNOWN
-from ...system.text import printable
-from ..options import Json
-from ..output import print_json, say, say_state
+from ...run.reply import Reply
 
 EPILOG = (
     "Examples: recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py    "
@@ -26,7 +20,6 @@ EPILOG = (
 SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"], "allow_interspersed_args": False}
 }
-_EXIT_CODES = {UNCHANGED: 0, CHANGED: 1, UNKNOWN: 2}
 
 
 def command(
@@ -35,8 +28,7 @@ def command(
         typer.Argument(metavar="[NAME=VALUE]... COMMAND...", help="What starts the training, after settings if any."),
     ],
     steps: Annotated[int, typer.Option(min=1, max=100_000, help="Optimizer steps of each launch.")] = 10,
-    as_json: Json = False,
-) -> int:
+) -> Reply:
     """Show that a program trains with the recorder as without.
 
     It launches the program twice without the recorder and once with it, each for some optimizer steps, and compares
@@ -56,21 +48,7 @@ def command(
     if shutil.which(launched[0], path=environ.get("PATH")) is None:
         raise ConfigError(f"cannot run {launched[0]!r}: no such program")
     proved = prove(launched, environ, num_steps=steps, report=_say_launch)
-    proof = proved.proof
-    if as_json:
-        runs = [str(run.path) for run in proved.runs]
-        members = {name: getattr(proof, name) for name in ("verdict", "text", "steps", "ranks", "first_step", "notes")}
-        print_json({**members, "runs": runs, "said": proved.said})
-        return _EXIT_CODES.get(proof.verdict, 2)
-    if proved.said:
-        for line in proved.said.splitlines():
-            say(f"  | {printable(line)}")
-    for note in proof.notes:
-        say_state("note", note)
-    say_state(proof_state(proof), proof.text)
-    for run in proved.runs:
-        say(f"kept with {printable(run.name)}; recorder doctor {shlex.quote(typed_for(run.path, run.name))} shows it")
-    return _EXIT_CODES.get(proof.verdict, 2)
+    return reply_of(proved)
 
 
 def _say_launch(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.check.check import check
+from ...analyze.check.check import check, joined, sentence
 from ...analyze.doctor.reply import checks_of
 from ...checks.rule import Finding, Severity
 from ...errors import LookupFailedError
@@ -21,7 +21,6 @@ from ...system.text import size
 from ..options import RunPath, complete_run
 from ..output import progress
 from ..paths import local_path, other_run
-from .check import fold, sentence
 
 EPILOG = "Examples: recorder report recordings -o report.html    recorder report @-2 --against @-1 -o against.html"
 
@@ -91,7 +90,7 @@ def told_by_doctor(run: Run) -> list[DoctorLine]:
 
 def told_by_check(findings: Sequence[Finding]) -> list[Highlight]:
     """Return the sentences of `recorder check`, each with a link to the lines of its worst value."""
-    folded = fold(findings)
+    folded = list(joined(findings))
     told = []
     for one in folded[:_MAX_JUDGED]:
         worst = one.worst

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from recorder.analyze.export.catalog import write_catalog
+from recorder.analyze.export.export import write_catalog
 from recorder.columns import METADATA_COLUMNS
 from recorder.errors import WriteError
 from recorder.format.rundir import index_name
@@ -155,7 +155,7 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
 
 _HALFWAY = """
 import sys, time
-from recorder.analyze.export.catalog import write_catalog
+from recorder.analyze.export.export import write_catalog
 from recorder.analyze.export.export import Export
 from recorder.run.selection import GlobalOptions, Selection
 from recorder.run.run import open_run

@@ -381,7 +381,7 @@ def test_that_nothing_was_found_says_in_how_many_values_and_what_is_not_there(tm
     masked = np.array([1.0, -np.inf])
     rows = [make_row(step, masked, step=step, module_path="mask") for step in range(2)]
     result = found(write(tmp_path / "masked", rows))
-    assert result.all_finite.startswith("no NaN, and no infinity that was not there from the first record on, in 2")
+    assert result.all_finite.startswith("no NaN, and no value turned infinite, in 2")
 
 
 def test_stages_of_a_pipeline_hold_no_replicas(tmp_path: Path) -> None:

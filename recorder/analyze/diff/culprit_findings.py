@@ -1,6 +1,6 @@
-"""Culprits as they are told: the value, the ranks, and how far the value that shows each is apart.
+"""Culprits as people read them: the value, the ranks, and how far the value that shows the culprit is apart.
 
-Reads payloads of culprits alone, to say whose part of a tensor it is.
+The module reads only the payloads of culprits, to find the ranks whose part of a tensor differs.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ....columns import MEASURED, NONFINITE, note_members, parse_shape, stage_of
-from ....errors import RunError
-from ....numerics.keys import VALUE_KEY, Integers, holds
-from ....numerics.moments import integers
-from ..align import Alignment
-from ..noise import multiples
-from ..pairs import PairedSteps, RunSteps, Verdicts
-from .events import StepEvent, differing_ranks, differing_steps, events, of_steps
-from .guesses import Read, Scaled, guess_clipping, guess_scaled, guess_steps, norm_of_gradients
-from .search import CulpritSearch, Suspect
+from ...columns import MEASURED, NONFINITE, note_members, parse_shape, stage_of
+from ...errors import RunError
+from ...numerics.keys import VALUE_KEY, Integers, holds
+from ...numerics.moments import integers
+from ...run.notes import differing_ranks
+from .culprit_events import StepEvent, differing_steps, events, of_steps
+from .culprit_guesses import Read, Scaled, guess_clipping, guess_scaled, guess_steps, norm_of_gradients
+from .culprit_search import CulpritSearch, Suspect
+from .noise import multiples
+from .pairs import Alignment, PairedSteps, RunSteps, Verdicts
 
 _LARGEST = float(np.finfo(np.float64).max)
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
-"""Kinds of differences that are errors of the training; others are of how it was recorded."""
+"""Kinds of differences that are errors of the training; other kinds come from how a run was recorded."""
 _OWN_SHARE = 1e-3
-"""A rank's part of a tensor differs where it does so by this share of the largest difference."""
+"""A rank's part of a tensor differs if its distance is at least this share of the largest distance."""
 _FIGURES = (
     "kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b",
     "nonfinite_a", "nonfinite_b",
@@ -37,52 +37,52 @@ _FIGURES = (
 
 
 class Culprit(NamedTuple):
-    """A stage of the second run that is wrong although all that it is made from agrees with the first."""
+    """A stage of the second run that is wrong although everything it is made from agrees with the first run."""
 
     step: int
     phase: str
-    """``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (anything between a parameter's
-    gradients of the backward and those that the update uses), ``update``, or ``start``: state that differs from its
-    first record on."""
+    """``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (from a parameter's gradients
+    of the backward to those that the update uses), ``update``, or ``start``: state that differs from its first record
+    on."""
     root: str
     module_path: str | None
-    """None where all parameters are touched alike."""
+    """None if all parameters are touched alike."""
     site: str
-    """The first value that shows it, with the next ones: a module's input shows what its caller did."""
+    """Site and name of the first value that shows the culprit: a module's input shows what its caller did."""
     name: str
     seen_at: str
-    """Module whose value that is."""
+    """The module of that value."""
     micro_step: int | None
     call: int
     rank: int | None
-    """None: of several ranks, or not known."""
+    """None if several ranks are at fault, or it is not known which."""
     ranks: list[int]
-    """The ranks of the second run whose value, or part of the value, differs; empty where that is not known."""
+    """The ranks of the second run whose value, or part of the value, differs; empty if that is not known."""
     why: str
     alone_in: str | None
-    """``a`` or ``b`` where that run alone has the value."""
+    """``a`` or ``b`` if only that run has the value."""
     num_params: int
-    """Parameters that are touched, where all are alike; 0 where it is not known how many of them are."""
+    """How many parameters are touched, if all are touched alike; 0 if that is not known."""
     stages: list[int]
-    """In a pipeline, the culprit's stages, or those whose parameters are touched alike; empty where all are."""
+    """The pipeline stages of the culprit, or those whose parameters are touched alike; empty for all stages."""
     micro_batches: list[int]
-    """In a pipeline, the micro-batches whose part of the value differs, where not all of them differ."""
+    """The micro-batches of a pipeline whose part of the value differs; empty if all of them differ."""
     hint: str
-    """What a person would guess of it, where the arithmetic fits to rounding; empty where nothing does."""
+    """The likely mistake, if the arithmetic fits to rounding; else empty."""
     factor: float | None
-    """What the value of the first run was multiplied with, where one number says it."""
+    """The factor between the values of the first and the second run, if they are multiples."""
     kind: str | None
     max_abs: float | None
     of_max: float | None
     max_ulp: int | None
     cosine: float | None
     noise: float | None
-    """How far noise alone moves that value; None without noise runs."""
+    """How far noise alone moves the value; None without noise runs."""
     statistic: str | None
     statistic_a: float | None
     statistic_b: float | None
     nonfinite_a: int | None
-    """Elements that are NaN or infinite; where more are in one run alone, the distances are of the others."""
+    """How many elements are NaN or infinite. If one run has more of them, the distances are of the other elements."""
     nonfinite_b: int | None
 
 
@@ -90,23 +90,12 @@ class CulpritFinder:
     """Finds culprits, range by range of steps."""
 
     def __init__(self, read: Read) -> None:
-        """Begin.
-
-        Args:
-            read: gives the rows of any steps.
-        """
         self._read = read
         self.culprits: list[Culprit] = []
         self._search = CulpritSearch()
 
     def add(self, steps: RangeSteps, judged: Verdicts, compared: Callable[[], PairedSteps]) -> None:
-        """What came of the pairs of a range of steps.
-
-        Args:
-            steps: what is known of them.
-            judged: the pairs.
-            compared: gives the rows; only called where they are looked at.
-        """
+        """Add the judged pairs of a range of steps; `compared` gives the rows, and is called only if needed."""
         if self._search.is_over:
             return
         differs = np.isin(judged.kinds, _NAMED_KINDS)
@@ -130,7 +119,6 @@ class CulpritFinder:
             self.culprits[index] = self.culprits[index]._replace(module_path=known.path, num_params=known.num_params)
 
     def _guess(self, told: Culprit, suspect: Suspect, a: RunSteps, b: RunSteps, judged: Verdicts) -> str:
-        """What is most likely wrong with a value, or with all gradients of a step."""
         event = suspect.event
         if (
             told.factor is not None
@@ -160,11 +148,11 @@ class RangeSteps(NamedTuple):
     """What is known of a range of steps without its rows."""
 
     paired: list[int]
-    """Those with pairs, ascending."""
+    """The steps with pairs, ascending."""
     roots: list[str]
-    """Names of the roots of the first run."""
+    """The roots of the first run."""
     has_alone: bool
-    """Whether one run alone has something that may be a culprit."""
+    """Whether only one run has a value that may be a culprit."""
 
     @classmethod
     def of(cls, compared: PairedSteps) -> RangeSteps:
@@ -175,22 +163,21 @@ class RangeSteps(NamedTuple):
 
 
 def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Which pairs are of one tensor in the one run, and in the other of ranks that make none, nobody knows how.
+    """Return the pairs of one tensor in one run with ranks' tensors that make no single tensor in the other run.
 
-    Where a rank has the very tensor, the others should have it, too: these are compared.
+    Where one rank has the very tensor, all ranks should have it, and the ranks' pairs are compared.
     """
     sides = [side.table.select(["rank", "note"]).take(pa.array(at)) for side, at in ((a, pairs.a), (b, pairs.b))]
     is_whole = [side.column("rank").is_null().to_numpy() for side in sides]
-    is_apart = [holds(side.column("note"), _is_apart) for side in sides]
+    is_apart = [
+        holds(side.column("note"), lambda note: "per_rank" in note_members(note) and not differing_ranks(note))
+        for side in sides
+    ]
     are_unlike = np.zeros(len(pairs.a), np.bool_)
     for whole, apart, at in ((is_whole[0], is_apart[1], pairs.a), (is_whole[1], is_apart[0], pairs.b)):
         unlike = whole & apart
         are_unlike |= unlike & ~np.isin(at, at[unlike & is_equal])
     return are_unlike
-
-
-def _is_apart(note: str) -> bool:
-    return "per_rank" in note_members(note) and not differing_ranks(note)
 
 
 def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: Integers, judged: Verdicts) -> Culprit:
@@ -223,7 +210,7 @@ def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: In
 
 
 def _factor(row: dict[str, Any]) -> float | None:
-    """By what the one tensor is a multiple of the other, if it is one."""
+    """Return the factor between two tensors; None where they are no multiples of each other."""
     if row.get("nonfinite_a") != row.get("nonfinite_b"):
         return None
     cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None is NaN
@@ -232,7 +219,7 @@ def _factor(row: dict[str, Any]) -> float | None:
 
 
 def _factor_of_norms(row: dict[str, Any]) -> float | None:
-    """The factor between two values that were not recorded: norm and largest magnitude must be multiples alike."""
+    """Return the factor between tensors without values: norm and largest magnitude must have the same factor."""
     if row["cosine"] is not None:
         return _factor(row)
     (one, two), (top, other_top) = ((row[f"{name}_a"], row[f"{name}_b"]) for name in ("l2", "absmax"))
@@ -242,7 +229,7 @@ def _factor_of_norms(row: dict[str, Any]) -> float | None:
 
 
 def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
-    """The ranks of the second run whose part of a tensor differs, and the micro-batches; none where not known."""
+    """Return the ranks of the second run, and the micro-batches, whose part of a tensor differs; empty if unknown."""
     if a.table.column("shape")[row_a].as_py() != b.table.column("shape")[row_b].as_py():
         return [], []
     try:
@@ -257,9 +244,9 @@ def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int]
 
 
 def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """Distances by statistics, without recorded values: infinite for a part with more NaN or infinities than others.
+    """Return distances by statistics: infinite for a part with more NaN or infinities than other parts.
 
-    Where the one run has the parts as the other has, it says by how much their statistics are apart.
+    Where both runs have the same parts, the distance is that of the parts' statistics.
     """
     parts_a, parts_b = (
         {(part["rank"], part["micro_step"]): part for part in side.rows.statistics_of_chunks(at)}
@@ -277,7 +264,7 @@ def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -
 
 
 def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
-    """How far the statistics of a part are apart; infinite where one alone has NaN or infinities."""
+    """Return how far the statistics of a part are apart; infinite where only one side has NaN or infinities."""
     if any(one[name] != two[name] for name in NONFINITE):
         return math.inf
     pairs = [(one[name], two[name]) for name in ("mean", "std", "min", "max", "absmax")]
@@ -285,7 +272,7 @@ def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
 
 
 def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """How far the parts of a tensor are apart, by rank and micro-batch of the second run; none where it is one part."""
+    """Return how far the parts of a tensor are apart, by rank and micro-batch of the second run; empty for one part."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     both = sorted(own_a.keys() & own_b.keys())
     if len(both) > 1:
@@ -305,7 +292,7 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
 
 
 def _of_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
-    """How far a number, whose mean over ranks stands in the row, is apart on the ranks that differ, if they agree."""
+    """Return how far a number is apart on the ranks that differ, if they agree; its row has the mean over all ranks."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     try:
         before = {float(a.rows.array(own_a[rank]) if rank in own_a else a.array(row_a)) for rank in ranks}
@@ -322,14 +309,14 @@ def _of_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, ranks: list[int]
 
 
 def _ranks_of(b: RunSteps, stages: set[int]) -> list[int]:
-    """The ranks that have values of some stages of a pipeline."""
+    """Return the ranks that have values of some stages of a pipeline."""
     is_theirs = holds(b.table.column("note"), lambda note: stage_of(note)[0] in stages)
     texts = b.table.column("ranks_present").filter(pa.array(is_theirs)).unique().to_pylist()
     return sorted({rank for text in texts if text is not None for rank in parse_shape(text)})
 
 
 def _own_rows(side: RunSteps, row: int) -> dict[int, int]:
-    """Where in a run's rows the ranks' own rows of a value are, beside the one of all ranks."""
+    """Return the positions of the ranks' own rows of a value, by rank."""
     table = side.rows.table
     at = side.table.column("at")[row].as_py()
     key = {name: table.column(name)[at].as_py() for name in VALUE_KEY}
@@ -344,7 +331,6 @@ def _own_rows(side: RunSteps, row: int) -> dict[int, int]:
 
 
 def _part(values: npt.NDArray[Any], region: Any) -> npt.NDArray[Any]:
-    """The elements of a region, flattened."""
     if region.run is not None:
         return values.reshape(-1)[slice(*region.run)]
     boxes = [values[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))] for box in region.boxes]
@@ -352,7 +338,7 @@ def _part(values: npt.NDArray[Any], region: Any) -> npt.NDArray[Any]:
 
 
 def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
-    """The largest difference; infinite where the one is finite and the other not, or the shapes differ."""
+    """Return the largest difference; infinite where only one value is finite, or the shapes differ."""
     if one.shape != two.shape or one.dtype.names or two.dtype.names:
         return np.inf
     one, two = np.atleast_1d(one), np.atleast_1d(two)

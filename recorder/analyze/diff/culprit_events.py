@@ -1,12 +1,12 @@
-"""The pairs of a step as events in the order of execution: which values differ, and of which ranks.
+"""The pairs of a step as events in the order of execution: which values differ, and on which ranks.
 
-Rows of one value, one for each rank where the ranks make no single tensor, are one event. Never reads a payload.
+The rows of one value are one event, also where each rank has a row because the ranks make no single tensor. The module
+never reads a payload.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,23 +14,23 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ....columns import note_members, stage_of
-from ....numerics.keys import VALUE_KEY, Integers, holds
-from ....numerics.moments import integers
-from ....sites import GRADIENTS
-from ..align import Alignment
+from ...columns import note_members, stage_of
+from ...numerics.keys import VALUE_KEY, Integers, holds
+from ...numerics.moments import integers
+from ...run.notes import differing_ranks
+from ...sites import GRADIENTS
+from .pairs import Alignment
 
 Flags = npt.NDArray[np.bool_]
-"""Sites at which it is an error that one run alone has a value: no gradient came, or one came where none should."""
 _SIGNATURE = ("shape", "dtype", "mean", "std", "min", "max", "l2")
 _COLUMNS = (*VALUE_KEY, "scope", "rank", "fingerprint", "note", *_SIGNATURE)
 
 
 class StepEvent(NamedTuple):
-    """One value of a step, in both runs or in one alone."""
+    """One value of a step, in both runs or in only one."""
 
     order: float
-    """Its position in the first run's order of execution."""
+    """The position in the first run's order of execution."""
     step: int
     root: str
     path: str
@@ -42,33 +42,29 @@ class StepEvent(NamedTuple):
     call: int
     scope: str | None
     signature: Any
-    """Equal where two values of a step are equal, as far as the rows say; None where they say nothing."""
+    """Equal for two equal values of a step, as far as the rows tell; None if the rows do not tell."""
     differs: bool
     ranks: tuple[int, ...]
-    """The ranks of the second run whose own values differ; empty where the value belongs to all ranks."""
+    """The ranks of the second run whose own values differ; empty if the value belongs to all ranks."""
     pair: int
-    """Number of the pair that differs; -1 where there is none."""
+    """The number of the pair that differs; -1 if there is none."""
     alone: str = ""
-    """``a`` or ``b``: the other run has no such value."""
+    """``a`` or ``b`` if only that run has the value."""
     stage: int | None = None
-    """The stage of a pipeline, of the second run where that run is a pipeline."""
+    """The pipeline stage; that of the second run if the second run is a pipeline."""
     is_handed_on: bool = False
-    """What this stage is handed by another one, or hands on; of one micro-batch."""
+    """True for a value of one micro-batch that one stage hands to another."""
     is_open: bool = False
-    """It differs from what only some ranks, or each for itself, have: whether it is an error is not known."""
+    """True if a value differs from a value that only some ranks have: nobody knows whether it is an error."""
     is_constant: bool = False
-    """A buffer that is the same at all these steps of the first run: no forward writes it."""
+    """True for a buffer that is the same at all these steps of the first run: no forward writes it."""
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[StepEvent]]:
-    """The events of each step of which both runs have rows.
+    """Return the events of each step of which both runs have rows.
 
-    Args:
-        a: rows of the one run.
-        b: of the other.
-        pairs: which belong together.
-        differs: of each pair.
-        is_open: of each pair that does not differ, whether nobody knows if it should be equal.
+    `differs` says whether each pair differs; `is_open` whether nobody knows if a pair that does not differ should be
+    equal.
     """
     left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
     notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
@@ -93,15 +89,8 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
     return {step: sorted(steps[step], key=lambda event: event.order) for step in sorted(steps)}
 
 
-@lru_cache(maxsize=4096)
-def differing_ranks(note: str | None) -> tuple[int, ...]:
-    """The ranks that do not have what others have of a value which stays per rank for that."""
-    ranks = note_members(note).get("replicas_differ")
-    return tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
-
-
 def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[int]:
-    """Common steps at which something differs, or one run alone has a gradient."""
+    """Return the common steps at which something differs, or only one run has a gradient."""
     steps = integers(a.column("step"))
     differing = set(steps[pairs.a[differs]].tolist())
     for table, only in ((a, pairs.only_a), (b, pairs.only_b)):
@@ -113,7 +102,7 @@ def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[in
 
 
 def of_steps(pairs: Alignment, a: Any, b: Any, steps: list[int]) -> tuple[Alignment, Integers]:
-    """The part of an alignment that is of some steps, and which pairs these are."""
+    """Return the part of an alignment that is of some steps, and the numbers of its pairs."""
     is_a, is_b = (np.isin(integers(table.column("step")), steps) for table in (a, b))
     kept = np.flatnonzero(is_a[pairs.a])
     only_a, only_b = pairs.only_a[is_a[pairs.only_a]], pairs.only_b[is_b[pairs.only_b]]
@@ -136,7 +125,7 @@ def _event(order: float, row: dict[str, Any]) -> StepEvent:
 
 
 def _constant_buffers(table: Any) -> set[tuple[str, str, str]]:
-    """Buffers, by root, module and name, that have one value alone."""
+    """Return the root, module and name of the buffers that have a single value."""
     known: dict[tuple[str, str, str], set[Any]] = {}
     for row in _rows(table.filter(pc.equal(table.column("site"), "buffer"))):
         event = _event(0.0, row)
@@ -154,9 +143,9 @@ def _join(events_by_key: dict[tuple[Any, ...], StepEvent], row: dict[str, Any], 
 
 
 def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[str, Any]]]:
-    """Gradients that one run alone has, at steps and sites that are recorded in both.
+    """Yield gradients that only one run has, at steps and sites that both runs recorded.
 
-    And what is one tensor in the first run, and in the second differs between ranks that should have the same.
+    A value that is one tensor in the first run, and that differs between ranks of the second run, counts too.
     """
     common = set(zip(*(a.column(name).take(pa.array(pairs.a)).to_pylist() for name in ("step", "site")), strict=True))
     order = np.argsort(pairs.b, kind="stable")

@@ -1,8 +1,8 @@
-"""Which stages of a training are culprits: where something differs although all that it is made from agrees.
+"""Finds the culprits of a training: stages that differ although everything they are made from agrees.
 
-Everything else that differs inherits. A stage is a module's forward, its recomputation, its backward, the way of
-gradients from a backward to the update (reduction, accumulation, clipping), or the update of a parameter. Never reads a
-payload, never prints.
+All other differences are inherited. A stage is a module's forward, its recomputation, its backward, the way of
+gradients from a backward to the update (reduction, accumulation, clipping), or the update of a parameter. The module
+never reads a payload.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ....sites import LASTING, NUMBERS, OF_CALLS, OF_PARAMETERS, values_of
-from .events import StepEvent
+from ...sites import LASTING, NUMBERS, OF_CALLS, OF_PARAMETERS, values_of
+from .culprit_events import StepEvent
 
 FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START = (
     "forward", "recompute", "backward", "reduction", "update", "start"
@@ -21,41 +21,40 @@ _OF_A_GROUP = "the learning rate of one group alone"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
-"""Parameters that must be wrong at once, and which share of all, for an error that is of none of them."""
+"""How many parameters, and which share of all, must be wrong at once to blame no single parameter."""
 MAX_STEPS = 32
-"""Steps with differences that are looked at: after the first ones everything inherits."""
+"""How many steps with differences are looked at: after the first steps everything inherits."""
 _MAX_FOLLOWING = 256
 """Outputs among which the module that ran next is looked for, where no inputs tell."""
 
 Value = tuple[str, str, str, str]
-"""Root, module path, site, name."""
 
 
 class Suspect(NamedTuple):
-    """A stage that differs although what it is made from agrees."""
+    """A stage that differs although everything it is made from agrees."""
 
     step: int
     phase: str
     root: str
     path: str | None
-    """The module at fault; None where all parameters are touched alike."""
+    """The module at fault; None if all parameters are touched alike."""
     event: StepEvent
     """The first value that shows it."""
     num_params: int = 1
-    """Parameters that are touched, where `path` is None; 0 where it is not known how many of them are."""
+    """How many parameters are touched, if `path` is None; 0 if that is not known."""
     stages: tuple[int, ...] = ()
-    """In a pipeline, the stages whose parameters are touched alike, where those of other stages are not."""
+    """The pipeline stages whose parameters are touched alike, if those of other stages are not."""
     why: str = ""
 
 
 class _Paths:
-    """Events by module: at it, and below it. Adding and asking take time by the depth of a path alone."""
+    """Events by module. Adding an event and asking take time by the depth of a path alone."""
 
     def __init__(self, events: Iterable[StepEvent] = ()) -> None:
         self.at: dict[str, int] = {}
-        """How many are at a module."""
+        """How many events are at a module."""
         self.below: dict[str, int] = {}
-        """How many are below it."""
+        """How many events are below a module."""
         self.last_below: dict[str, float] = {}
         for event in events:
             self.add(event)
@@ -69,11 +68,11 @@ class _Paths:
             self.last_below[path] = event.order
 
     def has(self, path: str, *, below: bool = True) -> bool:
-        """Whether there is one at a module, or below it."""
+        """Whether there is an event at a module, or below it."""
         return path in self.at or (below and path in self.below)
 
     def has_below(self, path: str, *, but: str | None) -> bool:
-        """Whether there is one below a module, and not at or below another one."""
+        """Whether there is an event below a module, and not at or below the module `but`."""
         count = self.below.get(path, 0)
         if but is not None and _is_below(but, path):
             count -= self.at.get(but, 0) + self.below.get(but, 0)
@@ -81,8 +80,6 @@ class _Paths:
 
 
 class _Step:
-    """The events of one step of one root."""
-
     def __init__(self, root: str, events: Sequence[StepEvent]) -> None:
         self.root = root
         self.events = events
@@ -92,18 +89,17 @@ class _Step:
         self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
         self.has_params = any(event.site == "param" for event in events)
         self.open_state = _Paths(e for e in events if e.is_open and e.site in OF_PARAMETERS)
-        """What parameters are, or are made from, where nobody knows whether it should be equal."""
+        """Parameters, and values they are made from, where nobody knows whether they should be equal."""
         self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
         """Buffers that no forward changes."""
         self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
-        """When the first recomputed value that differs was made."""
+        """The order of the first recomputed value that differs."""
 
     def differs(self, sites: Sequence[str], path: str, *, below: bool = True) -> bool:
-        """Whether one of these sites differs at a module, or below it."""
         return any(site in self._wrong and self._wrong[site].has(path, below=below) for site in sites)
 
     def slices(self, phase: str) -> Iterator[list[StepEvent]]:
-        """The events of a phase, micro-step by micro-step."""
+        """Yield the events of a phase, micro-step by micro-step."""
         slices: dict[Any, list[StepEvent]] = {}
         for event in self.events:
             if event.phase == phase and event.site != "scalar":
@@ -118,7 +114,7 @@ class _Forward:
     def __init__(self, events: Sequence[StepEvent]) -> None:
         self.called = {event.path for event in events}
         self.stage_of = {event.path: event.stage for event in events if event.path}
-        """The stage of each module path, in a pipeline."""
+        """The pipeline stage of each module path."""
         self.wrong = _Paths(event for event in events if event.differs)
         self.has_inputs = any(event.site == "input" and event.path for event in events)
         self._outputs = [event for event in events if event.site == "output"]
@@ -129,7 +125,7 @@ class _Forward:
                 self._takers.setdefault(event.signature, []).append(event)
 
     def caller(self, path: str) -> str | None:
-        """The module whose code calls another: the nearest above it that was itself called; None above the root."""
+        """Return the nearest module above that was itself called, whose code calls the module; None above the root."""
         while path:
             path = path.rpartition(".")[0]
             if path in self.called or not path:
@@ -137,9 +133,9 @@ class _Forward:
         return None
 
     def consumer(self, event: StepEvent) -> str:
-        """The module in whose backward the gradient of an output was made.
+        """Return the module in whose backward the gradient of an output was made.
 
-        It is the one that was given the output, if that is known; else the one whose code called the module.
+        It is the module that was given the output, if known; else the module whose code called the one with the output.
         """
         caller = self.caller(event.path) or ""
         number = self._output_at.get((event.path, event.name, event.call))
@@ -158,14 +154,14 @@ class _Forward:
 
 
 class CulpritSearch:
-    """Goes through the steps in order; what it needs of a step at the next one it keeps."""
+    """Searches the steps in order, and keeps what the search of the next step needs."""
 
     def __init__(self) -> None:
         self.suspects: list[Suspect] = []
         self.groups: list[tuple[Suspect, Suspect]] = []
-        """Learning rates of one group alone: as they were found, and with the parameters that showed to be of it."""
+        """Learning rates of a single group: the suspect as found, and as known later with the group's parameters."""
         self._previous: dict[str, tuple[int, _Step | None]] = {}
-        """By root: the last step, and its events where something differed."""
+        """By root: the last step, and its events if something differed."""
         self._num_steps = 0
 
     @property
@@ -174,12 +170,12 @@ class CulpritSearch:
         return self._num_steps >= MAX_STEPS
 
     def equal_step(self, step: int, roots: Iterable[str]) -> None:
-        """A step at which nothing differs."""
+        """Add a step at which nothing differs."""
         for root in roots:
             self._previous[root] = step, None
 
     def step(self, step: int, events: Sequence[StepEvent]) -> list[Suspect]:
-        """The culprits of a step."""
+        """Return the culprits of a step."""
         self._num_steps += 1
         suspects: list[Suspect] = []
         for root in dict.fromkeys(event.root for event in events):
@@ -195,7 +191,7 @@ class CulpritSearch:
         return fresh
 
     def _without_groups(self, step: int, suspects: list[Suspect]) -> list[Suspect]:
-        """The suspects without updates that the learning rate of one group explains: its parameters differ."""
+        """Leave out updates that the learning rate of one group explains: the parameters of the group differ."""
         for rate in self.suspects:
             if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in suspects}:
                 continue
@@ -211,7 +207,7 @@ class CulpritSearch:
 def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
     old = before[1] if before else None
     is_first = before is None or before[0] != step - 1
-    for events in now.slices("forward"):
+    for events in now.slices(FORWARD):
         forward = _Forward(events)
         begins: dict[tuple[str, int], float] = {}
         for event in events:
@@ -219,39 +215,41 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
                 begins.setdefault((event.path, event.call), event.order)
         bad, bad_inputs = _Paths(), _Paths()
         is_handed_wrong = False
-        for event in events:
-            if not event.differs:
-                continue
-            if event.is_handed_on and event.site == "input":
+        for event in (event for event in events if event.differs):
+            is_input = event.site == "input"
+            if event.is_handed_on and is_input:
                 if not bad.at:
                     yield Suspect(step, FORWARD, now.root, "", event, why=_handed(event))
                 is_handed_wrong = True
-            if is_handed_wrong:
-                bad.add(event)
-                continue
-            is_input = event.site == "input"
-            owner = forward.caller(event.path) if is_input else event.path
-            if owner is None:
-                if not bad.at:
-                    yield Suspect(step, FORWARD, now.root, "", event, why="the root was given something else")
-            elif not (
-                _inherits_forward(bad, bad_inputs, owner, begins.get((owner, event.call)), is_input=is_input)
-                or now.differs(("param",), owner, below=not is_input)
-                or (old is not None and old.differs(("buffer",), owner, below=not is_input))
-                or any(one is not None and one.open_state.has(owner, below=not is_input) for one in (old, now))
-                or (
-                    old is not None and not now.has_params and old.differs(("grad", "optim"), owner, below=not is_input)
-                )
-                or (is_first and now.wrong_constants.has(owner, below=not is_input))
-            ):
-                yield Suspect(step, FORWARD, now.root, owner, event)
+            if not is_handed_wrong:
+                owner = forward.caller(event.path) if is_input else event.path
+                if owner is None:
+                    if not bad.at:
+                        yield Suspect(step, FORWARD, now.root, "", event, why="the root was given something else")
+                elif not (
+                    _inherits_forward(bad, bad_inputs, owner, begins.get((owner, event.call)), is_input=is_input)
+                    or _inherits_state(now, old, owner, is_first=is_first, below=not is_input)
+                ):
+                    yield Suspect(step, FORWARD, now.root, owner, event)
+                if is_input:
+                    bad_inputs.add(event)
             bad.add(event)
-            if is_input:
-                bad_inputs.add(event)
+
+
+def _inherits_state(now: _Step, old: _Step | None, owner: str, *, is_first: bool, below: bool) -> bool:
+    """Whether a parameter or a buffer that a forward reads differs, or may differ."""
+    if now.differs(("param",), owner, below=below) or now.open_state.has(owner, below=below):
+        return True
+    if is_first and now.wrong_constants.has(owner, below=below):
+        return True
+    if old is None:
+        return False
+    sites = ("buffer",) if now.has_params else ("buffer", "grad", "optim")
+    return old.open_state.has(owner, below=below) or old.differs(sites, owner, below=below)
 
 
 def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
-    """Values that a checkpointed block made again for the backward, and otherwise than in its forward."""
+    """Yield values that a checkpointed block recomputed for the backward, and not as in its forward."""
     wrong_before = {_call(event) for event in now.events if event.phase == FORWARD and event.differs}
     for events in now.slices(RECOMPUTE):
         again = _Forward(events)
@@ -275,14 +273,10 @@ def _call(event: StepEvent) -> tuple[str, str, str, int | None, int]:
 
 
 def _inherits_forward(bad: _Paths, bad_inputs: _Paths, owner: str, begins: float | None, *, is_input: bool) -> bool:
-    """Whether something that a call is made from differs: its own inputs, or what ran inside it before.
+    """Whether one of the call's own inputs, or something that ran inside the call before, differs.
 
-    Args:
-        bad: what differs so far.
-        bad_inputs: inputs among it.
-        owner: whose call it is.
-        begins: when its inputs were seen; None where they were not recorded, so that all before it may be its input.
-        is_input: whether it is the input of a module that the owner calls.
+    `begins` is when the inputs of the owner's call were seen; None where they were not recorded, so that everything
+    before may be an input. `is_input` is true for the input of a module that the owner calls.
     """
     if begins is None and not (owner == "" and is_input):
         return bool(bad.at)
@@ -332,7 +326,7 @@ def _handed(event: StepEvent) -> str:
 
 
 def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
-    """Final gradients that are wrong although the backward was right, or is not known to be wrong."""
+    """Yield final gradients that are wrong although the backward was right, or is not known to be wrong."""
     of_local = [event for event in now.events if event.site == "grad" and event.scope == "local"]
     local = {(event.path, event.name) for event in of_local}
     wrong_local = {(event.path, event.name) for event in of_local if event.differs}
@@ -359,7 +353,7 @@ def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
 
 
 def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
-    """Parameters, buffers and optimizer state that differ although they did not before, nor what they are made from."""
+    """Yield parameters, buffers and optimizer state that differ although neither they nor their sources did before."""
     old = before[1] if before else None
     is_next = before is not None and before[0] == step - 1
     for event in now.events:
@@ -369,8 +363,8 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
             continue
         if event.site == "scalar":
             if event.name.startswith("lr."):
-                is_of_all = {value for value in now.known if _is_rate(value)} <= now.differing
-                why, num_params = ("the learning rate", 1) if is_of_all else (_OF_A_GROUP, 0)
+                rates = {value for value in now.known if value[2] == "scalar" and value[3].startswith("lr.")}
+                why, num_params = ("the learning rate", 1) if rates <= now.differing else (_OF_A_GROUP, 0)
                 yield Suspect(step, UPDATE, now.root, None, event, num_params, why=why)
         elif event.site == "buffer":
             is_made = not is_next and not event.is_constant and now.differs(("output",), event.path, below=False)
@@ -388,7 +382,7 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
 
 
 def _inherits_update(event: StepEvent, old: _Step) -> bool:
-    """Whether what a parameter was updated with differed."""
+    """Whether a gradient, a state or a value that the parameter was updated with differed."""
     if (event.root, event.path, "grad", event.name) in old.known:
         if any((event.root, event.path, site, event.name) in old.differing for site in ("grad", "param")):
             return True
@@ -400,7 +394,7 @@ def _inherits_update(event: StepEvent, old: _Step) -> bool:
 
 
 def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
-    """One suspect for each module and phase, and one for all parameters, or all of a stage, that are touched alike."""
+    """Keep one suspect for each module and phase, and one for parameters, all or of a stage, that are touched alike."""
     stage_of = {(event.path, event.name): event.stage for event in now.events if values_of(event.site) == "param"}
     params = {(path, name) for _, path, site, name in now.known if site == "grad"}
     params = params or {(path, name) for _, path, site, name in now.known if site == "param"}
@@ -426,7 +420,8 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
         if (one.path, one.phase) not in seen:
             seen.add((one.path, one.phase))
             result.append(one)
-    return sorted(result, key=lambda one: (one.step, _time(one)))
+    phases = (START, *PHASES)  # state that differs from its first record on comes before all phases
+    return sorted(result, key=lambda one: (one.step, phases.index(one.phase), one.event.order))
 
 
 def _are_alike(touched: set[tuple[str, str]], params: set[tuple[str, str]]) -> bool:
@@ -436,7 +431,7 @@ def _are_alike(touched: set[tuple[str, str]], params: set[tuple[str, str]]) -> b
 def _stages_alike(
     touched: set[tuple[str, str]], params: set[tuple[str, str]], stage_of: Mapping[tuple[str, str], int | None]
 ) -> tuple[int, ...]:
-    """The stages of a pipeline of which all parameters are touched."""
+    """Return the stages of a pipeline whose parameters are all touched."""
     stages = []
     for stage in sorted({stage for stage in stage_of.values() if stage is not None}):
         own = {param for param in params if stage_of.get(param) == stage}
@@ -445,16 +440,8 @@ def _stages_alike(
     return tuple(stages)
 
 
-def _time(one: Suspect) -> tuple[int, float]:
-    return PHASES.index(one.phase) if one.phase != START else -1, one.event.order
-
-
 def _value(event: StepEvent) -> Value:
     return event.root, event.path, event.site, event.name
-
-
-def _is_rate(value: Value) -> bool:
-    return value[2] == "scalar" and value[3].startswith("lr.")
 
 
 def _at(path: str, owner: str) -> bool:

@@ -1,6 +1,6 @@
-"""What a person would guess at once of a gradient that is wrong, where the arithmetic fits to rounding.
+"""Likely mistakes behind a wrong gradient, as a person would guess them, if the arithmetic fits to rounding.
 
-A guess is said beside a culprit. Must never be made where the numbers leave more than rounding unexplained.
+Must never guess where the numbers leave more than rounding unexplained.
 """
 
 from __future__ import annotations
@@ -13,39 +13,44 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from ....columns import parse_shape
-from ....errors import RunError
-from ..pairs import PairedSteps, RunSteps
+from ...columns import parse_shape
+from ...errors import RunError
+from .pairs import PairedSteps, RunSteps
 
 _MAX_STEPS = 3
-"""Steps before, of which gradients may have been added up."""
+"""Earlier steps whose gradients may have been added up."""
 _MAX_PARAMS = 8
-"""Parameters whose values are read; of the rest the means tell."""
+"""Parameters whose values are read; the other parameters are judged by their means."""
 _MIN_ITEMS = 16
 _REST = {"float16": 2e-2, "bfloat16": 2e-2}
-"""What a guess leaves unexplained of a difference, by type."""
+"""The share of a difference that a guess may leave unexplained, by type."""
 _USUAL_REST = 1e-3
 _ROUND = 2e-5
-"""How far a norm is from a round number to which gradients were clipped: float32 and torch's own epsilon."""
+"""How far a norm may be from the round number that gradients were clipped to: float32 and torch's own epsilon."""
 _SAME = 1e-4
-"""How far the factors of parameters that were scaled alike are apart."""
+"""How far the factors of parameters that were scaled alike may be apart."""
 
 Read = Callable[[int, int], PairedSteps]
 """Gives the rows of the steps from the first up to, but not including, the last."""
 
 
 class Scaled(NamedTuple):
-    """A pair of gradients that differs: by its row among `Verdicts.differing`."""
+    """A pair of gradients that differs."""
 
     l2_a: float
     l2_b: float
     factor: float | None
-    """By what the second is a multiple of the first; None where it is none."""
+    """The factor between the two gradients; None if they are no multiples."""
 
 
 def guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
-    """What a factor between two values of a step is, if it is the number of ranks or of micro-steps."""
-    num_ranks, num_slices = _num_ranks(side, step, root), _num_micro_steps(side, step, root)
+    """Explain a factor between two values of a step that is the number of ranks or of micro-steps."""
+    table = side.rows.table
+    table = table.filter(pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root)))
+    num_ranks = max(
+        (len(parse_shape(text)) for text in table.column("ranks_present").unique().to_pylist() if text), default=1
+    )
+    num_slices = int(pc.max(table.column("micro_step")).as_py() or 0) + 1
     for count, missing, twice in (
         (num_ranks, f"added up over {num_ranks} ranks, not averaged", f"divided by {num_ranks} ranks once more"),
         (num_slices, f"not divided by {num_slices} micro-steps", f"divided by {num_slices} micro-steps once more"),
@@ -58,11 +63,9 @@ def guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
 
 
 def guess_clipping(norm_a: float, pairs: Sequence[Scaled]) -> str:
-    """Whether gradients that differ by one factor were clipped in one run, and otherwise, or not, in the other.
+    """Say whether gradients that differ by one factor were clipped otherwise, or in only one run.
 
-    Args:
-        norm_a: of all gradients of the first run together.
-        pairs: all of these, which must differ.
+    `norm_a` is the norm of all gradients of the first run together; `pairs` are all pairs, which must differ.
     """
     factors = [pair.factor for pair in pairs]
     factor = factors[0] if factors else None
@@ -86,13 +89,10 @@ def guess_clipping(norm_a: float, pairs: Sequence[Scaled]) -> str:
 
 
 def guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], rank: int | None) -> str:
-    """Whether gradients of the second run are those of several steps of the first, added up, or of an earlier one.
+    """Say whether gradients of the second run are sums of several steps of the first run, or those of an earlier step.
 
-    Args:
-        read: gives rows.
-        step: at which they differ.
-        params: root, module path and name of these.
-        rank: whose value it is in the second run; None for all ranks.
+    `params` are root, module path and name of the gradients that differ at the step; `rank` is the rank of the second
+    run, None for all ranks.
     """
     first = max(0, step - _MAX_STEPS)
     a, b, _ = read(first, step + 1)
@@ -113,12 +113,10 @@ def guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], r
 
 
 def _fit(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]]) -> bool:
-    """Whether the rows of the second run are sums of rows of the first: by values, of most by their means.
+    """Whether the rows of the second run are sums of rows of the first: few by values, the rest by their means.
 
-    Args:
-        a: the one run.
-        b: the other.
-        sums: of each parameter rows of `a` that are added up, the one that it is beside, and the row of `b`.
+    Each of `sums` is of one parameter: the rows of `a` that are added up, the row of `a` at the step, and the row of
+    `b`.
     """
     sums = sorted(sums, key=lambda rows: -int(b.table.column("numel")[rows[2]].as_py()))
     is_read = False
@@ -146,7 +144,7 @@ def _by_mean(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]
 
 
 def _gradients(side: RunSteps, step: int, rank: int | None) -> dict[tuple[str, str, str], int]:
-    """Rows of the gradients that an update of a step used: of all ranks, else those of one."""
+    """Return the rows of the gradients that an update used: those of all ranks, else those of one rank."""
     table = side.table
     is_wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
     at = np.flatnonzero(pc.fill_null(pc.and_(is_wanted, pc.equal(table.column("step"), step)), False).to_numpy())
@@ -159,7 +157,7 @@ def _gradients(side: RunSteps, step: int, rank: int | None) -> dict[tuple[str, s
 
 
 def norm_of_gradients(side: RunSteps, step: int, root: str) -> float:
-    """The norm of all gradients that an update used; NaN where it is not known."""
+    """Return the norm of all gradients that an update used; NaN if it is not known."""
     rows = [row for one, row in _gradients(side, step, None).items() if one[0] == root]
     norms = [side.table.column("l2")[row].as_py() for row in rows]
     return math.nan if None in norms or not norms else math.sqrt(math.fsum(norm**2 for norm in norms))
@@ -168,20 +166,6 @@ def norm_of_gradients(side: RunSteps, step: int, root: str) -> float:
 def _wide(side: RunSteps, row: int) -> npt.NDArray[Any]:
     values = side.array(row).reshape(-1)
     return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
-
-
-def _num_ranks(side: RunSteps, step: int, root: str) -> int:
-    """Ranks with other parts of the batch, as far as rows of all ranks tell."""
-    table = side.rows.table
-    is_here = pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root))
-    texts = table.column("ranks_present").filter(is_here).unique().to_pylist()
-    return max((len(parse_shape(text)) for text in texts if text), default=1)
-
-
-def _num_micro_steps(side: RunSteps, step: int, root: str) -> int:
-    table = side.rows.table
-    is_here = pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root))
-    return int(pc.max(table.column("micro_step").filter(is_here)).as_py() or 0) + 1
 
 
 def _round(norm: float) -> bool:
