@@ -91,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
         sandbox = Sandbox(Path(folder), arguments.seed)
         if arguments.case is not None or arguments.recipe is not None:
             recipe = json.loads(arguments.recipe.read_text()) if arguments.recipe else sandbox.recipe(arguments.case)
-            print(json.dumps(recipe, indent=1))
+            print(as_text(recipe, indent=1))
             found = sandbox.try_recipe(recipe, random.Random(0))
             print(found or "nothing found")
             return int(bool(found))
@@ -114,7 +114,7 @@ def _campaign(sandbox: Sandbox, arguments: argparse.Namespace) -> int:
                 findings[key] += 1
                 if findings[key] == 1:
                     print(f"\ncase {verdict.case}: {verdict.finding}", flush=True)
-                    print(f"recipe: {json.dumps(sandbox.recipe(verdict.case))}", flush=True)
+                    print(f"recipe: {as_text(sandbox.recipe(verdict.case))}", flush=True)
             progress.show(done, f"{sum(findings.values())} findings")
         number += size
     spent_s = time.monotonic() - start_s
@@ -122,6 +122,11 @@ def _campaign(sandbox: Sandbox, arguments: argparse.Namespace) -> int:
     for key, count in findings.most_common():
         print(f"{count:>6}  {key}")
     return int(bool(findings))
+
+
+def as_text(recipe: dict[str, Any], indent: int | None = None) -> str:
+    """A recipe as JSON, in which bytes are objects that `recipe.value_of` reads."""
+    return json.dumps(recipe, indent=indent, default=lambda data: {"$hex": data.hex()})
 
 
 def signature(finding: str) -> str:
