@@ -46,7 +46,7 @@ def fingerprint(
         words = len(data) // weights.word_bytes
         if words != weights.num_words:
             raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} with {item_bytes} bytes an element")
-        at_origin = kernels.measure(data, words, None, None, weights).fingerprint
+        at_origin = kernels.fingerprint(data, words, weights)
         assert at_origin is not None, "weights give a fingerprint"
     else:
         word_bytes = min(item_bytes, _WORD_BYTES)

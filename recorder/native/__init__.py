@@ -7,11 +7,13 @@ missing, of another version, or made for another processor.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..numerics.dtypes import item_bytes
 from ..records import Measured
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI = 10
+ABI = 11
 """The ABI number in `kernels.c`; a library with another number is not used."""
 LEVELS = ("generic", "avx2", "avx512")
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
@@ -41,6 +44,12 @@ TABLE_KINDS = frozenset(name for name, kind in KINDS.items() if kind in (_TABLE_
 """Element types whose values are looked up in a table."""
 
 _Bytes = npt.NDArray[np.uint8]
+_ITEMS_OF_THREAD = 1 << 16
+"""The fewest elements for which another thread pays: two chunks of `kernels.c`."""
+_OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
+_memset: Callable[[int, int, int], None] = ctypes.PyDLL(None).memset
+"""A memset that keeps the interpreter's lock."""
+_memset.argtypes, _memset.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), None  # type: ignore[attr-defined]
 
 
 _STATISTICS = struct.Struct("10d3qQq")
@@ -77,32 +86,75 @@ class Weights(ctypes.Structure):
 
 
 class Units(ctypes.Structure):
-    """Sums over the values of each unit, as `struct units`; it keeps its arrays alive."""
+    """The addresses of the sums over the values of each unit, as `struct units`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("sums", "squares", "peaks", "zeros")),
         *((name, ctypes.c_int64) for name in ("num", "inner")),
     )
 
-    def __init__(self, sums: npt.NDArray[np.float64], zeros: npt.NDArray[np.int64], inner: int) -> None:
-        """Take the arrays that the loops add to.
+
+class MeasurePlan:
+    """What the compiled loops measure of the tensors of one dtype and shape, which have elements. Immutable."""
+
+    __slots__ = (
+        *("_kept", "item_bytes", "items", "kind", "num_bins", "num_bytes", "num_units"),
+        *("table_address", "unit_inner", "weights_address"),
+    )
+
+    def __init__(
+        self,
+        items: int,
+        dtype: str,
+        *,
+        table: npt.NDArray[np.float32] | None = None,
+        weights: Weights | None = None,
+        num_bins: int = 0,
+        num_units: int = 0,
+        unit_inner: int = 0,
+    ) -> None:
+        """Take what is measured.
 
         Args:
-            sums: contiguous, of shape (3, units): of x and x^2, and the largest magnitude.
-            zeros: how many values are zero.
-            inner: how many elements of one unit lie side by side.
+            items: the number of elements.
+            dtype: one of `KINDS`.
+            table: the value of each bit pattern, for float16 and floats of 8 bits.
+            weights: weights of the fingerprint, where the fingerprint is wanted.
+            num_bins: the length of `numerics.histogram.NUM_BINS` where values are counted for the histogram, else 0.
+            num_units: the number of units whose values are summed, or 0.
+            unit_inner: the number of elements of one unit that lie side by side.
         """
-        super().__init__(*(address(row) for row in (*sums, zeros)), len(zeros), inner)
-        self._arrays = sums, zeros
+        self.items, self.kind, self.item_bytes = items, KINDS[dtype], item_bytes(dtype)
+        self.num_bins, self.num_units, self.unit_inner = num_bins, num_units, unit_inner
+        self.num_bytes = _STATISTICS.size + 8 * num_bins + 32 * num_units
+        """The bytes of the results."""
+        self.table_address = 0 if table is None else table.ctypes.data
+        self.weights_address = 0 if weights is None else weights.address
+        self._kept = table, weights
+
+    def read(self, data: _Bytes) -> tuple[Measured, npt.NDArray[np.uint64], npt.NDArray[np.float64]]:
+        """Return the statistics at the origin, the bins, and the rows of sums of the units, from `num_bytes` bytes."""
+        end = _STATISTICS.size + 8 * self.num_bins
+        return (
+            _measured(_STATISTICS.unpack(data[: _STATISTICS.size].data), self._kept[1]),
+            data[_STATISTICS.size : end].view(np.uint64),
+            data[end:].view(np.float64).reshape(4, -1),
+        )
 
 
 class _OfThread(threading.local):
-    """The scratch memory of one thread."""
+    """The scratch memory of one Python thread."""
 
     def __init__(self, num_bytes: int) -> None:
         """Take the memory; Python calls this in each thread that looks at an attribute."""
         self._memory = np.empty(-(-num_bytes // 8), np.uint64)
         self.scratch = address(self._memory)
+
+    def at_least(self, num_bytes: int) -> int:
+        """Return the address of memory of at least `num_bytes`, which the thread keeps."""
+        if self._memory.nbytes < num_bytes:
+            self.__init__(num_bytes)  # type: ignore[misc]
+        return self.scratch
 
 
 SmallTensor = tuple[int, int, str, Weights | None]
@@ -143,44 +195,63 @@ class Kernels:
         self._encode = library.recorder_native_encode
         self._encode.argtypes = (pointer, number, number, number, pointer, number, pointer)
         self._encode.restype = number
-        library.recorder_native_scratch.restype = number
-        self._of_thread = _OfThread(int(library.recorder_native_scratch()))
+        self._measure_parallel = library.recorder_native_measure_parallel
+        self._measure_parallel_held = held.recorder_native_measure_parallel
+        for measure in (self._measure_parallel, self._measure_parallel_held):
+            measure.argtypes = (pointer, number, number, pointer, pointer, pointer)
+            measure.restype = None
+        self._scratch_bytes = held.recorder_native_scratch
+        self._scratch_bytes.argtypes = (number, number)
+        self._scratch_bytes.restype = number
+        self._of_thread = _OfThread(int(self._scratch_bytes(0, 1)))
 
-    def measure(
-        self,
-        data: _Bytes,
-        items: int,
-        dtype: str | None,
-        table: npt.NDArray[np.float32] | None,
-        weights: Weights | None,
-        bins: npt.NDArray[np.uint64] | None = None,
-        units: Units | None = None,
-    ) -> Measured:
-        """Statistics where there is a `dtype`, and the fingerprint at the origin where there are `weights`.
-
-        Args:
-            data: contiguous bytes, at any address.
-            items: elements; words, where there is no dtype.
-            dtype: one of `KINDS`.
-            table: the value of each bit pattern, for float16 and floats of 8 bits.
-            weights: for the fingerprint.
-            bins: where values are counted for the histogram, added to what is there; of a length as
-                `numerics.histogram.NUM_BINS` says, and only with a dtype.
-            units: to whose sums the values of each unit are added; only with a dtype.
-        """
-        measuring = _MEASURING.pack(
-            address(data),
-            items,
-            _NO_STATISTICS if dtype is None else KINDS[dtype],
-            0 if table is None else table.ctypes.data,
-            0 if weights is None else weights.address,
-            0 if bins is None else address(bins),
-            0 if units is None else ctypes.addressof(units),
-        )
+    def fingerprint(self, data: _Bytes, num_words: int, weights: Weights) -> int:
+        """Return the fingerprint at the origin of the words of contiguous bytes, at any address."""
+        measuring = _MEASURING.pack(address(data), num_words, _NO_STATISTICS, 0, weights.address, 0, 0)
         out = bytearray(_STATISTICS.size)
         measure = self._measure if len(data) > _HELD_BYTES else self._measure_held
         measure(measuring, 1, self._of_thread.scratch, ctypes.addressof(ctypes.c_char.from_buffer(out)))
-        return _measured(_STATISTICS.unpack(out), weights)
+        return int(_STATISTICS.unpack(out)[13])
+
+    def measure_at(
+        self, at: int, plan: MeasurePlan, out: int, *, num_threads: int = 1, held_bytes: int = _HELD_BYTES
+    ) -> None:
+        """Write the results of a plan, for a tensor that lies at an address, to another address.
+
+        Args:
+            at: the address of the contiguous elements of the tensor.
+            plan: what is measured.
+            out: the address of `plan.num_bytes` bytes, which are overwritten: `struct statistics`, the bins, and the
+                three sums and the zeros of the units.
+            num_threads: the number of threads of the loaded OpenMP runtime that measure; the bits do not depend on it.
+            held_bytes: a tensor of at most this size is measured with the interpreter's lock held.
+        """
+        bins = out + _STATISTICS.size
+        sums = bins + 8 * plan.num_bins
+        if plan.num_bytes > _STATISTICS.size:
+            _memset(bins, 0, plan.num_bytes - _STATISTICS.size)
+        units = None
+        if plan.num_units:
+            row = 8 * plan.num_units
+            units = Units(sums, sums + row, sums + 2 * row, sums + 3 * row, plan.num_units, plan.unit_inner)
+        measuring = _MEASURING.pack(
+            at,
+            plan.items,
+            plan.kind,
+            plan.table_address,
+            plan.weights_address,
+            bins if plan.num_bins else 0,
+            0 if units is None else ctypes.addressof(units),
+        )
+        is_held = plan.items * plan.item_bytes <= held_bytes
+        num_threads = min(num_threads, plan.items // _ITEMS_OF_THREAD) if units is None else 1
+        run = parallel_region() if num_threads > 1 else 0
+        if run:
+            scratch = self._of_thread.at_least(self._scratch_bytes(plan.items, num_threads))
+            parallel = self._measure_parallel_held if is_held else self._measure_parallel
+            parallel(measuring, plan.num_bins, num_threads, run, scratch, out)
+        else:
+            (self._measure_held if is_held else self._measure)(measuring, 1, self._of_thread.scratch, out)
 
     def measure_small(self, tensors: Sequence[SmallTensor]) -> list[Measured]:
         """Statistics, and the fingerprint at the origin where there are weights, of many tensors in one call.
@@ -266,6 +337,24 @@ def _measured(statistics: tuple[Any, ...], weights: Weights | None) -> Measured:
     known = statistics[:13] if count else (*(None,) * 10, *statistics[10:13])
     # As `Measured(...)` makes it, in a third of the time.
     return tuple.__new__(Measured, (*known, None if weights is None else fingerprint, None, None, None))
+
+
+@lru_cache(maxsize=1)
+def parallel_region() -> int:
+    """Return the address of `GOMP_parallel` of the OpenMP runtime that torch has loaded; 0 where there is none.
+
+    Training's threads wait in this runtime between two operations, so a measurement costs no thread of its own. The
+    runtimes of LLVM and Intel offer the function, too. Where several runtimes are loaded, only one in a folder of torch
+    counts: another one would start threads beside those of training.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if _OPENMP.search(line)}
+        paths = {path for path in paths if "/torch" in path} or paths
+        if len(paths) == 1:
+            library = ctypes.CDLL(paths.pop(), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    return 0
 
 
 def address(array: npt.NDArray[Any]) -> int:

@@ -15,7 +15,7 @@
 #error "gcc or clang, 64 bits, little-endian"
 #endif
 
-#define ABI 10
+#define ABI 11
 #define CHUNK_ITEMS 32768
 #define LEAF_ITEMS 128
 #define EXPORT __attribute__((visibility("default")))
@@ -94,7 +94,10 @@ struct counting {
   int is_wide; /* a chunk before this one of the tensor was not counted so: nor are those that follow */
   uint16_t table[2][64 * 64], codes[CHUNK_ITEMS / 2];
 };
+#define MOST_BINS 4096
 #define FEWEST_COUNTED 2048 /* values: below that the tables cost more than they save */
+
+static inline struct counting *counting_in(void *scratch) { return (struct counting *)((float *)scratch + 3 * CHUNK_ITEMS); }
 
 /* What a look at a chunk's deviations from its mean needs, and what is counted beside it. */
 struct deviating {
@@ -221,18 +224,70 @@ static void finish(const struct moments *of, struct statistics *out) {
   out->count = of->count;
 }
 
+/* The memory of one thread: for `measure`, behind it what the thread counts for a histogram. */
+#define MEASURING_BYTES (3 * CHUNK_ITEMS * 4 + (int64_t)sizeof(struct counting))
+#define THREAD_BYTES (MEASURING_BYTES + MOST_BINS * 8)
+
+static int64_t num_chunks_of(int64_t items) { return (items + CHUNK_ITEMS - 1) / CHUNK_ITEMS; }
+
+/* Bytes of `scratch` for the functions here, where tensors have at most `items` elements and are measured by `threads`. */
+EXPORT int64_t recorder_native_scratch(int64_t items, int64_t threads) {
+  int64_t measuring = threads * THREAD_BYTES + (threads > 1 ? num_chunks_of(items) * (int64_t)sizeof(struct moments) : 0);
+  return measuring > (int64_t)sizeof(struct huffman) ? measuring : (int64_t)sizeof(struct huffman);
+}
+
 /* Statistics and fingerprint of `num` tensors, chunk by chunk. `scratch`: recorder_native_scratch() bytes, aligned to 8. */
 EXPORT void recorder_native_measure(const struct measuring *measuring, int64_t num, void *scratch, struct statistics *out) {
   for (; num; num--, measuring++, out++) {
     struct moments moments = {.min = INFINITY, .max = -INFINITY};
-    int64_t num_chunks = (measuring->items + CHUNK_ITEMS - 1) / CHUNK_ITEMS;
-    for (int64_t number = 0; number < num_chunks; number++) {
+    for (int64_t number = 0; number < num_chunks_of(measuring->items); number++) {
       struct moments chunk;
       selected->measure(measuring, number, scratch, &chunk);
       selected->merge(&chunk, &moments);
     }
     finish(&moments, out);
   }
+}
+
+/* What the threads that measure one tensor share. */
+struct shared {
+  const struct measuring *measuring;
+  struct moments *chunks;
+  uint8_t *memory; /* THREAD_BYTES of each thread */
+  int64_t num_threads, next_chunk, next_thread;
+};
+
+/* What each of the threads does: measure the next chunk that nobody has taken yet. */
+static void measure_chunks(void *argument) {
+  struct shared *shared = argument;
+  int64_t thread = __atomic_fetch_add(&shared->next_thread, 1, __ATOMIC_RELAXED), number;
+  if (thread >= shared->num_threads) return;
+  struct measuring measuring = *shared->measuring;
+  uint8_t *scratch = shared->memory + thread * THREAD_BYTES;
+  if (measuring.bins) {
+    measuring.bins = (uint64_t *)(scratch + MEASURING_BYTES);
+    memset(measuring.bins, 0, MOST_BINS * 8);
+    counting_in(scratch)->is_wide = 0;
+  }
+  while ((number = __atomic_fetch_add(&shared->next_chunk, 1, __ATOMIC_RELAXED)) < num_chunks_of(measuring.items))
+    selected->measure(&measuring, number, scratch, shared->chunks + number);
+}
+
+/* As recorder_native_measure, of one tensor, by several threads: `run` is GOMP_parallel of the OpenMP runtime that is
+ * loaded. Chunks are merged in their order, so that the bits do not depend on the threads. Units are summed by one. */
+EXPORT void recorder_native_measure_parallel(const struct measuring *measuring, int64_t num_bins, int64_t num_threads,
+                                             void (*run)(void (*)(void *), void *, unsigned, unsigned), void *scratch,
+                                             struct statistics *out) {
+  int64_t num_chunks = num_chunks_of(measuring->items);
+  struct shared shared = {measuring, scratch, (uint8_t *)scratch + num_chunks * (int64_t)sizeof(struct moments), num_threads, 0, 0};
+  run(measure_chunks, &shared, (unsigned)num_threads, 0);
+  struct moments moments = {.min = INFINITY, .max = -INFINITY};
+  for (int64_t number = 0; number < num_chunks; number++) selected->merge(shared.chunks + number, &moments);
+  int64_t num_began = shared.next_thread < num_threads ? shared.next_thread : num_threads;
+  for (int64_t thread = 0; measuring->bins && thread < num_began; thread++)
+    for (int64_t bin = 0; bin < num_bins; bin++)
+      measuring->bins[bin] += ((const uint64_t *)(shared.memory + thread * THREAD_BYTES + MEASURING_BYTES))[bin];
+  finish(&moments, out);
 }
 
 /* The first `framed` planes as frames, then the others as they are; unless all are framed, 8 bytes with the length of the
@@ -246,9 +301,4 @@ EXPORT int64_t recorder_native_encode(const uint8_t *data, int64_t items, int64_
   if (head) put_little(out, (uint64_t)(to - out - head), 8);
   if (rest) selected->planes(data, items, item_bytes, framed, item_bytes - 1, to, items);
   return to - out + rest;
-}
-
-EXPORT int64_t recorder_native_scratch(void) {
-  int64_t measuring = 3 * CHUNK_ITEMS * 4 + (int64_t)sizeof(struct counting), huffman = (int64_t)sizeof(struct huffman);
-  return measuring > huffman ? measuring : huffman;
 }

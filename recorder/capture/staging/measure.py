@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...format.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
-from ...native import KINDS, TABLE_KINDS, Kernels, SmallTensor
-from ...native import Units as NativeUnits
+from ...native import KINDS, TABLE_KINDS, Kernels, MeasurePlan, SmallTensor, address
 from ...numerics.dtypes import item_bytes, numpy_dtype
 from ...numerics.histogram import BY_PATTERN, NUM_BINS, of_bins
 from ...numerics.moments import Moments, measured
@@ -60,42 +59,94 @@ def measure(
     Raises:
         UnsupportedError: the dtype is unknown.
     """
-    num_bytes = item_bytes(dtype)
-    wants_fingerprint = bool(keep & KEEP_FINGERPRINT)
-    wants_histogram = bool(keep & KEEP_HISTOGRAM) and dtype in NUM_BINS
-    sides, units = _units(dtype, shape, chunk, unit_dim) if keep & KEEP_UNITS else (None, None)
-    if kernels is not None and keep & KEEP_STATS and dtype in KINDS and len(data):
-        is_box = chunk is None or chunk.flat_start is None
-        weights = compiled_weights(num_bytes, shape) if wants_fingerprint and is_box else None
-        if weights is not None and weights.num_words * weights.word_bytes != len(data):
+    plan = None if kernels is None or not len(data) else host_measure(dtype, shape, keep, unit_dim, kernels)
+    if plan is not None and (keep & ~KEEP_STATS == 0 or chunk is None or chunk.flat_start is None):
+        if plan.loops.items * plan.loops.item_bytes != len(data):
             raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} of {dtype}")
-        table = _decoded(dtype) if dtype in TABLE_KINDS else None
-        bins = np.zeros(NUM_BINS[dtype], np.uint64) if wants_histogram else None
-        sums = None if units is None else NativeUnits(units.sums, units.zeros, units.sides.inner)
-        statistics = kernels.measure(data, len(data) // num_bytes, dtype, table, weights, bins, sums)
-        if statistics.fingerprint is not None and chunk is not None and chunk.offsets is not None:
-            statistics = statistics._replace(fingerprint=moved(statistics.fingerprint, num_bytes, chunk.offsets))
-        if bins is not None:
-            statistics = statistics._replace(histogram=of_bins(dtype, bins))
-        if sides is not None:
-            statistics = _with_units(statistics, sides, units)
-        if weights is not None:
-            return statistics
-    elif keep & KEEP_STATS:
-        statistics = _statistics(data, dtype)
-        if wants_histogram:
-            statistics = statistics._replace(histogram=of_bins(dtype, count(data, dtype, _chunks(data, dtype))))
-        if units is not None:
-            with np.errstate(all="ignore"):
-                units.add_all(_chunks(data, dtype))
-        if sides is not None:
-            statistics = _with_units(statistics, sides, units)
-    else:
-        statistics = _NOTHING
-    if not wants_fingerprint:
+        results = np.empty(plan.nbytes, np.uint8)
+        plan.launch(address(data), address(results))
+        return plan.read(results, chunk)
+    statistics = _statistics_of(data, dtype, shape, chunk, keep, unit_dim) if keep & KEEP_STATS else _NOTHING
+    if not keep & KEEP_FINGERPRINT:
         return statistics
-    value = _fingerprint(data, num_bytes, shape, chunk, kernels)
+    value = _fingerprint(data, item_bytes(dtype), shape, chunk, kernels)
     return Measured(fingerprint=value) if statistics is _NOTHING else statistics._replace(fingerprint=value)
+
+
+def _statistics_of(
+    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], chunk: Chunk | None, keep: int, unit_dim: int
+) -> Measured:
+    """Compute statistics, histogram and sums of units without the compiled loops."""
+    statistics = _statistics(data, dtype)
+    if keep & KEEP_HISTOGRAM and dtype in NUM_BINS:
+        statistics = statistics._replace(histogram=of_bins(dtype, count(data, dtype, _chunks(data, dtype))))
+    if not keep & KEEP_UNITS or dtype not in NUM_BINS:
+        return statistics
+    is_run = chunk is not None and chunk.flat_start is not None
+    sides = "a run of a flattened tensor" if is_run else sides_of(shape, unit_dim)
+    if not isinstance(sides, Sides):
+        return statistics._replace(note=f"no_units:{sides}")
+    units = UnitSums(sides)
+    with np.errstate(all="ignore"):
+        units.add_all(_chunks(data, dtype))
+    return statistics._replace(units=packed(sides.dim, units.sums, units.zeros))
+
+
+class HostMeasure:
+    """How the compiled loops measure a tensor of the host where it lies, and how their results are read."""
+
+    __slots__ = ("_dtype", "_sides", "kernels", "loops", "nbytes")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> None:
+        """Plan the measuring; `host_measure` describes the arguments."""
+        num_bytes = item_bytes(dtype)
+        self._dtype, self.kernels = dtype, kernels
+        self._sides = sides_of(shape, unit_dim) if keep & KEEP_UNITS and dtype in NUM_BINS else None
+        sides = self._sides if isinstance(self._sides, Sides) else None
+        self.loops = MeasurePlan(
+            math.prod(shape),
+            dtype,
+            table=_decoded(dtype) if dtype in TABLE_KINDS else None,
+            weights=compiled_weights(num_bytes, shape) if keep & KEEP_FINGERPRINT else None,
+            num_bins=NUM_BINS[dtype] if keep & KEEP_HISTOGRAM and dtype in NUM_BINS else 0,
+            num_units=0 if sides is None else sides.num,
+            unit_inner=0 if sides is None else sides.inner,
+        )
+        self.nbytes = self.loops.num_bytes
+        """The bytes of the results."""
+
+    def launch(self, at: int, out: int, num_threads: int = 1, held_bytes: int = 1 << 15) -> None:
+        """Measure the contiguous elements at an address, and write the results to an address; see `measure_at`."""
+        self.kernels.measure_at(at, self.loops, out, num_threads=num_threads, held_bytes=held_bytes)
+
+    def read(self, data: npt.NDArray[np.uint8], chunk: Chunk | None) -> Measured:
+        """Return the statistics from the results. Writer thread."""
+        statistics, bins, sums = self.loops.read(data)
+        if statistics.fingerprint is not None and chunk is not None and chunk.offsets is not None:
+            fingerprint_there = moved(statistics.fingerprint, self.loops.item_bytes, chunk.offsets)
+            statistics = statistics._replace(fingerprint=fingerprint_there)
+        if self.loops.num_bins:
+            statistics = statistics._replace(histogram=of_bins(self._dtype, bins))
+        if isinstance(self._sides, Sides):
+            units = packed(self._sides.dim, sums[:3], sums[3].view(np.int64))
+            return statistics._replace(units=units)
+        return statistics if self._sides is None else statistics._replace(note=f"no_units:{self._sides}")
+
+
+@lru_cache(maxsize=2048)
+def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> HostMeasure | None:
+    """Return how a tensor that has elements is measured with the compiled loops; None where Python has to.
+
+    Args:
+        dtype: the tensor's element type.
+        shape: the tensor's shape.
+        keep: bits of KEEP_*; there must be `KEEP_STATS` among them.
+        unit_dim: the dim along which units lie; a negative one counts from the last.
+        kernels: the compiled loops.
+    """
+    if not keep & KEEP_STATS or dtype not in KINDS:
+        return None
+    return HostMeasure(dtype, shape, keep, unit_dim, kernels)
 
 
 def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) -> list[Measured]:
@@ -128,24 +179,6 @@ def _small_tensor(staged: Staged) -> SmallTensor | None:
         if weights.num_words * weights.word_bytes != block.num_bytes:
             return None
     return block.address, block.num_bytes // num_bytes, dtype, weights
-
-
-def _units(
-    dtype: str, shape: tuple[int, ...], chunk: Chunk | None, unit_dim: int
-) -> tuple[Sides | str, UnitSums | None]:
-    """Return where the units of a tensor lie, with sums to fill; or why it has none, empty if its note says so."""
-    if dtype not in NUM_BINS:
-        return "", None
-    if chunk is not None and chunk.flat_start is not None:
-        return "a run of a flattened tensor", None
-    sides = sides_of(shape, unit_dim)
-    return sides, UnitSums(sides) if isinstance(sides, Sides) else None
-
-
-def _with_units(statistics: Measured, sides: Sides | str, units: UnitSums | None) -> Measured:
-    if units is not None:
-        return statistics._replace(units=packed(units.sides.dim, units.sums, units.zeros))
-    return statistics._replace(note=f"no_units:{sides}") if sides else statistics
 
 
 def _fingerprint(
