@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from recorder import native
-from recorder.capture.staging.measure import measure, measure_small
+from recorder.capture.staging.measure import host_measure, measure, measure_small
 from recorder.format import fingerprint as fingerprints
 from recorder.format.codec import Encoder, decode, max_encoded_bytes
 from recorder.format.fingerprint import flat_fingerprint
@@ -175,6 +175,26 @@ def test_fingerprints_of_many_blocks_are_equal(kernels: native.Kernels, shape: t
         assert fingerprints.fingerprint(data, num_bytes, shape, offsets, kernels) == expected
     half = data[: size // 2 * num_bytes]
     assert flat_fingerprint(half, num_bytes, shape, 3, kernels) == flat_fingerprint(half, num_bytes, shape, 3)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "int64", "float8_e4m3fn"])
+def test_the_bits_do_not_depend_on_the_number_of_threads(kernels: native.Kernels, dtype: str) -> None:
+    import torch  # its OpenMP runtime is the one whose threads measure
+
+    assert native.parallel_region(), f"torch {torch.__version__} has loaded no OpenMP runtime"
+    for size, kind in ((1 << 17, "values"), (300_001, "special"), (300_001, "wide"), (9 * 32768, "bits")):
+        if kind == "special" and dtype not in _SPECIAL:
+            continue
+        data, shape = _content(dtype, size, kind, size), (size,)
+        for keep in (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT, KEEP_STATS | KEEP_HISTOGRAM):
+            expected = _bits(measure(data, dtype, shape, None, keep))
+            plan = host_measure(dtype, shape, keep, -1, kernels)
+            assert plan is not None
+            for num_threads in (1, 2, 3, 7):
+                results = np.full(plan.nbytes, 255, np.uint8)
+                plan.launch(native.address(data), native.address(results), num_threads)
+                assert _bits(plan.read(results, None)) == expected, (size, kind, keep, num_threads)
 
 
 @needs_library
