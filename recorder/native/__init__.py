@@ -94,7 +94,7 @@ class Units(ctypes.Structure):
     )
 
 
-class MeasurePlan:
+class LoopsPlan:
     """What the compiled loops measure of the tensors of one dtype and shape, which have elements. Immutable."""
 
     __slots__ = (
@@ -214,7 +214,7 @@ class Kernels:
         return int(_STATISTICS.unpack(out)[13])
 
     def measure_at(
-        self, at: int, plan: MeasurePlan, out: int, *, num_threads: int = 1, held_bytes: int = _HELD_BYTES
+        self, at: int, plan: LoopsPlan, out: int, *, num_threads: int = 1, held_bytes: int = _HELD_BYTES
     ) -> None:
         """Write the results of a plan, for a tensor that lies at an address, to another address.
 

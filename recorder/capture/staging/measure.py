@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...format.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
-from ...native import KINDS, TABLE_KINDS, Kernels, MeasurePlan, SmallTensor, address
+from ...native import KINDS, TABLE_KINDS, Kernels, LoopsPlan, SmallTensor, address
 from ...numerics.dtypes import item_bytes, numpy_dtype
 from ...numerics.histogram import BY_PATTERN, NUM_BINS, of_bins
 from ...numerics.moments import Moments, measured
@@ -103,7 +103,7 @@ class HostMeasure:
         self._dtype, self.kernels = dtype, kernels
         self._sides = sides_of(shape, unit_dim) if keep & KEEP_UNITS and dtype in NUM_BINS else None
         sides = self._sides if isinstance(self._sides, Sides) else None
-        self.loops = MeasurePlan(
+        self.loops = LoopsPlan(
             math.prod(shape),
             dtype,
             table=_decoded(dtype) if dtype in TABLE_KINDS else None,
