@@ -32,6 +32,8 @@ KEEP_VALUES = KEEP_TENSOR | KEEP_RING
 KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
 """What says something of the values, and so nothing of a sum of which a value is one summand."""
 
+SMALL_BYTES = 1 << 12
+"""A tensor of at most this size is copied in the hook, and the writer measures many such records with one call."""
 PART_BYTES = 32 << 20
 """A payload above this becomes several rows, so that memory stays bounded (bytes)."""
 

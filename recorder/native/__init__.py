@@ -34,7 +34,7 @@ _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
 _KINDS = ("float32", "float64", "bfloat16", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _TABLE_8, _TABLE_16 = len(_KINDS), len(_KINDS) + 1
 _NO_STATISTICS = -1
-_HELD_BYTES = 1 << 15
+HELD_BYTES = 1 << 15
 """Measured in 5 to 15 us of float32, in 200 of 8-bit floats without vector instructions: far below the 5 ms after which
 Python takes the lock away."""
 KINDS = {name: number for number, name in enumerate(_KINDS)} | {"bool": _KINDS.index("uint8"), "float16": _TABLE_16}
@@ -147,13 +147,16 @@ class _OfThread(threading.local):
 
     def __init__(self, num_bytes: int) -> None:
         """Take the memory; Python calls this in each thread that looks at an attribute."""
+        self._take(num_bytes)
+
+    def _take(self, num_bytes: int) -> None:
         self._memory = np.empty(-(-num_bytes // 8), np.uint64)
         self.scratch = address(self._memory)
 
     def at_least(self, num_bytes: int) -> int:
         """Return the address of memory of at least `num_bytes`, which the thread keeps."""
         if self._memory.nbytes < num_bytes:
-            self.__init__(num_bytes)  # type: ignore[misc]
+            self._take(num_bytes)
         return self.scratch
 
 
@@ -209,12 +212,12 @@ class Kernels:
         """Return the fingerprint at the origin of the words of contiguous bytes, at any address."""
         measuring = _MEASURING.pack(address(data), num_words, _NO_STATISTICS, 0, weights.address, 0, 0)
         out = bytearray(_STATISTICS.size)
-        measure = self._measure if len(data) > _HELD_BYTES else self._measure_held
+        measure = self._measure if len(data) > HELD_BYTES else self._measure_held
         measure(measuring, 1, self._of_thread.scratch, ctypes.addressof(ctypes.c_char.from_buffer(out)))
         return int(_STATISTICS.unpack(out)[13])
 
     def measure_at(
-        self, at: int, plan: LoopsPlan, out: int, *, num_threads: int = 1, held_bytes: int = _HELD_BYTES
+        self, at: int, plan: LoopsPlan, out: int, *, num_threads: int = 1, held_bytes: int = HELD_BYTES
     ) -> None:
         """Write the results of a plan, for a tensor that lies at an address, to another address.
 
@@ -256,7 +259,7 @@ class Kernels:
     def measure_small(self, tensors: Sequence[SmallTensor]) -> list[Measured]:
         """Statistics, and the fingerprint at the origin where there are weights, of many tensors in one call.
 
-        The interpreter's lock is held meanwhile: the tensors have `_HELD_BYTES` together, or not many more.
+        The interpreter's lock is held meanwhile: the tensors have `HELD_BYTES` together, or not many more.
 
         Args:
             tensors: of each the address, the number of elements, the dtype and the weights. The dtype is one of `KINDS`

@@ -21,6 +21,7 @@ from ..records import (
     KEEP_FINGERPRINT,
     KEEP_RING,
     KEEP_STATS,
+    SMALL_BYTES,
     LostError,
     Measure,
     Measured,
@@ -55,8 +56,6 @@ _LAST_SHARE = 0.125
 """The share that is kept for the last ledger, once syncs that hang are given up."""
 _MOST_TOGETHER = 128
 """The most records that are measured with one call; it is the work of a millisecond."""
-_SMALL_BYTES = 1 << 12
-"""Records of at most this are measured together: it costs less than to begin to measure them."""
 _SMALL_KEEPS = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
@@ -113,7 +112,7 @@ def _is_small(item: _Item | None) -> TypeGuard[Staged]:
         and item.keep in _SMALL_KEEPS
         and item.ready is None
         and item.measured is None
-        and item.block.num_bytes <= _SMALL_BYTES
+        and item.block.num_bytes <= SMALL_BYTES
     )
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from recorder import native
+from recorder.capture.staging import measure as measure_module
 from recorder.capture.staging.measure import host_measure, measure, measure_small
 from recorder.format import fingerprint as fingerprints
 from recorder.format.codec import Encoder, decode, max_encoded_bytes
@@ -195,6 +196,18 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(kernels: native.Kernels
                 results = np.full(plan.nbytes, 255, np.uint8)
                 plan.launch(native.address(data), native.address(results), num_threads)
                 assert _bits(plan.read(results, None)) == expected, (size, kind, keep, num_threads)
+
+
+@needs_library
+def test_the_loops_measure_a_run_of_a_flattened_tensor(
+    kernels: native.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, keep = _content("float32", 5000, "values", 0), KEEP_STATS | KEEP_FINGERPRINT | KEEP_UNITS
+    chunk = Chunk((100, 100), None, "[]", "{}", "fsdp1", 17)
+    expected = measure(data, "float32", (5000,), chunk, keep)
+    monkeypatch.setattr(measure_module, "_statistics_of", None)  # Python would take several times as long
+    assert _bits(measure(data, "float32", (5000,), chunk, keep, kernels=kernels)) == _bits(expected)
+    assert expected.note == "no_units:a run of a flattened tensor" and expected.fingerprint is not None
 
 
 @needs_library

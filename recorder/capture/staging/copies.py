@@ -23,7 +23,7 @@ import torch
 
 from ... import native
 from ...config import Settings
-from ...records import KEEP_STATS, Chunk, LostError, Measured, Ready
+from ...records import KEEP_STATS, SMALL_BYTES, Chunk, LostError, Measured, Ready
 from ..local_values import DTYPES, UnsupportedKind
 from .devices import CudaDevice
 from .pool import Pool, PoolBlock
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 _NO_BOUNDARY = "no_step_boundary"
 _MEMMOVE_BYTES = 1 << 20
 """Below this size memmove beats torch's dispatcher (0.3 us a call against 6); above it torch uses all its threads."""
-_SMALL_BYTES = 1 << 12
-"""A tensor of at most this size is copied, and measured together with others by the writer."""
 _HELD_BYTES = 1 << 22
 """Up to this size a tensor is measured with the interpreter's lock held, for less than a millisecond: to take the lock
 back from a busy writer costs up to five."""
@@ -105,7 +103,7 @@ class HostStager(Stager):
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> HostMeasure | None:
         if (
             self._kernels is None
-            or tensor.numel() * tensor.itemsize <= _SMALL_BYTES
+            or tensor.numel() * tensor.itemsize <= SMALL_BYTES
             or not tensor.is_contiguous()
             or (chunk is not None and chunk.flat_start is not None and keep & ~KEEP_STATS)
         ):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...format.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
-from ...native import KINDS, TABLE_KINDS, Kernels, LoopsPlan, SmallTensor, address
+from ...native import HELD_BYTES, KINDS, TABLE_KINDS, Kernels, LoopsPlan, SmallTensor, address
 from ...numerics.dtypes import item_bytes, numpy_dtype
 from ...numerics.histogram import BY_PATTERN, NUM_BINS, of_bins
 from ...numerics.moments import Moments, measured
@@ -30,6 +30,7 @@ _CHUNK_ITEMS = 1 << 15
 """The number of elements that are read together: with their float64 copy they stay in the second-level cache."""
 
 _NOTHING = Measured()
+_NO_UNITS_OF_RUN = "no_units:a run of a flattened tensor"
 _TOGETHER_KINDS = KINDS.keys() - TABLE_KINDS
 """The element types that `Kernels.measure_small` takes."""
 _Values = npt.NDArray[Any]
@@ -59,14 +60,21 @@ def measure(
     Raises:
         UnsupportedError: the dtype is unknown.
     """
-    plan = None if kernels is None or not len(data) else host_measure(dtype, shape, keep, unit_dim, kernels)
-    if plan is not None and (keep & ~KEEP_STATS == 0 or chunk is None or chunk.flat_start is None):
+    is_run = chunk is not None and chunk.flat_start is not None
+    by_loops = keep & ~(KEEP_FINGERPRINT | KEEP_UNITS) if is_run else keep
+    plan = None if kernels is None or not len(data) else host_measure(dtype, shape, by_loops, unit_dim, kernels)
+    if plan is not None:
         if plan.loops.items * plan.loops.item_bytes != len(data):
             raise ValueError(f"{len(data)} bytes are no tensor of shape {shape} of {dtype}")
         results = np.empty(plan.nbytes, np.uint8)
         plan.launch(address(data), address(results))
-        return plan.read(results, chunk)
-    statistics = _statistics_of(data, dtype, shape, chunk, keep, unit_dim) if keep & KEEP_STATS else _NOTHING
+        statistics = plan.read(results, chunk)
+        if not is_run:
+            return statistics
+        if keep & KEEP_UNITS and dtype in NUM_BINS:
+            statistics = statistics._replace(note=_NO_UNITS_OF_RUN)
+    else:
+        statistics = _statistics_of(data, dtype, shape, is_run, keep, unit_dim) if keep & KEEP_STATS else _NOTHING
     if not keep & KEEP_FINGERPRINT:
         return statistics
     value = _fingerprint(data, item_bytes(dtype), shape, chunk, kernels)
@@ -74,7 +82,7 @@ def measure(
 
 
 def _statistics_of(
-    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], chunk: Chunk | None, keep: int, unit_dim: int
+    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], is_run: bool, keep: int, unit_dim: int
 ) -> Measured:
     """Compute statistics, histogram and sums of units without the compiled loops."""
     statistics = _statistics(data, dtype)
@@ -82,8 +90,9 @@ def _statistics_of(
         statistics = statistics._replace(histogram=of_bins(dtype, count(data, dtype, _chunks(data, dtype))))
     if not keep & KEEP_UNITS or dtype not in NUM_BINS:
         return statistics
-    is_run = chunk is not None and chunk.flat_start is not None
-    sides = "a run of a flattened tensor" if is_run else sides_of(shape, unit_dim)
+    if is_run:
+        return statistics._replace(note=_NO_UNITS_OF_RUN)
+    sides = sides_of(shape, unit_dim)
     if not isinstance(sides, Sides):
         return statistics._replace(note=f"no_units:{sides}")
     units = UnitSums(sides)
@@ -115,7 +124,7 @@ class HostMeasure:
         self.nbytes = self.loops.num_bytes
         """The bytes of the results."""
 
-    def launch(self, at: int, out: int, num_threads: int = 1, held_bytes: int = 1 << 15) -> None:
+    def launch(self, at: int, out: int, num_threads: int = 1, held_bytes: int = HELD_BYTES) -> None:
         """Measure the contiguous elements at an address, and write the results to an address; see `measure_at`."""
         self.kernels.measure_at(at, self.loops, out, num_threads=num_threads, held_bytes=held_bytes)
 
@@ -133,7 +142,7 @@ class HostMeasure:
         return statistics if self._sides is None else statistics._replace(note=f"no_units:{self._sides}")
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=512)  # each may hold the weights of a fingerprint, mostly 32 KiB
 def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> HostMeasure | None:
     """Return how a tensor that has elements is measured with the compiled loops; None where Python has to.
 
