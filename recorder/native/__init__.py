@@ -47,6 +47,9 @@ _Bytes = npt.NDArray[np.uint8]
 _ITEMS_OF_THREAD = 1 << 16
 """The fewest elements for which another thread pays: two chunks of `kernels.c`."""
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
+_PID = os.getpid()
+"""The process that has loaded this module. The threads of an OpenMP runtime are gone in a forked child, and a parallel
+region would wait for them for ever."""
 _memset: Callable[[int, int, int], None] = ctypes.PyDLL(None).memset
 """A memset that keeps the interpreter's lock."""
 _memset.argtypes, _memset.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t), None  # type: ignore[attr-defined]
@@ -248,7 +251,7 @@ class Kernels:
         )
         is_held = plan.items * plan.item_bytes <= held_bytes
         num_threads = min(num_threads, plan.items // _ITEMS_OF_THREAD) if units is None else 1
-        run = parallel_region() if num_threads > 1 else 0
+        run = parallel_region() if num_threads > 1 and os.getpid() == _PID else 0
         if run:
             scratch = self._of_thread.at_least(self._scratch_bytes(plan.items, num_threads))
             parallel = self._measure_parallel_held if is_held else self._measure_parallel

@@ -199,6 +199,31 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(kernels: native.Kernels
 
 
 @needs_library
+def test_a_forked_child_measures_without_the_threads_of_its_parent() -> None:
+    code = """
+import os, signal
+import numpy as np, torch
+from recorder import native
+from recorder.capture.staging.measure import host_measure
+from recorder.records import KEEP_STATS
+
+values = np.ones(1 << 19, np.float32)
+plan = host_measure("float32", values.shape, KEEP_STATS, -1, native.Kernels())
+results = np.empty(plan.nbytes, np.uint8)
+plan.launch(native.address(values), native.address(results), 2)
+pid = os.fork()
+if not pid:
+    signal.alarm(20)
+    results[:] = 0
+    plan.launch(native.address(values), native.address(results), 2)
+    os._exit(plan.read(results, None).mean != 1)
+print("ended with", os.waitpid(pid, 0)[1])
+"""
+    done = _python(code, ROOT)
+    assert done.stdout == "ended with 0\n", done.stdout + done.stderr
+
+
+@needs_library
 def test_the_loops_measure_a_run_of_a_flattened_tensor(
     kernels: native.Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
