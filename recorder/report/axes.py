@@ -25,7 +25,7 @@ from ..numerics.moments import combine_rows, integers, numbers
 from ..read.run import list_paths
 from ..read.writers import RecordedWriter
 from ..run.run import Run
-from ..run.step_ranges import Attempts, cut_rows
+from ..run.step_ranges import Attempts, cut_rows, first_parts, with_coded_texts
 from ..sites import SITE_OF, Kind
 from .blocks import PageBlock
 
@@ -99,23 +99,10 @@ def step_rows(
 
 
 def _tables(schema: Any, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
-    for writer in writers:
-        for shard in writer.shards:
-            for batch in shard.columns((*schema.names, "part"), steps):
-                at, part = (batch.column(name).to_numpy() for name in ("step", "part"))
-                is_wanted = (at >= steps[0]) & (at < steps[1]) & (part == 0)
-                table = pa.Table.from_batches([batch])
-                if not is_wanted.all():
-                    table = table.filter(pa.array(is_wanted))
-                if _RECOMPUTED in batch.column("phase").unique().to_pylist():
-                    table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
-                columns = [
-                    table.column(field.name).dictionary_encode()
-                    if pa.types.is_dictionary(field.type)
-                    else table.column(field.name)
-                    for field in schema
-                ]
-                yield pa.Table.from_arrays(columns, schema=schema)
+    for table in first_parts(writers, steps, schema.names, is_all=False):
+        if _RECOMPUTED in table.column("phase").unique().to_pylist():
+            table = table.filter(pc.not_equal(table.column("phase"), _RECOMPUTED))
+        yield with_coded_texts(table, schema)
 
 
 class SeriesValues(NamedTuple):

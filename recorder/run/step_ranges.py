@@ -119,6 +119,15 @@ def first_parts(
             yield table if is_wanted.all() else table.filter(pa.array(is_wanted))
 
 
+def with_coded_texts(table: Any, schema: Any) -> Any:
+    """Return the columns of a schema, with the texts that the schema has as numbers coded as such."""
+    columns = [table.column(name) for name in schema.names]
+    made = [
+        c.dictionary_encode() if pa.types.is_dictionary(t) else c for c, t in zip(columns, schema.types, strict=True)
+    ]
+    return pa.Table.from_arrays(made, schema=schema)
+
+
 _PENDING_ROWS = 250_000
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="lz4")
 _BYTES_A_ROW = 500

@@ -29,7 +29,7 @@ from ...numerics.keys import (
 from ...numerics.moments import integers
 from ...run.run import RecordedWriter, Run
 from ...run.selection import PER_RANK
-from ...run.step_ranges import Attempts, first_parts
+from ...run.step_ranges import Attempts, first_parts, with_coded_texts
 from ...sites import NUMBERS
 
 _KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",
@@ -209,13 +209,7 @@ def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None)
     """Yield the rows of complete tensors of some writers and steps, a table a batch, with texts as numbers."""
     every = _BEGINNING, -_BEGINNING
     for table in first_parts(writers, steps or every, _COLUMNS, is_all=steps is None):
-        coded = [
-            table.column(field.name).dictionary_encode()
-            if pa.types.is_dictionary(field.type)
-            else table.column(field.name)
-            for field in _SCHEMA
-        ]
-        yield pa.Table.from_arrays(coded, schema=_SCHEMA)
+        yield with_coded_texts(table, _SCHEMA)
 
 
 def _times(run: Run, table: Any, steps: Integers, ranks: Integers, num_before: Integers) -> Times:
