@@ -101,7 +101,7 @@ class RecordedRun:
 
     @property
     def endings(self) -> list[str]:
-        """From where on data is missing: a sentence for each writer that did not close and is not at work."""
+        """A sentence for each writer that did not close and is not at work, with the first step that is missing."""
         return [writer.ending for writer in self.writers if writer.state == "unclosed"]
 
     @property
@@ -115,7 +115,7 @@ class RecordedRun:
 
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
-        """What `jitter` moved: ``inputs``, ``embeddings`` or nothing; None where no manifest says it."""
+        """The names of what `jitter` moved, ``inputs`` or ``embeddings``; None where no manifest says it."""
         moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
         return tuple(moved) if self._jitter_facts else None
 

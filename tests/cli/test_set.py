@@ -37,7 +37,10 @@ def test_a_run_that_is_over_is_told_nothing(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_twenty_steps_ahead_lie_ahead_in_a_run_that_has_just_begun(cli: Cli, tmp_path: Path) -> None:
-    """Before the run that stays open. The first step is slow, as one that compiles: no status shows the speed yet."""
+    """Before the run that stays open. The first step is slow, as one that compiles: no status shows the speed yet.
+
+    The rule asks for no new hook: in a process in which another test has compiled something, that would be refused.
+    """
     found: list[Result] = []
     with flagged(tmp_path, "site=grad", status_interval_s=0.3) as recording:
         model = Tiny()
@@ -45,7 +48,7 @@ def test_twenty_steps_ahead_lie_ahead_in_a_run_that_has_just_begun(cli: Cli, tmp
 
         def tell() -> None:
             wait_until(lambda: _is_described(recording.folder))
-            found.append(cli("set", recording.folder, "site=output keep=stats", "--at", "+20", "--steps", "5"))
+            found.append(cli("set", recording.folder, "site=param keep=stats", "--at", "+20", "--steps", "5"))
 
         teller = threading.Thread(target=tell)
         teller.start()

@@ -36,8 +36,8 @@ _NO_BOUNDARY = "no_step_boundary"
 _MEMMOVE_BYTES = 1 << 20
 """Below this size memmove beats torch's dispatcher (0.3 us a call against 6); above it torch uses all its threads."""
 _HELD_BYTES = 1 << 22
-"""Up to this size a tensor is measured with the interpreter's lock held, mostly for less than a millisecond: to take the
-lock back from a busy writer costs up to five."""
+"""Up to this size a tensor is measured with the interpreter's lock held, mostly for less than a millisecond. To take
+the lock back from a busy writer costs up to five milliseconds."""
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
 """A memmove that keeps the interpreter's lock; after `ctypes.memmove` the writer would have to give the lock back."""
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
