@@ -256,7 +256,7 @@ def load_settings(arguments: Mapping[str, object] | None = None, environ: Mappin
     known = {item.name: item for item in fields(Settings)}
     layers: list[tuple[str, Mapping[str, object]]] = []
     if path := environ.get(CONFIG_FILE):
-        layers.append((f"file {path}", _read_file(Path(path))))
+        layers.append((f"file {path}", read_toml(path, f"{CONFIG_FILE} = {path!r}")))
     layers.append(("environment", _from_environment(environ, known)))
     layers.append(("argument", arguments or {}))
 
@@ -332,14 +332,14 @@ def _why_unusable(path: Path) -> str | None:
         return f"cannot be used ({error.strerror})"
 
 
-def _read_file(path: Path) -> Mapping[str, object]:
+def read_toml(path: str, what: str) -> Mapping[str, Any]:
+    """Read a TOML file; raises ConfigError, whose message calls the file `what`, where that fails."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{CONFIG_FILE} = {str(path)!r} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{what} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError of Python's own
-        raise ConfigError(f"{CONFIG_FILE} = {str(path)!r} is not TOML: {error}") from None
+        raise ConfigError(f"{what} is not TOML: {error}") from None
 
 
 def _from_environment(environ: Mapping[str, str], known: Mapping[str, object]) -> Mapping[str, object]:
@@ -367,9 +367,9 @@ def _convert(item: Any, raw: object) -> object:
     if isinstance(default, bool):
         return read_boolean(name, raw)
     if isinstance(default, int):
-        return _bytes(name, raw) if name.endswith("_bytes") else _number(name, raw, int)
+        return read_bytes(name, raw) if name.endswith("_bytes") else read_number(name, raw, int)
     if isinstance(default, float):
-        return _number(name, raw, float)
+        return read_number(name, raw, float)
     if not isinstance(raw, (str, os.PathLike)):
         raise ConfigError(f"{name} = {raw!r}: expected text")
     text = os.fspath(raw)
@@ -389,22 +389,24 @@ def _convert(item: Any, raw: object) -> object:
     return text
 
 
-def _number(name: str, raw: object, kind: type[int] | type[float]) -> int | float:
+def read_number(name: str, raw: object, kind: type[int] | type[float]) -> int | float:
+    """Read a number of a kind from a TOML value or a text; raises ConfigError for anything else, and for NaN."""
     try:
         if isinstance(raw, bool) or (kind is int and isinstance(raw, float)):
             raise ValueError
         number = kind(str(raw))
         if number != number:
             raise ValueError
+        float(number)  # an integer of hundreds of digits does not fit
         return number
-    except ValueError:
+    except (OverflowError, ValueError):
         raise ConfigError(f"{name} = {raw!r}: expected {'a whole number' if kind is int else 'a number'}") from None
 
 
-def _bytes(name: str, raw: object) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(raw))
-    if isinstance(raw, bool) or not match or match[2].upper() not in _UNITS:
+def read_bytes(name: str, raw: object) -> int:
+    """Read bytes, such as ``1000000``, ``50MB`` or ``512MiB``; raises ConfigError for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,30}(\.\d+)?)\s*([A-Za-z]*)\s*", str(raw))
+    unit = None if isinstance(raw, bool) or match is None else _UNITS.get(match[3].upper())
+    if match is None or unit is None:
         raise ConfigError(f"{name} = {raw!r}: expected bytes, such as 1073741824, 512MiB or 16GiB")
-    return (
-        int(float(match[1]) * _UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * _UNITS[match[2].upper()]
-    )
+    return int(float(match[1]) * unit) if match[2] else int(match[1]) * unit

@@ -30,7 +30,6 @@ from .metrics import DaemonCollector, MetricsServer, make_registry
 from .settings import DaemonSettings, reloaded
 from .shipping.run import RunShipper
 from .shipping.shipped import Shipping
-from .telemetry import Counters, Health
 from .watching import Entries, Folder, find_runs
 
 logger = logging.getLogger("recorder.daemon")
@@ -73,6 +72,7 @@ class Daemon:
         self.shared = Shipping(
             destination=destination, settings=settings, is_stopping=self._stop.is_set, is_over=self._over.is_set
         )
+        self.counters, self.health = self.shared.counters, self.shared.health
         self._runs: dict[tuple[str, tuple[str, ...]], RunShipper] = {}
         self._counts = Entries()
         self._unshipped_before: dict[str, str] = {}
@@ -91,14 +91,6 @@ class Daemon:
         self._state_path: Path | None = None
         self.url, self.port = "", 0
         """The address of the metrics; empty and 0 where there is none."""
-
-    @property
-    def counters(self) -> Counters:
-        return self.shared.counters
-
-    @property
-    def health(self) -> Health:
-        return self.shared.health
 
     @property
     def runs(self) -> list[RunShipper]:
@@ -149,7 +141,8 @@ class Daemon:
             finally:
                 if server is not None:
                     server.close()
-            return self._finish()
+            self._finish()
+            return 0
 
     def run_once(self) -> int:
         """Ship what is here now, to its end; return 0 where all of it is there, and 1 where something is not."""
@@ -173,10 +166,10 @@ class Daemon:
             is_all_there = self._is_all_there() and not self._stop.is_set()
             with contextlib.suppress(StoreError):  # it is derived
                 self._summarise()
-            code = self._finish()
-            conflicts = self.counters.total("conflicts")
+            self._finish()
             self.left = sum(len(run.backlog) for run in self.runs)
-            return code or int(not is_all_there or conflicts > 0 or self.left > 0 or bool(self.unshipped))
+            is_clean = not (self.counters.total("conflicts") or self.left or self.unshipped)
+            return int(not (is_all_there and is_clean))
 
     @property
     def unshipped(self) -> dict[str, str]:
@@ -274,7 +267,7 @@ class Daemon:
             self._next_summary_s = now_s + max(_SUMMARY_S, self.shared.settings.status_s)
             if is_open and not self._is_summary_due:
                 self._is_summary_due = True
-                self._submit("small", self._summarise, None)
+                self._submit("small", self._summarise, None, partial(setattr, self, "_is_summary_due", False))
         if now_s >= self._next_state_s:
             self._next_state_s = now_s + _STATE_S
             self._write_state()
@@ -286,7 +279,11 @@ class Daemon:
 
     _is_summary_due = False
 
-    def _submit(self, lane: str, job: Callable[[], None], run: RunShipper | None) -> None:
+    def _submit(
+        self, lane: str, job: Callable[[], None], run: RunShipper | None, end: Callable[[], object] = lambda: None
+    ) -> None:
+        """Run a job in a thread of a lane; `end` is called afterwards, whatever became of the job."""
+
         def do() -> None:
             try:
                 if not self._stop.is_set() or (lane == "errand" and not self._over.is_set()):
@@ -294,6 +291,7 @@ class Daemon:
             except Exception as error:
                 self.shared.failed(error, run.key if run is not None else "the fleet's index")
             finally:
+                end()
                 self._wake.set()
 
         self._under_way.add(self._pools[lane].submit(do))
@@ -336,13 +334,8 @@ class Daemon:
         )  # fmt: skip
 
     def _summarise(self) -> None:
-        try:
-            if self._fleet is not None:
-                self._fleet.put(
-                    {run.key: run.summary() for run in self.runs if run.is_known and not run.there.conflict}
-                )
-        finally:
-            self._is_summary_due = False
+        if self._fleet is not None:
+            self._fleet.put({run.key: run.summary() for run in self.runs if run.is_known and not run.there.conflict})
 
     def _run_errands(self, run: RunShipper, now_s: float) -> None:
         if run.key in self._errands or run.there.conflict or not run.writers:
@@ -376,30 +369,16 @@ class Daemon:
         run.next_carry_s = now_s + settings.status_s
         run.is_carrying = True
         carrier = self._carriers.setdefault(run, StoreCarrier(run))
-
-        def do() -> None:
-            try:
-                carrier.carry()
-            finally:
-                run.is_carrying = False
-
-        self._submit("small", do, run)
+        self._submit("small", carrier.carry, run, partial(setattr, run, "is_carrying", False))
 
     def _is_cataloged(self, run: RunShipper) -> bool:
-        """Whether no catalog is to be made now: that of the run as it is is there, or could not be made just now."""
+        """Whether no catalog is to be made now: the newest one is there, or has just failed."""
         is_made = run.shard_bytes in (0, run.cataloged_bytes)
         return is_made or run.has_catalog_failed or not self.shared.settings.catalog_s
 
     def _errand(self, run: RunShipper, job: Callable[[], None]) -> None:
         self._errands.add(run.key)
-
-        def do() -> None:
-            try:
-                job()
-            finally:
-                self._errands.discard(run.key)
-
-        self._submit("errand", do, run)
+        self._submit("errand", job, run, partial(self._errands.discard, run.key))
 
     def _check(self, run: RunShipper) -> None:
         news = errands.check(run)
@@ -409,7 +388,7 @@ class Daemon:
             errands.tell_webhook(self.shared.settings.webhook, news, partial(self.counters.add, "webhooks"))
 
     def _remove(self, run: RunShipper) -> None:
-        """Remove a run here that has ended and is there, after the store was asked once more."""
+        """Remove an ended run from this disk, once the store has confirmed again that it has all files of the run."""
         missing = run.missing_there()
         if missing:
             logger.error("%s: %s is not there any more; nothing is removed here", run.key, missing)
@@ -455,7 +434,7 @@ class Daemon:
         }
         write_state(self._state_path, state)
 
-    def _finish(self) -> int:
+    def _finish(self) -> None:
         """Wait for what is under way until the deadline, and leave the rest for the next start.
 
         Catalogs of runs that are there are made now: on a node that is wiped there is no next start.
@@ -478,7 +457,6 @@ class Daemon:
             run.close()
         if not self.shared.is_once:
             logger.info("stopped")
-        return 0
 
     def _wait_for_jobs(self, patience_s: float) -> None:
         until_s = time.monotonic() + patience_s

@@ -9,20 +9,19 @@ import dataclasses
 import math
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..config import read_bytes, read_number, read_toml
 from ..errors import ConfigError
+from ..rules import read_boolean
 from ..storage.clients import DESTINATIONS
 
 PREFIX = "RECORDERD_"
 KEEP_ALL = "all"
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-_SIZES = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file", "state", "log")
 """The settings that a reload cannot change, because locks, ports and ledgers depend on them."""
 
@@ -105,7 +104,7 @@ def load_daemon_settings(
     known = {item.name: item for item in fields(DaemonSettings)}
     values: dict[str, Any] = {}
     if file := file or environ.get(f"{PREFIX}CONFIG"):
-        for key, raw in _read_file(file).items():
+        for key, raw in read_toml(file, f"{file}:").items():
             values[key] = _convert(known, key, raw, f"file {file}")
     for variable, raw in sorted(environ.items()):
         key = variable.removeprefix(PREFIX).lower()
@@ -125,37 +124,18 @@ def reloaded(old: DaemonSettings, new: DaemonSettings) -> tuple[DaemonSettings, 
 
 def duration_s(name: str, text: str) -> float:
     """Return the seconds of a text such as ``90``, ``15m``, ``12h`` or ``30d``; raises ConfigError for others."""
-    return _quantity(name, text, _UNITS, "a time, such as 90s, 15m, 12h or 30d")
-
-
-def num_bytes(name: str, text: str) -> int:
-    """Return the bytes of a text such as ``1000000``, ``50MB`` or ``2TB``; raises ConfigError for others."""
-    return int(_quantity(name, text, _SIZES, "bytes, such as 50MB, 2TB or 512MiB"))
-
-
-def _quantity(name: str, text: str, units: Mapping[str, int], expected: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    number = float(match[1]) * units[match[2]] if match is not None and match[2] in units else math.inf
-    if math.isinf(number):
-        raise ConfigError(f"{name} = {text!r}: expected {expected}")
-    return number
-
-
-def _read_file(file: str) -> Mapping[str, Any]:
-    try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError of Python's own
-        raise ConfigError(f"{file}: is not TOML: {error}") from None
+    seconds = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else math.inf
+    if math.isinf(seconds):
+        raise ConfigError(f"{name} = {text!r}: expected a time, such as 90s, 15m, 12h or 30d")
+    return seconds
 
 
 def _convert(known: Mapping[str, Any], key: str, raw: Any, source: str) -> Any:
     if key not in known:
         raise ConfigError(f"{key!r} ({source}) is no setting of the daemon; known are {', '.join(known)}")
-    default = known[key].default
     try:
-        return _as(key, raw, default)
+        return _as(key, raw, known[key].default)
     except ConfigError as error:
         raise ConfigError(f"{error} ({source})") from None
 
@@ -169,23 +149,11 @@ def _as(key: str, raw: Any, default: Any) -> Any:
             raise ConfigError(f"{key} = {raw!r}: expected folders")
         return tuple(values)
     if isinstance(default, bool):
-        words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-        if str(raw).lower() not in words:
-            raise ConfigError(f"{key} = {raw!r}: expected true or false")
-        return words[str(raw).lower()]
+        return read_boolean(key, raw)
+    if key.endswith("bytes_per_s"):
+        return read_bytes(key, raw)
     if isinstance(default, (int, float)):
-        if isinstance(raw, bool):
-            raise ConfigError(f"{key} = {raw!r}: expected a number")
-        if key.endswith("bytes_per_s") and isinstance(raw, str):
-            return num_bytes(key, raw)
-        try:
-            value = type(default)(raw)
-            float(value)  # which an integer of hundreds of digits has no room in
-        except (TypeError, ValueError, OverflowError):
-            value = math.nan
-        if value != value or (isinstance(default, int) and isinstance(raw, float)):
-            raise ConfigError(f"{key} = {raw!r}: expected a number")
-        return value
+        return read_number(key, raw, type(default))
     if not isinstance(raw, str):
         raise ConfigError(f"{key} = {raw!r}: expected text")
     return raw

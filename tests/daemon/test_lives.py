@@ -40,7 +40,7 @@ from tests.rigs.waiting import wait_until
         (["--watch", "recordings", "--to", "there", "--keep-local", "soon"], "keep_local = 'soon': expected a time"),
         (["--watch", "recordings", "--to", "there", "--listen", "here"], "listen = 'here': expected HOST:PORT"),
         (["--watch", "recordings", "--to", "there", "--webhook", "file:///x"], "webhook: expected http"),
-        (["--watch", "recordings", "--to", "there", "--threads", "9" * 400], ": expected a number"),
+        (["--watch", "recordings", "--to", "there", "--threads", "9" * 400], ": expected a whole number"),
         (["--watch", "recordings", "--to", "there", "--max-bytes-per-s", "9" * 400 + "MB"], ": expected bytes"),
         (["--config", "wrong.toml"], "'colour' (file wrong.toml) is no setting of the daemon"),
         (["--config", "nul.toml"], "expected a text without a NUL (file nul.toml)"),

@@ -18,8 +18,8 @@ from recorder.daemon import errands
 from recorder.daemon.destination import StoredObject, Throttle, parse_destination
 from recorder.daemon.fleet import NODE
 from recorder.daemon.settings import DaemonSettings
-from recorder.daemon.shipping.opened import OpenShards
 from recorder.daemon.shipping.shipped import ShippedRun, Shipping
+from recorder.daemon.shipping.writer import OpenShards
 from recorder.daemon.watching import list_writer, sealed_name
 from recorder.errors import StoreError
 from recorder.format.rundir import encode_manifest, encode_status

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ...daemon.settings import DaemonSettings, duration_s, load_daemon_settings, num_bytes
+from ...config import read_bytes
+from ...daemon.settings import DaemonSettings, duration_s, load_daemon_settings
 from ...errors import ConfigError, LookupFailedError, StoreError, not_installed
 from ...run.finding import default_folder
 from ...run.reply import Part, Reply, table_of
@@ -203,7 +204,7 @@ def _prune_reply(
     plans = plan_prune(
         destination,
         older_than_s=duration_s("--older-than", older_than) if older_than else None,
-        max_bytes=num_bytes("--max-bytes", max_bytes) if max_bytes else None,
+        max_bytes=read_bytes("--max-bytes", max_bytes) if max_bytes else None,
         names=names,
     )
     entries: list[dict[str, Any]] = []

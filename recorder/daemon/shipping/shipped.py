@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -94,33 +94,29 @@ class ShippedLedger:
 
     def add(self, name: str, size_bytes: int, how: str) -> None:
         """Note that the store has a file."""
-        line = json.dumps({"name": name, "bytes": size_bytes, "how": how}, separators=(",", ":")) + "\n"
         with self._lock:
             self._files[name] = Confirmed(size_bytes, how)
-            if self._descriptor >= 0:
-                try:
-                    os.write(self._descriptor, line.encode())
-                except OSError as error:  # a full disk: what is not noted is found in the store
-                    self.problem = (
-                        f"{self.name}: cannot be written ({error.strerror}); what it lacks is found in the store"
-                    )
+            self._write([name])
 
     def forget(self, names: list[str]) -> None:
         """Take files for not shipped: the store has lost them."""
         with self._lock:
             for name in names:
                 self._files.pop(name, None)
-            if self._descriptor < 0:
-                return
-            lines = [
-                json.dumps({"name": name, "bytes": one.size_bytes, "how": one.how}, separators=(",", ":"))
-                for name, one in self._files.items()
-            ]
-            try:
+            self._write(self._files, is_anew=True)
+
+    def _write(self, names: Iterable[str], *, is_anew: bool = False) -> None:
+        files = ((name, self._files[name]) for name in names)
+        entries = ({"name": name, "bytes": one.size_bytes, "how": one.how} for name, one in files)
+        text = "".join(f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
+        if self._descriptor < 0:
+            return
+        try:
+            if is_anew:
                 os.ftruncate(self._descriptor, 0)
-                os.write(self._descriptor, "".join(f"{line}\n" for line in lines).encode())
-            except OSError as error:
-                self.problem = f"{self.name}: cannot be written ({error.strerror}); what it lacks is found in the store"
+            os.write(self._descriptor, text.encode())
+        except OSError as error:  # such as a full disk: the next listing of the store shows what the ledger misses
+            self.problem = f"{self.name}: cannot be written ({error.strerror}); what it lacks is found in the store"
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
