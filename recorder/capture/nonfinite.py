@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..observe.clock import Clock
@@ -64,8 +65,13 @@ class FirstNonFinite:
         """Note that `GradScaler` has skipped a step. Training thread."""
         self._skipped.append(step)
 
-    def saw(self, staged: Staged, measured: Measured) -> None:
-        """Look at the statistics of a record."""
+    def saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
+        """Look at the statistics of records."""
+        for staged, its in zip(records, measured, strict=True):
+            if its.nan_count or its.inf_count or self._waiting is not None or staged.origin.site == "scalar":
+                self._saw(staged, its)
+
+    def _saw(self, staged: Staged, measured: Measured) -> None:
         origin, step = staged.origin, staged.moment.step
         if self._waiting is not None and step > self._waiting.step:
             self._decide(self._waiting)

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -389,13 +389,13 @@ class Recorder:
         self._answer(self.capture)
         return self._description.writer(self.capture, self._optimizers, self.events, self.commands)
 
-    def _saw(self, staged: Staged, measured: Measured) -> None:
-        """Look at a record that has its statistics. Called on the writer thread."""
+    def _saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
+        """Look at records that have their statistics. Called on the writer thread."""
         if self.capture is not None:
-            self.capture.nonfinite.saw(staged, measured)
+            self.capture.nonfinite.saw(records, measured)
         if self._estimate is not None:
-            self._estimate.saw(staged)
-        self._ring.saw(staged, measured)
+            self._estimate.saw(records)
+        self._ring.saw(records, measured)
 
     def _poll(self) -> dict[str, Any] | None:
         """Log events, and return the manifest if it has changed. Called on the writer thread, often."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..capture.core import Capture
@@ -105,10 +105,11 @@ class RingWatch:
         if self._triggers is not None:
             self._triggers.ask(kind, reason, step=self._current_step() if step is None else step)
 
-    def saw(self, staged: Staged, measured: Measured) -> None:
-        """Look at a record that has its statistics. Writer thread."""
+    def saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
+        """Look at records that have their statistics. Writer thread."""
         if self._checks is not None:
-            self._checks.saw(staged, measured)
+            for staged, its in zip(records, measured, strict=True):
+                self._checks.saw(staged, its)
 
     def look(self, capture: Capture) -> None:
         """Have what was asked for written, and tell the other ranks. Writer thread."""

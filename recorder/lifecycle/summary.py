@@ -165,21 +165,26 @@ class Estimate:
         """The number of rows at the last call of `look`."""
         self._is_over = False
 
-    def saw(self, staged: Staged) -> None:
-        """Count a record that is about to be written."""
-        step = staged.moment.step
+    def saw(self, records: Sequence[Staged]) -> None:
+        """Count records that are about to be written."""
+        if self._is_over:
+            return
         if self._first is None:
-            self._first = step
-        if step == self._first:
-            site = staged.origin.site
-            self._num_rows[site] += 1
-            if staged.keep & KEEP_TENSOR:
-                self._num_bytes[site, KEEP_TENSOR] += staged.block.data.nbytes
-            if staged.keep & KEEP_HISTOGRAM:
-                self._num_bytes[site, KEEP_HISTOGRAM] += HISTOGRAM_BYTES
-            if staged.keep & KEEP_UNITS:
-                sides = sides_of(staged.shape, staged.origin.unit_dim)
-                self._num_bytes[site, KEEP_UNITS] += 0 if isinstance(sides, str) else UNIT_BYTES * sides.num
+            self._first = records[0].moment.step
+        for staged in records:
+            if staged.moment.step == self._first:
+                self._count(staged)
+
+    def _count(self, staged: Staged) -> None:
+        site = staged.origin.site
+        self._num_rows[site] += 1
+        if staged.keep & KEEP_TENSOR:
+            self._num_bytes[site, KEEP_TENSOR] += staged.block.data.nbytes
+        if staged.keep & KEEP_HISTOGRAM:
+            self._num_bytes[site, KEEP_HISTOGRAM] += HISTOGRAM_BYTES
+        if staged.keep & KEEP_UNITS:
+            sides = sides_of(staged.shape, staged.origin.unit_dim)
+            self._num_bytes[site, KEEP_UNITS] += 0 if isinstance(sides, str) else UNIT_BYTES * sides.num
 
     def look(self, step: int) -> str | None:
         """Return the estimate, once: when the first step is over, and no record of it came since the last call.

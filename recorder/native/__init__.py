@@ -13,8 +13,9 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,8 +58,19 @@ _memset.argtypes, _memset.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_siz
 
 _STATISTICS = struct.Struct("10d3qQq")
 """The statistics of a tensor, as `struct statistics`."""
+_FINGERPRINT, _COUNTS = 13, slice(10, 13)
+"""The positions of the fingerprint and the counts in `_STATISTICS`; the number of finite values comes last."""
 _MEASURING = struct.Struct("PqiPPPP")
 """The input of a measurement, as `struct measuring`: data, items, kind, table, weights, bins, units."""
+_MEASURING_ITEMS = np.dtype(
+    {
+        "names": ["at", "items", "kind", "weights"],
+        "formats": ["u8", "i8", "i4", "u8"],
+        "offsets": [0, 8, 16, 32],
+        "itemsize": _MEASURING.size,
+    }
+)
+"""The members of `_MEASURING` that differ between small tensors."""
 
 
 class Weights(ctypes.Structure):
@@ -163,9 +175,6 @@ class _OfThread(threading.local):
         return self.scratch
 
 
-SmallTensor = tuple[int, int, str, Weights | None]
-
-
 class Kernels:
     """The loaded library. Any thread; each has scratch memory of its own."""
 
@@ -259,28 +268,38 @@ class Kernels:
         else:
             (self._measure_held if is_held else self._measure)(measuring, 1, self._of_thread.scratch, out)
 
-    def measure_small(self, tensors: Sequence[SmallTensor]) -> list[Measured]:
-        """Statistics, and the fingerprint at the origin where there are weights, of many tensors in one call.
+    def measure_small(
+        self, at: Sequence[int], items: Sequence[int], dtypes: Sequence[str], weights: Sequence[Weights | None]
+    ) -> list[Measured]:
+        """Return statistics, and the fingerprint at the origin where there are weights, of many tensors in one call.
 
-        The interpreter's lock is held meanwhile: the tensors have `HELD_BYTES` together, or not many more.
+        The interpreter's lock is held meanwhile: the tensors have `HELD_BYTES` together, or not many more. Only the
+        arguments are made with a Python statement for each tensor.
 
         Args:
-            tensors: of each the address, the number of elements, the dtype and the weights. The dtype is one of `KINDS`
-                and none of `TABLE_KINDS`.
+            at: the address of each tensor.
+            items: the number of elements of each tensor.
+            dtypes: the dtype of each tensor, one of `KINDS` and none of `TABLE_KINDS`.
+            weights: the weights of each tensor's fingerprint; None where no fingerprint is wanted.
         """
-        measuring = b"".join(
-            [
-                _MEASURING.pack(at, items, KINDS[dtype], 0, 0 if weights is None else weights.address, 0, 0)
-                for at, items, dtype, weights in tensors
-            ]
-        )
-        out = bytearray(_STATISTICS.size * len(tensors))
-        at = ctypes.addressof(ctypes.c_char.from_buffer(out))
-        self._measure_held(measuring, len(tensors), self._of_thread.scratch, at)
-        return [
-            _measured(statistics, tensor[3])
-            for statistics, tensor in zip(_STATISTICS.iter_unpack(out), tensors, strict=True)
-        ]
+        measuring = np.zeros(len(at), _MEASURING_ITEMS)
+        measuring["at"], measuring["items"], measuring["kind"] = at, items, [KINDS[dtype] for dtype in dtypes]
+        fingerprints: Iterable[int | None] = repeat(None)
+        out = np.empty((len(at), _STATISTICS.size // 8), np.float64)
+        has_weights = any(weights)
+        if has_weights:
+            measuring["weights"] = [0 if one is None else one.address for one in weights]
+        self._measure_held(address(measuring), len(at), self._of_thread.scratch, address(out))
+        if has_weights:
+            known = out.view(np.uint64)[:, _FINGERPRINT].tolist()
+            fingerprints = [None if one is None else value for one, value in zip(weights, known, strict=True)]
+        numbers = out[:, : _COUNTS.start].T.tolist()
+        counts = out.view(np.int64)[:, _COUNTS].T.tolist()
+        rows = zip(*numbers, *counts, fingerprints, repeat(None), repeat(None), repeat(None))
+        made = list(map(tuple.__new__, repeat(Measured), rows))
+        for number in np.flatnonzero(out.view(np.int64)[:, -1] == 0).tolist():
+            made[number] = Measured(*(None,) * 10, *made[number][10:])
+        return made
 
     def split(self, data: _Bytes, item_bytes: int, planes: range, out: _Bytes) -> None:
         """Copy byte planes (0 is the most significant) of little-endian elements to the front of `out`, end to end."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..format.rundir import open_name, shard_name
@@ -107,6 +107,18 @@ class RotatingShards:
             assert has_room, "an empty batch takes any part"
         if self._batch.num_rows == 1:
             self._oldest_row_s = self._clock()
+
+    def add_small(self, records: Sequence[Staged], measured: Sequence[Measured]) -> int:
+        """Take rows without a payload, as many as are of one step and have room in the batch; return their number."""
+        step = records[0].moment.step
+        if step != self._step:
+            self._begin_step(step)
+        if not self._batch.num_rows:
+            self._oldest_row_s = self._clock()
+        room = records[: self._batch.max_rows - self._batch.num_rows]
+        num = next((number for number, staged in enumerate(room) if staged.moment.step != step), len(room))
+        self._batch.add_all(records[:num], measured[:num])
+        return num
 
     def _begin_step(self, step: int) -> None:
         """Begin another step: shards hold either steps that retention keeps or steps that it may delete."""

@@ -37,26 +37,12 @@ each unit are too many to keep."""
 _CACHED_TEXTS = 4096
 _CACHED_COLUMNS, _CACHED_ROWS = 1024, 256
 """The most cached columns of one repeated value, and their most rows: 2 MiB in all."""
-_ROW = (
-    "seq",
-    "origin",
-    "moment",
-    "phase",
-    "call",
-    "repeat",
-    "scope",
-    "dtype",
-    "shape",
-    "chunk",
-    "note",
-    "time_ns",
-    "part",
-    "flat_offset",
-    "encoding",
-    "payload_bytes",
-)
-_CELLS = (*Measured._fields, *_ROW)
-"""The cells of a row that waits for its batch; of the two notes the last has both."""
+_WHY_NOT = "why_not"
+_OF_MEASURED = tuple(_WHY_NOT if name == "note" else name for name in Measured._fields)
+_OF_PAYLOAD = ("part", "flat_offset", "encoding", "payload_bytes")
+_CELLS = (*_OF_MEASURED, *Staged._fields, *_OF_PAYLOAD)
+"""The cells of a row that waits for its batch."""
+_NO_PAYLOAD = (0, 0, None, None)
 MAX_ROWS = 4096
 """The most rows of a batch."""
 
@@ -103,7 +89,7 @@ class RowBatch:
         self._constants = {"attempt": attempt, "rank": rank}
         self._encoder = encoder
         self._batch_bytes = batch_bytes
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._cells: list[Any] = []
         """The cells of all rows, one row behind the other: an object for each row would be one more for the garbage
         collector, which looks through the whole process the sooner, the more objects are made and kept."""
@@ -122,12 +108,19 @@ class RowBatch:
 
     @property
     def is_full(self) -> bool:
-        return self._ends[-1] + self._detail_bytes >= self._batch_bytes or self._num_rows >= self._max_rows
+        return self._ends[-1] + self._detail_bytes >= self._batch_bytes or self._num_rows >= self.max_rows
 
     def add(self, staged: Staged, measured: Measured) -> None:
         """Add a row without a payload."""
-        self._add(staged, measured, 0, 0, None, None)
-        self._ends.append(self._ends[-1])
+        self._detail_bytes += 0 if measured.units is None else len(measured.units)
+        self._add(staged, measured, _NO_PAYLOAD, self._ends[-1])
+
+    def add_all(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
+        """Add rows without payloads and units; no Python statement runs per row."""
+        cells = zip(measured, records, itertools.repeat(_NO_PAYLOAD))
+        self._cells.extend(itertools.chain.from_iterable(itertools.chain.from_iterable(cells)))
+        self._num_rows += len(records)
+        self._ends += [self._ends[-1]] * len(records)
 
     def add_part(self, staged: Staged, measured: Measured, part: int) -> bool:
         """Encode one part of the payload, and add its row; statistics go with part 0.
@@ -147,46 +140,24 @@ class RowBatch:
         encoding, nbytes = self._encoder.encode(data, item_bytes, self._payload[begin:], staged.origin)
         end = begin + nbytes
         crc = crc32c(self._payload[begin:end].data, self._payload_crc)  # while it is in cache
-        self._add(staged, NOT_MEASURED if part else measured, part, start // item_bytes, encoding, len(data))
+        cells = part, start // item_bytes, encoding, len(data)
+        self._detail_bytes += 0 if part or measured.units is None else len(measured.units)
+        self._add(staged, NOT_MEASURED if part else measured, cells, end)
         self._payload_crc = crc
-        self._ends.append(end)
         return True
 
-    def _add(
-        self,
-        staged: Staged,
-        measured: Measured,
-        part: int,
-        flat_offset: int,
-        encoding: str | None,
-        payload_bytes: int | None,
-    ) -> None:
-        note = staged.note if measured.note is None else _merge_notes(staged.note, measured.note)
-        self._detail_bytes += 0 if measured.units is None else len(measured.units)
+    def _add(self, staged: Staged, measured: Measured, of_payload: tuple[Any, ...], end: int) -> None:
         self._num_rows += 1
-        self._cells += (
-            *measured,
-            staged.seq + part,
-            staged.origin,
-            staged.moment,
-            staged.phase,
-            staged.call,
-            staged.repeat,
-            staged.scope,
-            staged.dtype,
-            staged.shape,
-            staged.chunk,
-            note,
-            staged.time_ns,
-            part,
-            flat_offset,
-            encoding,
-            payload_bytes,
-        )
+        self._cells += (*measured, *staged, *of_payload)
+        self._ends.append(end)
 
     def build(self) -> BuiltBatch:
         """Build the batch. The batch borrows the payload buffer: write it before `clear`."""
         rows = _columns_of_cells(_CELLS, self._cells)
+        if any(rows["part"]):
+            rows["seq"] = [seq + part for seq, part in zip(rows["seq"], rows["part"], strict=True)]
+        if rows[_WHY_NOT].count(None) < self._num_rows:
+            rows["note"] = list(map(_merge_notes, rows["note"], rows[_WHY_NOT]))
         columns = (
             rows
             | _columns_of_cells(Origin._fields, list(itertools.chain.from_iterable(rows["origin"])))
@@ -351,8 +322,10 @@ def _layout_columns(chunk: Chunk | None) -> tuple[str | None, ...]:
     return _json(chunk.global_shape), offsets, chunk.placements, chunk.mesh, chunk.layout_source
 
 
-def _merge_notes(staged: str | None, measured: str) -> str:
+def _merge_notes(staged: str | None, measured: str | None) -> str | None:
     """Return the row's note: capture's, with the reason for missing statistics (``word:detail``) as one more key."""
+    if measured is None:
+        return staged
     key, _, detail = measured.partition(":")
     return _json({**(json.loads(staged) if staged else {}), key: detail or True})
 

@@ -10,11 +10,10 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 from ..errors import WriteError
 from ..records import (
@@ -54,8 +53,8 @@ _SEAL_SHARE = 0.25
 """The share of `close`'s deadline that is kept for the last batch and the seals."""
 _LAST_SHARE = 0.125
 """The share that is kept for the last ledger, once syncs that hang are given up."""
-_MOST_TOGETHER = 128
-"""The most records that are measured with one call; it is the work of a millisecond."""
+_MOST_TOGETHER = 256
+"""The most small records that are taken together; it is the work of about a millisecond."""
 _SMALL_KEEPS = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
@@ -95,14 +94,7 @@ class _Drain:
         self.is_done = False
 
 
-class _Ahead(NamedTuple):
-    """A record that was measured together with those before and behind it; or not, where that failed."""
-
-    staged: Staged
-    measured: Measured | None
-
-
-_Item = Staged | Due | _Ahead | _Drain
+_Item = Staged | Due | _Drain
 
 
 def _is_small(item: _Item | None) -> TypeGuard[Staged]:
@@ -131,7 +123,7 @@ class Writer:
         observed: Callable[[], int],
         resolve_dir: Callable[[], RunTarget],
         poll: Callable[[], Mapping[str, Any] | None],
-        saw: Callable[[Staged, Measured], None] = lambda staged, measured: None,
+        saw: Callable[[Sequence[Staged], Sequence[Measured]], None] = lambda records, measured: None,
         ending: Callable[[], None] = lambda: None,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -146,7 +138,7 @@ class Writer:
             resolve_dir: returns where to write; called first on the writer thread, and may take its time.
             poll: called on the writer thread every 0.2 s, between two records. It may call `close` or `drain`. A
                 manifest that it returns is in force from then on, unless `set_manifest` has set another meanwhile.
-            saw: called on the writer thread with each record once it is measured; it must not raise.
+            saw: called on the writer thread with records once they are measured; it must not raise.
             ending: called on the writer thread in `close` when nothing is queued any more; it may call `dump`. Called
                 again once that is written; it must not raise.
             disk: another disk, for tests.
@@ -170,8 +162,8 @@ class Writer:
         self._disk.syncs = self._syncs = SyncThread()
         self._writer_directory = WriterDirectory(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
-        self._ahead: deque[_Item] = deque()
-        """Records that were measured together, and perhaps the item behind them: they come before the queue."""
+        self._put_back: _Item | None = None
+        """The item behind small records that were taken together: it comes before the queue."""
         self._settings = settings
         self._ring: Ring | None = None
         self._ending = ending
@@ -385,9 +377,10 @@ class Writer:
             self._tick()
             if not self._is_stopped:
                 item = self._next_item()
-                self._handle(self._with_those_behind(item) if _is_small(item) else item)
-                while self._ahead and not self._is_stopped:  # each takes microseconds: what the clock asks for can wait
-                    self._handle(self._next_item())
+                if _is_small(item):
+                    self._handle_small(item)
+                else:
+                    self._handle(item)
         except Exception as error:
             self._notices.failed("a record was lost to an error in the recorder", error)
             self._num_failures += 1
@@ -395,28 +388,55 @@ class Writer:
                 raise
 
     def _next_item(self) -> _Item | None:
+        if self._put_back is not None:
+            item, self._put_back = self._put_back, None
+            return item
         if self._ring is not None and self._ring.due:
             return self._ring.due.popleft()
         try:
-            return self._ahead.popleft() if self._ahead else self._queue.get_nowait()
-        except (queue.Empty, IndexError):
+            return self._queue.get_nowait()
+        except queue.Empty:
             return None
 
-    def _with_those_behind(self, first: Staged) -> _Item:
-        """Measure a small record together with the small ones that follow it; return it, and keep these for later."""
-        if self._measure_small is None:
-            return first
+    def _handle_small(self, first: Staged) -> None:
+        """Take a small record into its batch, together with the small records that follow it in the queue."""
         records, item = [first], self._next_item()
         while _is_small(item) and len(records) < _MOST_TOGETHER:
             records.append(item)
             item = self._next_item()
-        measured: Sequence[Measured | None] = [None] * len(records)
-        with contextlib.suppress(Exception):  # each is measured alone then, which says what is wrong
-            measured = self._measure_small(records)
-        self._ahead.extend(map(_Ahead, records, measured))
-        if item is not None:
-            self._ahead.append(item)
-        return self._ahead.popleft()
+        self._put_back = item
+        self._nap_s = _LONG_NAP_S
+        drop_reason, num_left = WRITER_ERROR, len(records)
+        try:
+            if self._clock() > self._abandon_after_s:
+                self._refusal = drop_reason = ABANDONED
+                return
+            if (refusal := self._refuses(kind_of(first.keep, first.origin.site))) is not None:
+                drop_reason = refusal
+                return
+            measured = self._measured_together(records)
+            self._saw(records, measured)
+            shards = self._writer_directory.shards_by_kind[kind_of(first.keep, first.origin.site)]
+            while num_left:
+                start = len(records) - num_left
+                try:
+                    num_left -= shards.add_small(records[start:], measured[start:])
+                except MemoryError as error:
+                    drop_reason = shards.ran_out_of_memory(error)
+                    return
+                shards.flush_if_full()
+            self._num_failures = 0
+        finally:
+            for staged in records:
+                staged.block.release()
+            if num_left:
+                self._ledger.drop(drop_reason, num_left)
+
+    def _measured_together(self, records: Sequence[Staged]) -> Sequence[Measured]:
+        if self._measure_small is not None:
+            with contextlib.suppress(Exception):  # each is measured alone then, which says what is wrong
+                return self._measure_small(records)
+        return [self._measured(staged) for staged in records]
 
     def _handle(self, item: _Item | None) -> None:
         if item is None:
@@ -436,10 +456,7 @@ class Writer:
                 item.is_done = True
         elif self._clock() > self._abandon_after_s:
             self._refusal = ABANDONED
-            self._drop(item.staged if isinstance(item, (Due, _Ahead)) else item)
-        elif isinstance(item, _Ahead):
-            self._record(item.staged, measured=item.measured)
-            self._nap_s, self._num_failures = _LONG_NAP_S, 0
+            self._drop(item.staged if isinstance(item, Due) else item)
         elif isinstance(item, Due):
             assert self._ring is not None, "records are due from a ring"
             num_bytes = item.staged.block.data.nbytes
@@ -468,7 +485,7 @@ class Writer:
             measured = None
             if staged.keep & (KEEP_STATS | KEEP_FINGERPRINT):
                 measured = self._measured(staged)
-                self._saw(staged, measured)
+                self._saw([staged], [measured])
             ring.put(staged, measured)
             is_held = True
         finally:
@@ -493,13 +510,19 @@ class Writer:
             self._next_told_s = self._clock() + _TELL_S
             self._writer_directory.mark_stale()
 
-    def _record(self, staged: Staged, due: Due | None = None, measured: Measured | None = None) -> bool:
+    def _refuses(self, kind: str) -> str | None:
+        """Return why the disk takes no records of a kind for now, and let training know; None where it takes them."""
+        refusal = self._writer_directory.refusal(kind)
+        if refusal is not None:
+            self.refused = {**self.refused, kind: refusal}
+        return refusal
+
+    def _record(self, staged: Staged, due: Due | None = None) -> bool:
         """Take one record into the batch of its kind of shard, and write the batch where it is full.
 
         Args:
             staged: the record.
             due: where it comes from the ring, which has looked at it already.
-            measured: what was measured of it, if anything was so far.
 
         Returns:
             Whether all its rows were taken.
@@ -512,14 +535,13 @@ class Writer:
             if lost is not None:
                 drop_reason = lost
                 return False
-            if (refusal := self._writer_directory.refusal(kind)) is not None:
-                self.refused = {**self.refused, kind: refusal}
+            if (refusal := self._refuses(kind)) is not None:
                 drop_reason = refusal
                 return False
             shards = self._writer_directory.shards_by_kind[kind]
-            measured = measured or (due and due.measured) or self._measured(staged)
+            measured = (due and due.measured) or self._measured(staged)
             if due is None:
-                self._saw(staged, measured)
+                self._saw([staged], [measured])
             for part in range(staged.num_parts):
                 if part:
                     shards.flush_if_full()
@@ -613,7 +635,7 @@ class Writer:
             if isinstance(item, _Drain):
                 item.is_done = True
             else:
-                self._drop(item.staged if isinstance(item, (Due, _Ahead)) else item)
+                self._drop(item.staged if isinstance(item, Due) else item)
         for staged in self._ring.drain() if self._ring is not None else ():
             self._drop(staged)
 

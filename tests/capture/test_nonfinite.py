@@ -193,12 +193,12 @@ def test_a_loss_that_is_not_finite_is_named(said: Callable[..., list[str]], step
 def test_what_comes_after_a_gradient_is_the_first_where_its_step_is_skipped(is_skipped: bool, where: str) -> None:
     watch = FirstNonFinite(rank=0, clock=Clock())
     bad = Measured(mean=0.0, nan_count=1)
-    watch.saw(fake_staged(module_path="up", site="grad"), bad)
-    watch.saw(fake_staged(module_path="up", site="grad", name="bias"), bad)
-    watch.saw(fake_staged(site="scalar", name="train/loss"), bad)
+    watch.saw([fake_staged(module_path="up", site="grad")], [bad])
+    watch.saw([fake_staged(module_path="up", site="grad", name="bias")], [bad])
+    watch.saw([fake_staged(site="scalar", name="train/loss")], [bad])
     if is_skipped:
         watch.skipped(0)
-    watch.saw(fake_staged(module_path="down", step=1), bad)
+    watch.saw([fake_staged(module_path="down", step=1)], [bad])
     assert watch.first is not None and (watch.first.step, watch.first.where) == (0, where)
 
 
@@ -207,15 +207,15 @@ def test_of_a_step_that_is_decided_on_a_device_the_row_that_says_so_is_waited_fo
     watch = FirstNonFinite(rank=0, clock=clock)
     watch.is_told_by_rows = True
     bad = Measured(mean=0.0, nan_count=1)
-    watch.saw(fake_staged(site="grad", name="weight", phase="optimizer"), bad)
+    watch.saw([fake_staged(site="grad", name="weight", phase="optimizer")], [bad])
     clock.step = 5
     watch.look(None)
     assert watch.first is None
-    watch.saw(fake_staged(site="scalar", name="skipped"), Measured(mean=1.0))
-    watch.saw(fake_staged(site="output", step=1), Measured())
+    watch.saw([fake_staged(site="scalar", name="skipped")], [Measured(mean=1.0)])
+    watch.saw([fake_staged(site="output", step=1)], [Measured()])
     watch.look(None)
-    watch.saw(fake_staged(site="grad", name="weight", phase="optimizer", step=1), bad)
-    watch.saw(fake_staged(site="scalar", name="skipped", step=1), Measured(mean=0.0))
+    watch.saw([fake_staged(site="grad", name="weight", phase="optimizer", step=1)], [bad])
+    watch.saw([fake_staged(site="scalar", name="skipped", step=1)], [Measured(mean=0.0)])
     watch.look(None)
     assert watch.first is None
     watch.look(None, is_last=True)

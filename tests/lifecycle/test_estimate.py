@@ -38,11 +38,11 @@ def record(site: str, step: int, num_bytes: int, keep: int = KEEP_TENSOR) -> Sta
 def test_it_is_said_once_when_the_first_step_is_over_and_nothing_of_it_follows() -> None:
     estimate = of("site=output keep=tensor")
     assert estimate.look(0) is None
-    estimate.saw(record("output", 0, 1_000_000))
+    estimate.saw([record("output", 0, 1_000_000)])
     assert estimate.look(0) is None
     assert estimate.look(1) is None  # the writer may be behind
-    estimate.saw(record("output", 0, 1_000_000))
-    estimate.saw(record("output", 1, 1_000_000))
+    estimate.saw([record("output", 0, 1_000_000)])
+    estimate.saw([record("output", 1, 1_000_000)])
     assert estimate.look(1) is None
     assert estimate.look(1) == (
         "at these rules about 2.0 MB at step 0, 202.0 MB by step 100 and 2.0 GB by step 1,000; "
@@ -53,8 +53,8 @@ def test_it_is_said_once_when_the_first_step_is_over_and_nothing_of_it_follows()
 
 def test_each_site_is_counted_at_the_steps_of_its_rules() -> None:
     estimate = of("site=output keep=tensor steps=::100; site=grad keep=stats; site=param keep=tensor steps=0,1 rank=1")
-    estimate.saw(record("output", 0, 1_000_000))
-    estimate.saw(record("grad", 0, 5_000, KEEP_STATS))
+    estimate.saw([record("output", 0, 1_000_000)])
+    estimate.saw([record("grad", 0, 5_000, KEEP_STATS)])
     assert estimate.num_bytes(0, 1) == 1_000_000 + 2 * ROW_BYTES
     assert estimate.num_bytes(0, 101) == 2 * 1_000_000 + 2 * ROW_BYTES + 101 * ROW_BYTES
     assert estimate.num_bytes(0, 1001) == 11 * 1_000_000 + 11 * ROW_BYTES + 1001 * ROW_BYTES
@@ -63,9 +63,9 @@ def test_each_site_is_counted_at_the_steps_of_its_rules() -> None:
 def test_histograms_and_units_are_counted_at_the_steps_of_their_rules() -> None:
     estimate = of("site=output keep=histogram steps=::2; site=output keep=units steps=::5; site=grad keep=stats")
     keep = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
-    estimate.saw(fake_staged(np.zeros((64, 10), np.float32), site="output", keep=keep))
-    estimate.saw(fake_staged(np.array(1, np.float32), site="output", keep=keep))  # no dim, and so no units
-    estimate.saw(fake_staged(np.zeros((64, 10), np.float32), site="grad", keep=KEEP_STATS))
+    estimate.saw([fake_staged(np.zeros((64, 10), np.float32), site="output", keep=keep)])
+    estimate.saw([fake_staged(np.array(1, np.float32), site="output", keep=keep)])  # no dim, and so no units
+    estimate.saw([fake_staged(np.zeros((64, 10), np.float32), site="grad", keep=KEEP_STATS)])
     assert estimate.num_bytes(0, 1) == 3 * ROW_BYTES + 2 * HISTOGRAM_BYTES + 10 * UNIT_BYTES
     rows_at_10_steps = (2 * 6 + 10) * ROW_BYTES  # of outputs at 0, 2, 4, 5, 6, 8
     assert estimate.num_bytes(0, 10) == rows_at_10_steps + 5 * 2 * HISTOGRAM_BYTES + 2 * 10 * UNIT_BYTES
@@ -73,7 +73,7 @@ def test_histograms_and_units_are_counted_at_the_steps_of_their_rules() -> None:
 
 def test_what_begins_later_makes_it_a_lower_bound() -> None:
     estimate = of("site=output keep=tensor; site=grad keep=tensor steps=50", world_size=2)
-    estimate.saw(record("output", 0, 1_000))
+    estimate.saw([record("output", 0, 1_000)])
     estimate.look(1)
     said = estimate.look(1)
     assert said is not None

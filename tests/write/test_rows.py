@@ -25,7 +25,7 @@ def test_a_record_that_finds_no_memory_leaves_the_batch_as_it_was(monkeypatch: p
 
     batch = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=1 << 20)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(rows, "_merge_notes", refuse)
+        patch.setattr(rows, "crc32c", refuse)
         batch.add_part(_staged(1), Measured(note="no_statistics"), 0)
     assert batch.add_part(_staged(2), NOT_MEASURED, 0)
     built = batch.build()

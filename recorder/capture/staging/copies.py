@@ -56,6 +56,9 @@ class MeasurePlan(Protocol):
 class Stager(Protocol):
     """Copies tensors of one device type into the pool."""
 
+    copied_bytes: int = -1
+    """The most bytes of a tensor that is copied even where its payload is not kept; such a tensor needs no `plan`."""
+
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         """Copy a dense tensor's elements in C order into ``block``.
 
@@ -93,6 +96,8 @@ class HostStager(Stager):
     writer measures many of them with one call.
     """
 
+    copied_bytes = SMALL_BYTES
+
     def __init__(self, pool: Pool, settings: Settings) -> None:
         self._address = pool.address
         self._kernels = native.load(settings.native)
@@ -103,7 +108,6 @@ class HostStager(Stager):
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> HostMeasure | None:
         if (
             self._kernels is None
-            or tensor.numel() * tensor.itemsize <= SMALL_BYTES
             or not tensor.is_contiguous()
             or (chunk is not None and chunk.flat_start is not None and keep & ~KEEP_STATS)
         ):

@@ -13,14 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...format.fingerprint import compiled_weights, fingerprint, flat_fingerprint, moved
-from ...native import HELD_BYTES, KINDS, TABLE_KINDS, Kernels, LoopsPlan, SmallTensor, address
-from ...numerics.dtypes import item_bytes, numpy_dtype
+from ...native import HELD_BYTES, KINDS, TABLE_KINDS, Kernels, LoopsPlan, Weights, address
+from ...numerics.dtypes import ITEM_BYTES, item_bytes, numpy_dtype
 from ...numerics.histogram import BY_PATTERN, NUM_BINS, of_bins
 from ...numerics.moments import Moments, measured
 from ...numerics.units import Sides, packed, sides_of
@@ -165,29 +166,34 @@ def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) 
         records: records whose statistics are kept, and perhaps their fingerprints.
         kernels: the compiled loops, where they are to be used.
     """
-    tensors: list[SmallTensor | None] = [None if kernels is None else _small_tensor(staged) for staged in records]
-    together = [tensor for tensor in tensors if tensor is not None]
-    of_kernels = iter(kernels.measure_small(together) if kernels is not None and together else ())
+    may_join = [
+        kernels is not None and s.chunk is None and s.dtype in _TOGETHER_KINDS and s.block.num_bytes > 0
+        for s in records
+    ]
+    joined = list(compress(records, may_join))
+    measured = []
+    if kernels is not None and joined:
+        blocks = [s.block for s in joined]
+        measured = kernels.measure_small(
+            [block.address for block in blocks],
+            [block.num_bytes // ITEM_BYTES[s.dtype] for block, s in zip(blocks, joined, strict=True)],
+            [s.dtype for s in joined],
+            [_weights(s) if s.keep & KEEP_FINGERPRINT else None for s in joined],
+        )
+    if len(joined) == len(records):
+        return measured
+    of_kernels = iter(measured)
     return [
-        measure(s.block.data, s.dtype, s.shape, s.chunk, s.keep, kernels=kernels)
-        if tensor is None
-        else next(of_kernels)
-        for s, tensor in zip(records, tensors, strict=True)
+        next(of_kernels) if is_joined else measure(s.block.data, s.dtype, s.shape, s.chunk, s.keep, kernels=kernels)
+        for s, is_joined in zip(records, may_join, strict=True)
     ]
 
 
-def _small_tensor(staged: Staged) -> SmallTensor | None:
-    """Return a record as the compiled loops take many at once; None where the record must be measured alone."""
-    block, dtype = staged.block, staged.dtype
-    if not block.num_bytes or staged.chunk is not None or dtype not in _TOGETHER_KINDS:
-        return None
-    num_bytes = item_bytes(dtype)
-    weights = None
-    if staged.keep & KEEP_FINGERPRINT:
-        weights = compiled_weights(num_bytes, staged.shape)
-        if weights.num_words * weights.word_bytes != block.num_bytes:
-            return None
-    return block.address, block.num_bytes // num_bytes, dtype, weights
+def _weights(staged: Staged) -> Weights:
+    weights = compiled_weights(ITEM_BYTES[staged.dtype], staged.shape)
+    if weights.num_words * weights.word_bytes != staged.block.num_bytes:
+        raise ValueError(f"{staged.block.num_bytes} bytes are no tensor of shape {staged.shape} of {staged.dtype}")
+    return weights
 
 
 def _fingerprint(

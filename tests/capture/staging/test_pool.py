@@ -229,3 +229,19 @@ def test_a_tensor_larger_than_the_pool_is_counted_and_said_once(
             recorder.tap("large", torch.zeros(1 << 20))
     assert recording.manifest["ledger"]["dropped"] == {"too_large": 3}
     assert len([r for r in caplog.records if "more than the pool" in r.getMessage()]) == 1
+
+
+def test_free_small_blocks_are_taken_again_and_make_room_for_a_large_one() -> None:
+    pool = make_pool(16)
+    small = [block for block in (pool.take(10 + number) for number in range(16)) if block is not None]
+    assert len(small) == 16 and pool.take(1) is None and pool.used_bytes == pool.capacity_bytes
+    for block in small[::2]:
+        block.release()
+    assert pool.used_bytes == pool.capacity_bytes // 2
+    again = pool.take(700)
+    assert again is not None and again.num_bytes == 700 and again in small[::2]
+    assert pool.take(2 * KIB) is None, "no two of the free blocks lie side by side"
+    for block in (again, *small[1::2]):
+        block.release()
+    whole = pool.take(pool.capacity_bytes)
+    assert whole is not None and pool.used_bytes == pool.capacity_bytes
