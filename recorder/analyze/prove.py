@@ -113,7 +113,6 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
 
 
 def _unseeded(plain: Observed, again: Observed) -> set[str]:
-    """Return the random states that differ from the first step on because nobody has seeded them."""
     unseeded = set()
     for rank, seen in plain.ranks.items():
         other = again.ranks.get(rank)
@@ -124,7 +123,6 @@ def _unseeded(plain: Observed, again: Observed) -> set[str]:
 
 
 def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
-    """Compare the ranks that both launches have, up to the first step that differs."""
     differences: list[_Difference] = []
     num_compared = 0
     for rank in a.ranks.keys() & b.ranks.keys():
@@ -156,7 +154,6 @@ def _ends(a: Observed, b: Observed) -> str:
 
 
 def _described(differences: Sequence[_Difference]) -> str:
-    """Name what differs at one step: kind by kind, with ranks."""
     told = []
     for kind, noun in _KINDS.items():
         ranks_of: dict[str, list[int]] = {}
@@ -398,7 +395,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _runs_of(folder: Path, before: set[str], recorded: Observed) -> list[Run]:
-    """Return the new runs of a folder that a process of the recorded launch has written."""
     pids = {rank.pid for rank in recorded.ranks.values()}
     runs = []
     if not folder.is_dir():

@@ -193,7 +193,6 @@ class _RangeAnswer(NamedTuple):
     damage: tuple[str, ...] = ()
 
     def joined(self, later: _RangeAnswer) -> _RangeAnswer:
-        """Add the answer of the next range."""
         self.tables.extend(later.tables)
         self.left_out.extend(later.left_out)
         self.without.update(later.without)
@@ -268,7 +267,6 @@ def _keys(words: Iterable[str]) -> list[str]:
 
 
 def _combined(table: Any, keys: Sequence[str], more: Sequence[str]) -> Any:
-    """Return one row a group, in the order in which the groups first appear."""
     groups = group_rows(table, keys)
     columns = {name: table.column(name).take(pa.array(groups.firsts)) for name in keys}
     columns |= combine_rows(table, groups.ids, groups.num_groups)
@@ -432,7 +430,6 @@ def _order(table: Any, sort: str) -> tuple[str, str]:
 
 
 def _is_worth_showing(table: Any, name: str) -> bool:
-    """Whether a key column varies, or is one that people mostly want."""
     distinct = table.column(name).unique().to_pylist()
     return len(distinct) > 1 or (name in _ALWAYS and distinct not in ([None], [""]))
 

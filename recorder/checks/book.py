@@ -64,7 +64,6 @@ class OwnThreshold(StreakRule):
     """1 for above, -1 for below."""
 
     def wants(self, key: SeriesKey) -> bool:
-        """Whether a series is at the rule's sites and of the rule's modules."""
         return key.site in self.sites and matches(self.modules, key.module_path)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
@@ -174,7 +173,6 @@ def _number(where: str, rule: type[Rule], setting: str, value: object) -> float:
 
 
 def _finite(value: object) -> float | None:
-    """The number that a person gave; None where it is no number, or is not finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
@@ -185,7 +183,6 @@ def _finite(value: object) -> float | None:
 
 
 def _one_of(choices: Sequence[str], where: str, key: str, value: object) -> str:
-    """The value of a key, where it is one of the choices."""
     if value not in choices:
         near = did_you_mean(str(value), choices)
         raise ConfigError(f"{where}: {key} = {value!r}{near}: expected one of {', '.join(choices)}")
@@ -199,7 +196,6 @@ def _tables(value: object, where: str) -> Sequence[Mapping[str, Any]]:
 
 
 def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> type[Rule]:
-    """Make a rule out of a table. Its name must not be one of `taken`."""
     for key in table:
         if key not in _OWN_KEYS:
             near = did_you_mean(key, _OWN_KEYS)

@@ -111,7 +111,6 @@ class Engine:
                 self._ask(rule, partial(rule.add, own))
 
     def _ask(self, rule: Rule, question: Callable[[], Iterable[Finding]]) -> None:
-        """Collect the findings that a method of a rule yields."""
         kept = self._findings[rule.name]
         try:
             for one in question():
@@ -134,7 +133,6 @@ class Engine:
             return False
 
     def _fail(self, rule: Rule, error: Exception) -> None:
-        """Leave a rule out from now on, with a finding that says why."""
         if rule.name not in self._failed:
             self._failed.add(rule.name)
             what = f"the rule raised {type(error).__name__} ({error}), and was left out from there on"

@@ -124,7 +124,6 @@ class LiveChecks:
         return int(self._catalog.lanes(np.array([number]), np.array([self._rank]))[0])
 
     def _judge(self) -> None:
-        """Give the rows of the current step to the rules, and report their findings."""
         if not self._rows:
             return
         lanes, numels, *columns = zip(*self._rows, strict=True)

@@ -169,7 +169,6 @@ def _is_attention(values: npt.NDArray[np.float32], was_attention: bool) -> bool:
 
 
 def _shrunk(pictures: npt.NDArray[np.float32], side: int) -> npt.NDArray[np.float32]:
-    """Return pictures of at most `side` pixels a side; a pixel is the mean of the pixels that it replaces."""
     for axis in (1, 2):
         size = pictures.shape[axis]
         if size > side:

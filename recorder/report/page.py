@@ -64,7 +64,6 @@ def policy(extra: str = "") -> str:
 
 
 def _head(title: str, *, extra_policy: str = "", given: Mapping[str, str] | None = None) -> bytes:
-    """The page before its blocks; `title` is any text, and `given` what its scripts find as data."""
     data = "".join(f' data-{name}="{html.escape(value, quote=True)}"' for name, value in (given or {}).items())
     text = (
         "<!doctype html>\n"

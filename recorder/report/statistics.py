@@ -215,7 +215,6 @@ class StatisticsBlocks:
         self.rank_steps.put(self._site_of[series], self.by_rank.columns_of(ranks), steps, numbers)
 
     def _split(self, table: Any) -> Iterator[tuple[SeriesValues, Cube]]:
-        """Yield the values of tensors and the values that are numbers of the step, each with its cube."""
         ids = self._axes.numbers_of(table)
         for is_scalar, cube in ((False, self.cube), (True, self.scalar_cube)):
             is_of_it = (ids >= 0) & (self._is_scalar[ids] == is_scalar)
@@ -286,7 +285,6 @@ class StatisticsBlocks:
             yield from self.scalar_cube.blocks(f"{self._prefix}scalars", _MAX_FINE_CELLS)
 
     def _axes_block(self, modules: Mapping[str, int]) -> PageBlock:
-        """Return the block that lists series and lanes; `modules` gives the number of each module path."""
         axes = self._axes
         return PageBlock(
             name=f"{self._prefix}axes",
@@ -351,7 +349,6 @@ def _described(axes: Axes, modules: Mapping[str, int], key: DrawnSeries) -> list
 def _fit(
     num_series: int, num_lanes: int, num_steps: int, asked: Sequence[str], share: float
 ) -> tuple[tuple[str, ...], int]:
-    """Return the statistics that a page has room for, and the number of columns that hold the steps."""
     names = tuple(dict.fromkeys(asked)) or DRAWN
     a_column = max(num_series, 1) * (1 + (num_lanes - 1) / 2)  # ranks are replicas in part, and those cost nothing
 

@@ -160,7 +160,6 @@ class _Group:
 
 
 def _containers(path: str) -> set[str]:
-    """Return the path of a module and the paths of all modules that contain it."""
     parts = path.split(".")
     return {"", *(".".join(parts[:end]) for end in range(1, len(parts) + 1))}
 
@@ -265,7 +264,6 @@ def of_first(search: First) -> Iterator[Highlight]:
 
 
 def _of_dumps(run: Run) -> Iterator[Highlight]:
-    """Yield a sentence for each dump that a trigger caused, with a link to its steps."""
     for dump in run.dumps[:_MAX_LISTED]:
         link = {"view": "map", "from": dump.first_step, "to": dump.last_step}
         yield Highlight(f"{_of_dump(dump)}; {counted(dump.num_rows, 'row')}", link, "note")

@@ -138,7 +138,6 @@ def find_run_around(folder: Path) -> Path | None:
 
 
 def _say_note(*words: object) -> None:
-    """Log a note: nothing is wrong."""
     _logger.warning(*words, extra={"word": "note"})
 
 
@@ -188,7 +187,6 @@ def _newest_in(folder: Location, warn: Callable[..., None]) -> Location:
 
 
 def _counted_back(location: Location, folders: Sequence[Location], number: int) -> Location:
-    """Return the run that is so many back from the newest of a folder."""
     if not folders:
         raise NotARunError(f"{location}: no such directory; name a folder of runs before the @")
     runs = runs_in(folders[0])
@@ -214,7 +212,6 @@ def is_same_folder(folder: Location, other: Location) -> bool:
 
 
 def _described(runs: Sequence[ListedRun]) -> Iterator[str]:
-    """Describe runs so that a person tells them apart: name, directory where the name is not enough, time, steps."""
     names = [run.name for run in runs]
     for run in runs[-_MAX_LISTED:]:
         details = [] if names.count(run.name) == 1 else [run.location.name]

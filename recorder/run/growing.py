@@ -129,7 +129,6 @@ class GrowingRun:
             return []
 
     def _follow(self, directory: Location, rank: int | None) -> _Followed:
-        """Return the writer of a directory, with its manifest as it is now."""
         followed = self._followed.get(directory)
         seen = None
         with suppress(OSError):  # it has only just begun
@@ -190,7 +189,6 @@ class GrowingRun:
                     yield followed, lane
 
     def _take(self, followed: _Followed, lane: _ShardsOfKind) -> bool:
-        """Find the next batch of a lane; False where there is none now."""
         while not lane.waiting:
             if lane.shard is not None and not lane.shard.is_complete:
                 with suppress(OSError):

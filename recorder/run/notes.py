@@ -160,7 +160,6 @@ def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) ->
 
 
 def _outcomes(command: Command, answers: dict[int, Answer]) -> list[str]:
-    """Return what became of one command: a line for all ranks that say the same."""
     groups: dict[tuple[str, int | None, int | None, str], list[int]] = {}
     for rank, answer in sorted(answers.items()):
         groups.setdefault((answer.state, answer.since, answer.until, answer.why), []).append(rank)

@@ -294,7 +294,6 @@ class Run(RecordedRun):
     def _tensor_bytes(
         self, module_path: str, question: dict[str, Any]
     ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-        """Return bytes, dtype and shape of the one tensor that a question means."""
         loaded, rows, tensor_rows, partial = self._find(module_path, question, needs_values=True)
         if loaded is not None:
             return global_tensor(loaded, tensor_rows, partial=partial)
@@ -438,7 +437,6 @@ class ModuleView:
         return [path[len(prefix) :] for path in self.run.known_paths if path != self.path and path.startswith(prefix)]
 
     def _and(self, expression: Any, recurse: bool) -> Any:
-        """Return a filter for the module's rows, joined with another filter."""
         if not recurse:
             own = pc.field("module_path") == self.path
         elif self.path:

@@ -98,7 +98,7 @@ class Selection:
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
         """Return the error for a selection that left no row of `table`, which has the columns of `columns`."""
         for column, asked in self.columns.items():
-            if self._only(column).narrow(table).num_rows:
+            if self.only(column).narrow(table).num_rows:
                 continue
             there = sorted(value for value in table.column(column).unique().to_pylist() if value is not None)
             verb = "is" if len(there) == 1 else "are"
@@ -112,9 +112,9 @@ class Selection:
         together = ", ".join(f"{column}={asked!r}" for column, asked in self.columns.items())
         return LookupFailedError(f"{what} has no row with {together}; each of these occurs, but never together")
 
-    def _only(self, column: str) -> Selection:
-        field = "module" if column == "module_path" else column
-        return Selection(**{field: getattr(self, field)})
+    def only(self, column: str) -> Selection:
+        """Return what is asked for of one column."""
+        return Selection(**{column.removesuffix("_path"): self.columns.get(column)})  # type: ignore[arg-type]
 
     @property
     def _sites(self) -> tuple[str, ...]:

@@ -361,7 +361,6 @@ copyreg.pickle(Run, lambda run: (RunAsOpened.open_unchanged, (RunAsOpened.of(run
 
 
 def _work_on(shipped: bytes, wanted: tuple[Any, ...]) -> tuple[Any, list[tuple[int, str]]]:
-    """Return the answer to a range, and the warnings."""
     with _heard() as messages:
         return keep(shipped, lambda: _made(shipped))(*wanted), messages
 

@@ -189,7 +189,6 @@ class Drawing:
         self._keep_slow_if_due()
 
     def _whole_until(self, has_more: bool) -> int:
-        """Return the first step that may not be complete."""
         now_s, horizon = time.monotonic(), self.growing.horizon
         if has_more or horizon >= NEVER:
             return horizon
@@ -212,7 +211,6 @@ class Drawing:
                 cube.version = self.version
 
     def _draw_final(self, first: int, end: int) -> Iterator[None]:
-        """Draw complete steps for good, piece by piece, with a rest now and then."""
         if end <= first:
             return
         num_pieces = max(-(-self.growing.num_pending // _WINDOW_ROWS), 1)
@@ -376,7 +374,6 @@ class Drawing:
         return "looks closer once it is over"
 
     def _found_text(self) -> str:
-        """Return how far the reading of a run is; empty once there is nothing more to read."""
         num_rows = self.growing.num_rows
         written = sum(rank.status.written for rank in self.growing.ranks)
         if self.state != "reading" or not num_rows:
@@ -392,7 +389,6 @@ class Drawing:
         return None if first is None or last is None else (first, last, self.axes.num_steps)
 
     def _keep_slow_if_due(self) -> None:
-        """Draw the blocks that are made of all rows, where the last time is long enough ago."""
         is_due = self.state == "over" or time.monotonic() - self._slow_at_s >= _SLOW_S
         if not is_due or self.collected is None or self.version == self._slow_version:
             return
@@ -446,7 +442,6 @@ def _with_status(block: PageBlock, ranks: Sequence[RankNow]) -> PageBlock:
 
 
 def _told(ranks: Sequence[RankNow]) -> Iterator[DoctorLine]:
-    """Yield a line for each rank, with the state that its status shows."""
     for rank in ranks[:_MAX_TOLD]:
         dropped = ", ".join(f"{count} dropped: {reason}" for reason, count in rank.status.dropped.items())
         is_bad = rank.state in _BAD_STATES or rank.status.num_dropped
@@ -466,7 +461,6 @@ def _verdict(state: str, ranks: Sequence[RankNow], bad: Sequence[RankNow], docto
 
 
 def _images(first: PageBlock | None, last: PageBlock | None) -> PageBlock:
-    """The pictures of the first steps that had any, and of the last."""
     images: list[dict[str, Any]] = []
     arrays: dict[str, Any] = {}
     for block in (first, last):

@@ -123,7 +123,6 @@ class ViewServer:
         self._server.should_exit = True
 
     async def _front(self, request: Request) -> Response:
-        """Answer with the list of runs, or lead to the page of the one run that was asked for."""
         if self._watching.run is not None:
             return Response(status_code=307, headers={**_HEADERS, "Location": self._of_run(self._watching.run.name)})
         block = await run_sync(listed_block, self._watching)
@@ -136,7 +135,6 @@ class ViewServer:
         return JSONResponse(await run_sync(self._watching.listed), headers=_HEADERS)
 
     async def _side(self, request: Request) -> Response:
-        """Answer with a page that shows several runs side by side, each in a frame of its own."""
         return _html(live_page("recorder view", [], kind="side"))
 
     async def _page(self, request: Request) -> Response:
@@ -172,7 +170,6 @@ class ViewServer:
         return StreamingResponse(self._news(run, known), media_type="text/event-stream", headers=_HEADERS)
 
     async def _news(self, run: WatchedRun, known: str) -> AsyncIterator[str]:
-        """Yield what a page is sent: at first the blocks that are missing there, then the new blocks."""
         run.opened()
         try:
             yield f"retry: {_AGAIN_MS}\n\n"

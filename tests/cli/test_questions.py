@@ -13,7 +13,7 @@ import pytest
 
 from recorder import open_run
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.result import accusations
+from recorder.analyze.diff.reply import accusations
 from recorder.columns import STATISTICS
 from tests.analyze.diff import test_drift as drift
 from tests.cli.test_hostile_text import NAMES, is_harmless

@@ -131,7 +131,6 @@ def _learnt(
 
 
 def _sizes(run: Run, steps: int) -> Sizes:
-    """Return how large outputs were over the first steps of a run."""
     rows = RunRows(run)
     sizes = Sizes(rows.catalog, steps)
     for some in rows:
@@ -141,7 +140,6 @@ def _sizes(run: Run, steps: int) -> Sizes:
 
 
 def _excused(findings: Sequence[Finding], normal: Normal) -> list[Finding]:
-    """Turn findings into notes if the rule says the same of a sound run."""
     noted = [
         one._replace(severity=Severity.NOTE, what=f"{one.what}; so it is in a sound run")
         if one.severity > Severity.NOTE and _subject(one) in normal.said
@@ -178,7 +176,6 @@ def _strangeness(series: Sequence[SeriesKey], known: set[SeriesKey]) -> str:
 
 
 def _num_lost(run: Run) -> int:
-    """Count the rows that were written, are not retired, and cannot be read."""
     balances = [(writer.balance.written - writer.balance.retired_rows, writer.num_rows) for writer in run.writers]
     return sum(max(written - there, 0) for written, there in balances)
 
@@ -404,7 +401,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _command(typed: str, one: ToldFindings) -> str:
-    """Return the command that shows the value of a finding, around its step."""
     worst = one.worst
     if not worst.site:
         return ""
@@ -415,7 +411,6 @@ def _command(typed: str, one: ToldFindings) -> str:
 
 
 def _wants(checked: Checked) -> str:
-    """Return what the rules that did not judge the run need, the most frequent first, in one line."""
     needs = (_KEEP.search(one.setting) or _NEED.match(one.why) for one in checked.unjudged)
     counts = Counter(_OTHER if need is None else need[1] for need in needs)
     ordered = sorted(counts.items(), key=lambda item: (item[0] == _OTHER, -item[1]))
@@ -425,7 +420,6 @@ def _wants(checked: Checked) -> str:
 
 
 def _reasons(unjudged: Sequence[Unjudged]) -> dict[str, list[str]]:
-    """Return the rules that did not judge the run, by the reason."""
     rules_of: dict[str, list[str]] = {}
     for one in unjudged:
         setting = f"; the next time add the rule '{one.setting}'" if one.setting else ""

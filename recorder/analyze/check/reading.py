@@ -215,7 +215,6 @@ class _Ends(NamedTuple):
 
 
 def _dead_share(units: ManyUnits) -> Floats:
-    """Return the share of dead units, for rows whose units have enough values."""
     zero_share = units.zero_count / np.maximum(units.num_values, 1)[:, None]
     share = np.mean(1 - zero_share < ACTIVE, axis=1)
     return np.where(units.num_values >= LEAST_VALUES, share, np.nan)
@@ -233,7 +232,6 @@ def _largest(units: ManyUnits) -> Floats:
 
 
 def _subnormal_share(one: _Ends) -> Floats:
-    """Return the share of the nonzero values below the least normal number of the type."""
     counts = one.histograms.counts.sum(axis=1)
     return _share((counts * (one.histograms.exponents < one.lowest[:, None])).sum(axis=1), one.histograms)
 

@@ -92,35 +92,26 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
         _compare(flat_a[at : at + _CHUNK_ITEMS], flat_b[at : at + _CHUNK_ITEMS], bits, tolerance)
         for at in range(0, flat_a.size, _CHUNK_ITEMS)
     ]
-    dot, squares_a, squares_b = (math.fsum(chunk.products[i] for chunk in chunks) for i in range(3))
+    distances = [distance for distance, _, _ in chunks]
+    dot, squares_a, squares_b = (math.fsum(products[i] for _, _, products in chunks) for i in range(3))
     norm = math.sqrt(squares_a) * math.sqrt(squares_b)
-    max_abs = max((chunk.max_abs for chunk in chunks), default=0.0)
+    sums = {name: sum(getattr(one, name) for one in distances) for name in _ADDED}
+    largest = {name: max((getattr(one, name) for one in distances), default=0) for name in ("max_ulp", "max_rel")}
+    max_abs = max((one.max_abs for one in distances), default=0.0)
     return Distance(
         numel=flat_a.size,
-        num_outside=sum(chunk.num_outside for chunk in chunks),
         max_abs=max_abs,
-        of_max=max_abs / max(chunk.magnitude for chunk in chunks) if max_abs else 0.0,
-        l2_apart=math.hypot(*(chunk.l2_apart for chunk in chunks)),
-        max_rel=max((chunk.max_rel for chunk in chunks), default=0.0),
-        max_ulp=None if bits is None else max((chunk.max_ulp for chunk in chunks), default=0),
+        of_max=max_abs / max(magnitude for _, magnitude, _ in chunks) if max_abs else 0.0,
+        l2_apart=math.hypot(*(one.l2_apart for one in distances)),
         cosine=min(max(dot / norm, -1.0), 1.0) if norm and math.isfinite(norm) else None,
-        nonfinite_a=sum(chunk.nonfinite_a for chunk in chunks),
-        nonfinite_b=sum(chunk.nonfinite_b for chunk in chunks),
+        **sums,
+        **(largest | ({"max_ulp": None} if bits is None else {})),
     )
 
 
-class _Chunk(NamedTuple):
-    num_outside: int
-    magnitude: float
-    """The largest |a| or |b|."""
-    max_abs: float
-    l2_apart: float
-    max_rel: float
-    max_ulp: int
-    products: tuple[float, ...]
-    """a.b, a.a, b.b."""
-    nonfinite_a: int
-    nonfinite_b: int
+_ADDED = ("num_outside", "nonfinite_a", "nonfinite_b")
+_Chunk = tuple[Distance, float, tuple[float, ...]]
+"""The distance of two chunks, the largest |a| or |b|, and the products a.b, a.a and b.b."""
 
 
 def _dot(one: Array, two: Array) -> float:
@@ -144,8 +135,8 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
     with np.errstate(all="ignore"):
         products = tuple(_dot(one, two) for one, two in ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b)))
     if is_equal.all():
-        magnitude = float(np.abs(wide_a).max(initial=0.0))
-        return _Chunk(num_alone, magnitude, 0.0, 0.0, 0.0, 0, products, nonfinite_a, nonfinite_b)
+        equal = Distance(num_outside=num_alone, nonfinite_a=nonfinite_a, nonfinite_b=nonfinite_b)
+        return equal, float(np.abs(wide_a).max(initial=0.0)), products
     large = np.flatnonzero(~is_equal & _is_rounded(a, b, wide_a, wide_b))
     pairs = zip(_unrounded(a, wide_a, large), _unrounded(b, wide_b, large), strict=True)
     exact = [(abs(two - one), max(abs(one), abs(two))) for one, two in pairs]  # distances and larger magnitudes
@@ -163,17 +154,16 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
         if steps is not None:
             is_outside &= steps > tolerance.ulp
         is_outside[large] = [far > tolerance.atol and far > tolerance.rtol * size for far, size in exact]
-    return _Chunk(
+    distance = Distance(
         num_outside=num_alone + int(np.count_nonzero(is_outside)),
-        magnitude=float(scale.max()),
         max_abs=float(apart.max()),
         l2_apart=l2_apart,
         max_rel=float(relative.max()),
         max_ulp=0 if steps is None else int(steps.max()),
-        products=products,
         nonfinite_a=nonfinite_a,
         nonfinite_b=nonfinite_b,
     )
+    return distance, float(scale.max()), products
 
 
 def _wide(values: Array) -> Array:
@@ -226,7 +216,6 @@ _MIDDLE = np.uint64(1 << 63)
 
 
 def _ordered(values: Array, bits: int) -> npt.NDArray[np.int64]:
-    """Return floats of 16 or 32 bits as whole numbers in the same order."""
     codes = np.ascontiguousarray(values).view(f"<i{bits // 8}").astype(np.int64)
     magnitudes = codes & ((1 << (bits - 1)) - 1)
     return np.where(codes < 0, -magnitudes, magnitudes)

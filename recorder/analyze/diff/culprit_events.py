@@ -125,7 +125,6 @@ def _event(order: float, row: dict[str, Any]) -> StepEvent:
 
 
 def _constant_buffers(table: Any) -> set[tuple[str, str, str]]:
-    """Return the root, module and name of the buffers that have a single value."""
     known: dict[tuple[str, str, str], set[Any]] = {}
     for row in _rows(table.filter(pc.equal(table.column("site"), "buffer"))):
         event = _event(0.0, row)

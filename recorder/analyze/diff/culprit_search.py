@@ -68,7 +68,6 @@ class _Paths:
             self.last_below[path] = event.order
 
     def has(self, path: str, *, below: bool = True) -> bool:
-        """Whether there is an event at a module, or below it."""
         return path in self.at or (below and path in self.below)
 
     def has_below(self, path: str, *, but: str | None) -> bool:
@@ -99,7 +98,6 @@ class _Step:
         return any(site in self._wrong and self._wrong[site].has(path, below=below) for site in sites)
 
     def slices(self, phase: str) -> Iterator[list[StepEvent]]:
-        """Yield the events of a phase, micro-step by micro-step."""
         slices: dict[Any, list[StepEvent]] = {}
         for event in self.events:
             if event.phase == phase and event.site != "scalar":
@@ -382,7 +380,6 @@ def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> I
 
 
 def _inherits_update(event: StepEvent, old: _Step) -> bool:
-    """Whether a gradient, a state or a value that the parameter was updated with differed."""
     if (event.root, event.path, "grad", event.name) in old.known:
         if any((event.root, event.path, site, event.name) in old.differing for site in ("grad", "param")):
             return True
@@ -431,7 +428,6 @@ def _are_alike(touched: set[tuple[str, str]], params: set[tuple[str, str]]) -> b
 def _stages_alike(
     touched: set[tuple[str, str]], params: set[tuple[str, str]], stage_of: Mapping[tuple[str, str], int | None]
 ) -> tuple[int, ...]:
-    """Return the stages of a pipeline whose parameters are all touched."""
     stages = []
     for stage in sorted({stage for stage in stage_of.values() if stage is not None}):
         own = {param for param in params if stage_of.get(param) == stage}

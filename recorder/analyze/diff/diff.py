@@ -26,11 +26,8 @@ from .noise import BeyondNoise
 from .pairs import PairedSteps
 from .renames import NO_RENAMES, RenameHint, Renames, rename_hints
 from .result import Diff, LackingRanks, LeftOut, by_module, first_difference
-from .step_range import DiffOptions, PayloadReport, RangeComparer, RangeResult, SideTotals, join_ranges
+from .step_range import VALUE, DiffOptions, PayloadReport, RangeComparer, RangeResult, SideTotals, join_ranges
 
-_COUNTED = (
-    "num_pairs", "by_fingerprint", "by_values", "by_statistics", "by_nothing", "bare", "summands", "by_print_alone",
-)  # fmt: skip
 _SUMMANDS = "the values are sums over ranks, whose values were not kept, and which have no statistics of their own"
 _PRINTS = "the values have fingerprints alone, which noise changes: statistics or tensors would tell"
 _ON_OTHER_PARTS = "the values are of single ranks, which worked on other parts of the batch"
@@ -99,13 +96,9 @@ def diff(
 
 
 def compare_runs(
-    a: Run,
-    b: Run,
-    options: DiffOptions,
-    *,
-    report: Callable[[int], None] = lambda num_bytes: None,
+    a: Run, b: Run, options: DiffOptions, *, report: Callable[[int], None] = lambda num_bytes: None,
     mapper: Mapper = map_serially,
-) -> Diff:
+) -> Diff:  # fmt: skip
     """Compare two runs as `diff` does, which has the same arguments one by one, and raises the same."""
     selection, renames, noise = options.selection, options.renames, options.noise
     selection.check(a, b)
@@ -126,7 +119,7 @@ def compare_runs(
         del compared  # with its rows, before the next ones are read
     unpaired = sides[0].unpaired, sides[1].unpaired
     hints = rename_hints(*unpaired, renames, names)
-    comparison.refuse_nothing(a, b, selection, hints)
+    comparison.refuse_nothing(a, b, options, hints)
     comparison.refuse_still(a, noise)
     shards = (shard for run in (a, b, *noise) for writer in run.writers for shard in writer.shards)
     damage = [text for shard in shards for text in shard.damage]
@@ -147,10 +140,7 @@ def payload_bytes(run: Run) -> int:
 
 
 def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
-    """Refuse a noise run of another model, and a noise run that is one of the two runs.
-
-    Raises LookupFailedError.
-    """
+    """Refuse a noise run of another model, and a noise run that is one of the two runs."""
     for run in noise:
         if run.path.resolve() in (a.path.resolve(), b.path.resolve()):
             raise LookupFailedError(f"{run.path}: is one of the two runs that are compared; noise is a third one")
@@ -221,24 +211,26 @@ class _Comparison:
         beyond = self._beyond_noise.of(result.judged, result.measured, rows)
         self._finder.add(result.steps, beyond, rows)
         self._differing.append(beyond.differing)
-        self._counts.update({name: getattr(beyond, name) for name in _COUNTED})
+        self._counts += beyond.counts
         self._partial += beyond.partial
         self._unread += beyond.unread
         self._compared.append(result.compared)
 
-    def refuse_nothing(self, a: Run, b: Run, selection: Selection, hints: Sequence[RenameHint]) -> None:
-        """Raise LookupFailedError if nothing is selected, or the runs have nothing in common."""
+    def refuse_nothing(self, a: Run, b: Run, options: DiffOptions, hints: Sequence[RenameHint]) -> None:
         if self._compared:
             return
-        for run, side in zip((a, b), self._sides, strict=True):
-            seen = side.seen
-            if not seen.num_rows:
+        selection = options.selection
+        tables = [run.table(["step", *VALUE]) for run in (a, b)]
+        tables[1] = options.renames.apply(tables[1])
+        for run, table in zip((a, b), tables, strict=True):
+            if not table.num_rows:
                 raise LookupFailedError(f"{run.path}: has no rows, so there is nothing to compare")
-            if not seen.num_selected and not self._counts[_IN_OTHER_MICRO_STEPS]:
-                raise selection.explain_nothing(seen.table(), f"{run.path}")
+            if not selection.narrow(table).num_rows and not self._counts[_IN_OTHER_MICRO_STEPS]:
+                raise selection.explain_nothing(table, f"{run.path}")
         lines = ", ".join(hint.line for hint in hints[:_MAX_LISTED])
         renamed = f"; if modules were renamed, --rename takes a file, such as of these lines: {lines}" if hints else ""
-        raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {self._reason(selection)}{renamed}")
+        reason = self._reason(selection, tables)
+        raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {reason}{renamed}")
 
     def refuse_still(self, a: Run, noise: Sequence[Run]) -> None:
         """Raise LookupFailedError if a noise run equals the first run: every rounding would count as an error."""
@@ -251,9 +243,11 @@ class _Comparison:
                     "embedding, or leave --noise out"
                 )
 
-    def _reason(self, selection: Selection) -> str:
+    def _reason(self, selection: Selection, tables: Sequence[Any]) -> str:
         for column, what in (("step", "steps"), ("root", "roots"), ("module_path", "modules"), ("site", "sites")):
-            one, two = (side.seen.known(column, selection) for side in self._sides)
+            distinct = (pa.table({column: table.column(column).unique()}) for table in tables)
+            chosen = (selection.only(column).narrow(t) if column in selection.columns else t for t in distinct)
+            one, two = (sorted(table.column(column).to_pylist()) for table in chosen)
             if not set(one) & set(two):
                 return f"{what} are {listed(map(repr, one))} in the one, {listed(map(repr, two))} in the other"
         if self._counts[_ON_OTHER_PARTS]:
@@ -294,8 +288,8 @@ class _Comparison:
             unread=dict(self._unread),
             damage=damage,
             partial=[LackingRanks(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
-            steps_only_a=sorted(a.seen.steps - b.seen.steps),
-            steps_only_b=sorted(b.seen.steps - a.seen.steps),
+            steps_only_a=sorted(a.steps - b.steps),
+            steps_only_b=sorted(b.steps - a.steps),
             problems_a=a.problems.texts(),
             problems_b=b.problems.texts(),
             num_handed_on_a=a.num_handed_on,

@@ -19,7 +19,7 @@ from ...errors import RunError
 from ...numerics.keys import Integers
 from ...numerics.moments import integers, numbers
 from ...sites import values_of
-from .pairs import Alignment, Flags, PairedSteps, RunSteps
+from .pairs import Flags, PairedSteps
 
 MARGIN = 10.0
 """A difference may be so many times the noise, since a twin is only one sample of noise."""
@@ -38,24 +38,17 @@ class Pairs:
         self.differs = differs
 
     @property
-    def a(self) -> RunSteps:
-        return self._compared().a
-
-    @property
-    def b(self) -> RunSteps:
-        return self._compared().b
-
-    @property
-    def aligned(self) -> Alignment:
-        return self._compared().pairs
+    def rows(self) -> PairedSteps:
+        return self._compared()
 
     def of_step(self, step: int) -> Integers:
         """Return the pairs of a step."""
-        return np.flatnonzero(integers(self.a.table.column("step"))[self.aligned.a] == step)
+        return np.flatnonzero(integers(self.rows.a.table.column("step"))[self.rows.pairs.a] == step)
 
     def arrays(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
         """Return the two tensors of a pair as vectors; None if one cannot be read, or is of complex halves."""
-        both = [(self.a, int(self.aligned.a[number])), (self.b, int(self.aligned.b[number]))]
+        a, b, pairs = self.rows
+        both = [(a, int(pairs.a[number])), (b, int(pairs.b[number]))]
         if any(side.table.column("encoding")[row].as_py() is None for side, row in both):
             return None
         try:
@@ -175,10 +168,10 @@ def _wide(both: Vectors, part: slice) -> Vectors:
 
 
 def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[tuple[str, str], int]:
-    """Return the pairs of a parameter, its gradient and its state at a step, by site and name."""
     root, path, name, rank = parameter
-    rows = pairs.a.table.select(list(_COLUMNS)).take(pa.array(pairs.aligned.a[numbers_of]))
-    ranks = pairs.b.table.column("rank").take(pa.array(pairs.aligned.b[numbers_of]))
+    a, b, aligned = pairs.rows
+    rows = a.table.select(list(_COLUMNS)).take(pa.array(aligned.a[numbers_of]))
+    ranks = b.table.column("rank").take(pa.array(aligned.b[numbers_of]))
     wanted = pc.and_(pc.equal(rows.column("root"), root), pc.equal(rows.column("module_path"), path))
     wanted = pc.and_(wanted, pc.equal(rows.column("phase"), "optimizer"))
     sources = {}
@@ -191,8 +184,7 @@ def _sources(numbers_of: Integers, pairs: Pairs, parameter: Parameter) -> dict[t
 
 
 def _typical_size(step: int, root: str, pairs: Pairs) -> float:
-    """Return the root mean square of all elements of a root's parameters at a step; 0 where no row tells it."""
-    rows = pairs.a.table.select(["step", "root", "site", "l2", "numel"])
+    rows = pairs.rows.a.table.select(["step", "root", "site", "l2", "numel"])
     wanted = pc.and_(pc.equal(rows.column("step"), step), pc.equal(rows.column("root"), root))
     rows = rows.filter(pc.and_(wanted, pc.equal(rows.column("site"), "param")))
     rows = rows.filter(rows.column("l2").is_valid())

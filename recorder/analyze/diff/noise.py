@@ -6,11 +6,11 @@ not reach the tensor, the median of the same site and step is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -18,7 +18,7 @@ from ...numerics.keys import Integers, group_rows
 from ...numerics.moments import Floats, integers, numbers
 from .compare import Tolerance
 from .drift import MARGIN, Drift, Pairs
-from .pairs import Alignment, Flags, PairedSteps, RunSteps, Verdicts, align, judge
+from .pairs import Flags, PairedSteps, RunSteps, Verdicts, align, judge
 
 _BITS = {
     "float64": -52, "float32": -23, "float16": -10, "bfloat16": -7, "complex128": -52, "complex64": -23,
@@ -38,34 +38,29 @@ _MIN_ALIKE = 3
 """How many gradients, and which share of all, one factor must explain to be a factor of their common norm."""
 
 
-class _Noise:
-    """How far noise moves the rows of the first run; NaN where that is not known."""
+_FAR = ("max_abs", "l2_apart", "statistic_rel")
+"""The columns of `Verdicts.differing` that say how far a pair is apart."""
 
-    def __init__(self, a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> None:
-        num_rows = a.table.num_rows
-        self.values: Floats = np.full(num_rows, np.nan)
-        """The largest absolute distance."""
-        self.norms: Floats = np.full(num_rows, np.nan)
-        """The norm of the difference."""
-        self.statistics: Floats = np.full(num_rows, np.nan)
-        """The relative distance of the statistic that is farthest apart."""
-        self.has_other_print = np.zeros(num_rows, np.bool_)
-        for side in sides:
-            pairs = align(a.table, side.table)
-            kept = np.isin(pairs.a, rows)
-            if kept.any():
-                self._add(a, side, pairs._replace(a=pairs.a[kept], b=pairs.b[kept]))
 
-    def _add(self, a: RunSteps, side: RunSteps, pairs: Alignment) -> None:
-        judged = judge(a, side, pairs, Tolerance(), lambda num_bytes: None)
-        is_equal = judged.kinds == ""
-        for known in (self.values, self.norms, self.statistics):
-            known[pairs.a[is_equal]] = np.fmax(known[pairs.a[is_equal]], 0.0)
-        rows = pairs.a[~is_equal]
-        columns = (self.values, "max_abs"), (self.norms, "l2_apart"), (self.statistics, "statistic_rel")
-        for known, column in columns:
-            np.fmax.at(known, rows, numbers(judged.differing.column(column)))
-        self.has_other_print[rows] = True
+def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[dict[str, Floats], Flags]:
+    """Return how far noise moves some rows, by the columns of `_FAR`, and whether it changes their fingerprints.
+
+    A distance is NaN where it is not known.
+    """
+    far = {name: np.full(a.table.num_rows, np.nan) for name in _FAR}
+    has_other_print = np.zeros(a.table.num_rows, np.bool_)
+    for side in sides:
+        pairs = align(a.table, side.table)
+        kept = np.isin(pairs.a, rows)
+        if kept.any():
+            pairs = pairs._replace(a=pairs.a[kept], b=pairs.b[kept])
+            judged = judge(a, side, pairs, Tolerance(), lambda num_bytes: None)
+            equal, differing = pairs.a[judged.kinds == ""], pairs.a[judged.kinds != ""]
+            for name, known in far.items():
+                known[equal] = np.fmax(known[equal], 0.0)
+                np.fmax.at(known, differing, numbers(judged.differing.column(name)))
+            has_other_print[differing] = True
+    return {name: known[rows] for name, known in far.items()}, has_other_print[rows]
 
 
 class Drifted(NamedTuple):
@@ -97,7 +92,7 @@ def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) 
     rows = compared.pairs.a[judged.kinds != ""]
     if not sides or not len(rows):
         return None
-    return NoiseMeasure(judged.differing, _Noise(compared.a, rows, sides), rows)
+    return NoiseMeasure(judged.differing, *_noise_of(compared.a, rows, sides))
 
 
 class BeyondNoise:
@@ -146,11 +141,11 @@ class BeyondNoise:
         kinds = np.where(differs, judged.kinds, "")
         shown = np.where(measured.kinds == "statistics", measured.noise_of_statistics, measured.noise)
         table = table.append_column("noise", pa.array(shown, mask=np.isnan(shown)))
-        alone = int((is_noise & (measured.kinds == "fingerprint")).sum())
-        return judged._replace(kinds=kinds, differing=table.filter(pa.array(~is_noise)), by_print_alone=alone)
+        alone = Counter(by_print_alone=int((is_noise & (measured.kinds == "fingerprint")).sum()))
+        counts, table = judged.counts + alone, table.filter(pa.array(~is_noise))
+        return judged._replace(kinds=kinds, differing=table, counts=counts)
 
     def _follow(self, pairs: Pairs, measured: NoiseMeasure, indices: Integers) -> None:
-        """Take out the differences that are noise because parameters drifted apart."""
         steps = np.unique(measured.steps)
         order = np.argsort(measured.steps, kind="stable")
         parts = np.split(order, np.searchsorted(measured.steps[order], steps[1:]))
@@ -166,7 +161,6 @@ class BeyondNoise:
     def _follow_step(
         self, step: int, root: str, rows: Integers, pairs: Pairs, measured: NoiseMeasure, indices: Integers
     ) -> None:
-        """Take out the noise of one step: of its parameters first, then of the values made from them."""
         self._unscale(step, root, rows, pairs, measured, indices)
         left = rows[pairs.differs[indices[rows]]]
         is_param = measured.sites[left] == "param"
@@ -221,7 +215,7 @@ class BeyondNoise:
 def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
     """Count the pairs of gradients that an update used and that are not zero, and the elements of all gradients."""
     columns = ["root", "site", "phase", "l2", "numel"]
-    table = pairs.a.table.select(columns).take(pa.array(pairs.aligned.a[pairs.of_step(step)]))
+    table = pairs.rows.a.table.select(columns).take(pa.array(pairs.rows.pairs.a[pairs.of_step(step)]))
     wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
     table = table.filter(pc.and_(wanted, pc.equal(table.column("root"), root)))
     is_any = pc.fill_null(pc.not_equal(table.column("l2"), 0.0), True)
@@ -231,28 +225,29 @@ def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
 class NoiseMeasure:
     """Pairs that differ, row by row with the noise of each."""
 
-    def __init__(self, table: Any, noise: _Noise, rows: Integers) -> None:
-        self._table = table
+    def __init__(self, table: Any, noise: Mapping[str, Floats], has_other_print: Flags) -> None:
+        self._table, self._has_other_print = table, has_other_print
         self.steps = integers(table.column("step"))
         self.roots, self.sites, self.kinds, self._phases = (
             np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
         )
-        self._max_abs, self._l2_apart, self._statistic = (
-            numbers(table.column(name)) for name in ("max_abs", "l2_apart", "statistic_rel")
-        )
+        self._max_abs, self._l2_apart, self._statistic = (numbers(table.column(name)) for name in _FAR)
         # A gradient that one run took elsewhere counts by how it was compared: it may differ by rounding alone.
         compared_by = np.where(table.column("statistic").is_valid().to_numpy(), "statistics", "fingerprint")
         compared_by = np.where(np.isnan(self._max_abs), compared_by, "values")
         self.kinds = np.where(self.kinds == "after_tap", compared_by, self.kinds)
         self._cosine, self._l2_a, self._l2_b = (numbers(table.column(name)) for name in ("cosine", "l2_a", "l2_b"))
-        self._scales, self._eps = _scales(table), _roundings(table)
-        self._norms = _norms(table, self._scales)
-        self.is_finite = _counts(table, "nonfinite_a") == _counts(table, "nonfinite_b")
-        self._has_other_print = noise.has_other_print[rows]
-        self.noise = _steadied(_lifted(noise.values[rows], self._scales, table), table)
-        self.noise_of_statistics = noise.statistics[rows]
-        self._lifted_statistics = _lifted(self.noise_of_statistics, np.ones(len(rows)), table)
-        self._noise_of_norms = _steadied(_lifted(noise.norms[rows], self._norms, table), table)
+        self._eps, numel = _roundings(table), numbers(table.column("numel"))
+        of_max = numbers(table.column("of_max"))
+        self._scales = np.divide(self._max_abs, of_max, out=np.zeros_like(of_max), where=of_max > 0)
+        # The norm of each pair's first tensor; without statistics the largest possible norm.
+        self._norms = np.where(np.isnan(self._l2_a), self._scales * np.sqrt(numel), self._l2_a)
+        num_a, num_b = (np.nan_to_num(numbers(table.column(f"nonfinite_{side}"))) for side in "ab")
+        self.is_finite = num_a == num_b
+        self.noise = _steadied(_lifted(noise["max_abs"], self._scales, table), table)
+        self.noise_of_statistics = noise["statistic_rel"]
+        self._lifted_statistics = _lifted(self.noise_of_statistics, np.ones(len(numel)), table)
+        self._noise_of_norms = _steadied(_lifted(noise["l2_apart"], self._norms, table), table)
         with np.errstate(invalid="ignore"):
             self._allowed = np.where(self._eps > 0, MARGIN * self.noise + self._eps * self._scales, self.noise)
 
@@ -282,10 +277,9 @@ class NoiseMeasure:
 
     def are_multiples(self, rows: Integers) -> Flags:
         """Whether the one tensor is a multiple of the other, which rounding does not make of it."""
-        num = numbers(self._table.column("numel"))[rows]
-        return np.asarray(
-            (num >= _MIN_ITEMS) & ~np.isnan(multiples(self._cosine[rows], self._l2_a[rows], self._l2_b[rows]))
-        )
+        is_large = numbers(self._table.column("numel"))[rows] >= _MIN_ITEMS
+        factors = multiples(self._cosine[rows], self._l2_a[rows], self._l2_b[rows])
+        return np.asarray(is_large & ~np.isnan(factors))
 
     def are_final_gradients(self, rows: Integers) -> Flags:
         """Whether rows are gradients as an update uses them."""
@@ -366,27 +360,11 @@ def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
     return np.where(is_one, factors, np.nan)
 
 
-def _scales(table: Any) -> Floats:
-    """Return the largest magnitude of each pair's two tensors."""
-    far, of_max = (numbers(table.column(name)) for name in ("max_abs", "of_max"))
-    return np.divide(far, of_max, out=np.zeros_like(far), where=of_max > 0)
-
-
-def _norms(table: Any, scales: Floats) -> Floats:
-    """Return the norm of each pair's first tensor; without statistics the largest possible norm."""
-    norms = numbers(table.column("l2_a"))
-    return np.where(np.isnan(norms), scales * np.sqrt(numbers(table.column("numel"))), norms)
-
-
 def _roundings(table: Any) -> Floats:
     """Return how far roundings move a number of each pair's coarser type, relatively; 0 for whole numbers."""
-    pairs = zip(*(table.column(f"dtype_{side}").to_pylist() for side in "ab"), strict=True)
-    known: dict[tuple[str, str], float] = {}
-    return np.array([known.setdefault(pair, max(map(_eps, pair))) for pair in pairs], np.float64)
-
-
-def _eps(dtype: str) -> float:
-    return _ROUNDINGS * 2.0 ** _BITS[dtype] if dtype in _BITS else 0.0
+    eps = {dtype: _ROUNDINGS * 2.0**bits for dtype, bits in _BITS.items()}
+    of_sides = ([eps.get(dtype, 0.0) for dtype in table.column(f"dtype_{side}").to_pylist()] for side in "ab")
+    return np.maximum(*(np.array(values, np.float64) for values in of_sides))
 
 
 def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
@@ -409,7 +387,3 @@ def _steadied(values: Floats, table: Any) -> Floats:
     most = np.full(groups.num_groups, np.nan)
     np.fmax.at(most, groups.ids, values)
     return np.where(numbers(table.column("numel")) < _MIN_ITEMS, most[groups.ids], values)
-
-
-def _counts(table: Any, name: str) -> npt.NDArray[np.float64]:
-    return np.nan_to_num(numbers(table.column(name)))

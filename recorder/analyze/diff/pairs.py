@@ -105,22 +105,14 @@ class Verdicts(NamedTuple):
 
     differing: Any
     """`pa.Table` of the pairs that differ, in their order."""
-    num_pairs: int
-    by_fingerprint: int
-    """Pairs that are equal by their fingerprints."""
-    by_values: int
-    """Pairs whose values were compared."""
-    by_statistics: int
-    by_nothing: int
-    """Pairs of which one side has values, statistics or a fingerprint that the other lacks."""
-    bare: int
-    """Pairs of which neither side has any, or one side can have none: summands over ranks without values."""
+    counts: Counter[str]
+    """How many pairs there are: ``num_pairs`` in all; ``by_fingerprint`` that are equal by their fingerprints;
+    ``by_values`` and ``by_statistics`` that were compared by these; ``by_nothing`` of which one side has values,
+    statistics or a fingerprint and the other has not; ``bare`` of which neither side has any, or one side can have none
+    (summands over ranks without values); ``summands``, the bare pairs that are summands, of which both runs kept
+    something; ``by_print_alone`` whose fingerprints differ and that have nothing else: noise may be the reason."""
     partial: Counter[tuple[str, str]]
     """Pairs of which one run (``a`` or ``b``) lacks ranks that the other run has; by the run and these ranks."""
-    summands: int
-    """Those of `bare` that are summands over ranks, of which both runs kept something."""
-    by_print_alone: int
-    """Pairs whose fingerprints differ, with nothing else to compare, so that noise alone may be the reason."""
     unread: Counter[str]
     """Pairs whose values could not be read, by the reason."""
     kinds: npt.NDArray[np.object_]
@@ -167,24 +159,14 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     for side, ranks in zip("ab", lacks, strict=True):
         texts = ranks[kinds != ""]
         judged = judged.append_column(f"lacks_{side}", pa.array(texts.tolist(), pa.string(), mask=texts == ""))
-    return Verdicts(
-        judged,
-        num_pairs=len(pairs.a),
-        by_fingerprint=int(is_equal.sum()),
-        by_values=int(by_values.sum()),
-        by_statistics=int(by_statistics.sum()),
-        by_nothing=int((is_unknown & ~is_bare).sum()),
-        bare=int((is_unknown & is_bare).sum()),
-        summands=int((is_unknown & is_summand).sum()),
-        by_print_alone=0,
-        unread=unread,
-        partial=Counter(
-            (side, text)
-            for side, ranks in zip("ab", lacks, strict=True)
-            for text in ranks[is_partial & (ranks != "")].tolist()
-        ),
-        kinds=kinds,
-    )
+    counted = {
+        "by_fingerprint": is_equal, "by_values": by_values, "by_statistics": by_statistics,
+        "by_nothing": is_unknown & ~is_bare, "bare": is_unknown & is_bare, "summands": is_unknown & is_summand,
+    }  # fmt: skip
+    counts = Counter({name: int(flags.sum()) for name, flags in counted.items()} | {"num_pairs": len(pairs.a)})
+    sides = zip("ab", lacks, strict=True)
+    partial = Counter((side, text) for side, ranks in sides for text in ranks[is_partial & (ranks != "")].tolist())
+    return Verdicts(judged, counts, partial, unread, kinds)
 
 
 class _Statistics(NamedTuple):
@@ -235,7 +217,6 @@ def _table(
     statistics: _Statistics,
     by_statistics: Flags,
 ) -> Any:
-    """Return the pairs that have a kind, with all that is known of them."""
     differs = np.flatnonzero(kinds != "")
     chosen = pa.array(differs)
     columns = {name: left.column(name).take(chosen) for name in VALUE_COLUMNS}
@@ -312,9 +293,8 @@ def _is_after_tap(table: Any) -> Flags:
 
 
 def _any(table: Any) -> Flags:
-    """Return the rows that have values, statistics or a fingerprint."""
     are_valid = [table.column(name).is_valid().to_numpy() for name in ("fingerprint", "encoding", "nan_count")]
-    return are_valid[0] | are_valid[1] | are_valid[2]  # type: ignore[no-any-return]
+    return np.asarray(np.any(are_valid, axis=0))
 
 
 def _has_none(table: Any) -> Flags:
@@ -389,7 +369,6 @@ def _has_micro_step(side: RunSteps) -> Any:
 
 
 def _last_micro_steps(table: Any, slices: Integers, num_slices: int) -> Integers:
-    """Return the last micro-step of each step of a root and a mode; -1 where there is none."""
     lasts = np.full(num_slices, -1, np.int64)
     np.maximum.at(lasts, slices, integers(table.column("micro_step"), -1))
     return lasts
@@ -449,13 +428,8 @@ def align(a: Any, b: Any) -> Alignment:
     is_said_a = _flags(pairs_a, len(id_a)) | ((rank_a >= 0) & (has_whole_a | is_other)[id_a])
     is_said_b = _flags(pairs_b, len(id_b)) | ((rank_b >= 0) & (has_whole_b | is_other)[id_b])
     is_on_other_part = (rank_a >= 0) & (is_other & ~has_whole_a & ~has_whole_b)[id_a] & ~_flags(pairs_a, len(id_a))
-    return Alignment(
-        pairs_a[order],
-        pairs_b[order],
-        np.flatnonzero(~is_said_a),
-        np.flatnonzero(~is_said_b),
-        np.flatnonzero(is_on_other_part),
-    )
+    rest = (np.flatnonzero(flags) for flags in (~is_said_a, ~is_said_b, is_on_other_part))
+    return Alignment(pairs_a[order], pairs_b[order], *rest)
 
 
 def _have_one_part(a: Any, b: Any, rows_a: Integers, rows_b: Integers) -> npt.NDArray[np.bool_]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow.compute as pc
@@ -20,25 +22,11 @@ from ...numerics.distributions import (
 )
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
-from ...system.text import counted, moment, number, span
-from .result import (
-    Diff,
-    accusations,
-    beside,
-    cosine_cell,
-    cut_text,
-    describe,
-    faults,
-    notes,
-    pair_cell,
-    percent_cell,
-    rank_cell,
-    reasons,
-    rename_lines,
-    statistic_cell,
-    verdict,
-    whole_cell,
-)
+from ...system.text import counted, moment, named, number, span
+from .compare import Tolerance
+from .culprit_findings import Culprit
+from .renames import RenameHint
+from .result import Diff, Difference
 from .step_range import DiffOptions
 
 _FEW = 5
@@ -106,20 +94,20 @@ def _parts(
     a: Run, b: Run, result: Diff, options: DiffOptions, *, limit: int | None, is_brief: bool
 ) -> Iterator[str | Table]:
     most = _FEW if limit is None else limit
-    yield f"A: {_run(a)}"
-    yield f"B: {_run(b)}"
-    for run in () if is_brief else options.noise:
-        yield f"noise: {_run(run)}{f', jitter {run.jitter}' if run.jitter else ''}"
-    yield verdict(result, options)
-    yield from reasons(result, common=options.common)
-    yield from faults(result, most)
+    for name, run in (("A", a), ("B", b), *(("noise", run) for run in options.noise if not is_brief)):
+        jitter = f", jitter {run.jitter}" if name == "noise" and run.jitter else ""
+        path = str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
+        yield f"{name}: {path}{f', started {moment(run.started_ns)}' if run.started_ns else ''}{jitter}"
+    yield _verdict(result, options)
+    yield from _reasons(result, common=options.common)
+    yield from _faults(result, most)
     yield from accusations(result.culprits, most)
     if result.first is not None:
-        yield describe(result.first)
+        yield _describe(result.first)
     if is_brief:
         return
-    yield from rename_lines(result.hints, most)
-    yield from notes(result, options)
+    yield from _rename_lines(result.hints, most)
+    yield from _notes(result, options)
     if result.first is not None:
         yield _modules_table(result, most)
         if limit is None:
@@ -132,10 +120,229 @@ def _parts(
     yield from _only_parts("B", result.only_b, result.steps_only_b, most)
 
 
-def _run(run: Run) -> str:
-    """Return the name of a run, its path, and when it began; the path alone where it ends with the name."""
-    named = str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
-    return f"{named}, started {moment(run.started_ns)}" if run.started_ns else named
+_HOW = {
+    "values": "values",
+    "statistics": "statistics, without values to compare",
+    "fingerprint": "fingerprints only: there is nothing else to compare",
+    "shape": "shapes",
+    "dtype": "types; the values are equal",
+    "after_tap": "one run took the gradient behind the module, of the uses outside it alone",
+}
+
+
+def _verdict(result: Diff, options: DiffOptions) -> str:
+    tolerance = options.tolerance
+    num_compared = result.num_compared - result.num_left_out
+    num_equal = num_compared - result.table.num_rows
+    within = "exactly" if tolerance.is_exact else f"within {_tolerances(tolerance)}"
+    if options.noise:
+        within = "within the noise" + (f" or {_tolerances(tolerance)}" if not tolerance.is_exact else "")
+    of_all = "" if num_compared == result.num_compared else f"{num_compared} of "
+    unpaired = (
+        (name, pc.sum(table.column("rows")).as_py()) for name, table in (("A", result.only_a), ("B", result.only_b))
+    )
+    alone = "".join(f", {num} in {name} alone" for name, num in unpaired if num and not options.common)
+    num_shapes = sum(
+        row["shape_a"] != row["shape_b"] for row in result.table.select(["shape_a", "shape_b"]).to_pylist()
+    )
+    ways = {
+        "fingerprint": num_compared - result.num_by_values - result.num_by_statistics - num_shapes,
+        "values": result.num_by_values,
+        "statistics": result.num_by_statistics,
+    } | ({"shape": num_shapes} if num_shapes else {})
+    return (
+        f"{result.verdict}: {of_all}{counted(result.num_compared, 'value')} compared: {num_equal} equal {within}, "
+        f"{result.table.num_rows} differ{alone} "
+        f"(compared by: {', '.join(f'{way} {num}' for way, num in ways.items())})"
+    )
+
+
+def _reasons(result: Diff, *, common: bool) -> Iterator[str]:
+    if result.first is None and result.verdict == "different":
+        yield "what could be compared is equal, but one run lacks values that the other has; --common ignores that"
+    for left_out in result.left_out:
+        yield f"not compared: {counted(left_out.num_values, 'value')}: {left_out.why}"
+    if result.num_incomparable:
+        values = counted(result.num_incomparable, "value")
+        way_out = "" if common else "; --common ignores that"
+        yield f"not compared: {values}: one run has nothing of what the other kept of them{way_out}"
+
+
+def _faults(result: Diff, limit: int) -> Iterator[str]:
+    for text, num in list(result.unread.items())[: limit or None]:
+        yield f"cannot be read: {counted(num, 'value')}, compared by statistics if there are any: {text}"
+    for text in result.damage[: limit or None]:
+        yield f"cannot be read: rows that are left out: {text}"
+    hidden = sum(max(0, num - limit) for num in (len(result.unread), len(result.damage))) if limit else 0
+    if hidden:
+        yield f"{hidden} more of these (--limit 0 shows all)"
+    for partial in result.partial:
+        num_values = counted(partial.num_values, "value")
+        yield f"{partial.run.upper()} lacks {named('rank', partial.ranks)} in {num_values}"
+    for name, problems in (("A", result.problems_a), ("B", result.problems_b)):
+        for problem in problems:
+            yield f"finding in {name}: {problem}"
+    for name, paths in (("A", result.unpaired_a), ("B", result.unpaired_b)):
+        if paths:
+            shown = ", ".join(map(repr, paths[: limit or None])) + _cut_text(len(paths), limit)
+            yield f"modules of {name} without a partner ({len(paths)}): {shown}"
+
+
+def _describe(first: Difference) -> str:
+    value = " ".join(filter(None, (repr(first.module_path), first.site, first.name)))
+    when = "" if first.micro_step is None else f", micro_step {first.micro_step}"
+    ranks = _rank_cell(first.rank_a, first.rank_b)
+    rank = f", rank {ranks}" if ranks else ""
+    kind = _HOW.get(first.kind, "")
+    if first.kind == "partial":
+        both = (("A", first.lacks_a), ("B", first.lacks_b))
+        kind = " and ".join(f"{run} lacks {named('rank', json.loads(lost))}" for run, lost in both if lost)
+    apart = ""
+    if first.max_abs:
+        of_max = "" if first.of_max is None else f", {number(first.of_max)} of the largest magnitude"
+        apart = f" by up to {number(first.max_abs)}{of_max}"
+    elif first.statistic is not None:
+        apart = f": {_statistic_cell(first._asdict())}"
+    if first.nonfinite_a or first.nonfinite_b:
+        apart += f"; NaN or infinite in {first.nonfinite_a} elements of A, {first.nonfinite_b} of B"
+    return f"first difference: step {first.step}{when}, {value}{rank}: {kind}{apart}"
+
+
+def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
+    if not hints:
+        return
+    num_modules, num_same = (sum(getattr(hint, name) for hint in hints) for name in ("num_modules", "num_same"))
+    same = f", {num_same} of them equal first parameters" if num_same else ""
+    alike = f"{counted(num_modules, 'module')} that A has alone and as many of B have tensors of the same shapes{same}"
+    cut = _cut_text(len(hints), limit)
+    yield f"hint: {alike}; if they are the same, --rename FILE pairs them, with these lines{cut}"
+    for hint in hints[: limit or None]:
+        yield f"  {hint.line}"
+
+
+def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
+    """Yield the lines about culprits."""
+    for culprit in culprits[: limit or None]:
+        rank = f", {named('rank', culprit.ranks)}" if culprit.ranks else ""
+        if culprit.micro_batches:
+            some = ", ".join(map(str, culprit.micro_batches))
+            rank += f", micro-batch{'es' * (len(culprit.micro_batches) > 1)} {some}"
+        yield f"culprit: step {culprit.step}, {culprit.phase} of {_accused(culprit)}{rank}: {_symptom(culprit)}"
+        if culprit.hint:
+            yield f"hint: {culprit.hint}"
+    if len(culprits) > 1:
+        yield "note: of several culprits the first is sure; the others may follow from it"
+    if limit and len(culprits) > limit:
+        yield f"{len(culprits) - limit} more culprits (--limit 0 shows all)"
+
+
+def _accused(culprit: Culprit) -> str:
+    accused = repr(culprit.module_path)
+    if culprit.module_path is None:
+        few = "all parameters" if culprit.num_params else "some parameters"
+        accused = f"{culprit.num_params} parameters" if culprit.num_params > 1 else few
+        if culprit.stages:
+            accused += f" of stage{'s' * (len(culprit.stages) > 1)} {', '.join(map(str, culprit.stages))}"
+        accused += " alike"
+    return accused + (f" ({culprit.why})" if culprit.why else "")
+
+
+def _symptom(culprit: Culprit) -> str:
+    is_there = culprit.seen_at == culprit.module_path or culprit.site == "scalar"
+    of = "" if is_there else f" of {culprit.seen_at!r}"
+    value = " ".join(filter(None, (culprit.site, culprit.name))) + of
+    if culprit.alone_in is not None:
+        return f"{value} is in {culprit.alone_in.upper()} alone"
+    if culprit.statistic is None and culprit.nonfinite_a != culprit.nonfinite_b:
+        return f"{value} is NaN or infinite in {culprit.nonfinite_b} elements, {culprit.nonfinite_a} in A"
+    if culprit.factor is not None:
+        return f"{value} is {number(culprit.factor)} times what it was"
+    if culprit.max_abs:
+        of_max = "" if culprit.of_max is None else f", {number(culprit.of_max)} of the largest magnitude"
+        noise = f", {culprit.max_abs / culprit.noise:.3g} times the noise" if culprit.noise else ""
+        return f"{value} differs by up to {number(culprit.max_abs)}{of_max}{noise}"
+    if culprit.statistic is not None:
+        return f"{value} differs: {_statistic_cell({**culprit._asdict(), 'statistic_rel': None})}"
+    return f"{value} differs" + (f" ({culprit.kind})" if culprit.kind else "")
+
+
+def _notes(result: Diff, options: DiffOptions) -> Iterator[str]:
+    num_only = sum(table.num_rows for table in (result.only_a, result.only_b))
+    if result.num_bare:
+        yield f"note: of {counted(result.num_bare, 'value')} neither run kept anything that could be compared"
+    handed_on = "of {} that one pipeline stage hands to another are not compared: {} is not cut into stages so"
+    recomputed = "that {} recomputed for its backward are not compared: {} recomputed nothing at these steps"
+    for num, text, *runs in (
+        (result.num_handed_on_a, handed_on, "A", "B"), (result.num_handed_on_b, handed_on, "B", "A"),
+        (result.num_recomputed_a, recomputed, "A", "B"), (result.num_recomputed_b, recomputed, "B", "A"),
+    ):  # fmt: skip
+        if num:
+            yield f"note: {counted(num, 'row')} {text.format(*runs)}"
+    if result.still_roots:
+        roots = ", ".join(map(repr, result.still_roots))
+        yield f"warning: the noise runs moved nothing in {roots}, where every difference counts"
+    if result.loud_noise is not None:
+        step, share = result.loud_noise
+        yield (
+            f"warning: at step {step} the noise runs are {share:.2g} of the norm away from A, more than roundings "
+            "do in a step, and may hide errors; a twin is recorded as A was: same ranks, seeds and program"
+        )
+    if (drifted := result.drifted) is not None:
+        yield (
+            f"note: from step {drifted.step} on rounding has driven {counted(drifted.num_params, 'parameter')} farther "
+            "apart than the twins show: what is made from them has to be "
+            f"{drifted.times_noise:.3g} times as far apart as else to count as different, and smaller errors are not "
+            "found (--noise may be given again, with other twins)"
+        )
+    kinds = zip(result.table.column("site").to_pylist(), result.table.column("kind").to_pylist(), strict=True)
+    is_open = any(culprit.phase == "update" for culprit in result.culprits) and ("param", "values") not in kinds
+    if options.noise and is_open:  # no parameter that differs was compared by its values
+        yield (
+            "note: statistics alone do not tell an update that is wrong from one of which rounding decided an element, "
+            "as it may with Adam; tensors of param, grad and optim do, and two or three more twins (--noise again) may"
+        )
+    if num_only and options.common:
+        yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
+
+
+def _tolerances(tolerance: Tolerance) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in asdict(tolerance).items() if value)
+
+
+_MAX_ULP = "9999"
+"""The most representable numbers between two floats that are shown; a larger count tells nobody anything."""
+
+
+def _beside(row: dict[str, Any]) -> str:
+    micro_step = f"micro_step={row['micro_step']}" if row["micro_step"] else ""
+    call = f"call={row['call']}" if row["call"] else ""
+    mode = row["mode"] if row["mode"] != "train" else ""
+    return " ".join(filter(None, (micro_step, call, mode, row["phase"] if row["phase"] == "recompute" else "")))
+
+
+def _statistic_cell(row: dict[str, Any]) -> str:
+    a, b = row["statistic_a"], row["statistic_b"]
+    digits = (".0f",) if row["statistic"].endswith("_count") else (".4g", ".8g", ".17g")
+    texts = [tuple("none" if value is None else format(value, form) for value in (a, b)) for form in digits]
+    text_a, text_b = next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
+    apart = "" if row["statistic_rel"] is None else f", {number(row['statistic_rel'])} apart"
+    return f"{row['statistic'].removesuffix('_count')} {text_a} | {text_b}{apart}"
+
+
+def _rank_cell(a: int | None, b: int | None) -> str:
+    return "" if a is None and b is None else _pair_cell("all" if a is None else a, "all" if b is None else b)
+
+
+def _pair_cell(a: object, b: object) -> str:
+    return str(a) if a == b else f"{a} | {b}"
+
+
+def _cosine_cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.6f}"
+
+
+def _cut_text(count: int, limit: int) -> str:
+    return f"; the first {limit} (--limit 0 shows all)" if limit and count > limit else ""
 
 
 def _modules_table(result: Diff, limit: int) -> Table:
@@ -149,11 +356,11 @@ def _modules_table(result: Diff, limit: int) -> Table:
         + [module["module_path"] or "''", str(module["first_step"])]
         + [" ".join(filter(None, (module["first_site"], module["first_name"])))]
         + [str(module["differing"]), str(module["compared"]), number(module["max_abs"]), number(module["of_max"])]
-        + [number(module["statistic_rel"]), cosine_cell(module["min_cosine"])]
+        + [number(module["statistic_rel"]), _cosine_cell(module["min_cosine"])]
         + [f"{module['nonfinite_a']}|{module['nonfinite_b']}"]
         for module in modules[: limit or None]
     ]
-    title = f"modules that differ ({len(modules)}), in the order in which they do{cut_text(len(modules), limit)}"
+    title = f"modules that differ ({len(modules)}), in the order in which they do{_cut_text(len(modules), limit)}"
     texts = ("root", "module", "first value")
     absent = () if has_statistics else ("stats apart",)
     legend = f"{_OF_MAX}; {_STATS_APART}" if has_statistics else _OF_MAX
@@ -164,104 +371,76 @@ def _values_table(result: Diff, limit: int) -> Table:
     rows = result.table.slice(0, limit or None).to_pylist()
     titles = ["step", "module", "value", "rank", "kind", "shape", "type", "elements", "max abs", "of max", "statistics"]
     titles += ["cosine", "max rel", "max ulp"]
-    lines = [
-        [
-            *_head(row),
-            row["kind"],
-            pair_cell(row["shape_a"], row["shape_b"]),
-            pair_cell(row["dtype_a"], row["dtype_b"]),
-            "" if row["num_outside"] is None else f"{row['num_outside']}/{row['numel']}",
-            number(row["max_abs"]),
-            number(row["of_max"]),
-            "" if row["statistic"] is None else statistic_cell(row),
-            cosine_cell(row["cosine"]),
-            number(row["max_rel"]),
-            whole_cell(row["max_ulp"]),
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        outside = "" if row["num_outside"] is None else f"{row['num_outside']}/{row['numel']}"
+        shapes, types = (_pair_cell(row[f"{name}_a"], row[f"{name}_b"]) for name in ("shape", "dtype"))
+        statistic = "" if row["statistic"] is None else _statistic_cell(row)
+        ulp = "" if row["max_ulp"] is None else str(int(row["max_ulp"]))
+        lines.append([*_head(row), row["kind"], shapes, types, outside, number(row["max_abs"]), number(row["of_max"])])
+        lines[-1] += [statistic, _cosine_cell(row["cosine"]), number(row["max_rel"])]
+        lines[-1].append(ulp if len(ulp) <= len(_MAX_ULP) else f">{_MAX_ULP}")
     num_rows = result.table.num_rows
-    title = f"values that differ ({num_rows}), in the order of execution{cut_text(num_rows, limit)}"
+    title = f"values that differ ({num_rows}), in the order of execution{_cut_text(num_rows, limit)}"
     texts = ("module", "value", "rank", "kind", "shape", "type", "statistics")
     absent = () if any(row["statistic"] is not None for row in rows) else ("statistics",)
     return _table(titles, lines, title, _VALUE_DROPS, texts=texts, absent=absent)
 
 
 def _head(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Return the cells of step, module, value and rank."""
-    value = " ".join(filter(None, (row["site"], row["name"], beside(row))))
-    return str(row["step"]), row["module_path"] or "''", value, rank_cell(row["rank_a"], row["rank_b"])
+    value = " ".join(filter(None, (row["site"], row["name"], _beside(row))))
+    return str(row["step"]), row["module_path"] or "''", value, _rank_cell(row["rank_a"], row["rank_b"])
 
 
 def _histograms_table(result: Diff, limit: int) -> Table | None:
-    """Return the histograms of the first values that differ and have them in both runs, in the same bins."""
-    table = result.table
-    table = table.filter(pc.and_(table.column("histogram_a").is_valid(), table.column("histogram_b").is_valid()))
+    table = result.table.filter(pc.field("histogram_a").is_valid() & pc.field("histogram_b").is_valid())
     rows = table.slice(0, limit or None).to_pylist()
     rows_with_histograms = [(row, histogram_of_row(row, "_a"), histogram_of_row(row, "_b")) for row in rows]
     pairs = [(row, a, b) for row, a, b in rows_with_histograms if a is not None and b is not None]
     if not pairs:
         return None
     bins = bins_of([one for _, a, b in pairs for one in (a, b)], HISTOGRAM_WIDTH)
-    drawn = [histogram_line(shares) for shares in bins.shares]
+    drawn = map(histogram_line, bins.shares)
     titles = ["step", "module", "value", "rank", "A", "B", "apart", "zero", "subnormal", "infinite"]
     lines = []
-    for number_of, (row, a, b) in enumerate(pairs):
+    for row, a, b in pairs:
         of_subnormals = [subnormal_count(one, row[f"dtype_{side}"]) for side, one in (("a", a), ("b", b))]
-        lines.append(
-            [
-                *_head(row),
-                *drawn[2 * number_of : 2 * number_of + 2],
-                percent_cell(share_apart(a, b)),
-                f"{a.zero_count}|{b.zero_count}",
-                "|".join("-" if count is None else str(count) for count in of_subnormals),
-                f"{int(a.infinite.sum())}|{int(b.infinite.sum())}",
-            ]
-        )
-    title = f"histograms of values that differ ({table.num_rows}): {extent(bins)}{cut_text(table.num_rows, limit)}"
-    texts = ("module", "value", "rank", "A", "B")
+        subnormal = "|".join("-" if count is None else str(count) for count in of_subnormals)
+        zeros, infinite = f"{a.zero_count}|{b.zero_count}", f"{int(a.infinite.sum())}|{int(b.infinite.sum())}"
+        share = share_apart(a, b)
+        apart = "" if share is None else f"{share:.3%}" if share < 0.01 else f"{share:.1%}"
+        lines.append([*_head(row), next(drawn), next(drawn), apart, zeros, subnormal, infinite])
+    title = f"histograms of values that differ ({table.num_rows}): {extent(bins)}{_cut_text(table.num_rows, limit)}"
+    texts, legend = ("module", "value", "rank", "A", "B"), f"{_APART}; {HISTOGRAM_LEGEND}"
     absent = () if any(line[3] for line in lines) else ("rank",)
-    return _table(
-        titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=f"{_APART}; {HISTOGRAM_LEGEND}"
-    )
+    return _table(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=legend)
 
 
 def _units_table(result: Diff, limit: int) -> Table | None:
-    """Return how the units of the first values that differ, and have them in both runs, compare."""
     table = result.table.filter(pc.field("units_a").is_valid())
     rows = table.slice(0, limit or None).to_pylist()
     if not rows:
         return None
     titles = ["step", "module", "value", "rank", "units", "differ", "dead", "farthest", "its rms"]
-    lines = [
-        [
-            *_head(row),
-            pair_cell(row["units_a"], row["units_b"]),
-            "-" if row["units_apart"] is None else str(row["units_apart"]),
-            f"{row['units_dead_a']}|{row['units_dead_b']}",
-            "-" if row["unit"] is None else str(row["unit"]),
-            "-" if row["unit"] is None else f"{number(row['unit_rms_a'])}|{number(row['unit_rms_b'])}",
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        apart, unit = ("-" if row[name] is None else str(row[name]) for name in ("units_apart", "unit"))
+        rms = "-" if row["unit"] is None else f"{number(row['unit_rms_a'])}|{number(row['unit_rms_b'])}"
+        dead = f"{row['units_dead_a']}|{row['units_dead_b']}"
+        lines.append([*_head(row), _pair_cell(row["units_a"], row["units_b"]), apart, dead, unit, rms])
     absent = () if any(line[3] for line in lines) else ("rank",)
-    title = f"units of values that differ ({table.num_rows}){cut_text(table.num_rows, limit)}"
+    title = f"units of values that differ ({table.num_rows}){_cut_text(table.num_rows, limit)}"
     return _table(titles, lines, title, _UNITS_DROPS, texts=("module", "value", "rank"), absent=absent, legend=_DEAD)
 
 
 def _only_parts(run: str, only: Any, steps: list[int], limit: int) -> Iterator[str | Table]:
-    """Yield the values that only one run has at steps of both runs, and the steps that only one run has."""
     if only.num_rows:
-        rows = [
-            [
-                row["module_path"] or "''",
-                " ".join(filter(None, (row["site"], row["name"]))),
-                str(row["rows"]),
-                "..".join(map(str, sorted({row["first_step"], row["last_step"]}))),
-            ]
-            for row in only.slice(0, limit or None).to_pylist()
-        ]
-        title = f"only in {run}, at steps that both have{cut_text(only.num_rows, limit)}"
+        rows = []
+        for row in only.slice(0, limit or None).to_pylist():
+            value = " ".join(filter(None, (row["site"], row["name"])))
+            its_steps = "..".join(map(str, sorted({row["first_step"], row["last_step"]})))
+            rows.append([row["module_path"] or "''", value, str(row["rows"]), its_steps])
+        title = f"only in {run}, at steps that both have{_cut_text(only.num_rows, limit)}"
         yield table_of(("module", "value", "rows", "steps"), rows, numbers=("rows",), title=title)
     if steps:
         yield f"steps only in {run}: {span(steps)} (not compared; no difference by itself)"
@@ -271,17 +450,9 @@ def _table(
     titles: list[str], lines: list[list[str]], title: str, drops: tuple[str, ...], *, texts: tuple[str, ...],
     absent: Sequence[str] = (), legend: str = "",
 ) -> Table:  # fmt: skip
-    """Return a table without the columns that are `absent`."""
     kept = [i for i, name in enumerate(titles) if name not in absent]
     titles, lines = [titles[i] for i in kept], [[line[i] for i in kept] for line in lines]
     return table_of(
-        titles,
-        lines,
-        numbers=[name for name in titles if name not in texts],
-        whole=("kind", "shape"),
-        prose=("statistics",),
-        drops=drops,
-        dull=_DULL,
-        title=title,
-        subtitle=legend,
-    )
+        titles, lines, numbers=[name for name in titles if name not in texts], whole=("kind", "shape"),
+        prose=("statistics",), drops=drops, dull=_DULL, title=title, subtitle=legend,
+    )  # fmt: skip

@@ -55,48 +55,13 @@ class DiffOptions:
     """True if values that only one run has make no difference."""
 
 
-class KnownValues:
-    """The distinct values of the key columns of one run."""
-
-    def __init__(self) -> None:
-        self.num_rows = 0
-        self.num_selected = 0
-        self.steps: set[int] = set()
-        """The steps of the selected values."""
-        self._values: dict[str, dict[Any, None]] = {name: {} for name in ("step", *VALUE)}
-
-    def add(self, side: RunSteps) -> None:
-        self.num_rows += side.rows.table.num_rows
-        self.num_selected += side.table.num_rows
-        self.steps.update(side.table.column("step").unique().to_pylist())
-        for name, known in self._values.items():
-            known.update(dict.fromkeys(side.rows.table.column(name).unique().to_pylist()))
-
-    def join(self, other: KnownValues) -> None:
-        self.num_rows += other.num_rows
-        self.num_selected += other.num_selected
-        self.steps |= other.steps
-        for name, known in self._values.items():
-            known.update(other._values[name])
-
-    def table(self) -> Any:
-        """Return the distinct values of each column; the rows have no meaning."""
-        length = max(map(len, self._values.values()))
-        return pa.table({name: [*known, *[None] * (length - len(known))] for name, known in self._values.items()})
-
-    def known(self, column: str, selection: Selection) -> list[Any]:
-        """Return the selected values of a column."""
-        table = pa.table({column: list(self._values[column])})
-        narrowed = selection.narrow(table) if column in selection.columns else table
-        return sorted(narrowed.column(column).to_pylist())
-
-
 class SideTotals:
     """What one of the two runs has in a range of steps, or in all ranges that were joined."""
 
     def __init__(self, selection: Selection, own_names: Mapping[str, str]) -> None:
         self.problems = Problems(selection)
-        self.seen = KnownValues()
+        self.steps: set[int] = set()
+        """The steps of the selected values."""
         self.unpaired = UnpairedModules(own_names)
         self.only: list[Any] = []
         """Tables of values that the other run does not have, as `by_value` makes them."""
@@ -104,7 +69,7 @@ class SideTotals:
 
     def join(self, later: SideTotals) -> None:
         self.problems.join(later.problems)
-        self.seen.join(later.seen)
+        self.steps |= later.steps
         self.unpaired.join(later.unpaired)
         self.only += later.only
         self.num_handed_on += later.num_handed_on
@@ -180,25 +145,21 @@ class RangeComparer:
         self._views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *options.noise)]
         self.jitter_eps = max((run.jitter_eps for run in options.noise), default=0.0)
         """The share by which the inputs of the noise runs were moved."""
-        self._selection = options.selection
-        self._tolerance = options.tolerance
-        self._renames = options.renames
-        self._own_names = own_names
-        self._report = report
+        self._options, self._own_names, self._report = options, own_names, report
 
     def rows(self, first: int | None, last: int | None) -> PairedSteps:
         """Return what is compared of a range of steps."""
         return self._read(first, last)[0]
 
     def __call__(self, first: int | None, last: int | None) -> RangeResult:
-        before = self._report.num_bytes
-        sides = SideTotals(self._selection, self._own_names[0]), SideTotals(self._selection, self._own_names[1])
+        before, selection = self._report.num_bytes, self._options.selection
+        sides = SideTotals(selection, self._own_names[0]), SideTotals(selection, self._own_names[1])
         compared, num_in_other_micro_steps = self._read(first, last, sides)
         a, b, pairs = compared
         steps = pc.unique(b.table.column("step")), pc.unique(a.table.column("step"))
         for total, side, others, unpaired in zip(sides, (a, b), steps, (pairs.only_a, pairs.only_b), strict=True):
             total.problems.add(side.rows.findings)
-            total.seen.add(side)
+            total.steps.update(side.table.column("step").unique().to_pylist())
             total.unpaired.add(side.table)
             alone = side.table.take(pa.array(unpaired))
             total.only.append(by_value(alone.filter(pc.is_in(alone.column("step"), others))))
@@ -206,8 +167,8 @@ class RangeComparer:
         judged = measured = counts = known = None
         moved: list[set[str]] = []
         if len(pairs.a):
-            judged = judge(a, b, pairs, self._tolerance, self._report)
-            noise = [RunSteps.read(view, self._selection, first, last) for view in self._views[2:]]
+            judged = judge(a, b, pairs, self._options.tolerance, self._report)
+            noise = [RunSteps.read(view, selection, first, last) for view in self._views[2:]]
             measured = measure(judged, compared, noise)
             moved = [moved_roots(a, side) for side in noise]
             counts = a.table.select(MODULE).take(pa.array(pairs.a)).group_by(MODULE).aggregate([([], "count_all")])
@@ -229,8 +190,8 @@ class RangeComparer:
 
     def _read(self, first: int | None, last: int | None, sides: Sequence[SideTotals] = ()) -> tuple[PairedSteps, int]:
         """Read the rows and pair them; add to the sides what was left out, and return what is in other micro-steps."""
-        a = RunSteps.read(self._views[0], self._selection, first, last)
-        b = RunSteps.read(self._views[1], self._selection, first, last, self._renames)
+        a = RunSteps.read(self._views[0], self._options.selection, first, last)
+        b = RunSteps.read(self._views[1], self._options.selection, first, last, self._options.renames)
         a, b, handed_on = comparable(a, b)
         a, b, recomputed = without_recomputed(a, b)
         a, b, num_in_other_micro_steps = without_other_micro_steps(a, b)

@@ -176,7 +176,6 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
 def _gaps_between(
     balance: Balance, rows: NumberedRows, spans: Sequence[tuple[int, int, int]], usual: int
 ) -> Iterator[_Gaps]:
-    """Yield the runs of missing numbers before the first row and between two rows, by their cause."""
     indices = np.flatnonzero(np.diff(rows.seq) > 1)
     before, after = rows.seq[indices], rows.seq[indices + 1]
     first, last = rows.step[indices], rows.step[indices + 1]
@@ -232,7 +231,6 @@ def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int,
 
 
 def _limits(rows: NumberedRows, num_shards: int) -> list[tuple[int, int]]:
-    """Return the smallest and the largest number in each shard; -1 where it has no rows."""
     low, high = np.full(num_shards, _END), np.full(num_shards, -1, np.int64)
     np.minimum.at(low, rows.shard, rows.seq)
     np.maximum.at(high, rows.shard, rows.seq)

@@ -6,7 +6,7 @@ The module needs only files: manifests (module tree, rules, accounts) and metada
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -111,6 +111,8 @@ class Expectation(NamedTuple):
     num_incomplete: int
     """Tensors of which some parts were dropped."""
     is_merged: bool
+    absent: list[int]
+    """Ranks without a writer."""
 
 
 class _Rank(NamedTuple):
@@ -150,16 +152,12 @@ class _AskedSlots:
         self._known: dict[Any, tuple[Integers, Flags]] = {}
 
     def view(self, one: _Rank) -> RankView:
-        """Return what a rank was to record and did."""
         is_on = [one.rank is None or (m.rule.text in one.rules and one.rank in m.rule.rank) for m in self.matches]
-        code_and_when = self._when(one.promised.selected, is_on)
-        view = RankView(
-            self.slots, self.axis, one.promised, *code_and_when, rank=one.rank, writers=one.writers,
-            is_merged=self.is_merged,
-        )  # fmt: skip
+        when = self._when(one.promised.selected, is_on)
+        is_lossy = self.is_merged and _has_lost(one.writers)
+        view = RankView(self.slots, self.axis, one.promised, *when, one.rank, one.writers, self.is_merged, is_lossy)
         for rows in one.rows:
             view.add(rows)
-        view.is_lossy = self.is_merged and _has_lost(one.writers)
         view.bits[:], view.room[:] = lost_steps(one.writers, [rows.numbered for rows in one.rows], self.axis)
         if self.windows and not self.is_merged:
             view.bits[_missed(one, self.axis, self.windows)] |= MISSED
@@ -248,14 +246,15 @@ def compare(run: Run) -> Expectation:
         shared=[(module.path, alias) for module in slots.modules for alias in module.aliases],
         num_incomplete=sum(rows.num_incomplete for one in ranks for rows in one.rows),
         is_merged=is_merged,
+        absent=missing_ranks,
     )
 
 
 def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
     """Return the writers by rank; only the newest writer of a rank that merely counts steps, each time from 0."""
-    groups: dict[int | None, list[int]] = {}
+    groups: defaultdict[int | None, list[int]] = defaultdict(list)
     for number, writer in enumerate(run.writers):
-        groups.setdefault(None if run.is_merged else writer.rank, []).append(number)
+        groups[None if run.is_merged else writer.rank].append(number)
     ranks = []
     for rank, numbers in groups.items():
         if not run.is_merged and any(run.writers[number].is_counted for number in numbers):
@@ -271,7 +270,6 @@ def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
 
 
 def _rules(run: Run) -> tuple[list[Rule], list[str]]:
-    """Return every rule of any writer once."""
     rules: dict[Rule, None] = {}
     problems: dict[str, None] = {}
     read: list[Any] = []
@@ -304,7 +302,6 @@ def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Windo
 
 
 def _num_passed(rules: Sequence[Rule], steps: Integers, are_wanted: Flags) -> int:
-    """Count the steps in a rule's schedule that only the ring kept, because no trigger asked for them."""
     return int((_at_any(rules, steps, [(0, int(_LARGEST))]) & ~are_wanted).sum())
 
 
@@ -329,7 +326,6 @@ def _in_windows(windows: Sequence[Window], steps: Integers) -> Flags:
 
 
 def _in_schedule(rule: Rule, steps: Integers) -> Flags:
-    """Apply a `Schedule` to many steps at once."""
     schedule = rule.steps
     are_chosen = np.zeros(len(steps), bool)
     for start, stop, stride in schedule.slices:
@@ -346,7 +342,6 @@ _LARGEST = np.iinfo(np.int64).max
 
 
 def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
-    """Return the steps of triggers of which the rank never heard, or heard too late."""
     dumps = [dump for writer in one.writers for dump in writer.manifest.dumps]
     own = _in_windows([(dump.first_step, dump.last_step) for dump in dumps], axis)
     return _in_windows(windows, axis) & ~own | np.isin(axis, [step for dump in dumps for step in dump.missed])
@@ -366,33 +361,26 @@ def _absent_ranks(run: Run, ranks: Sequence[_Rank]) -> list[int]:
 def _uneven(ranks: Sequence[_Rank], views: Sequence[RankView], axis: Integers) -> list[Uneven]:
     uneven = []
     for mode, number in MODES.items():
-        reference: Integers | None = None
-        first: RankView | None = None
+        counts = [_num_forwards(one, number, axis) for one in ranks]
         differing: list[int | None] = []
         steps = np.zeros(len(axis), bool)
-        totals = []
-        for one, view in zip(ranks, views, strict=True):
-            counts = np.zeros(len(axis), np.int64)
-            for rows in one.rows:
-                chosen = rows.step[rows.is_forward & (rows.mode == number)]
-                at = np.searchsorted(axis, chosen)
-                at = at[(at < len(axis)) & (axis[np.minimum(at, len(axis) - 1)] == chosen)] if len(axis) else at[:0]
-                counts += np.bincount(at, minlength=len(axis))
-            totals.append(int(counts.sum()))
-            if reference is None or first is None:
-                reference, first = counts, view
-                continue
-            sound = view.alive & first.alive & (view.bits == 0) & (first.bits == 0)
-            sound &= (view.code.shape == first.code.shape) and bool((view.code == first.code).all())
-            differs = (counts != reference) & sound
+        for one, view, own in list(zip(ranks, views, counts, strict=True))[1:]:
+            sound = view.alive & views[0].alive & (view.bits == 0) & (views[0].bits == 0)
+            sound &= np.array_equal(view.code, views[0].code)
+            differs = (own != counts[0]) & sound
             if differs.any():
                 differing.append(one.rank)
                 steps |= differs
         if differing:
-            alone = sum(total > 0 for total in totals) == 1
-            who = [one.rank for one, total in zip(ranks, totals, strict=True) if total] if alone else differing
-            uneven.append(Uneven(mode, who, axis[steps].tolist(), alone))
+            able = [one.rank for one, own in zip(ranks, counts, strict=True) if own.any()]
+            alone = len(able) == 1
+            uneven.append(Uneven(mode, able if alone else differing, axis[steps].tolist(), alone))
     return uneven
+
+
+def _num_forwards(one: _Rank, mode: int, axis: Integers) -> Integers:
+    steps = np.concatenate([np.zeros(0, np.int64), *(r.step[r.is_forward & (r.mode == mode)] for r in one.rows)])
+    return np.bincount(np.searchsorted(axis, steps[np.isin(steps, axis)]), minlength=len(axis))
 
 
 def _tails(ranks: Sequence[_Rank], views: Sequence[RankView]) -> list[DroppedTail]:

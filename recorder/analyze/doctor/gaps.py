@@ -271,12 +271,10 @@ class _SlotBlock:
 def _with_losses(
     block: _SlotBlock, reason: npt.NDArray[np.uint8], usual_of: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
-    """Return the reasons with those of rows that were lost; note why slots lack their values at every step.
+    """Return the reasons with those of rows that were lost.
 
-    Args:
-        block: slots and steps.
-        reason: why a value would be missing even if nothing had been lost.
-        usual_of: takes the reason of each slot that never has a value.
+    `reason` says why a value would be missing even if nothing had been lost; `usual_of` takes the reason of each slot
+    that never has a value.
     """
     view, missing, columns = block.view, block.missing, block.columns
     there, expected = block.recorded[block.rows], block.expected[block.rows]
@@ -306,7 +304,6 @@ def _with_losses(
 
 
 def _add_block(gaps: Gaps, block: _SlotBlock, reason: npt.NDArray[np.uint8], details: dict[int, str]) -> None:
-    """Add the missing values of a block, by reason, root and site."""
     groups = block.root * len(SLOT_SITES) + block.site
     for code in np.unique(reason[block.missing]).tolist():
         hits = reason == code
@@ -339,7 +336,6 @@ _Put = Callable[[str, Flags], None]
 
 
 def _put_reasons_of_calls(block: _SlotBlock, put: _Put) -> None:
-    """Judge the values of calls, and their gradients, by what else of the module and its root is there at the step."""
     view, site, module, columns = block.view, block.site, block.module, block.columns
     promised, first = view.promised, view.slots.first[module]
     offsets = range(len(OF_CALLS))
@@ -367,7 +363,6 @@ def _put_reasons_of_calls(block: _SlotBlock, put: _Put) -> None:
 
 
 def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
-    """Judge parameters, their gradients and optimizer state, and buffers, by the other sites of the same parameter."""
     view, site = block.view, block.site
     is_updated = view.updated[block.root][:, block.columns]
 
@@ -431,7 +426,6 @@ def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flag
 
 
 def _above(slots: Slots, flags: Flags) -> Flags:
-    """Return the modules that have a flagged module somewhere below them."""
     are_above = np.zeros(len(flags), bool)
     layer = slots.parent_of[flags]
     while len(layer := np.unique(layer[layer >= 0])):
@@ -500,7 +494,6 @@ def _add_steps(
 
 
 def _details(view: RankView) -> dict[int, str]:
-    """Return what the accounts and the shards of a rank say beyond the reason."""
     details: dict[int, str] = {}
     dropped = sorted({reason for writer in view.writers for reason in writer.balance.dropped})
     if dropped:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...numerics.dtypes import item_bytes
+from ...numerics.keys import encode, group
 from ...run.notes import KNOWN_WORDS
 from ...run.run import RecordedWriter
 from ...sites import OF_CALLS
@@ -50,23 +52,17 @@ class SlotRows(NamedTuple):
 
 def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
     """Return all rows of a writer, in file order."""
-    batches, shards = [], []
-    for number, shard in enumerate(writer.shards):
-        for batch in shard.columns(_COLUMNS):
-            batches.append(batch)
-            shards.append(np.full(batch.num_rows, number, np.int64))
+    batches = [(number, batch) for number, shard in enumerate(writer.shards) for batch in shard.columns(_COLUMNS)]
+    shard_of = np.concatenate([np.zeros(0), *(np.full(batch.num_rows, number) for number, batch in batches)])
     columns = {
-        name: pa.chunked_array([batch.column(name) for batch in batches], _TYPES.get(name, pa.string()))
+        name: pa.chunked_array([batch.column(name) for _, batch in batches], _TYPES.get(name, pa.string()))
         for name in _COLUMNS
     }
     numbers = {name: columns[name].fill_null(0).to_numpy().astype(np.int64, copy=False) for name in _TYPES}
-    shard_of = np.concatenate([*shards, np.zeros(0, np.int64)])
     is_in_order = bool((np.diff(numbers["seq"]) >= 0).all())
     order = slice(None) if is_in_order else np.argsort(numbers["seq"], kind="stable")
-    codes = {
-        name: _codes(columns[name])
-        for name in ("root", "module_path", "site", "name", "mode", "phase", "dtype", "encoding")
-    }
+    coded = ("root", "module_path", "site", "name", "mode", "phase", "dtype", "encoding")
+    codes = {name: encode(columns[name]) for name in coded}
     module = _modules(slots, codes["root"], codes["module_path"])
     site_code = _translate(codes["site"], {site: number for number, site in enumerate(SLOT_SITES)})
     name_codes, names = codes["name"]
@@ -107,21 +103,10 @@ _WHEN = np.array([*WHEN_OF_SITES, ANYTIME])
 """For each of `SLOT_SITES`, and for other sites, when in a step the rows come."""
 MODES = {"train": 0, "eval": 1, "no_grad": 2}
 _Codes = tuple[Integers, list[str]]
-
-
-def _codes(column: Any) -> _Codes:
-    """Return a text column as numbers, -1 for null, and the texts."""
-    encoded = column.combine_chunks().dictionary_encode() if column.num_chunks else None
-    if encoded is None:
-        return np.zeros(0, np.int64), []
-    if isinstance(encoded, pa.ChunkedArray):
-        encoded = encoded.unify_dictionaries().combine_chunks()
-    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
-    return codes, encoded.dictionary.to_pylist()
+"""The number of each row's text, -1 for null, and the texts."""
 
 
 def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
-    """Translate the codes of texts by the meaning of each text; -1 for a text without a meaning."""
     return np.array([*(meaning.get(text, -1) for text in codes[1]), -1], np.int64)[codes[0]]
 
 
@@ -131,20 +116,13 @@ def _is(codes: _Codes, text: str) -> Flags:
 
 
 def _modules(slots: Slots, roots: _Codes, paths: _Codes) -> Integers:
-    if not len(roots[0]):
-        return np.zeros(0, np.int64)
-    pairs = roots[0] * (len(paths[1]) + 1) + paths[0]
-    present, inverse = np.unique(pairs, return_inverse=True)
-    module_numbers = []
-    for pair in present.tolist():
-        root, path = divmod(pair, len(paths[1]) + 1)
-        module_numbers.append(slots.number_of.get((roots[1][root], paths[1][path]), -1))
-    modules: Integers = np.array(module_numbers, np.int64)[inverse.reshape(-1)]
-    return modules
+    pairs = group([roots[0], paths[0]])
+    named = zip(*(ids[pairs.firsts].tolist() for ids, _ in (roots, paths)), strict=True)
+    numbers = [slots.number_of.get((roots[1][root], paths[1][path]), -1) for root, path in named]
+    return np.array(numbers, np.int64)[pairs.ids]
 
 
 def _unknown(writer: RecordedWriter, codes: Mapping[str, _Codes]) -> Counter[tuple[str, str]]:
-    """Return the words in a writer's rows that this version does not know, by kind."""
     unknown = Counter({("column", name): count for name, count in writer.unknown_columns().items()})
     for kind, known in KNOWN_WORDS.items():
         numbers, texts = codes[kind]
@@ -156,7 +134,6 @@ def _unknown(writer: RecordedWriter, codes: Mapping[str, _Codes]) -> Counter[tup
 
 
 def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> int:
-    """Count the tensors in several parts of which some parts are missing."""
     if not numbers["part"].any():
         return 0
     sizes = []
@@ -177,7 +154,6 @@ def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> i
 
 
 def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, str, Integers]]:
-    """Return the steps at which rows of a merged run lack ranks, by mode, ranks present and ranks expected."""
     present, expected = columns["ranks_present"], columns["ranks_expected"]
     if present.null_count == len(present):
         return []
@@ -190,35 +166,26 @@ def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, st
     return [(row["present"], row["expected"], row["mode"], np.array(row["step_list"], np.int64)) for row in groups]
 
 
+@dataclass(eq=False)
 class RankView:
     """What one rank should have recorded, and what it recorded, by slots and steps."""
 
-    def __init__(
-        self,
-        slots: Slots,
-        axis: Integers,
-        promised: WriterSlots,
-        code: Integers,
-        when: Flags,
-        *,
-        rank: int | None,
-        writers: Sequence[RecordedWriter] = (),
-        is_merged: bool = False,
-    ) -> None:
-        self.slots = slots
-        self.axis = axis
-        self.rank = rank
-        self.writers = writers
-        self.promised = promised
-        """What the rank's manifests say of the slots."""
-        self.code = code
-        """For each slot a row of `when`."""
-        self.when = when
-        """At which steps of the axis a value is expected; row 0 is never."""
-        self.is_merged = is_merged
-        self.is_lossy = False
-        """True for a merged run whose source had lost rows; it does not say at which steps."""
-        num_roots, num_steps, num_modules = len(slots.roots), len(axis), len(slots.modules)
+    slots: Slots
+    axis: Integers
+    promised: WriterSlots
+    """What the rank's manifests say of the slots."""
+    code: Integers
+    """For each slot a row of `when`."""
+    when: Flags
+    """At which steps of the axis a value is expected; row 0 is never."""
+    rank: int | None
+    writers: Sequence[RecordedWriter] = ()
+    is_merged: bool = False
+    is_lossy: bool = False
+    """True for a merged run whose source had lost rows; it does not say at which steps."""
+
+    def __post_init__(self) -> None:
+        num_roots, num_steps, num_modules = len(self.slots.roots), len(self.axis), len(self.slots.modules)
         self.bits = np.zeros(num_steps, np.uint8)
         """The causes of `lost_steps` at each step."""
         self.room = np.zeros((TOTAL + 1, num_steps), np.int64)

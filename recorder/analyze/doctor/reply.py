@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -119,23 +119,19 @@ def checks_of(run: Run) -> Iterator[Check]:
         yield Check("missing", problem)
     for problem in layout_faults or ():
         yield Check("missing", f"contradiction: {problem}")
-    yield from _absent_ranks(run)
+    yield from _absent_ranks(run, expected.absent)
     if note := unsealed_note(run):
         yield Check("note", note)
     yield from _endings(run, expected)
     if layout_faults is None:
-        yield Check(
-            "ok", "not checked here: whether the ranks' chunks fit together, which takes a long look at many rows"
-        )
+        unchecked = "whether the ranks' chunks fit together, which takes a long look at many rows"
+        yield Check("ok", f"not checked here: {unchecked}")
     command = shlex.join(["recorder", "verify", typed_for(run.path, run.name)])
     yield Check("ok", f"not checked here: whether every byte is as it was written; that is: {command}")
 
 
-def _absent_ranks(run: Run) -> Iterator[Check]:
-    if not run.world_size or run.world_size > 1 << 20 or not run.ranks:
-        return
-    absent = sorted(set(range(run.world_size)) - set(run.ranks))
-    if not absent or any(writer.rank is None for writer in run.writers):
+def _absent_ranks(run: Run, absent: Sequence[int]) -> Iterator[Check]:
+    if not absent:
         return
     why = f"they called no root, were killed before the first row, or had it off ({AUTOLOAD}=0, or no {FLAG}=1)"
     kinds = {event.kind for writer in run.writers for event in writer.manifest.events}
@@ -172,14 +168,10 @@ def _proof(run: Run) -> Iterator[Check]:
 
 
 def _told(run: Run) -> Iterator[Check]:
-    """Yield the commands that the run was sent while it was under way."""
     for one in sent_commands(run):
-        command = one.command
-        text = (
-            f"told by {command.by or 'somebody'}: command {command.number}, {describe(command)}: {'; '.join(one.lines)}"
-        )
-        state = "ok" if one.is_done else "note"
-        yield Check(state, text, is_strict=not one.is_done, members={"command": command.number})
+        who, number = one.command.by or "somebody", one.command.number
+        text = f"told by {who}: command {number}, {describe(one.command)}: {'; '.join(one.lines)}"
+        yield Check("ok" if one.is_done else "note", text, is_strict=not one.is_done, members={"command": number})
     for problem in run.commands.problems:
         yield Check("note", f"no command, and refused by the run: {problem}", is_strict=True)
 
@@ -201,7 +193,6 @@ def _dumps(run: Run) -> Iterator[Check]:
 
 
 def _filters(expected: Expectation) -> Iterator[Check]:
-    """Yield what the rules leave out, which is no gap, since nobody asked for it."""
     for problem in expected.problems:
         yield Check("note", problem, is_strict=True)
     for reach in expected.reaches:
@@ -215,10 +206,8 @@ def _filters(expected: Expectation) -> Iterator[Check]:
         steps = f"{passed} of {expected.num_steps_lived} steps"
         yield Check("ok", f"kept by keep=ring alone: {steps} passed, as no trigger asked for them")
     if unselected := expected.num_modules - expected.num_selected:
-        modules = counted(expected.num_modules, "module")
-        yield Check(
-            "ok", f"filtered by module=, class= or site=, or containers without a call: {unselected} of {modules}"
-        )
+        where = f"{unselected} of {counted(expected.num_modules, 'module')}"
+        yield Check("ok", f"filtered by module=, class= or site=, or containers without a call: {where}")
     if expected.num_filtered:
         why = "steps=, name=, call= or keep=ring" if expected.num_steps_passed else "steps=, name= or call="
         yield Check("ok", f"filtered by {why}: {counted(expected.num_filtered, 'selected module')}")
@@ -235,10 +224,8 @@ def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
     for (root, _), info in run.modules.items():
         roots.setdefault(root, []).append(info)
     for root, infos in roots.items():
-        num_selected = sum(info.has_values for info in infos)
-        yield Check(
-            "ok", f"root {root}: {infos[0].class_name}, {counted(len(infos), 'module')}, {num_selected} selected"
-        )
+        num_selected, modules = sum(info.has_values for info in infos), counted(len(infos), "module")
+        yield Check("ok", f"root {root}: {infos[0].class_name}, {modules}, {num_selected} selected")
         paths = [path for its_root, path in expected.silent.get("never_called", ()) if its_root == root]
         if paths:
             why = "never called at a recorded step"
@@ -255,11 +242,8 @@ def _totals(expected: Expectation) -> Iterator[Check]:
         missing = total.expected - total.found
         numbers = f"{total.expected:>{width},} expected  {total.found:>{width},} found  {missing:>{width},} missing"
         rest = missing - total.explained
-        known = (
-            (total.dropped, "dropped"),
-            (total.retired, "retired"),
-            (total.perhaps_dropped, "dropped or never there"),
-        )
+        never = "dropped or never there"
+        known = ((total.dropped, "dropped"), (total.retired, "retired"), (total.perhaps_dropped, never))
         accounts = ", ".join(f"{number:,} {account}" for number, account in known if number)
         if accounts and rest == sum(number for number, _ in known):
             others = f"{total.explained:>{width},} of these explained, the others " if total.explained else "explained "
@@ -277,7 +261,6 @@ def _totals(expected: Expectation) -> Iterator[Check]:
 
 
 def _unknown(expected: Expectation) -> Iterator[Check]:
-    """Yield what a later version of the format has added, which this version cannot judge."""
     for (kind, name), num_rows in expected.unknown.items():
         text = f"{kind} {printable(name)} of {counted(num_rows, 'row')} is unknown to this version: {_UNKNOWN[kind]}"
         members = {"unknown": kind, "name": name, "rows": num_rows}
@@ -303,17 +286,9 @@ def _gap(gap: Gap) -> Check:
     why = gap.reason.text + (f" ({gap.detail})" if gap.detail else "")
     values = counted(gap.num_missing, "value")
     text = f"{', '.join(gap.sites)}: {values} missing, {where}{steps}: {why}: {_named(gap.modules)}"
-    members = {
-        "reason": gap.reason.key,
-        "detail": gap.detail,
-        "is_harmless": gap.reason.is_harmless,
-        "root": gap.root,
-        "sites": gap.sites,
-        "modules": gap.modules,
-        "steps": gap.steps,
-        "ranks": gap.ranks,
-        "missing": gap.num_missing,
-    }
+    members = {"reason": gap.reason.key, "detail": gap.detail, "is_harmless": gap.reason.is_harmless}
+    members |= {name: getattr(gap, name) for name in ("root", "sites", "modules", "steps", "ranks")}
+    members["missing"] = gap.num_missing
     is_summed_up = gap.reason.key in ("silent", "absent")
     return Check(state, text, is_strict=not gap.reason.is_harmless, members=members, is_listed=not is_summed_up)
 
@@ -344,7 +319,6 @@ def _merged(run: Run, expected: Expectation) -> Iterator[Check]:
 
 
 def _events(run: Run) -> Iterator[Check]:
-    """Yield the events of the recorder itself; an event of several ranks has one line."""
     ranks_of: dict[tuple[str, str], list[str]] = {}
     for writer in run.writers:
         for event in writer.manifest.events:
@@ -353,14 +327,9 @@ def _events(run: Run) -> Iterator[Check]:
         listed = _listed(sorted(set(ranks) - {""}, key=int))
         text = f"event {kind}{f' (rank {listed})' if listed else ''}: {message}"
         explains = _EXPLAINING.get(kind)
-        if kind in _INFORMING:
-            yield Check("note", text)
-        elif kind in _OF_COMMANDS:
-            yield Check("note", text, is_strict=True)
-        elif explains is None:
-            yield Check("missing", text)
-        else:
-            yield Check("note", text, is_strict=not explains.is_harmless)
+        is_loss = explains is None and kind not in _INFORMING | _OF_COMMANDS
+        is_strict = kind in _OF_COMMANDS or (explains is not None and not explains.is_harmless)
+        yield Check("missing" if is_loss else "note", text, is_strict=is_strict and kind not in _INFORMING)
 
 
 def _accounts(run: Run) -> Iterator[Check]:
@@ -385,14 +354,14 @@ def _balance(where: str, balance: Balance) -> Iterator[Check]:
     if balance.passed:
         yield Check("ok", f"{where}: {counted(balance.passed, 'row')} of the ring passed, as no trigger asked for them")
     if balance.suspect:
-        text = f"{where}: {counted(balance.suspect, 'row')} written, but a sync failed: the disk may have lost them"
-        yield Check("missing", text)
+        rows = counted(balance.suspect, "row")
+        yield Check("missing", f"{where}: {rows} written, but a sync failed: the disk may have lost them")
     if not balance.is_possible:
-        text = f"{where}: its accounts contradict themselves: more rows removed by retention than were ever written"
-        yield Check("missing", text)
+        why = "more rows removed by retention than were ever written"
+        yield Check("missing", f"{where}: its accounts contradict themselves: {why}")
     elif balance.retired_rows:
-        text = f"{where}: {counted(balance.retired_rows, 'old row')} removed by retention"
-        yield Check("note", text, is_strict=True)
+        rows = counted(balance.retired_rows, "old row")
+        yield Check("note", f"{where}: {rows} removed by retention", is_strict=True)
 
 
 def _endings(run: Run, expected: Expectation) -> Iterator[Check]:

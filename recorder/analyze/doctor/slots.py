@@ -219,9 +219,8 @@ def _join(described: Sequence[Sequence[tuple[RecordedRoot, RecordedModule]]]) ->
     module_of: dict[tuple[str, str], DescribedModule] = {}
     for root, one in (pair for modules in described for pair in modules):
         lists = [list(dict.fromkeys(names)) for names in (one.params, one.buffers, one.aliases)]
-        known = module_of.setdefault(
-            (root.name, one.path), DescribedModule(root.name, one.path, one.class_name, *lists)
-        )
+        described_here = DescribedModule(root.name, one.path, one.class_name, *lists)
+        known = module_of.setdefault((root.name, one.path), described_here)
         for kept, more in zip((known.params, known.buffers, known.aliases), lists, strict=True):
             kept += [name for name in more if name not in kept]
     return list(module_of.values())
@@ -265,16 +264,12 @@ def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
     expressions = _BoundedExpressions([text for m in slots.modules for text in (m.path, m.class_name)] + slots.names)
     is_leaf = _leaves(slots) if rule.leaf else np.ones(len(slots.modules), bool)
     try:
-        modules = np.array(
-            [
-                rule.matches_module(module.path, module.class_name, bool(leaf), expressions)
-                for module, leaf in zip(slots.modules, is_leaf, strict=True)
-            ],
-            bool,
-        )
+        with_leaf = zip(slots.modules, is_leaf.tolist(), strict=True)
+        chosen_modules = [rule.matches_module(m.path, m.class_name, leaf, expressions) for m, leaf in with_leaf]
         by_name = np.array([rule.matches_name(name, expressions) for name in slots.names], bool)
     except (pa.ArrowInvalid, re.error):
         return None
+    modules = np.array(chosen_modules, bool)
     sites = np.array([site in rule.site for site in SLOT_SITES])
     own_name = (slots.site >= len(OF_CALLS)) & ~np.isin(slots.site, _OF_OPTIMIZERS)
     chosen = modules[slots.module] & sites[slots.site] & (by_name[slots.name] | ~own_name)

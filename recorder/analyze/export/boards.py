@@ -142,7 +142,6 @@ class BoardExport:
 def _steps(
     tensors: Tensors, partial: MissingRanks, pictures: Mapping[int, Mapping[str, Picture]]
 ) -> Iterator[tuple[int, float, Step]]:
-    """Yield the values of each step, in order."""
     for chosen in tensors.chosen(_COLUMNS, partial):
         table = chosen.table.sort_by("step")
         values: dict[str, float | Histogram | Picture] = {}
@@ -221,7 +220,6 @@ Opener = Callable[[Path, str, Run], AbstractContextManager[Board]]
 
 
 def _tensorboard() -> Opener:
-    """Return what opens files of events that TensorBoard reads, written with the package of TensorBoard."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -143,7 +143,6 @@ class Export:
         self._entries = [one for one in self._entries if (one.steps, one.row) not in self._unreadable]
 
     def _left_out(self) -> list[str]:
-        """Return a line for each reason, but only the first few."""
         row_ids: dict[str, list[RowId]] = {}
         for row_id, why in self._unreadable.items():
             row_ids.setdefault(why, []).append(row_id)
@@ -237,7 +236,6 @@ class _RowsWithPayload:
         return _as_table(list(self._values((first, last), numbers)))
 
     def one_by_one(self, steps: tuple[int, int], number: int) -> Iterator[Any]:
-        """Yield a large row as several tables."""
         yield from (_as_table([values]) for values in self._values(steps, [number]))
 
     def _values(self, steps: tuple[int, int], numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -407,7 +405,6 @@ def _blocks(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[list[i
 
 
 def _ranges(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield half-open ranges of steps with about so many rows, which together cover all steps."""
     if sum(writer.num_rows for writer in writers) <= max_rows:
         yield _FIRST_STEP, _LAST_STEP
         return

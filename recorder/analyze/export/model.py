@@ -84,7 +84,6 @@ class Model:
         return whole(entry, row_spans(self._rows, entry.row, entry.dtype))
 
     def _find_rows(self, step: int | None) -> tuple[int, GlobalRows]:
-        """Return the rows of the step that is asked for, or of the last step with recorded values."""
         view = self._run.view(layouts=self._layouts)
         steps = self._steps
         for one in [step] if step is not None else reversed(steps):
@@ -172,7 +171,6 @@ class Model:
 
 
 def _choose_root(run: Run, what: str, root: str | None) -> str:
-    """Return the root that is named, or the only root with values."""
     table = run.table(["root"], pc.field("site") == SITES[what][0])
     there = table.column("root").unique().to_pylist() or roots_of(run) or ["model"]
     if root is None and len(there) > 1:
@@ -184,7 +182,6 @@ def _choose_root(run: Run, what: str, root: str | None) -> str:
 
 
 def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
-    """Return the name of each wanted tensor, with the name that its rows have."""
     names = {name: name if name in rows else tied for name, tied in known.names.items()}  # a tie may have come apart
     names = names if with_ties else {name: name for name in names.values()}
     taken = set(names.values())
@@ -208,7 +205,6 @@ def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
-    """Return the reason to leave a tensor out; None if there is none."""
     note = note_members(row["note"])
     if isinstance(missing := note.get("partial"), list) and missing and row["encoding"] is None:
         return f"no row of rank {', '.join(map(str, missing))}, which held a piece of it"

@@ -81,7 +81,6 @@ class Rows:
         return self._held[1]
 
     def __call__(self, first: int, last: int, wanted: Sequence[tuple[int, str]]) -> list[list[Span]]:
-        """Return the bytes of rows, given by index and type."""
         rows = self.all_of(first, last)
         return [list(row_spans(rows, at, dtype)) for at, dtype in wanted]
 

@@ -131,7 +131,6 @@ def first(run: Run) -> First:
 
 
 def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
-    """Name the program's own hooks that may have made the first value that is not finite."""
     if bad is None:
         return []
     module = None if bad.before is None else run.modules.get((bad.before.root, bad.before.module_path))
@@ -229,7 +228,6 @@ def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
 
 
 def _buffer_lines(run: Run, buffers: Sequence[Differing]) -> Iterator[str]:
-    """Yield lines about the buffers that differ; buffers that are a finding come first."""
     by_meaning: dict[str, list[Differing]] = {_STALE: []}
     for buffer in buffers:
         meaning = _STALE if buffer.is_stale else _HEALED if buffer.sync == NEVER else _BUFFERS[buffer.sync]

@@ -144,7 +144,6 @@ class _Counts:
         return np.asarray(bad)
 
     def firsts(self) -> FirstRows:
-        """Return the first record of each value, and of each shape of a value that began infinite."""
         was_infinite = (self.inf > 0) & (self.nan == 0) & self._may_mask
         shapes = self._same_shape.firsts
         rows = np.union1d(self._timeline.series.firsts, shapes[was_infinite[self._begins[shapes]]])
@@ -180,13 +179,11 @@ class _Counts:
         return bool(self.nan[row] or self.inf[row]) and not self.excused(slice(row, row + 1))[0]
 
     def complete(self, rows: npt.NDArray[np.int64]) -> None:
-        """Count the elements of some rows, where the counts are not known and the values are."""
         lacks = rows[np.isin(rows, self._todo)]
         for row, values in self._timeline.arrays(lacks) if len(lacks) else ():
             self._is_bad(row, values)
 
     def masks(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield root, module, site and name of each value that is excused, and a note on it."""
         timeline = self._timeline
         excused = np.flatnonzero(self.excused())
         excused = excused[excused >= timeline.num_firsts]
@@ -254,7 +251,6 @@ def _healthy(
 
 
 def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[OtherNonFinite]:
-    """Yield each of them once, however often the step saw it."""
     step, root, module, rank = (timeline.codes[name] for name in ("step", "root", "module_path", "rank"))
     same_step = (step == step[row]) & ((rank == rank[row]) | timeline.table.column("rank").is_null().to_numpy())
     of_module = holds(timeline.table.column("site"), ("param", "input").__contains__)
@@ -270,13 +266,11 @@ def _beside(timeline: Timeline, state: _Counts, row: int) -> Iterator[OtherNonFi
 
 
 def _is_loss(table: Any) -> npt.NDArray[np.bool_]:
-    """Return the rows of scalars whose name is that of a loss."""
     is_so_called = holds(table.column("name"), lambda name: is_loss("scalar", name))
     return np.asarray(holds(table.column("site"), "scalar".__eq__) & is_so_called)
 
 
 def _is_skipped(timeline: Timeline, row: int) -> bool:
-    """Whether the scalar ``skipped`` of the step is set on this rank."""
     is_it = timeline.is_equal("site", "scalar") & timeline.is_equal("name", SKIPPED)
     for name in ("step", "rank"):
         is_it &= timeline.codes[name] == timeline.codes[name][row]

@@ -226,7 +226,6 @@ class ReplicaGroups:
         return (row["dtype"], row["shape"], *(repr(row[name]) for name in names))
 
     def _read(self, number: int) -> bool:
-        """Compare the bytes of one group, and say whether they differ."""
         self._is_open[number] = False
         first, *others = self._rows[np.flatnonzero(self._groups.ids == number)].tolist()
         try:
@@ -270,7 +269,6 @@ class ReplicaGroups:
         return table.take(pa.array(np.sort(lasts)))
 
     def _agrees(self) -> npt.NDArray[np.bool_]:
-        """Return the rows of these steps on which all ranks agree."""
         timeline = self._timeline
         agrees = timeline.is_equal("rank", None)  # merged: one row is what all ranks had
         is_equal = ~self._differs & ~self._is_open & ~self._is_unknown & (self._sizes > 1)
@@ -292,7 +290,6 @@ def _has_kind(placements: str, end: str, *, but: str = "") -> bool:
 
 
 def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
-    """Return the rows of parameters that each rank has for itself."""
     columns = ("root", "module_path", "name")
     cells = group([timeline.codes[name] for name in columns])
     named = zip(

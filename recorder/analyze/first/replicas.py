@@ -154,7 +154,6 @@ def _rows_of_states(writers: Sequence[RecordedWriter], steps: tuple[int, int]) -
 
 
 def _syncs(run: Run) -> dict[str, str]:
-    """Return what wrappers do to buffers, by root, where a manifest says so."""
     syncs: dict[str, str] = {}
     for writer in run.writers:
         for root in writer.manifest.roots:

@@ -248,7 +248,6 @@ def _other_versions(facts: Mapping[str, Any]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _settings(facts: Mapping[str, Any]) -> Iterator[None]:
-    """Have torch's settings as the call had them, until the block ends."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
@@ -276,7 +275,6 @@ def _load(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Give the module the parameters, buffers and modes that it had at the call."""
     held: dict[str, torch.Tensor] = {}
     held |= {f"param.{name}": value for name, value in module.named_parameters(remove_duplicate=False)}
     held |= {f"buffer.{name}": value for name, value in module.named_buffers(remove_duplicate=False)}
@@ -405,7 +403,6 @@ def _run(
     inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     dtype: torch.dtype | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Run forward and backward; yield outputs and gradients of inputs by the names of the recorded ones."""
     with contextlib.ExitStack() as stack:
         if dtype is None:
             for kind, name in facts["autocast"].items():
@@ -428,7 +425,6 @@ def _run(
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an output with the names that their rows have."""
     join = "" if name.endswith(".") else "."
     if isinstance(value, torch.Tensor):
         yield name, value

@@ -122,7 +122,6 @@ def _class_without_settings(facts: Mapping[str, Any]) -> str | None:
 
 
 def _facts(run: Run, call: RecordedCall) -> dict[str, Any]:
-    """Return what the row of a call says of the module and its arguments."""
     head = next(row for row in call.rows if row["site"] == CALL and not row["name"])
     return parse_object(_array(run, call, head).tobytes(), f"{run.name}: site call of {call.module_path!r}")
 

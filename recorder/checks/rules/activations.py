@@ -85,7 +85,6 @@ class DeadUnits(StreakRule):
         self._began = Memory()
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the share of dead units at this record, compared with the share at the first record."""
         share = np.nan_to_num(rows["units.dead_share"])
         at_first = began(rows.lanes, share, self._began)
         usual = np.minimum(at_first + self.thresholds["grown"], self.thresholds["begun"])
@@ -138,7 +137,6 @@ class _Logits(_Attention, StreakRule):
     measure, limit = "largest logit", "logit"
 
     def wants(self, key: SeriesKey) -> bool:
-        """Inputs of a softmax, and taps that are named after logits."""
         is_tap = key.site == "tap" and _LOGITS.fullmatch(key.name) is not None
         return is_tap or (key.site == "input" and self.is_softmax(key))
 
@@ -152,7 +150,6 @@ class _Entropy(_Attention, StreakRule):
     measure, limit = "entropy of order 2", "entropy"
 
     def wants(self, key: SeriesKey) -> bool:
-        """Outputs of a softmax, the second output of `MultiheadAttention`, and taps that are named after weights."""
         if key.site == "output":
             return self.is_softmax(key) or (self.catalog.class_of(key) == "MultiheadAttention" and key.name == "1")
         return key.site == "tap" and _WEIGHTS.fullmatch(key.name) is not None
@@ -222,11 +219,9 @@ class _Scale(_Precision, StreakRule):
     advice = "look at the tensor that is scaled: it is all zeros, or far too large"
 
     def wants(self, key: SeriesKey) -> bool:
-        """The scale that belongs to the data of a float8 tensor."""
         return key.site in self.sites and "." in key.name and _SCALE.fullmatch(key.name) is not None
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the largest and the least scale of the tensor."""
         end, high, low = self.thresholds["scale"], np.nan_to_num(rows["absmax"]), rows["min"]
         is_low = (low < 1 / end) & (rows["numel"] > 0)
         return (high > end) | is_low, np.where(is_low, low, high)

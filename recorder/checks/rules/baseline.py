@@ -72,7 +72,6 @@ class Unusual(BaselineRule):
         self._first_step: int | None = None
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Compare each statistic with its range, and count how long it is outside."""
         if self.normal is None:
             return
         if self._first_step is None:
@@ -92,7 +91,6 @@ class Unusual(BaselineRule):
         yield from self._waiting.finish()
 
     def _judge(self, rows: Rows, series: Integers, own: Numbers) -> Iterator[tuple[int, Finding]]:
-        """The findings on one statistic, each with its lane."""
         assert self.normal is not None
         statistic = STATISTICS[own.statistic]
         lanes, steps = rows.lanes[own.rows], rows.steps[own.rows]
@@ -134,7 +132,6 @@ class Invariant(BaselineRule):
         self._steps: set[int] = set()
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Look whether the conditions that always held hold, and count for how long they do not."""
         if self.normal is None:
             return
         if len(self._steps) < _LEAST_STEPS:
@@ -189,7 +186,6 @@ class Width(Rule):
         return ()
 
     def finish(self) -> Iterator[Finding]:
-        """Fit a power of the width to the sizes of each output."""
         if not self.other_widths:
             self.why_not_judged = "needs --width RUN: runs of the same training at other widths, two at least"
             return

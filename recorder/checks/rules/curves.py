@@ -111,7 +111,6 @@ class CurveRule(Rule):
         return curve_of[starts], rows.steps[starts], values, shares
 
     def _curves_of(self, lanes: Integers) -> Integers:
-        """The number of the curve that each row belongs to."""
         numbers = self._number[lanes]
         for lane in np.unique(lanes[np.isnan(numbers)]).tolist():
             key, rank = self.catalog.key_of(lane), int(self.catalog.rank_of[lane])
@@ -139,7 +138,6 @@ class CurveRule(Rule):
         return "the loss" if self.keys[curve].kind == _LOSS else "the norm of all gradients, most of it here,"
 
     def finish(self) -> Iterable[Finding]:
-        """Explain where all curves have too few samples."""
         if self.most <= (least := self.thresholds.get(self.needs_more_than, -1)):
             self.why_not_judged = f"it needs {least:.0f} earlier records, and there are {self.most}"
         return ()
@@ -175,7 +173,6 @@ class _Recent:
         """Batches of rows, the oldest first."""
 
     def add(self, rows: Rows) -> None:
-        """Keep the batches of the last steps, but no more rows than a bound."""
         self._kept.append(rows)
         first = int(rows.steps[-1]) - _KEPT_STEPS
         while len(self._kept) > 1 and (
@@ -244,11 +241,9 @@ class Spike(CurveRule):
         """By curve with a small spike, the number of the next sample and the limit above which the curve stays up."""
 
     def wants(self, key: SeriesKey) -> bool:
-        """A loss or a gradient, and every value that may have moved before them."""
         return super().wants(key) or key.site in _MAY_MOVE
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Judge the curves, and say what moved before a curve that spikes."""
         self._recent.add(rows)
         is_curve = rows.where("loss or grad", lambda key: key.is_loss or key.site == "grad")
         for one in super().add(rows.take(is_curve)) if is_curve.any() else ():
@@ -257,7 +252,6 @@ class Spike(CurveRule):
             yield one._replace(detail=moved)
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
-        """Compare each sample with the ring of the samples before it."""
         self._rings.grow(curves)
         num = self.num[curves].astype(np.int64)
         mean = self._total[curves] / np.clip(num, 1, self._window)
@@ -306,7 +300,6 @@ class Jump(CurveRule):
         above it is reported; and the largest of its last samples, which fades with each sample."""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
-        """Compare each sample with the largest of the first and of the last samples."""
         is_early = self.num[curves] < self.thresholds["first"]
         early = curves[is_early]
         self._largest[early] = np.maximum(self._largest[early], values[is_early])
@@ -344,7 +337,6 @@ class LossStuck(CurveRule):
         """By curve, 1 where a rise was reported, and where a loss that does not move was reported."""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
-        """Compare the last records of each loss with its first."""
         self._rings.grow(curves)
         num = self.num[curves].astype(np.int64)
         self._rings.put(curves, num, values)
@@ -408,7 +400,6 @@ class Overfitting(CurveRule):
         self._found_curve = -1
 
     def wants(self, key: SeriesKey) -> bool:
-        """A loss, also one that is called ``validation_loss``."""
         return key.is_loss or is_validation(key)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -420,7 +411,6 @@ class Overfitting(CurveRule):
         yield from ()
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
-        """Compare each validation with its best, and with the training losses since the last validation."""
         new = [
             (self.keys[curve].rank + 1, int(is_validation(self.catalog.key_of(self.lanes[curve]))))
             for curve in range(len(self._facts), int(curves.max()) + 1)
@@ -453,7 +443,6 @@ class Overfitting(CurveRule):
             yield JudgedSample(index, what, "validation over training, less 1", gap, self.thresholds["gap"])
 
     def finish(self) -> Iterator[Finding]:
-        """Report what was found, and explain where there is nothing to compare."""
         for curve, (one, best) in self._found.items():
             if self._validations[curve].best < best:
                 one = one._replace(severity=Severity.NOTE, what=f"{one.what}; later it is better still")

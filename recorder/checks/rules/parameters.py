@@ -142,7 +142,6 @@ class NoGradient(StreakRule):
         """By lane of a parameter, its records."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Look for gradients of zeros that last, and remember which parameters there are."""
         is_grad = rows.at("grad")
         params = rows.take(~is_grad).by_lane()
         lanes = params.lanes[ends(params.lanes)]
@@ -232,7 +231,6 @@ class Objectives(StreakRule):
         return (ratio > self.thresholds["ratio"]) & (rms > 0), np.minimum(np.nan_to_num(ratio), 1e30)
 
     def finish(self) -> Iterable[Finding]:
-        """Explain where there were too few records, or all objectives are losses."""
         super().finish()
         if not self._has_shared:
             self.why_not_judged = "needs the tensor that the objectives share: what they were handed are single numbers"
@@ -298,7 +296,6 @@ class Unchanged(StreakRule):
         return key.site in ("param", "grad") or (key.site, key.name) == ("scalar", SKIPPED)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Remember gradients and skipped steps, then look at the parameters that have a gradient."""
         is_param = rows.at("param")
         gradients, scalars = rows.take(rows.at("grad")).by_lane(), rows.take(rows.at("scalar"))
         rms, firsts = np.nan_to_num(gradients.rms), np.flatnonzero(begins(gradients.lanes))
@@ -341,7 +338,6 @@ class Unchanged(StreakRule):
         self._had = np.r_[lanes[is_last], rows.lanes], np.r_[steps[is_last], rows.steps]
 
     def _numbers_of(self, lanes: Integers) -> Integers:
-        """By row, the number of its parameter."""
         known = self._number[lanes]
         for lane in np.unique(lanes[np.isnan(known)]).tolist():
             key = self.catalog.key_of(lane)
@@ -383,7 +379,6 @@ class Initialisation(Rule):
         self._lanes: list[int] = []
 
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Remember the first record of each weight."""
         if self._first_step is None:
             self._first_step = int(rows.steps[0])
             is_judged = is_weight(self.catalog, rows) & (rows["numel"] >= _LEAST_ELEMENTS)
@@ -393,7 +388,6 @@ class Initialisation(Rule):
         return ()
 
     def finish(self) -> Iterator[Finding]:
-        """Compare each weight with the same weight of other layers on the same rank."""
         if self._first_step is None or self._first_step > 1:
             self.why_not_judged = f"the first parameters are of step {self._first_step}, and no longer as they began"
             return

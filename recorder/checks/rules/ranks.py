@@ -74,7 +74,6 @@ class OutlierRank(StreakRule):
         return is_far & (z > self.thresholds["z"]), z
 
     def finish(self) -> Iterable[Finding]:
-        """Explain where there were too few records or ranks."""
         super().finish()
         if self._most_ranks < self.thresholds["ranks"]:
             needed = f"{self.thresholds['ranks']:.0f} data-parallel ranks"
@@ -118,7 +117,6 @@ class _Variance(Rule):
         return key.site == "buffer" and key.name.endswith("running_var")
 
     def is_late(self, rows: Rows) -> Flags:
-        """By row, whether its lane has enough records before it."""
         num = streaks(rows.lanes, np.ones(len(rows), np.bool_), self._num)
         return np.asarray(num > self.thresholds["after"])
 
@@ -128,7 +126,6 @@ class _Leaping(_Variance, StreakRule):
     measure, limit = "change from the record before", "drift"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the change of the variance's mean, once there were enough records."""
         values = rows["mean"]
         before = previous(rows.lanes, values, self._value)
         with np.errstate(all="ignore"):
@@ -141,7 +138,6 @@ class _Apart(_Variance, StreakRule):
     measure, limit = "times the median of ranks, or the median over it", "ratio"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the distance from the median of the ranks that hold this norm, once there were enough records."""
         is_late, ratio = self.is_late(rows), np.ones(len(rows))
         (known,) = np.nonzero(rows["mean"] > 0)
         if len(known):

@@ -52,7 +52,6 @@ class NonFinite(Rule):
         """The last step that had rows."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Look for rows that are not finite, and report the first of each spell of steps that have any."""
         nan, inf = np.nan_to_num(rows["nan_count"]), np.nan_to_num(rows["inf_count"])
         is_bad = (nan + inf >= self.thresholds["elements"]) & ~self._excused(rows, nan, inf)
         if is_bad.any():
@@ -101,7 +100,6 @@ class NonFinite(Rule):
                 yield one
 
     def _found(self, rows: Rows, is_bad: Flags, index: int, nan: float, inf: float) -> Finding:
-        """A finding that says, by the other rows of the step and rank, where the bad value comes from."""
         lane, step = int(rows.lanes[index]), int(rows.steps[index])
         key, same_step = self.catalog.key_of(lane), (rows.steps == step) & (rows.ranks == rows.ranks[index])
         series = self.catalog.series
@@ -187,7 +185,6 @@ class Data(Rule):
         return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Compare the batches of ranks with each other and with the batches before."""
         with np.errstate(over="ignore"):
             hashes = (rows.fingerprints(_BATCH) ^ rows.series.astype(np.uint64)).view(np.int64)
             samples, firsts = grouped(rows.steps, rows.ranks)
@@ -204,7 +201,6 @@ class Data(Rule):
         return self.finding(lane, step, what, "records in a row", num, self.thresholds[limit], since=since)
 
     def _shared(self, step: int, lanes: Integers, totals: Integers) -> Iterator[Finding]:
-        """Ranks with the same batch."""
         order = np.argsort(totals, kind="stable")
         parts = self.catalog.part_of[lanes]
         going_on = {}
@@ -220,7 +216,6 @@ class Data(Rule):
         self._same = going_on
 
     def _repeated(self, steps: Integers, lanes: Integers, totals: Integers) -> Iterator[Finding]:
-        """Batches that are equal to a batch of the last few records."""
         order = np.argsort(lanes, kind="stable")
         steps, lanes, hashes = steps[order], lanes[order], as_exact_floats(totals[order].view(np.uint64))
         was, period = hashes, np.zeros(len(hashes), np.int64)
@@ -232,7 +227,6 @@ class Data(Rule):
             yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
 
     def _constant(self, rows: Rows) -> Iterator[Finding]:
-        """Labels that never change, and inputs whose elements are all equal."""
         is_label = rows.where("labels", lambda key: _LABELS.fullmatch(key.name) is not None)
         marks = rows["l2"] + 1e-3 * rows["mean"]
         is_same = is_label & (marks == previous(rows.lanes, marks, self._last))
