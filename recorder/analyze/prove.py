@@ -66,14 +66,9 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
 
     def tell(verdict: str, text: str, first_step: int | None = None) -> Proof:
         return Proof(
-            verdict=verdict,
-            text=text,
-            steps=compared,
-            ranks=len(plain.ranks),
-            first_step=first_step,
-            notes=tuple(notes),
-            time_ns=time.time_ns(),
-        )
+            verdict=verdict, text=text, steps=compared, ranks=len(plain.ranks), first_step=first_step,
+            notes=tuple(notes), time_ns=time.time_ns(),
+        )  # fmt: skip
 
     if not plain.ranks:
         text = "without the recorder no step of an optimizer was seen before the program ended"

@@ -19,10 +19,7 @@ from ..errors import LookupFailedError, not_installed
 from ..layout.placement import reduce_op
 from ..numerics.distributions import (
     HISTOGRAM_LEGEND,
-    HISTOGRAM_WIDTH,
-    bins_of,
-    extent,
-    histogram_line,
+    histogram_lines,
     histogram_of_row,
     subnormal_count,
 )
@@ -461,28 +458,20 @@ def _table_of(table: Any, keys: Sequence[str], sorted_by: str, title: str, *, ha
 
 
 def _drawn(table: Any, *, has_types: bool) -> tuple[dict[str, list[str]], str]:
-    """Draw the histograms of the rows, all in the same powers of two, and count the subnormal values of each row.
-
-    Returns:
-        The cells of both columns by name, and a legend; no columns where no row has a histogram.
-    """
+    """Return the histograms of the rows, and the counts of their subnormal values, as cells by name; and a legend."""
     histograms = [
         histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
         for data in (table.column(HISTOGRAM).to_pylist() if HISTOGRAM in table.column_names else ())
     ]
-    known = [one for one in histograms if one is not None]
-    if not known:
+    lines, magnitudes = histogram_lines(histograms)
+    if not lines:
         return {}, ""
-    bins = bins_of(known, HISTOGRAM_WIDTH)
-    lines = iter(map(histogram_line, bins.shares))
-    drawn = {HISTOGRAM: ["" if one is None else next(lines) for one in histograms]}
+    drawn = {HISTOGRAM: lines}
     if has_types:
-        dtypes = table.column("dtype").to_pylist()
-        subnormals = [
-            None if one is None else subnormal_count(one, dtype) for one, dtype in zip(histograms, dtypes, strict=True)
-        ]
-        drawn[_SUBNORMAL] = ["" if count is None else str(count) for count in subnormals]
-    return drawn, f"histogram: of the values that are not zero, {extent(bins)}; {HISTOGRAM_LEGEND}"
+        of_rows = zip(histograms, table.column("dtype").to_pylist(), strict=True)
+        counts = (None if one is None else subnormal_count(one, dtype) for one, dtype in of_rows)
+        drawn[_SUBNORMAL] = ["" if count is None else str(count) for count in counts]
+    return drawn, f"histogram: of the values that are not zero, {magnitudes}; {HISTOGRAM_LEGEND}"
 
 
 def _cell(name: str, value: Any) -> str:

@@ -321,6 +321,16 @@ def histogram_line(shares: Sequence[float]) -> str:
     return "".join(_block(share) for share in shares)
 
 
+def histogram_lines(histograms: Sequence[Histogram | None]) -> tuple[list[str], str]:
+    """Draw histograms, all in the same bins, and say which magnitudes the lines show; no line where there are none."""
+    known = [one for one in histograms if one is not None]
+    if not known:
+        return [], ""
+    bins = bins_of(known, HISTOGRAM_WIDTH)
+    lines = map(histogram_line, bins.shares)
+    return ["" if one is None else next(lines) for one in histograms], extent(bins)
+
+
 def extent(bins: Bins) -> str:
     """The magnitudes that the line shows: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
     if not any(bins.shares):

@@ -6,7 +6,7 @@ Must never loop over rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from ..columns import KEY
 
+T = TypeVar("T")
 Integers = npt.NDArray[np.int64]
 
 VALUE_KEY = KEY
@@ -82,6 +83,13 @@ def group(columns: Sequence[Integers]) -> Groups:
 def group_rows(table: Any, names: Sequence[str]) -> Groups:
     """Group the rows of a `pa.Table` by columns."""
     return group([codes(table.column(name)) for name in names] or [np.zeros(table.num_rows, np.int64)])
+
+
+def by_distinct(table: Any, names: Sequence[str], of: Callable[..., T]) -> tuple[list[T], Integers]:
+    """What a function says of each distinct row of some columns, and for each row which of these answers is its own."""
+    groups = group_rows(table, names)
+    cells = (table.column(name).take(pa.array(groups.firsts)).to_pylist() for name in names)
+    return [of(*row) for row in zip(*cells, strict=True)], groups.ids
 
 
 def common_ids(a: Any, b: Any, names: Sequence[str]) -> tuple[Integers, Integers]:

@@ -194,13 +194,11 @@ class Axes:
                 continue
             self._of_any_root[key[1:]] = -1 if key[1:] in self._of_any_root else len(self.index)
             self.index[key] = len(self.index)
-            whole, own, dtype, numel = (
-                table.column(name)[row].as_py() for name in ("global_shape", "shape", "dtype", "numel")
-            )
+            about = {name: table.column(name)[row].as_py() for name in ("global_shape", "shape", "dtype", "numel")}
             self.is_scalar.append(is_number(key.site))
-            self.shapes.append(whole or own)
-            self.dtypes.append(dtype)
-            self.numels.append(numel)
+            self.shapes.append(about["global_shape"] or about["shape"])
+            self.dtypes.append(about["dtype"])
+            self.numels.append(about["numel"])
             self.first_steps.append(int(steps[row]))
 
 
@@ -216,10 +214,8 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
     known = list_paths((path for _, path in run.modules), order)
     paths = [*order, *(path for path in known if path not in order)]
     infos = {path: info for (_, path), info in run.modules.items()}
-    rows = [
-        [path, infos[path].class_name if path in infos else "", infos[path].source if path in infos else ""]
-        for path in paths
-    ]
+    facts = {path: [info.class_name, info.source] for path, info in infos.items()}
+    rows = [[path, *facts.get(path, ["", ""])] for path in paths]
     block = PageBlock(name="modules", data={"modules": rows, "num_executed": len(order)})
     return block, {path: number for number, path in enumerate(paths)}
 
@@ -228,7 +224,6 @@ MAX_RANKS = 8
 """The most ranks that each have a lane of their own; a larger number of ranks is summed up in three lanes."""
 MAX_ODD = 4
 SPREAD = ("low", "median", "high")
-_GLOBAL = "global"
 _FAR = 8.0
 """A value is far from the median of the ranks where the two lie this many quartile ranges apart."""
 _LEAST_SHARE = 1e-3
@@ -246,41 +241,34 @@ class Lanes:
         self.is_merged = run.is_merged
         self.has_spread = len(self.ranks) > MAX_RANKS
         self.has_global = self.is_merged or (can_have_global and len(self.ranks) > 1)
-        kinds = [_GLOBAL] if self.has_global else []
-        own = () if self.has_spread else self.ranks
-        self._first = len(kinds)
-        self.kinds = [*kinds, *(SPREAD if self.has_spread else ()), *("rank" for _ in own)]
+        self.described: list[dict[str, Any]] = [{"kind": "global", "rank": None}] * self.has_global
+        """The kind and the rank of each lane, for the page."""
+        first = len(self.described)
+        self.spread_lanes = range(first, first + len(SPREAD))
         self.odd: list[int] = []
         self._lane_of_rank = np.full((max(self.ranks, default=0) + 2), -1, np.int64)
-        for index, rank in enumerate(own):
-            self._lane_of_rank[rank] = self._first + index
+        if self.has_spread:
+            self.described += [{"kind": kind, "rank": None} for kind in SPREAD]
+        else:
+            self._add("rank", self.ranks)
+        self.most = len(self.described) + MAX_ODD * self.has_spread
+        """The most lanes that the run may have."""
         if self.is_merged:
             self._lane_of_rank[-1] = 0  # a value of all ranks has rank -1
-
-    def __len__(self) -> int:
-        return len(self.kinds) + MAX_ODD * self.has_spread
 
     def set_odd(self, ranks: Sequence[int]) -> None:
         """Give lanes to the ranks that were found odd."""
         self.odd = list(ranks)[:MAX_ODD]
-        for index, rank in enumerate(self.odd):
-            self._lane_of_rank[rank] = len(self.kinds) + index
+        self._add("odd", self.odd)
+
+    def _add(self, kind: str, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._lane_of_rank[rank] = len(self.described)
+            self.described.append({"kind": kind, "rank": rank})
 
     def of_ranks(self, ranks: Integers) -> Integers:
         """Return the lane of each rank; -1 for a rank without a lane."""
         return np.asarray(self._lane_of_rank[ranks], np.int64)
-
-    @property
-    def spread_lanes(self) -> range:
-        return range(self._first, self._first + len(SPREAD))
-
-    def described(self) -> list[dict[str, Any]]:
-        """Return the kind and the rank of each lane, for the page."""
-        ranks = [None] * len(self.kinds)
-        own = [*(() if self.has_spread else self.ranks)]
-        described = [{"kind": kind, "rank": None} for kind in self.kinds[: len(ranks) - len(own)]]
-        described += [{"kind": "rank", "rank": rank} for rank in own]
-        return described + [{"kind": "odd", "rank": rank} for rank in self.odd]
 
 
 class Spread(NamedTuple):
@@ -342,12 +330,10 @@ class OddRanks:
         self.compared += np.bincount(ranks[~np.isnan(deviation)], minlength=size)
         self.far += np.bincount(ranks[deviation > _FAR], minlength=size)
         if {"nan_count", "inf_count"} <= values.numbers.keys():
-            groups = group([values.series, values.steps - values.steps.min(initial=0)])
+            ids = group([values.series, values.steps - values.steps.min(initial=0)]).ids
             bad = (values.numbers["nan_count"] > 0) | (values.numbers["inf_count"] > 0)
-            share = np.bincount(groups.ids, bad, groups.num_groups) / np.bincount(
-                groups.ids, minlength=groups.num_groups
-            )
-            self.alone += np.bincount(values.ranks[is_own & bad & (share < 0.5)[groups.ids]], minlength=size)
+            share = np.bincount(ids, bad) / np.bincount(ids)
+            self.alone += np.bincount(values.ranks[is_own & bad & (share < 0.5)[ids]], minlength=size)
 
     def found(self) -> list[int]:
         """Return the odd ranks, the oddest first; an empty list where all ranks are alike."""

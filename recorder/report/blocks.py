@@ -141,26 +141,10 @@ class Cube:
         self._column = np.arange(len(steps)) * num_columns // max(len(steps), 1)
         self.values = {name: np.full(self.shape, np.nan, np.float32) for name in statistics}
         self.has_row = np.zeros(self.shape, np.bool_)
-
-    @property
-    def num_columns(self) -> int:
-        """The number of columns that hold steps."""
-        return self.shape[2]
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps that the columns hold."""
-        return len(self.steps)
-
-    @property
-    def last_step(self) -> int | None:
-        """The last step of the cube; None where the cube has no step."""
-        return int(self.steps[-1]) if len(self.steps) else None
-
-    @property
-    def first_steps(self) -> list[int]:
-        """The first step of each column."""
-        return self.steps[np.searchsorted(self._column, np.arange(self.shape[2]))].tolist() if self.shape[2] else []
+        columns = np.arange(num_columns if len(steps) else 0)
+        self.first_steps: list[int] = self.steps[np.searchsorted(self._column, columns)].tolist()
+        """The first step of each column that holds steps."""
+        self.num_steps, self.last_step = len(steps), int(self.steps[-1]) if len(steps) else None
 
     def columns_of(self, steps: Integers) -> Integers:
         """Return the column of each step; the cube knows all of these steps."""
@@ -191,7 +175,7 @@ class Cube:
 
     def blocks(self, prefix: str, max_fine: int) -> list[PageBlock]:
         """Return a block for each statistic, with two-byte codes where the cube has no more than `max_fine` cells."""
-        num = self.num_columns
+        num = len(self.first_steps)
         levels = FINE if self.shape[0] * self.shape[1] * num * len(self.values) <= max_fine else COARSE
         has_row = self.has_row[:, :, :num]
         return [_block(prefix, name, values[:, :, :num], has_row, levels, {}) for name, values in self.values.items()]
@@ -214,52 +198,30 @@ class GrowingCube(Cube):
         """The version that a change now belongs to."""
         self.num_halved = 0
         """Counts up whenever pairs of columns become one, which changes every column."""
-        self._first_steps: list[int] = []
         self._width = 1
         self._num_in_last = 0
-        self._num_steps = 0
-        self._last_step = -1
         self._saved: tuple[int, dict[str, npt.NDArray[np.float32]], npt.NDArray[np.bool_]] | None = None
         self.add_steps(steps)
 
-    @property
-    def num_columns(self) -> int:
-        return len(self._first_steps)
-
-    @property
-    def first_steps(self) -> list[int]:
-        return list(self._first_steps)
-
-    @property
-    def num_steps(self) -> int:
-        return self._num_steps
-
-    @property
-    def last_step(self) -> int | None:
-        return self._last_step if self._first_steps else None
-
     def columns_of(self, steps: Integers) -> Integers:
         """Return the column of each step; a step that the cube does not know lies in the column before it."""
-        columns = np.searchsorted(np.array(self._first_steps, np.int64), steps, side="right") - 1
+        columns = np.searchsorted(np.array(self.first_steps, np.int64), steps, side="right") - 1
         return np.maximum(columns, 0)
 
     def add_steps(self, steps: Sequence[int]) -> None:
         """Make columns for the steps that lie behind all known steps; `steps` ascends."""
         for step in steps:
-            if step <= self._last_step:
+            if self.last_step is not None and step <= self.last_step:
                 continue
-            self._last_step = step
-            self._num_steps += 1
-            if self._first_steps and self._num_in_last < self._width:
-                self._num_in_last += 1
-                continue
-            if len(self._first_steps) == self.shape[2]:
+            self.last_step = step
+            self.num_steps += 1
+            if len(self.first_steps) == self.shape[2] and self._num_in_last == self._width:
                 self._halve()
-                if self._num_in_last < self._width:
-                    self._num_in_last += 1
-                    continue
-            self._first_steps.append(step)
-            self._num_in_last = 1
+            if self.first_steps and self._num_in_last < self._width:
+                self._num_in_last += 1
+            else:
+                self.first_steps.append(step)
+                self._num_in_last = 1
 
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
@@ -287,33 +249,29 @@ class GrowingCube(Cube):
 
     def adopt(self, older: GrowingCube) -> None:
         """Take over the values of an older cube, whose series, lanes and statistics are the first ones of this cube."""
-        while older.num_columns > self.shape[2]:
+        while len(older.first_steps) > self.shape[2]:
             older._halve()
-        num_series, num_lanes, num = older.shape[0], older.shape[1], older.num_columns
+        num_series, num_lanes, num = older.shape[0], older.shape[1], len(older.first_steps)
         for name, array in self.values.items():
             array[:num_series, :num_lanes, :num] = older.values[name][:, :, :num]
         self.has_row[:num_series, :num_lanes, :num] = older.has_row[:, :, :num]
-        self._first_steps, self._width = older._first_steps, older._width
-        self._num_in_last, self._num_steps, self._last_step = older._num_in_last, older._num_steps, older._last_step
-        self.num_halved = older.num_halved
-        self.version = older.version
+        for name in ("first_steps", "num_steps", "last_step", "_width", "_num_in_last", "num_halved", "version"):
+            setattr(self, name, getattr(older, name))
         self.changed[:] = self.version
 
     def grown(self, prefix: str, since: int) -> list[PageBlock]:
         """Return a block for each statistic with the columns that changed after the version `since`."""
-        columns = np.flatnonzero(self.changed[: self.num_columns] > since)
+        columns = np.flatnonzero(self.changed[: len(self.first_steps)] > since)
         if not len(columns) or not self.shape[0]:
             return []
-        data = {"columns": columns.tolist()}
-        has_row = self.has_row[:, :, columns]
-        return [
-            _block(prefix, name, values[:, :, columns], has_row, FINE, data) for name, values in self.values.items()
-        ]
+        data, has_row = {"columns": columns.tolist()}, self.has_row[:, :, columns]
+        changed = ((name, values[:, :, columns]) for name, values in self.values.items())
+        return [_block(prefix, name, values, has_row, FINE, data) for name, values in changed]
 
     def _halve(self) -> None:
         """Join pairs of columns; the joined column holds the more extreme value."""
         assert self._saved is None, "what is not final is taken out first"
-        num = len(self._first_steps)
+        num = len(self.first_steps)
         num_pairs, num_left = num // 2, -(-num // 2)  # the last of an odd number stays as it is
         for name, array in self.values.items():
             kept, right = array[:, :, 0:num:2].copy(), array[:, :, 1:num:2]
@@ -325,20 +283,16 @@ class GrowingCube(Cube):
         self.has_row[:, :, :num_left], self.has_row[:, :, num_left:] = has_row, False
         if num % 2 == 0:
             self._num_in_last += self._width
-        self._first_steps = self._first_steps[::2]
+        self.first_steps = self.first_steps[::2]
         self._width *= 2
         self.num_halved += 1
         self.changed[:] = self.version
 
 
 def _block(
-    prefix: str,
-    name: str,
-    values: npt.NDArray[np.float32],
-    has_row: npt.NDArray[np.bool_],
-    levels: int,
+    prefix: str, name: str, values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], levels: int,
     data: Mapping[str, Any],
-) -> PageBlock:
+) -> PageBlock:  # fmt: skip
     coded = quantise(values, has_row, levels)
     return PageBlock(
         name=f"{prefix}/{name}",

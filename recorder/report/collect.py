@@ -25,13 +25,13 @@ from ..analyze.first.first import first
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
 from ..globalview.tensor import TensorLayout
-from ..run.notebook import span
+from ..run.reply import span
 from ..run.run import Run
 from ..storage.locations import Location, store_of
 from ..system.text import counted, size
-from .axes import Axes, DrawnSeries, StepRows, is_number, modules_block, step_rows
+from .axes import Axes, DrawnSeries, StepRows, modules_block, step_rows
 from .blocks import Cube, PageBlock
-from .images import ImageFinder
+from .distributions import ImageFinder
 from .statistics import StatisticsBlocks, check_statistics
 from .top import DoctorLine, Highlight, facts_of, gaps_block, of_first, top_block
 
@@ -89,12 +89,8 @@ def collect(
             checks = ()
         stands_out = [*of_first(nonfinite), *judged]
         size_text = size(sum(writer.shard_bytes for writer in run.writers))
-        facts = facts_of(
-            run,
-            steps=span(run.steps),
-            states=[writer.state for writer in run.writers],
-            rows=f"{run.num_rows:,}, {size_text}",
-        )
+        states = [writer.state for writer in run.writers]
+        facts = facts_of(run, steps=span(run.steps), states=states, rows=f"{run.num_rows:,}, {size_text}")
         yield top_block(run, checks, stands_out, nonfinite.notes, collected, told, list(facts))
         keys: list[DrawnSeries] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)
@@ -197,34 +193,21 @@ def ranks_block(
 ) -> PageBlock:
     """The block of the ranks; `layouts` say who had which chunk, where that is known already."""
     odd = collected.odd
-    rows = []
+    rows: list[list[Any]] = []
     for writer in run.writers:
         rank, manifest, balance = writer.rank, writer.manifest, writer.balance
+        rows.append([rank, manifest.host, manifest.local_rank, manifest.node_rank, writer.attempt, writer.state])
+        rows[-1] += [balance.written, balance.num_dropped]
         is_judged = rank is not None and rank < len(odd.far)
-        rows.append(
-            [
-                rank,
-                manifest.host,
-                manifest.local_rank,
-                manifest.node_rank,
-                writer.attempt,
-                writer.state,
-                balance.written,
-                balance.num_dropped,
-                int(odd.far[rank]) if is_judged and rank is not None else None,
-                int(odd.alone[rank]) if is_judged and rank is not None else None,
-                int(odd.compared[rank]) if is_judged and rank is not None else None,
-            ]
-        )
+        rows[-1] += [int(of[rank]) if is_judged else None for of in (odd.far, odd.alone, odd.compared)]
     why = ""
     if layouts is not None:
         why = "" if layouts or len(run.ranks) < 2 else "Nothing was recorded yet whose chunks are known."
     elif run.is_merged:
         why = "A merged run has whole tensors. The run that it was merged from knows who had which chunk."
     elif axes.num_rows > _MAX_ROWS:
-        why = (
-            f"{counted(axes.num_rows, 'row')} are too many to look at here: `recorder show --where` says who had what."
-        )
+        num_rows = counted(axes.num_rows, "row")
+        why = f"{num_rows} are too many to look at here: `recorder show --where` says who had what."
     elif len(run.ranks) < 2:
         why = "There is one rank, and it has everything."
     else:
@@ -237,17 +220,13 @@ def ranks_block(
 
 
 def layouts_of(run: Run, axes: Axes, keys: Sequence[DrawnSeries], seen: set[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Return which rank had which chunk of the first value of each kind of series; kinds in `seen` are left out."""
-    return [_described(key, layout) for key, layout in _layouts(run, axes, keys, seen)]
+    """Return which rank had which chunk of the first value of each kind of series; kinds in `seen` are left out.
 
-
-def _layouts(
-    run: Run, axes: Axes, some: Sequence[DrawnSeries], seen: set[tuple[str, ...]]
-) -> Iterator[tuple[DrawnSeries, TensorLayout]]:
-    """Yield the layout of the first value of each kind: series of one class, site, name and shape are one kind."""
+    Series of one class, site, name and shape are one kind.
+    """
     classes = {path: info.class_name for (_, path), info in run.modules.items()}
-    keys = sorted((key for key in some if key.site in _SHOWN_SITES and not is_number(key.site)), key=_order)
-    for key in keys:
+    layouts = []
+    for key in sorted((one for one in keys if one.site in _SHOWN_SITES), key=lambda one: _SHOWN_SITES.index(one.site)):
         kind = classes.get(key.module_path, ""), key.site, key.name, axes.shapes[axes.index[key]], key.mode
         if kind in seen or len(seen) >= _MAX_LAYOUTS:
             continue
@@ -255,15 +234,11 @@ def _layouts(
         step = axes.first_steps[axes.index[key]]
         question = {"name": key.name, "mode": key.mode}
         for more in ({}, {"call": 0}, {"call": 0, "micro_step": 0}):
-            try:
-                yield key, run.layout(key.module_path, key.site, step, **question, **more)  # type: ignore[arg-type]
-            except LookupFailedError:
-                continue  # several are meant, or none counts
-            break
-
-
-def _order(key: DrawnSeries) -> int:
-    return _SHOWN_SITES.index(key.site)
+            with suppress(LookupFailedError):  # several are meant, or none counts
+                layout = run.layout(key.module_path, key.site, step, **question, **more)  # type: ignore[arg-type]
+                layouts.append(_described(key, layout))
+                break
+    return layouts
 
 
 def _described(key: DrawnSeries, layout: TensorLayout) -> dict[str, Any]:
@@ -273,17 +248,11 @@ def _described(key: DrawnSeries, layout: TensorLayout) -> dict[str, Any]:
         for chunk in layout.pieces[:_MAX_CHUNKS]
     ]  # fmt: skip
     return {
-        "module": key.module_path,
-        "site": key.site,
-        "name": key.name,
+        "module": key.module_path, "site": key.site, "name": key.name,
         "shape": None if layout.global_shape is None else list(layout.global_shape),
-        "source": layout.source,
-        "why": layout.why,
-        "scale": layout.scale,
-        "missing": list(layout.missing),
-        "num_chunks": len(layout.pieces),
-        "chunks": chunks,
-    }
+        "source": layout.source, "why": layout.why, "scale": layout.scale, "missing": list(layout.missing),
+        "num_chunks": len(layout.pieces), "chunks": chunks,
+    }  # fmt: skip
 
 
 VIEW = "_view.json"
@@ -311,14 +280,9 @@ def checked_panes(document: object) -> list[dict[str, Any]]:
         if not isinstance(one, Mapping) or one.get("kind") not in KINDS or len(panes) >= MAX_PANES:
             continue
         name, state = one.get("name"), one.get("state")
-        panes.append(
-            {
-                "name": name[:_MAX_NAME] if isinstance(name, str) else "",
-                "kind": one["kind"],
-                "wide": one.get("wide") is True,
-                "state": _state(state if isinstance(state, Mapping) else {}),
-            }
-        )
+        name = name[:_MAX_NAME] if isinstance(name, str) else ""
+        state = _state(state if isinstance(state, Mapping) else {})
+        panes.append({"name": name, "kind": one["kind"], "wide": one.get("wide") is True, "state": state})
     return panes
 
 
@@ -353,10 +317,8 @@ def save_panes(run: Location, panes: list[dict[str, Any]]) -> str | None:
             with open(descriptor, "wb") as file:
                 file.write(encode_manifest({"panes": panes}))
             Path(temporary).replace(Path(str(run)) / VIEW)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        finally:
+            Path(temporary).unlink(missing_ok=True)
     except OSError as error:
         return f"they could not be written ({error.strerror})"
     return None

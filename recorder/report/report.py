@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from ..run import run as runs
-from ..run.notebook import HEIGHT_PIXELS, InlinePage, plain
+from ..run.reply import HEIGHT_PIXELS, InlinePage
 from ..run.run import Run
 from ..storage.locations import Location
+from ..system.text import printable
 
 if TYPE_CHECKING:
     from .top import DoctorLine, Highlight
@@ -88,7 +89,7 @@ def inline_page(
     from .collect import collect
     from .page import page
 
-    title = plain(run.name) if below is None else f"{plain(below)!r} of {plain(run.name)}"
+    title = printable(run.name) if below is None else f"{printable(below)!r} of {printable(run.name)}"
     panels = ("lines", "histograms", "units") if below is not None else ()
     blocks = collect(run, against=against, statistics=statistics, checks=None, below=below)
     pieces = page(f"{title} - recorder", blocks, address=urlencode(view or {}), panels=panels)

@@ -91,7 +91,7 @@ class StatisticsBlocks:
         self._is_scalar = np.array([*axes.is_scalar, False])
         self._steps = steps
         steps = sorted(axes.steps) if steps is None else steps
-        num_lanes = len(self.lanes.described()) if is_growing else len(self.lanes)
+        num_lanes = len(self.lanes.described) if is_growing else self.lanes.most
         self._make = GrowingCube if is_growing else Cube
         self.names, num_columns = _fit(
             len(self.series), num_lanes, _MANY_STEPS if is_growing else len(steps), asked, share
@@ -125,13 +125,13 @@ class StatisticsBlocks:
         self.by_rank: Cube | None = None
         self.rank_steps: Cube | None = None
         if self.lanes.has_spread:
+            num_series, steps = len(self.series), sorted(self._axes.steps) if self._steps is None else self._steps
             self.by_rank = Cube(
-                steps=ranks, num_columns=num_bins, num_series=len(self.series), num_lanes=1, statistics=names
-            )
+                steps=ranks, num_columns=num_bins, num_series=num_series, num_lanes=1, statistics=names
+            )  # fmt: skip
             self.rank_steps = self._make(
-                steps=sorted(self._axes.steps) if self._steps is None else self._steps,
-                num_columns=min(self.cube.shape[2], 200),
-                num_series=len(self._sites), num_lanes=num_bins, statistics=names,
+                steps=steps, num_columns=min(self.cube.shape[2], 200), num_series=len(self._sites), num_lanes=num_bins,
+                statistics=names,
             )  # fmt: skip
 
     def collect(self, rows: StepRows, report: Callable[[int], None]) -> None:
@@ -273,7 +273,7 @@ class StatisticsBlocks:
     def blocks(self, modules: Mapping[str, int]) -> Iterator[PageBlock]:
         """Yield all blocks of the statistics."""
         for cube in (self.cube, self.scalar_cube):
-            cube.keep_lanes(len(self.lanes.described()))
+            cube.keep_lanes(len(self.lanes.described))
         yield from self.step_blocks(modules)
         yield from self.further_blocks()
 
@@ -290,7 +290,7 @@ class StatisticsBlocks:
             name=f"{self._prefix}axes",
             data={
                 **self.steps_known(),
-                "lanes": self.lanes.described(),
+                "lanes": self.lanes.described,
                 "statistics": list(self.names),
                 "global_steps": self.global_steps,
                 "has_global": self.lanes.has_global,
@@ -340,10 +340,9 @@ def check_statistics(run: Run, axes: Axes, collected: StatisticsBlocks) -> None:
 
 
 def _described(axes: Axes, modules: Mapping[str, int], key: DrawnSeries) -> list[Any]:
-    number = axes.index[key]
-    numel = axes.numels[number]
-    shown = [modules[key.module_path], key.site, key.name, key.mode, key.root]
-    return [*shown, axes.shapes[number], axes.dtypes[number], numel]
+    of = axes.index[key]
+    named = [modules[key.module_path], key.site, key.name, key.mode, key.root]
+    return [*named, axes.shapes[of], axes.dtypes[of], axes.numels[of]]
 
 
 def _fit(

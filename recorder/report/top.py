@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from ..analyze.first.first import First
 from ..analyze.first.timeline import RecordedValue
 from ..read.run import RunDump
-from ..run.notebook import span
+from ..run.reply import span
 from ..run.run import Run
 from ..system.text import counted, listed
 from .axes import DrawnSeries
@@ -176,14 +176,11 @@ def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> Page
         why = check.text.split(": ", 3)
         gaps.append(
             {
-                "text": why[2] if len(why) > 3 else check.text,
-                "state": check.state,
-                "sites": list(details["sites"]),
-                "modules": _ranges(module_numbers),
-                "steps": _ranges(sorted(details["steps"])),
-                "ranks": _ranges(ranks),
+                "text": why[2] if len(why) > 3 else check.text, "state": check.state,
+                "sites": list(details["sites"]), "modules": _ranges(module_numbers),
+                "steps": _ranges(sorted(details["steps"])), "ranks": _ranges(ranks),
             }
-        )
+        )  # fmt: skip
     return PageBlock(name="gaps", data={"gaps": gaps})
 
 

@@ -40,9 +40,9 @@ from ..read.writers import RecordedWriter as RecordedWriter
 from ..rules import hint
 from ..storage.locations import Location, store_of
 from ..storage.objects import ObjectPath
-from ..system.text import counted, listed
+from ..system.text import counted, listed, printable
 from .finding import find_run
-from .notebook import MAX_LISTED, InlinePage, as_html, in_order_of_sites, plain, run_html, span
+from .reply import MAX_LISTED, InlinePage, as_html, in_order_of_sites, run_html, span
 from .status import PROOF, PROOF_BYTES, UNKNOWN, Proof
 
 if TYPE_CHECKING:
@@ -325,15 +325,9 @@ class Run(RecordedRun):
         if question.get("stage") is not None and not self.is_merged:
             stages = self._view.stages
         tensor_rows = find_tensor(
-            self._rows,
-            self.writers,
-            module_path,
-            question,
-            counts=counts,
-            has_micro_batches=has_micro_batches,
-            stages=stages,
-            needs_values=needs_values,
-        )
+            self._rows, self.writers, module_path, question, counts=counts, has_micro_batches=has_micro_batches,
+            stages=stages, needs_values=needs_values,
+        )  # fmt: skip
         return (None if tensor_rows.is_merged else loaded), self._rows, tensor_rows, partial
 
     @cached_property
@@ -453,10 +447,10 @@ class ModuleView:
         return list(dict.fromkeys(info.class_name for (_, path), info in self.run.modules.items() if path == self.path))
 
     def __repr__(self) -> str:
-        name = f" ({', '.join(map(plain, self._class_names))})" if self._class_names else ""
+        name = f" ({', '.join(map(printable, self._class_names))})" if self._class_names else ""
         parts = [counted(self.table(["step"]).num_rows, "row")]
         if self.steps:
-            parts += [f"steps {self.steps[0]} to {self.steps[-1]}", *map(plain, self.sites)]
+            parts += [f"steps {self.steps[0]} to {self.steps[-1]}", *map(printable, self.sites)]
         if self._below:
             parts.append(f"{counted(len(self._below), 'module')} below")
         return f"<Module {self.path!r}{name}: {', '.join(parts)}>"
@@ -464,13 +458,9 @@ class ModuleView:
     def _repr_html_(self) -> str:
         sources = dict.fromkeys(info.source for (_, path), info in self.run.modules.items() if path == self.path)
         table_rows = {
-            "module": repr(self.path),
-            "class": ", ".join(self._class_names),
-            "source": ", ".join(sources),
-            "run": self.run.run_id,
-            "steps": span(self.steps),
-            "children": listed(self.children, MAX_LISTED),
-        }
+            "module": repr(self.path), "class": ", ".join(self._class_names), "source": ", ".join(sources),
+            "run": self.run.run_id, "steps": span(self.steps), "children": listed(self.children, MAX_LISTED),
+        }  # fmt: skip
         return as_html(table_rows, self.table(["site", "step"]))
 
 

@@ -155,13 +155,9 @@ class RunWatch:
         best = max(range(len(writers)), key=lambda i: (writers[i].status.attempt, writers[i].status.started_ns))
         seen = writers[best]
         return RankNow(
-            rank=rank,
-            state=states[best],
-            silent_s=self._silent_s(seen),
-            status=seen.status,
-            num_writers=len(writers),
-            num_alive=sum(state not in ENDED for state in states),
-        )
+            rank=rank, state=states[best], silent_s=self._silent_s(seen), status=seen.status,
+            num_writers=len(writers), num_alive=sum(state not in ENDED for state in states),
+        )  # fmt: skip
 
     def _refresh(self, directory: Location) -> _StatusFile:
         """Read what has changed since the last look; a torn or senseless file changes nothing."""

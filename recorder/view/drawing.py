@@ -28,7 +28,7 @@ from ..globalview.leaves import Leaves
 from ..report.axes import Axes, modules_block, step_rows
 from ..report.blocks import PageBlock
 from ..report.collect import layouts_of, ranks_block
-from ..report.images import ImageFinder
+from ..report.distributions import ImageFinder
 from ..report.statistics import StatisticsBlocks
 from ..report.top import DoctorLine, Highlight, facts_of, gaps_block, top_block
 from ..run.growing import NEVER, GrowingRun

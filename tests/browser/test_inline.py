@@ -10,7 +10,7 @@ import pytest
 
 import recorder
 from recorder.errors import LookupFailedError
-from recorder.run.notebook import InlinePage
+from recorder.run.reply import InlinePage
 from recorder.run.run import Run
 from tests.rigs.report_pages import HOSTILE, hostile_run
 from tests.rigs.small_runs import make_training

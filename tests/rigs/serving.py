@@ -9,8 +9,7 @@ from pathlib import Path
 
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.cli.commands.view import listen
-from recorder.view.server import ViewServer
-from recorder.view.watching import Watching
+from recorder.view.server import ViewServer, Watching
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.report.collect import why_not_saved
 from recorder.run.finding import find_run
 from recorder.view.drawing import Drawing
-from recorder.view.watching import Watching
+from recorder.view.server import Watching
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.server import StoreServer
 

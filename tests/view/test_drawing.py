@@ -262,7 +262,7 @@ def test_columns_that_are_put_together_keep_what_stands_out() -> None:
         at = np.zeros(1, np.int64)
         cube.put(at, at, np.array([step]), {"absmax": np.array([value]), "min": np.array([value])})
     edges = [*cube.first_steps, 1000]
-    assert 4 < cube.num_columns <= 8 and cube.num_steps == 1000 and edges[0] == 0
+    assert 4 < len(cube.first_steps) <= 8 and cube.num_steps == 1000 and edges[0] == 0
     assert len(set(np.diff(edges[:-1]))) == 1  # all of one width, but the last
     for column, (first, end) in enumerate(pairwise(edges)):
         some = values[first:end]

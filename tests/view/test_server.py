@@ -24,8 +24,7 @@ from recorder.cli.commands.view import listen
 from recorder.errors import install_line
 from recorder.report.collect import VIEW, read_panes, save_panes
 from recorder.run.finding import find_folder
-from recorder.view.server import ViewServer
-from recorder.view.watching import Watching
+from recorder.view.server import ViewServer, Watching
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.serving import serving
 

@@ -155,14 +155,10 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
             is_outside &= steps > tolerance.ulp
         is_outside[large] = [far > tolerance.atol and far > tolerance.rtol * size for far, size in exact]
     distance = Distance(
-        num_outside=num_alone + int(np.count_nonzero(is_outside)),
-        max_abs=float(apart.max()),
-        l2_apart=l2_apart,
-        max_rel=float(relative.max()),
-        max_ulp=0 if steps is None else int(steps.max()),
-        nonfinite_a=nonfinite_a,
-        nonfinite_b=nonfinite_b,
-    )
+        num_outside=num_alone + int(np.count_nonzero(is_outside)), max_abs=float(apart.max()),
+        l2_apart=l2_apart, max_rel=float(relative.max()), max_ulp=0 if steps is None else int(steps.max()),
+        nonfinite_a=nonfinite_a, nonfinite_b=nonfinite_b,
+    )  # fmt: skip
     return distance, float(scale.max()), products
 
 

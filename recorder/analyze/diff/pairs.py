@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from ...columns import HANDED_ON, NONFINITE, note_members, stage_of
 from ...errors import RunError
 from ...numerics.distributions import UnitsApart, units_apart, units_of_row
-from ...numerics.keys import VALUE_KEY, Integers, common_ids, group_rows, holds, join
+from ...numerics.keys import VALUE_KEY, Integers, by_distinct, common_ids, group_rows, holds, join
 from ...numerics.moments import Floats, integers, numbers
 from ...run.notes import missing_ranks
 from ...run.selection import Selection
@@ -80,16 +80,13 @@ class RunSteps(NamedTuple):
 
 def _parts_of_batch(view: Any, table: Any) -> Any:
     """Return for each rank's row its part of the batch, as ``1/4``; null where it is not known."""
-    rows = np.flatnonzero(table.column("rank").is_valid().to_numpy())
-    if not len(rows):
-        return pa.nulls(table.num_rows, pa.string())
-    columns = ("root", "rank", "attempt")
-    kinds = group_rows(table.select(columns).take(pa.array(rows)), columns)
-    firsts = table.select(columns).take(pa.array(rows[kinds.firsts])).to_pylist()
-    texts = [None if (part := view.part_of_batch(**one)) is None else f"{part[0]}/{part[1]}" for one in firsts]
-    codes = np.full(table.num_rows, -1, np.int64)
-    codes[rows] = kinds.ids
-    return pa.array(texts, pa.string()).take(pa.array(codes, mask=codes < 0))
+
+    def part_of(root: str, rank: int | None, attempt: int) -> str | None:
+        part = None if rank is None else view.part_of_batch(root=root, rank=rank, attempt=attempt)
+        return None if part is None else f"{part[0]}/{part[1]}"
+
+    texts, ids = by_distinct(table, ("root", "rank", "attempt"), part_of)
+    return pa.array(texts, pa.string()).take(pa.array(ids))
 
 
 class PairedSteps(NamedTuple):

@@ -11,11 +11,9 @@ import pyarrow.compute as pc
 
 from ...numerics.distributions import (
     HISTOGRAM_LEGEND,
-    HISTOGRAM_WIDTH,
     UnitsApart,
     bins_of,
-    extent,
-    histogram_line,
+    histogram_lines,
     histogram_of_row,
     share_apart,
     subnormal_count,
@@ -399,18 +397,17 @@ def _histograms_table(result: Diff, limit: int) -> Table | None:
     pairs = [(row, a, b) for row, a, b in rows_with_histograms if a is not None and b is not None]
     if not pairs:
         return None
-    bins = bins_of([one for _, a, b in pairs for one in (a, b)], HISTOGRAM_WIDTH)
-    drawn = map(histogram_line, bins.shares)
+    drawn, magnitudes = histogram_lines([one for _, a, b in pairs for one in (a, b)])
     titles = ["step", "module", "value", "rank", "A", "B", "apart", "zero", "subnormal", "infinite"]
     lines = []
-    for row, a, b in pairs:
+    for (row, a, b), *lines_of in zip(pairs, drawn[::2], drawn[1::2], strict=True):
         of_subnormals = [subnormal_count(one, row[f"dtype_{side}"]) for side, one in (("a", a), ("b", b))]
         subnormal = "|".join("-" if count is None else str(count) for count in of_subnormals)
         zeros, infinite = f"{a.zero_count}|{b.zero_count}", f"{int(a.infinite.sum())}|{int(b.infinite.sum())}"
         share = share_apart(a, b)
         apart = "" if share is None else f"{share:.3%}" if share < 0.01 else f"{share:.1%}"
-        lines.append([*_head(row), next(drawn), next(drawn), apart, zeros, subnormal, infinite])
-    title = f"histograms of values that differ ({table.num_rows}): {extent(bins)}{_cut_text(table.num_rows, limit)}"
+        lines.append([*_head(row), *lines_of, apart, zeros, subnormal, infinite])
+    title = f"histograms of values that differ ({table.num_rows}): {magnitudes}{_cut_text(table.num_rows, limit)}"
     texts, legend = ("module", "value", "rank", "A", "B"), f"{_APART}; {HISTOGRAM_LEGEND}"
     absent = () if any(line[3] for line in lines) else ("rank",)
     return _table(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=legend)

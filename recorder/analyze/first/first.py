@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...run.notes import layout_problems, left_out
 from ...run.reply import Reply, Table, plain, table_of
@@ -135,11 +135,9 @@ def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
         return []
     module = None if bad.before is None else run.modules.get((bad.before.root, bad.before.module_path))
     if module is not None and module.foreign_hooks:
-        hooks = ", ".join(module.foreign_hooks)
-        return [
-            f"between the last healthy value and this one ran hooks of the program on {module.path!r} ({hooks}): "
-            "what they make of a value is not recorded there, and first seen here"
-        ]
+        hooks = f"hooks of the program on {module.path!r} ({', '.join(module.foreign_hooks)})"
+        what = "what they make of a value is not recorded there, and first seen here"
+        return [f"between the last healthy value and this one ran {hooks}: {what}"]
     listed = run.foreign_hooks
     return [f"hooks of the program run after what is recorded of their modules: {listed}"] if listed else []
 
@@ -158,12 +156,10 @@ _HEALED = "no finding: DDP has broadcast_buffers=False, but in their last record
 
 def reply_of(run: Run, answer: First) -> Reply:
     """Return the reply; the exit code is 1 if anything went wrong, or damage may hide that something did."""
-
-    def members() -> dict[str, Any]:
-        return {"run": str(run.path), "found": answer.is_found, "problems": run.problems, **plain(answer)}
-
     return Reply(
-        members=members, parts=lambda: _parts(run, answer), exit_code=int(answer.is_found or bool(run.problems))
+        members=lambda: {"run": str(run.path), "found": answer.is_found, "problems": run.problems, **plain(answer)},
+        parts=lambda: _parts(run, answer),
+        exit_code=int(answer.is_found or bool(run.problems)),
     )
 
 
@@ -198,10 +194,8 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
         yield "update", "skipped by GradScaler at this step, as it does where scaled gradients overflow"
     yield "values before it", f"{bad.num_before} of this step on its rank"
     before = bad.before
-    yield (
-        "last healthy value",
-        "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}",
-    )
+    healthy = "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}"
+    yield "last healthy value", healthy
     for other in bad.beside:
         name = f"{other.site} {other.name}" if other.site in GIVEN and other.name else other.name or other.site
         kinds = ((other.nan_count, "NaN"), (other.inf_count, "infinite"))
@@ -233,10 +227,9 @@ def _buffer_lines(run: Run, buffers: Sequence[Differing]) -> Iterator[str]:
         meaning = _STALE if buffer.is_stale else _HEALED if buffer.sync == NEVER else _BUFFERS[buffer.sync]
         by_meaning.setdefault(meaning, []).append(buffer)
     for meaning, some in by_meaning.items():
-        if not some:
-            continue
-        yield f"{run.name}: {counted(len(some), 'buffer')} of which ranks hold different values"
-        yield f"  {meaning}"
+        if some:
+            yield f"{run.name}: {counted(len(some), 'buffer')} of which ranks hold different values"
+            yield f"  {meaning}"
         for buffer in some[:_MAX_LISTED]:
             ranks = f"ranks {_groups(buffer)} (by {buffer.by})"
             yield f"  {_value(buffer.value)}: first at step {buffer.value.step}, {ranks}"
@@ -257,18 +250,13 @@ def _replica_rows(answer: First, differing: Differing) -> Iterator[tuple[str, st
 
 
 def _ranks_table(values: Sequence[RankValue]) -> Table:
+    numbers, whole = ("rank", "mean", "l2", "absmax"), ("shape", "fingerprint")
     rows = [
         [str(v.rank), number(v.mean), number(v.l2), number(v.absmax), v.shape, v.fingerprint or ""]
         for v in values[:_MAX_RANKS]
     ]
     more = f" (the first {_MAX_RANKS} of {len(values)} ranks; --json has all)" if len(values) > _MAX_RANKS else ""
-    return table_of(
-        ("rank", "mean", "l2", "absmax", "shape", "fingerprint"),
-        rows,
-        numbers=("rank", "mean", "l2", "absmax"),
-        whole=("shape", "fingerprint"),
-        title=f"what each rank holds{more}",
-    )
+    return table_of((*numbers, *whole), rows, numbers=numbers, whole=whole, title=f"what each rank holds{more}")
 
 
 def _pairs_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:

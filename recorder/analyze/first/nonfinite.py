@@ -193,11 +193,8 @@ class _Counts:
             value = timeline.value(row)
             since = int(timeline.table.column("step")[int(timeline.series.firsts[timeline.series.ids[row]])].as_py())
             what = f"{value.module_path!r} {value.site}{' ' + value.name if value.name else ''}"
-            yield (
-                (value.root, value.module_path, value.site, value.name),
-                f"{what} holds {int(self.inf[row])} infinite values from its first record on (step {since}), "
-                "as masks do; not counted as a finding",
-            )
+            text = f"holds {int(self.inf[row])} infinite values from its first record on (step {since}), as masks do"
+            yield value.key, f"{what} {text}; not counted as a finding"
 
 
 def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
@@ -210,17 +207,11 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
         long_before, longer_ago, num_more = _healthy(history, known, values)
         before, last, num_steps = before or long_before, last or longer_ago, num_steps + num_more
     return NonFiniteTensor(
-        value=timeline.value(row),
-        nan_count=int(state.nan[row]),
-        inf_count=int(state.inf[row]),
-        numel=int(timeline.table.column("numel")[row].as_py()),
-        num_before=int(timeline.num_before[row]),
-        before=before,
-        last_healthy=last,
-        num_steps_healthy=num_steps,
-        is_skipped=_is_skipped(timeline, row),
+        value=timeline.value(row), nan_count=int(state.nan[row]), inf_count=int(state.inf[row]),
+        numel=int(timeline.table.column("numel")[row].as_py()), num_before=int(timeline.num_before[row]),
+        before=before, last_healthy=last, num_steps_healthy=num_steps, is_skipped=_is_skipped(timeline, row),
         beside=list(_beside(timeline, state, row)),
-    )
+    )  # fmt: skip
 
 
 def _healthy(

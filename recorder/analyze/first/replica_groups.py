@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,19 +18,17 @@ import pyarrow as pa
 from ...columns import COUNTS, STATISTICS, note_members
 from ...errors import RunError
 from ...layout.placement import kinds_of
-from ...numerics.keys import SERIES_KEY, VALUE_KEY, Integers, codes, group, holds
+from ...numerics.keys import SERIES_KEY, VALUE_KEY, Integers, by_distinct, codes, group, holds
 from ...numerics.moments import integers, numbers
 from ...run.run import Run
 from ...sites import STATES
-from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, is_equal
+from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, ValueName, is_equal
 
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
 """How ranks keep their buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP keeps
 each rank's own."""
 
 NAME = ("root", "module_path", "site", "name")
-ValueName = tuple[str, str, str, str]
-"""What a value is called at every step."""
 
 
 class RankValue(NamedTuple):
@@ -142,17 +141,12 @@ class ReplicaGroups:
                 return int(number)
         return limit if len(differing) else None
 
-    def first_numbers(self, asked: npt.NDArray[np.bool_]) -> Integers:
-        """Return for each value that ever differs its first group that does."""
+    def firsts(self, asked: npt.NDArray[np.bool_]) -> Iterator[tuple[int, RecordedValue]]:
+        """Yield the first group that differs of each asked value, and the value as one of its rows records it."""
         numbers = np.flatnonzero(self._differs & asked)
         rows = self._rows[self._groups.firsts[numbers]]
-        values = group([self._timeline.codes[name][rows] for name in NAME])
-        return np.asarray(numbers[values.firsts])
-
-    def firsts(self, asked: npt.NDArray[np.bool_]) -> tuple[Integers, Integers]:
-        """Return the first group that differs of each asked value, and a row of the timeline that is in it."""
-        numbers = self.first_numbers(asked)
-        return numbers, np.asarray(self._rows[self._groups.firsts[numbers]])
+        for first in group([self._timeline.codes[name][rows] for name in NAME]).firsts.tolist():
+            yield int(numbers[first]), self._timeline.value(int(rows[first]))
 
     def describe(self, number: int) -> Differing:
         members = np.flatnonzero(self._groups.ids == number)
@@ -176,13 +170,12 @@ class ReplicaGroups:
             last_equal=self._last_equal(row),
         )
 
-    def describe_buffer(self, number: int) -> Differing:
-        """Return the first difference of a buffer, which also says whether the buffer differs in its last record."""
-        difference = self.describe(number)
-        return with_last(difference, self.differs_last(name_of(difference.value)))
+    def with_last(self, buffer: Differing) -> Differing:
+        """Return a buffer with what its last record in these steps says of it; unchanged where none says anything."""
+        differs = self._differs_last(buffer.value.key)
+        return buffer if differs is None else buffer._replace(differs_last=differs)
 
-    def differs_last(self, name: ValueName) -> bool | None:
-        """Return whether ranks differ in the last record of a buffer; None if that is not known."""
+    def _differs_last(self, name: ValueName) -> bool | None:
         timeline = self._timeline
         same = np.all([timeline.is_equal(column, value) for column, value in zip(NAME, name, strict=True)], axis=0)
         same[: timeline.num_firsts] = False
@@ -209,14 +202,6 @@ class ReplicaGroups:
         of_nothing, of_statistics = self._is_unknown & self._lacks_numbers, self._is_unknown & ~self._lacks_numbers
         reasons = {"nothing": of_nothing, "statistics": of_statistics, "after": self._is_open}
         return Counter({reason: int((flags & asked).sum()) for reason, flags in reasons.items()})
-
-    @property
-    def has_unknown(self) -> bool:
-        return bool(self._is_unknown.any())
-
-    @property
-    def has_statistics_alone(self) -> bool:
-        return bool((self._is_unknown & ~self._lacks_numbers).any())
 
     def _signature(self, number: int, member: int) -> Any:
         row = self._table.slice(member, 1).to_pylist()[0]
@@ -290,24 +275,16 @@ def _has_kind(placements: str, end: str, *, but: str = "") -> bool:
 
 
 def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
-    columns = ("root", "module_path", "name")
-    cells = group([timeline.codes[name] for name in columns])
-    named = zip(
-        *(timeline.table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
-    )
-    are_own = np.array(
-        [timeline.run.topology.own_parameters.has(root, path, name) for root, path, name in named], np.bool_
-    )
-    return np.asarray(are_own[cells.ids] if len(are_own) else np.zeros(timeline.num_rows, np.bool_))
+    own = timeline.run.topology.own_parameters
+    are_own, ids = by_distinct(timeline.table, ("root", "module_path", "name"), own.has)
+    return np.array(are_own, np.bool_)[ids]
 
 
 def _shards(table: Any) -> Integers:
     """Return for each row a number for its coordinate on the axes of the mesh that do not replicate; 0 if unknown."""
-    pairs = group([codes(table.column(name)) for name in ("placements", "mesh")])
-    texts = table.select(["placements", "mesh"]).take(pa.array(pairs.firsts)).to_pylist()
     numbers: dict[Any, int] = {None: 0}
-    shards = [numbers.setdefault(_shard(text["placements"], text["mesh"]), len(numbers)) for text in texts]
-    return np.array([*shards, 0], np.int64)[pairs.ids]
+    shards, ids = by_distinct(table, ("placements", "mesh"), _shard)
+    return np.array([numbers.setdefault(shard, len(numbers)) for shard in shards], np.int64)[ids]
 
 
 def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
@@ -338,32 +315,17 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
     rank's own manifest counts.
     """
     number_of = {(writer.rank, writer.attempt): number for number, writer in enumerate(run.writers)}
-    is_merged = run.is_merged  # a merge leaves a replica with its rank only where it differs
-    table = timeline.table
-    columns = ("root", "rank", "attempt")
-    cells = group([codes(table.column(name)) for name in columns])
     assumed: set[str] = set()
-    leaders = []
-    for root, rank, attempt in zip(
-        *(table.column(name).take(pa.array(cells.firsts)).to_pylist() for name in columns), strict=True
-    ):
+
+    def leader(root: str, rank: int | None, attempt: int) -> int:
         number = number_of.get((rank, attempt))
-        if rank is None or is_merged or number is None:
-            leaders.append(-1 if rank is None else 0)
-            continue
+        if rank is None or run.is_merged or number is None:
+            return -1 if rank is None else 0  # a merge leaves a replica with its rank only where it differs
         of_model = run.topology.group(root, "", number)
         ranks = run.topology.own_ranks(root, number) if of_model.conflict else of_model.ranks
-        leaders.append(min(ranks) if rank in ranks else rank)
         if of_model.source == "assumed" and not of_model.model_groups:
             assumed.add(root)
-    return np.array([*leaders, -1], np.int64)[cells.ids], assumed
+        return min(ranks) if rank in ranks else rank
 
-
-def with_last(buffer: Differing, differs_last: bool | None) -> Differing:
-    """Return a buffer with what a later record says of it; unchanged if there is no later record."""
-    return buffer if differs_last is None else buffer._replace(differs_last=differs_last)
-
-
-def name_of(value: RecordedValue) -> ValueName:
-    """Return what a value is called at every step."""
-    return value.root, value.module_path, value.site, value.name
+    leaders, ids = by_distinct(timeline.table, ("root", "rank", "attempt"), leader)
+    return np.array(leaders, np.int64)[ids], assumed

@@ -20,8 +20,8 @@ from ...run.notes import differing_ranks
 from ...run.run import RecordedWriter, Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import STATES
-from .replica_groups import BROADCAST, NAME, NEVER, OWN, Differing, ReplicaGroups, ValueName, name_of, with_last
-from .timeline import RecordedValue, Timeline, whole_rows
+from .replica_groups import BROADCAST, NAME, NEVER, OWN, Differing, ReplicaGroups
+from .timeline import RecordedValue, Timeline, ValueName, whole_rows
 
 RANGE_ROWS = 1_000_000
 """Rows of a range of steps, which are in memory together at about 1 kB each; a single step may have more."""
@@ -53,7 +53,7 @@ class ReplicaFinder:
         self._equal: Any = None
         self._recorded: set[str] = set()
         self._ranks: set[int] = set()
-        self._has_unknown = self._has_statistics_alone = False
+        self._why_uncompared: set[str] = set()
         self._num_uncompared: Counter[str] = Counter()
         self._own: set[ValueName] = set()
         self._problems: list[str] = []
@@ -66,26 +66,24 @@ class ReplicaFinder:
             self.first = replicas.describe(first)
         if not self._has_buffer:
             self._has_buffer = replicas.search(is_buffer) is not None
-        for number, row in zip(*(some.tolist() for some in replicas.firsts(~is_buffer)), strict=True):
-            value = timeline.value(row)
-            self.values.setdefault(name_of(value), value)
+        for number, value in replicas.firsts(~is_buffer):
+            self.values.setdefault(value.key, value)
             if value.site not in self.firsts:
                 self.firsts[value.site] = replicas.describe(number)
         for known in (self._buffers, self._noted):
-            known |= {name: with_last(one, replicas.differs_last(name)) for name, one in known.items()}
-        for number in replicas.first_numbers(is_buffer).tolist():
-            buffer = replicas.describe_buffer(number)
-            self._buffers.setdefault(name_of(buffer.value), buffer)
+            known |= {name: replicas.with_last(one) for name, one in known.items()}
+        for number, value in replicas.firsts(is_buffer):
+            if value.key not in self._buffers:
+                self._buffers[value.key] = replicas.with_last(replicas.describe(number))
         for one in _noted_by_merge(timeline):
-            self._noted.setdefault(name_of(one.value), one)
+            self._noted.setdefault(one.value.key, one)
         compared = replicas.compared
         self.num_compared += Counter(compared.column("site").to_pylist())
         is_finding = holds(compared.column("site"), FINDINGS.__contains__)
         self.steps |= set(compared.column("step").to_numpy()[is_finding].tolist())
         self._recorded |= set(timeline.table.column("site").unique().to_pylist())
         self._ranks |= {rank for rank in timeline.table.column("rank").unique().to_pylist() if rank is not None}
-        self._has_unknown |= replicas.has_unknown
-        self._has_statistics_alone |= replicas.has_statistics_alone
+        self._why_uncompared |= (replicas.uncompared(is_buffer | ~is_buffer) + Counter()).keys()
         self._num_uncompared += replicas.uncompared(~is_buffer)
         self._own |= replicas.own
         self._problems += replicas.problems
@@ -112,29 +110,25 @@ class ReplicaFinder:
             "after": "after the first that differs have no fingerprints and were not compared",
         }
         notes = [f"{num} replicas {texts[why]}" for why in texts if (num := self._num_uncompared[why])]
-        if self._own:
-            notes.append(
-                f"{len(self._own)} parameters, gradients and states are each rank's own, as experts' are: left out"
-            )
+        if num := len(self._own):
+            notes.append(f"{num} parameters, gradients and states are each rank's own, as experts' are: left out")
         return notes + self._problems
 
     def why_none(self) -> str:
         """Say why nothing but buffers could be compared; empty if something was."""
         if not self.num_compared.keys().isdisjoint(FINDINGS):
             return ""
-        if self._has_statistics_alone:
+        if "statistics" in self._why_uncompared:
             return "there are statistics alone, and equal ones prove nothing"
-        if self._has_unknown:
+        if "nothing" in self._why_uncompared:
             return "there are neither fingerprints nor values"
         if len(self._ranks) > 1 and self._recorded.isdisjoint(FINDINGS):
             return "no parameter, gradient or optimizer state was recorded"
         if len(self._ranks) > 1:
             return "no parameter, gradient or optimizer state is held by several ranks; sharded ones are not"
         if len(self._ranks) == 1 and not self._run.is_merged:
-            (rank,), world_size = self._ranks, self._run.world_size
-            return (
-                f"only rank {rank} of {world_size} left rows" if (world_size or 1) > 1 else "one rank has no replicas"
-            )
+            (rank,), world_size = self._ranks, self._run.world_size or 1
+            return f"only rank {rank} of {world_size} left rows" if world_size > 1 else "one rank has no replicas"
         return ""
 
 
@@ -178,14 +172,7 @@ def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
     for number in group([keys.ids[rows]]).firsts.tolist():
         row = int(rows[number])
         last = int(rows_of_all[keys.ids[rows_of_all] == keys.ids[row]].max(initial=row))
-        ranks = list(differing_ranks(notes[row].as_py()))
-        if ranks:
-            yield Differing(
-                value=timeline.value(row)._replace(rank=ranks[0]),
-                groups=[ranks],
-                by="merge",
-                ranks=[],
-                is_assumed=False,
-                last_equal=None,
-                differs_last=last in rows,
-            )
+        if ranks := list(differing_ranks(notes[row].as_py())):
+            value = timeline.value(row)._replace(rank=ranks[0])
+            told = Differing(value, [ranks], "merge", [], is_assumed=False, last_equal=None)
+            yield told._replace(differs_last=last in rows)

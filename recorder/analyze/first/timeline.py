@@ -54,6 +54,10 @@ _SCHEMA = pa.schema(
 )
 
 
+ValueName = tuple[str, str, str, str]
+"""What a value is called at every step: root, module, site and name."""
+
+
 class RecordedValue(NamedTuple):
     """A value, with the step and the rank at which it was seen."""
 
@@ -77,6 +81,10 @@ class RecordedValue(NamedTuple):
     """The class of the module, if the run says it."""
     source: str
     """File and line of that class, if the run says it."""
+
+    @property
+    def key(self) -> ValueName:
+        return self.root, self.module_path, self.site, self.name
 
 
 class FirstRows(NamedTuple):
@@ -214,19 +222,9 @@ def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None)
 
 def _times(run: Run, table: Any, steps: Integers, ranks: Integers, num_before: Integers) -> Times:
     """Return when the rows were seen; a row's position in its rank's step is the time that ranks share."""
-    phases = {
-        phase: holds(table.column("phase"), {phase}.__contains__) for phase in ("forward", "backward", "recompute")
-    }
-    return Times(
-        steps,
-        codes(table.column("mode")),
-        phases["forward"],
-        phases["backward"] | phases["recompute"],
-        num_before,
-        _stages(run, table),
-        codes(table.column("micro_step")),
-        ranks,
-    )
+    mode, phase, micro_step = codes(table.column("mode")), table.column("phase"), codes(table.column("micro_step"))
+    is_forward, is_backward = holds(phase, "forward".__eq__), holds(phase, ("backward", "recompute").__contains__)
+    return Times(steps, mode, is_forward, is_backward, num_before, _stages(run, table), micro_step, ranks)
 
 
 def _stages(run: Run, table: Any) -> Integers:

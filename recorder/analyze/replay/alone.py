@@ -128,20 +128,21 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
     if odd:
         raise CannotReplay(f"{', '.join(odd[:4])}: a part of a distributed or sparse tensor, which is not replayed")
     notes = list(_other_versions(call))
-    device = _device(options.device)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
+    one = _Call(call, tensors, _device(options.device), getattr(torch, options.dtype) if options.dtype else None)
     with _settings(call):
         module = make_module(bundle, options, notes)
         if options.factory:  # others have no memory yet
-            module = module.to(device, dtype)
-        _load(module, call, tensors, device, dtype)
-        inputs = _inputs(call, tensors, device, dtype)
+            module = module.to(one.device, one.dtype)
+        _load(module, one)
+        inputs = _inputs(one)
         args = [_value(node, inputs) for node in call["args"]]
         kwargs = {key: _value(node, inputs) for key, node in call["kwargs"]}
         called = torch.compile(module) if options.compile else module
-        _seed(call, device, notes)
+        _seed(one)
         try:
-            replayed = dict(_run(called, args, kwargs, call, tensors, inputs, dtype))
+            outputs = _forward(called, args, kwargs, one)
+            replayed = {name: output.detach().clone() for name, output in outputs.items()}
+            replayed |= _backward(outputs, inputs, tensors)
         except Exception as error:
             raise CannotReplay(f"the call fails here: {type(error).__name__}: {error}") from error
     replayed |= {f"grad.{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -151,6 +152,20 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
         named = ", ".join(map(_shown, missing)) or "output"
         raise CannotReplay(f"the module returned something else than was recorded: no {named}")
     return sorted(compared, key=lambda one: (not one.name.startswith("output"), one.name)), notes
+
+
+class _Call(NamedTuple):
+    """A recorded call, and where and in which type it is run; without a type in its own."""
+
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    device: torch.device
+    dtype: torch.dtype | None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor = self.tensors[name]
+        is_cast = self.dtype is not None and tensor.is_floating_point()
+        return tensor.to(self.device, self.dtype if is_cast else tensor.dtype)
 
 
 def _device(name: str) -> torch.device:
@@ -175,19 +190,14 @@ def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -
             try:
                 made = made.get_submodule(bundle["module"])
             except AttributeError:
-                raise CannotReplay(
-                    f"{options.factory} made a {type(made).__name__}, which is no {qualified} and has no submodule "
-                    f"{bundle['module']!r}"
-                ) from None
+                what = f"which is no {qualified} and has no submodule {bundle['module']!r}"
+                raise CannotReplay(f"{options.factory} made a {type(made).__name__}, {what}") from None
         if type(made).__qualname__ != qualified:
-            raise CannotReplay(
-                f"{options.factory}: {bundle['module']!r} is a {type(made).__qualname__}, not {qualified}"
-            )
-        code = code_digest(type(made))
-        if call["python"].split(".")[:2] != sys.version.split()[0].split(".")[:2]:
-            notes.append(
-                f"whether the code of {qualified} has changed cannot be told: it ran in Python {call['python']}"
-            )
+            what = f"{bundle['module']!r} is a {type(made).__qualname__}, not {qualified}"
+            raise CannotReplay(f"{options.factory}: {what}")
+        code, python = code_digest(type(made)), call["python"]
+        if python.split(".")[:2] != sys.version.split()[0].split(".")[:2]:
+            notes.append(f"whether the code of {qualified} has changed cannot be told: it ran in Python {python}")
         elif code != call["code"]:
             changed = f"the code of {type(made).__qualname__} is not that which was recorded ({call['source']})"
             if not options.anyway:
@@ -195,9 +205,8 @@ def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -
             notes.append(changed)
         return made
     if call["constructor"] is None or not where.startswith("torch.nn.modules."):
-        raise CannotReplay(
-            f"{qualified} is no module that can be made from its settings: give --factory MODULE:FUNCTION"
-        )
+        how = "that can be made from its settings: give --factory MODULE:FUNCTION"
+        raise CannotReplay(f"{qualified} is no module {how}")
     settings = {name: tuple(value) if isinstance(value, list) else value for name, value in call["constructor"].items()}
     try:
         cls = getattr(importlib.import_module(where), qualified)
@@ -248,33 +257,25 @@ def _other_versions(facts: Mapping[str, Any]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _settings(facts: Mapping[str, Any]) -> Iterator[None]:
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_num_threads(),
-        torch.get_rng_state(),
-    )
-    if before[0] != facts["deterministic"]:  # the call imports torch's compiler, which takes seconds
+    was_deterministic, state = torch.are_deterministic_algorithms_enabled(), torch.get_rng_state()
+    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    is_other = was_deterministic != facts["deterministic"]
+    if is_other:  # the call imports torch's compiler, which takes seconds
         torch.use_deterministic_algorithms(facts["deterministic"], warn_only=True)
     torch.set_float32_matmul_precision(facts["matmul_precision"])
     torch.set_num_threads(facts["num_threads"])
     try:
         yield
     finally:
-        if before[0] != facts["deterministic"]:
-            torch.use_deterministic_algorithms(before[0])
-        torch.set_float32_matmul_precision(before[1])
-        torch.set_num_threads(before[2])
-        torch.set_rng_state(before[3])
+        if is_other:
+            torch.use_deterministic_algorithms(was_deterministic)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(num_threads)
+        torch.set_rng_state(state)
 
 
-def _load(
-    module: nn.Module,
-    facts: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> None:
+def _load(module: nn.Module, call: _Call) -> None:
+    facts, tensors = call.facts, call.tensors
     held: dict[str, torch.Tensor] = {}
     held |= {f"param.{name}": value for name, value in module.named_parameters(remove_duplicate=False)}
     held |= {f"buffer.{name}": value for name, value in module.named_buffers(remove_duplicate=False)}
@@ -284,15 +285,14 @@ def _load(
         raise CannotReplay(f"the module that was made has other parameters or buffers: {', '.join(differing[:4])}")
     parts = [name for name in tensors if name in held and tensors[name].shape != held[name].shape]
     if parts:
-        raise CannotReplay(
-            f"{', '.join(parts[:4])}: another shape than the module has; a part of it, as FSDP leaves it?"
-        )
+        named = ", ".join(parts[:4])
+        raise CannotReplay(f"{named}: another shape than the module has; a part of it, as FSDP leaves it?")
     made: dict[str, torch.Tensor] = {}
     for name in wanted:
         about = facts["tensors"][name]
         source = about.get("same_as", name)
         if source not in made:
-            made[source] = _strided(tensors[source].to(device, _type_of(tensors[source], dtype)), about)
+            made[source] = _strided(call.tensor(source), about)
         kind, _, path = name.partition(".")
         owner_path, _, own = path.rpartition(".")
         owner = module.get_submodule(owner_path)
@@ -305,10 +305,6 @@ def _load(
     module.train(facts["training"])
     for path in facts["other_mode"]:
         module.get_submodule(path).training = not facts["training"]
-
-
-def _type_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _strided(tensor: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
@@ -344,20 +340,21 @@ class _Enter(torch.autograd.Function):
         return grads[0], None
 
 
-def _inputs(
-    facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return each argument by name: the leaf that takes its gradient, and the tensor that the module gets."""
-    inputs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name, about in facts["tensors"].items():
+_Inputs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""Each argument by name: the leaf that takes its gradient, and the tensor that the module gets."""
+
+
+def _inputs(call: _Call) -> _Inputs:
+    inputs: _Inputs = {}
+    for name, about in call.facts["tensors"].items():
         if not name.startswith("input."):
             continue
         source = about.get("same_as", name)
         if source in inputs:
             inputs[name] = inputs[source]
             continue
-        leaf = tensors[name].to(device, _type_of(tensors[name], dtype))
-        if about["requires_grad"] and facts["grad"] and not facts["inference"]:
+        leaf = call.tensor(name)
+        if about["requires_grad"] and call.facts["grad"] and not call.facts["inference"]:
             leaf = leaf.clone().requires_grad_()
             inputs[name] = leaf, _Enter.apply(leaf, about)  # type: ignore[no-untyped-call]
         else:
@@ -365,7 +362,7 @@ def _inputs(
     return inputs
 
 
-def _value(node: Mapping[str, Any], inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+def _value(node: Mapping[str, Any], inputs: _Inputs) -> Any:
     (kind, content), *_ = node.items()
     if kind == "tensor":
         return inputs[f"input.{content}"][1]
@@ -385,33 +382,29 @@ def _value(node: Mapping[str, Any], inputs: Mapping[str, tuple[torch.Tensor, tor
     raise CannotReplay(f"an argument is a {content}, which is not recorded")
 
 
-def _seed(facts: Mapping[str, Any], device: torch.device, notes: list[str]) -> None:
-    for kind, text in facts["rng"].items():
+def _seed(call: _Call) -> None:
+    for kind, text in call.facts["rng"].items():
         state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
         if kind == "cpu":
             torch.set_rng_state(state)
-        elif device.type == kind:
-            torch.cuda.set_rng_state(state, device)
+        elif call.device.type == kind:
+            torch.cuda.set_rng_state(state, call.device)
 
 
-def _run(
-    module: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    facts: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-    dtype: torch.dtype | None,
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _forward(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: _Call) -> dict[str, torch.Tensor]:
     with contextlib.ExitStack() as stack:
-        if dtype is None:
-            for kind, name in facts["autocast"].items():
+        if call.dtype is None:
+            for kind, name in call.facts["autocast"].items():
                 stack.enter_context(torch.autocast(kind, dtype=getattr(torch, name)))
-        stack.enter_context(torch.set_grad_enabled(facts["grad"]))
-        if facts["inference"]:
+        stack.enter_context(torch.set_grad_enabled(call.facts["grad"]))
+        if call.facts["inference"]:
             stack.enter_context(torch.inference_mode())
-        outputs = dict(_leaves(module(*args, **kwargs), "output."))
-    yield from ((name, output.detach().clone()) for name, output in outputs.items())
+        return dict(_leaves(module(*args, **kwargs), "output."))
+
+
+def _backward(
+    outputs: Mapping[str, torch.Tensor], inputs: _Inputs, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     pairs = [
         (output, tensors[gradient].to(output.device, output.dtype))
         for name, output in outputs.items()
@@ -419,24 +412,18 @@ def _run(
     ]
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        for name, (leaf, _) in inputs.items():
-            if leaf.grad is not None:
-                yield f"grad_{name}", leaf.grad
+    return {f"grad_{name}": leaf.grad for name, (leaf, _) in inputs.items() if leaf.grad is not None}
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    join = "" if name.endswith(".") else "."
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for key, item in zip(value._fields, value, strict=True):
-            yield from _leaves(item, f"{name}{join}{key}")
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}{join}{index}")
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}{join}{key}")
+        return
+    items: Mapping[Any, Any] = value if isinstance(value, dict) else {}
+    if isinstance(value, (tuple, list)):
+        items = dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    for key, item in items.items():
+        yield from _leaves(item, f"{name}{'' if name.endswith('.') else '.'}{key}")
 
 
 def _shown(name: str) -> str:
@@ -453,9 +440,8 @@ def _compare(name: str, recorded: torch.Tensor, replayed: torch.Tensor) -> Compa
         return Compared(name, EQUAL, 0.0, 0.0, 0, recorded.numel())
     if not (recorded.is_floating_point() or recorded.is_complex()):
         num_differing = int((recorded != replayed).sum())
-        return Compared(
-            name, DIFFERENT if num_differing else EQUAL, float("nan"), float("nan"), num_differing, recorded.numel()
-        )
+        verdict = DIFFERENT if num_differing else EQUAL
+        return Compared(name, verdict, float("nan"), float("nan"), num_differing, recorded.numel())
     wide = torch.complex128 if recorded.is_complex() else torch.float64
     a, b = recorded.to(wide), replayed.to(wide)
     is_finite = a.isfinite() & b.isfinite()

@@ -165,16 +165,9 @@ def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
     if not any(name.startswith("output.") for name in arrays):
         lacks.append("output: no row of it")
     document = {
-        "bundle": VERSION,
-        "run": run.name,
-        "module": call.module_path,
-        "step": call.step,
-        "rank": call.rank,
-        **{column: call.key[column] for column in _KEY},
-        "lacks": lacks,
-        "tensors": tensors,
-        "facts": facts,
-    }
+        "bundle": VERSION, "run": run.name, "module": call.module_path, "step": call.step, "rank": call.rank,
+        **{column: call.key[column] for column in _KEY}, "lacks": lacks, "tensors": tensors, "facts": facts,
+    }  # fmt: skip
     entries = [
         Entry((call.step, call.step + 1), 0, name, tensors[name]["dtype"], array.shape, array.nbytes, {}, {})
         for name, array in arrays.items()

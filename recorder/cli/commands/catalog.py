@@ -40,13 +40,8 @@ def command(
     rows = f"{counted(done.num_rows, 'row')} of {counted(len(run.ranks), 'rank')}"
     return Reply(
         members=lambda: {
-            "run": str(run.path),
-            "path": str(done.path),
-            "rows": done.num_rows,
-            "bytes": done.num_bytes,
-            "superseded": done.num_superseded,
-            "problems": done.problems,
-            "notes": notes,
+            "run": str(run.path), "path": str(done.path), "rows": done.num_rows, "bytes": done.num_bytes,
+            "superseded": done.num_superseded, "problems": done.problems, "notes": notes,
         },
         parts=lambda: [
             *(Aside(f"finding: {problem}") for problem in done.problems),
@@ -54,4 +49,4 @@ def command(
             f"{done.path}: {rows}, {size(done.num_bytes)}",
         ],
         exit_code=int(bool(done.problems)),
-    )
+    )  # fmt: skip

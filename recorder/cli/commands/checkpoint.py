@@ -73,20 +73,13 @@ def command(
             num_bytes = write_model(model, out, to, report)
     return Reply(
         members=lambda: {
-            "path": str(out),
-            "format": to,
-            "what": model.what,
-            "root": model.root,
-            "step": model.step,
-            "is_written": num_bytes is not None,
-            "tensors": len(model.entries),
-            "bytes": num_bytes,
-            "refused": [refused._asdict() for refused in model.refused],
-            "notes": model.notes,
+            "path": str(out), "format": to, "what": model.what, "root": model.root, "step": model.step,
+            "is_written": num_bytes is not None, "tensors": len(model.entries), "bytes": num_bytes,
+            "refused": [refused._asdict() for refused in model.refused], "notes": model.notes,
         },
         parts=lambda: _parts(model, out, num_bytes),
         exit_code=int(bool(model.refused) or num_bytes is None),
-    )
+    )  # fmt: skip
 
 
 def _parts(model: Model, out: Path, num_bytes: int | None) -> Iterator[Part]:

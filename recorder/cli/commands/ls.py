@@ -72,13 +72,9 @@ def _runs_reply(folder: Location) -> Reply:
     if all(row[0] == row[-1] for row in rows):
         titles, rows = titles[:-1], [row[:-1] for row in rows]
     table = table_of(
-        titles,
-        rows,
-        numbers=("rows", "size"),
-        whole=("started", "ranks", "steps", "directory"),
-        prose=("dropped", "state"),
-        drops=("directory", "size", "rows", "started"),
-    )
+        titles, rows, numbers=("rows", "size"), whole=("started", "ranks", "steps", "directory"),
+        prose=("dropped", "state"), drops=("directory", "size", "rows", "started"),
+    )  # fmt: skip
     return Reply(members=lambda: {"folder": str(folder), "runs": summaries}, parts=lambda: [table], exit_code=exit_code)
 
 
@@ -143,19 +139,12 @@ def _writers_parts(run: Run, num_bytes: int, writers: list[dict[str, Any]]) -> I
     totals = [ranks, f"steps {span(run.steps) or 'none'}", counted(run.num_rows, "row"), size(num_bytes)]
     rows = [
         [
-            "global" if writer["rank"] is None else str(writer["rank"]),
-            writer["writer"],
-            str(writer["attempt"]),
-            moment(writer["started_ns"]),
-            span(writer["steps"]),
-            str(writer["rows"]),
-            size(writer["bytes"]),
-            _lost_rows(writer),
-            writer["state"],
-            " ".join(writer["sites"]),
+            "global" if writer["rank"] is None else str(writer["rank"]), writer["writer"],
+            str(writer["attempt"]), moment(writer["started_ns"]), span(writer["steps"]), str(writer["rows"]),
+            size(writer["bytes"]), _lost_rows(writer), writer["state"], " ".join(writer["sites"]),
         ]
         for writer in writers
-    ]
+    ]  # fmt: skip
     yield table_of(
         ("rank", "writer", "attempt", "started", "steps", "rows", "size", "dropped", "state", "sites"),
         rows,
@@ -199,9 +188,8 @@ def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one entry for all writers of a rank: a merge makes a writer for each unit of its work."""
     entries: dict[int | None, dict[str, Any]] = {}
     for writer in writers:
-        entry = entries.setdefault(
-            writer["rank"], {**writer, "steps": [], "rows": 0, "bytes": 0, "sites": [], "num": 0}
-        )
+        empty = {**writer, "steps": [], "rows": 0, "bytes": 0, "sites": [], "num": 0}
+        entry = entries.setdefault(writer["rank"], empty)
         entry["num"] += 1
         entry["steps"] = sorted({*entry["steps"], *writer["steps"]})
         entry["sites"] = sorted({*entry["sites"], *writer["sites"]})

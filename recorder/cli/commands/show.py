@@ -15,11 +15,8 @@ from ...columns import COUNTS, STATISTICS, parse_shape
 from ...errors import LookupFailedError, RunError
 from ...numerics.distributions import (
     HISTOGRAM_LEGEND,
-    HISTOGRAM_WIDTH,
     NOT_FINITE,
-    bins_of,
-    extent,
-    histogram_line,
+    histogram_lines,
     histogram_of_row,
     spark_line,
 )
@@ -126,21 +123,16 @@ def _modules_reply(run: Run, wanted: Selection, statistic: str) -> Reply:
     modules = _describe_modules(run, wanted, bad, statistic)
     if not modules and wanted.columns:
         explain_nothing(run, wanted)
+    first_bad = next(iter(bad.values()), None)
+    known = {"run": str(run.path), "first_bad": first_bad, "dumps": list(map(dump_members, run.dumps))}
     return Reply(
-        members=lambda: {
-            "run": str(run.path),
-            "first_bad": next(iter(bad.values()), None),
-            "dumps": list(map(dump_members, run.dumps)),
-            "modules": modules,
-        },
-        parts=lambda: _modules_parts(run, modules, bad, statistic),
+        members=lambda: known | {"modules": modules},
+        parts=lambda: _modules_parts(run, modules, first_bad, statistic),
         exit_code=int(bool(run.problems)),
     )
 
 
-def _modules_parts(
-    run: Run, modules: Sequence[Row], bad: dict[tuple[str, str], Row], statistic: str
-) -> Iterator[str | Table]:
+def _modules_parts(run: Run, modules: Sequence[Row], bad: Row | None, statistic: str) -> Iterator[str | Table]:
     has_roots = len({module["root"] for module in modules}) > 1
     lines = [
         [module["root"]] * has_roots
@@ -153,7 +145,7 @@ def _modules_parts(
     titles += ["nan", "inf", "first bad", WHY]
     counts = counted(len(modules), "module")
     summary = f"{run.name}: {counts}, ranks {span(run.ranks)}, steps {span(run.steps) or 'none'}"
-    subtitle = _say_bad(next(iter(bad.values()))) if bad else ""
+    subtitle = "" if bad is None else _say_bad(bad)
     texts = ("root", "module", "class", "sites", WHY)
     yield _table(titles, lines, texts=texts, title=summary, subtitle=subtitle, drops=_MODULE_DROPS)
     if (note := sent_note(run)) is not None:
@@ -171,31 +163,24 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
     table = with_why(table).drop_columns(list(_OTHERS))
 
     def order(member: Series) -> tuple[Any, ...]:
-        return (
-            site_order(member.key["site"]),
-            *((member.key[name] is not None, member.key[name]) for name in _KEY[1:]),
-        )
+        others = ((member.key[name] is not None, member.key[name]) for name in _KEY[1:])
+        return site_order(member.key["site"]), *others
 
     series = sorted((Series(*group) for group in _groups(table, _KEY)), key=order)
 
     def members() -> dict[str, Any]:
         for row in (row for member in series for row in member.rows):
             del row["histogram"]  # bytes, which JSON has not
-        return {
-            "run": str(run.path),
-            "module": module_path,
-            "series": [member.key | {"rows": member.rows} for member in series],
-        }
+        described = [member.key | {"rows": member.rows} for member in series]
+        return {"run": str(run.path), "module": module_path, "series": described}
 
     def parts() -> Iterator[str | Table]:
-        infos = [info for (_, info_path), info in run.modules.items() if info_path == module_path]
-        descriptions = [
-            info.class_name
-            if _LIBRARY in info.source.replace("\\", "/")
-            else f"{info.class_name} {info.source}".strip()
-            for info in infos[:1]
-        ]
-        yield ", ".join([f"{run.name}: {module_path!r}", *descriptions])
+        title = f"{run.name}: {module_path!r}"
+        info = next((one for (_, its_path), one in run.modules.items() if its_path == module_path), None)
+        if info is not None:
+            is_of_torch = _LIBRARY in info.source.replace("\\", "/")
+            title += f", {info.class_name if is_of_torch else f'{info.class_name} {info.source}'.strip()}"
+        yield title
         if run.jitter:
             yield jitter_note(run)
         yield _series_table(series, statistic)
@@ -223,10 +208,8 @@ def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
         cells += drawn[len(lines) : len(lines) + 1]
         lines.append([_text(member.key[name]) for name in keys] + cells + [_text(newest[WHY])])
     titles = [*keys, "dtype", "shape", "rows", "steps", f"last {of_tensors}", "trend"]
-    last_column = len(titles) - 1
-    marks = (
-        f"; {NOT_FINITE} stands for NaN or infinity" if any(NOT_FINITE in line[last_column] for line in lines) else ""
-    )
+    has_marks = any(NOT_FINITE in line[len(titles) - 1] for line in lines)
+    marks = f"; {NOT_FINITE} stands for NaN or infinity" if has_marks else ""
     titles += [*(["histogram"] if drawn else []), WHY]
     scalars = ", the value of a scalar" if statistic is None else ""
     title = f"trend: {of_tensors} over steps{scalars}{marks}"
@@ -240,13 +223,8 @@ def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
         next((one for row in reversed(member.rows) if (one := histogram_of_row(row)) is not None), None)
         for member in series
     ]
-    known = [one for one in newest if one is not None]
-    if not known:
-        return [], ""
-    bins = bins_of(known, HISTOGRAM_WIDTH)
-    lines = iter(map(histogram_line, bins.shares))
-    drawn = ["" if one is None else next(lines) for one in newest]
-    return drawn, f"histogram: the last of each, {extent(bins)}; {HISTOGRAM_LEGEND}"
+    drawn, magnitudes = histogram_lines(newest)
+    return drawn, f"histogram: the last of each, {magnitudes}; {HISTOGRAM_LEGEND}" if drawn else ""
 
 
 def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statistics: Sequence[str]) -> Table:
@@ -291,29 +269,18 @@ def _key_of(row: Row) -> tuple[Any, ...]:
 
 
 def _table(
-    titles: Sequence[str],
-    lines: list[list[str]],
-    *,
-    texts: Sequence[str],
-    title: str,
-    subtitle: str = "",
-    drops: Sequence[str] = (),
-    dull: bool = False,
-) -> Table:
+    titles: Sequence[str], lines: list[list[str]], *, texts: Sequence[str], title: str, subtitle: str = "",
+    drops: Sequence[str] = (), dull: bool = False,
+) -> Table:  # fmt: skip
     """Return a table, without the column of reasons where it is empty; `dull` leaves counts out where all are 0."""
     if titles[-1] == WHY and not any(line[-1] for line in lines):
         titles, lines = titles[:-1], [line[:-1] for line in lines]
     return table_of(
-        titles,
-        lines,
-        numbers=[name for name in titles if name not in texts],
+        titles, lines, numbers=[name for name in titles if name not in texts],
         whole=("trend", "histogram", "shape", "steps", "dtype", "site", "phase", "mode", "values"),
-        prose=("sites", WHY),
-        drops=drops,
+        prose=("sites", WHY), drops=drops, title=title, subtitle=subtitle,
         dull={name.removesuffix("_count"): "0" for name in COUNTS} if dull else None,
-        title=title,
-        subtitle=subtitle,
-    )
+    )  # fmt: skip
 
 
 def _as_observed(rows: Sequence[Row]) -> list[Row]:
@@ -380,34 +347,28 @@ def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Ro
     entries = []
     for key, sites in _groups(newest, ("root", "module_path")):
         sites.sort(key=lambda site: site_order(site["site"]))
-        info = run.modules.get((key["root"], key["module_path"]))
+        name = key["root"], key["module_path"]
+        info, last_value = run.modules.get(name), sites[0][f"{statistic}_{most}"]
+        why = whys.get((*name, sites[0]["site"], sites[0]["step"])) if last_value is None else None
         entries.append(
             {
-                "root": key["root"],
-                "module": key["module_path"],
-                "class": info.class_name if info else "",
-                "source": info.source if info else "",
-                "sites": [site["site"] for site in sites],
-                "rows": sum(site["step_count"] for site in sites),
-                "last_step": sites[0]["step"],
-                f"last_{statistic}": sites[0][f"{statistic}_{most}"],
-                WHY: None
-                if sites[0][f"{statistic}_{most}"] is not None
-                else whys.get((*key.values(), sites[0]["site"], sites[0]["step"])),
+                "root": key["root"], "module": key["module_path"],
+                "class": info.class_name if info else "", "source": info.source if info else "",
+                "sites": [site["site"] for site in sites], "rows": sum(site["step_count"] for site in sites),
+                "last_step": sites[0]["step"], f"last_{statistic}": last_value, WHY: why,
                 "nan_count": sum(site["nan_count_sum"] or 0 for site in sites),
                 "inf_count": sum(site["inf_count_sum"] or 0 for site in sites),
-                "first_bad": bad[name]["step"] if (name := (key["root"], key["module_path"])) in bad else None,
+                "first_bad": bad[name]["step"] if name in bad else None,
             }
-        )
+        )  # fmt: skip
     return sorted(entries, key=lambda module: (module["root"], order[module["module"]]))
 
 
 def _whys(table: Any, keys: Sequence[str]) -> dict[tuple[Any, ...], str]:
     """Return the first reason why rows with equal keys have no statistic, by the keys."""
     reasons: dict[tuple[Any, ...], str] = {}
-    for row in (
-        table.filter(pc.field(WHY).is_valid()).group_by([*keys, WHY], use_threads=False).aggregate([]).to_pylist()
-    ):
+    distinct = table.filter(pc.field(WHY).is_valid()).group_by([*keys, WHY], use_threads=False).aggregate([])
+    for row in distinct.to_pylist():
         reasons.setdefault(tuple(row[name] for name in keys), row[WHY])
     return reasons
 

@@ -45,8 +45,7 @@ def command(
     """
     if lacking := [package for package in _NEEDS if importlib.util.find_spec(package) is None]:
         raise LookupFailedError(not_installed("recorder view", " with ".join(lacking), "view"))
-    from ...view.server import ViewServer
-    from ...view.watching import Watching
+    from ...view.server import ViewServer, Watching
 
     folder = find_folder(path, may_be_empty=True)
     run = None if folder is not None else find_run(path)[0]
