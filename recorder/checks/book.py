@@ -18,7 +18,7 @@ from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import Finding, Replicas, Rule, Setting, Severity, StreakRule
 from .rules.activations import Attention, Dead, DeadUnits, LowPrecision, OutlierUnits, Saturated
-from .rules.baseline import Invariant, Unusual, Width
+from .rules.comparing import Invariant, OutlierRank, Replica, RunningStatistics, Unusual, Width
 from .rules.curves import Jump, LossStuck, Overfitting, Spike
 from .rules.parameters import (
     Exploding,
@@ -29,7 +29,6 @@ from .rules.parameters import (
     Update,
     Vanishing,
 )  # fmt: skip
-from .rules.ranks import OutlierRank, Replica, RunningStatistics
 from .rules.values import Data, NonFinite, Skipped
 
 RULES: tuple[type[Rule], ...] = (

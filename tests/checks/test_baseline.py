@@ -12,7 +12,7 @@ from recorder.checks.engine import Engine, Verdict
 from recorder.checks.normal import Normal, phase_of, steps_of
 from recorder.checks.rows import ModuleFacts
 from recorder.checks.rule import Severity
-from recorder.checks.rules.baseline import Invariant, Unusual
+from recorder.checks.rules.comparing import Invariant, Unusual
 from tests.checks.rows import Recorded
 from tests.checks.test_rules import OPTIMIZER, noise, subjects
 

@@ -9,6 +9,7 @@ import pytest
 
 from recorder.checks.rule import Finding, Rule, Severity
 from recorder.checks.rules.activations import Attention, Dead, Saturated
+from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
 from recorder.checks.rules.curves import Jump, LossStuck, Overfitting, Spike
 from recorder.checks.rules.parameters import (
     Exploding,
@@ -19,7 +20,6 @@ from recorder.checks.rules.parameters import (
     Update,
     Vanishing,
 )
-from recorder.checks.rules.ranks import OutlierRank, RunningStatistics
 from recorder.checks.rules.values import Data, NonFinite, Skipped
 from tests.checks.rows import Recorded
 

@@ -6,7 +6,7 @@ import pytest
 
 from recorder.checks.engine import Verdict
 from recorder.checks.normal import Sizes
-from recorder.checks.rules.baseline import Width
+from recorder.checks.rules.comparing import Width
 from tests.checks.rows import Recorded
 from tests.checks.test_rules import OPTIMIZER, noise
 

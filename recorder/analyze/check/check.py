@@ -17,8 +17,7 @@ from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
 from ...checks.rule import Finding, Replicas, Rule, Setting, Severity
-from ...checks.rules.baseline import Width
-from ...checks.rules.ranks import Replica
+from ...checks.rules.comparing import Replica, Width
 from ...errors import ConfigError
 from ...run.notes import left_out
 from ...run.reply import Reply, StateLine, Table, table_of
