@@ -654,12 +654,22 @@ class Recorder:
     def _say_if_step_never_moved(self, capture: Capture) -> None:
         optimizers = self._optimizers
         by_call = capture.every_call_is_a_step or capture.clock.source == "user"
-        if optimizers is not None and optimizers.num_steps == 0 and not by_call:
-            self.events.add(
-                "step_never_advanced",
-                f"no optimizer stepped, so every value is of step {capture.clock.step}; recorder.step(n) names steps",
-                level=logging.INFO,
+        if (
+            optimizers is None
+            or by_call
+            or (optimizers.num_steps and (optimizers.num_steps == 1 or capture.clock.has_moved))
+        ):
+            return
+        why = "no optimizer stepped"
+        if optimizers.num_steps:
+            why = (
+                f"optimizers stepped {optimizers.num_steps} times, and no forward with gradients was seen after a step"
             )
+        self.events.add(
+            "step_never_advanced",
+            f"{why}, so every value is of step {capture.clock.step}; recorder.step(n) names steps",
+            level=logging.INFO,
+        )
 
     def hold_signals(self) -> None:
         """Hold signals back before a fork, until `TerminationWatch.release`."""

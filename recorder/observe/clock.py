@@ -7,7 +7,10 @@ device.
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Hashable
+from itertools import count
 
 import torch
 
@@ -29,17 +32,17 @@ class Slice:
         self.has_gradient = False
         self.used: set[int] = set()
         """The ids of parameters that the slice has used, whose local gradients are awaited."""
-        self._calls: dict[str, dict[Hashable, int]] = {"forward": {}, "recompute": {}}
-        """For each phase, the number of calls so far by key."""
+        self._calls: dict[str, defaultdict[Hashable, count[int]]] = {
+            "forward": defaultdict(count),
+            "recompute": defaultdict(count),
+        }
+        """For each phase, the numbers of the calls to come by key. Two threads never get the same number."""
         self._graphless: dict[Hashable, dict[int, int]] = {}
         """For each key, the forward calls that made no graph, with the number of recomputes that made it later."""
 
     def enter(self, phase: str, key: Hashable) -> int:
         """Count a call that begins, and return its number."""
-        calls = self._calls[phase]
-        number = calls.get(key, 0)
-        calls[key] = number + 1
-        return number
+        return next(self._calls[phase][key])
 
     def new_graph(self, phase: str, key: Hashable, call: int, *, with_grad: bool) -> tuple[int, int] | None:
         """Return the call and the repeat of the gradients that a call's new graph will have; None without a new graph.
@@ -66,23 +69,28 @@ class Slice:
 class Clock:
     """The current step. The training thread writes it, and any thread reads it."""
 
-    __slots__ = ("_has_stepped", "is_by_hand", "source", "step")
+    __slots__ = ("_has_stepped", "has_moved", "is_by_hand", "num_optimizer_steps", "source", "step")
 
     def __init__(self, step: int = 0, source: str = "counted") -> None:
         self.step = step
         self.source = source
         self.is_by_hand = False
+        self.has_moved = False
+        """Whether an optimizer's step has ever moved the step."""
+        self.num_optimizer_steps = 0
         self._has_stepped = False
 
     def optimizer_stepped(self) -> None:
         """Note that the optimizer whose steps count has attempted a step."""
         self._has_stepped = True
+        self.num_optimizer_steps += 1
 
     def advance_if_stepped(self) -> bool:
         """Move to the next step if the optimizer has stepped since the last move; return whether the step moved."""
         if not self._has_stepped or self.is_by_hand:
             return False
         self._has_stepped = False
+        self.has_moved = True
         self.step += 1
         return True
 
@@ -93,21 +101,38 @@ class Clock:
         self.step = step
 
 
+class _OfThread(threading.local):
+    """What differs between threads, which may call one model at the same time: training and an evaluation."""
+
+    active: Slice | None = None
+
+
 class RootClock:
     """The slices of one root, one for each mode."""
 
-    __slots__ = ("_by_micro_batch", "_clock", "_latest", "_slices", "_trained_mode", "active")
+    __slots__ = (
+        *("_by_micro_batch", "_clock", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_of_thread"),
+        *("_slices", "_trained_modes"),
+    )
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._slices: dict[str, Slice] = {}
         self._by_micro_batch: dict[int, Slice] = {}
         """The latest slice of each micro-batch of a pipeline stage, whose backward comes after other forwards."""
-        self._trained_mode: str | None = None
-        """The mode of the first slice at which a gradient arrived; None before."""
+        self._modes_of_gradients: set[str] = set()
+        """The modes of the slices at which a gradient has arrived since the optimizer was last seen to have stepped."""
+        self._trained_modes: set[str] = set()
+        """The modes of the slices whose gradients the last step of the optimizer could take."""
+        self._num_optimizer_steps = clock.num_optimizer_steps
+        """The number of the optimizer's steps when the root was last called."""
         self._latest: Slice | None = None
-        self.active: Slice | None = None
-        """The slice of the call of the root that is running, or None between calls."""
+        self._of_thread = _OfThread()
+
+    @property
+    def active(self) -> Slice | None:
+        """Return the slice of the call of the root that runs in this thread; None between calls."""
+        return self._of_thread.active
 
     def begin(
         self,
@@ -130,7 +155,13 @@ class RootClock:
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1
         mode = _mode(with_grad, training)
-        if with_grad and not every_call_is_a_step and self._trained_mode in (None, mode):
+        if self._num_optimizer_steps != self._clock.num_optimizer_steps:
+            self._num_optimizer_steps = self._clock.num_optimizer_steps
+            self._trained_modes, self._modes_of_gradients = self._modes_of_gradients or self._trained_modes, set()
+        # A forward in evaluation mode with gradients is mostly a validation, and belongs to the step before it; but a
+        # model may be trained in evaluation mode, always or for some steps.
+        is_trained = mode == "train" or "train" not in self._trained_modes
+        if with_grad and not every_call_is_a_step and is_trained:
             self._clock.advance_if_stepped()
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
@@ -139,7 +170,7 @@ class RootClock:
             current = latest if latest is not None and latest.moment == first else Slice(first)
         elif micro_batch is not None or (current.has_gradient and mode != "no_grad"):
             current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
-        self._slices[mode] = self.active = current
+        self._slices[mode] = self._of_thread.active = current
         if with_grad:
             self._latest = current
             if micro_batch is not None:
@@ -147,22 +178,22 @@ class RootClock:
 
     def begin_trial(self) -> None:
         """Begin a call of the root that is no part of training. The call gets a slice of its own."""
-        self.active = Slice(Moment(self._clock.step, None, "train"))
+        self._of_thread.active = Slice(Moment(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
         """Note that a gradient has come back to an output of the root."""
         slice_.has_gradient = True
-        if self._trained_mode is None:
-            self._trained_mode = slice_.moment.mode
+        self._modes_of_gradients.add(slice_.moment.mode)
 
     def end(self) -> None:
         """End the call of the root, which has returned or raised."""
-        self.active = None
+        self._of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
         """Return the slice of a submodule's call: the running slice, or between calls of the root the mode's latest."""
-        if self.active is not None:
-            return self.active
+        active = self._of_thread.active
+        if active is not None:
+            return active
         mode = _mode(with_grad, training)
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:

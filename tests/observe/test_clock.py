@@ -16,7 +16,7 @@ import recorder
 from recorder.capture.core import Capture
 from recorder.lifecycle.description import Description
 from tests.rigs.capturing import Tiny, batch, flagged
-from tests.rigs.waiting import wait_until
+from tests.rigs.waiting import PATIENCE_S, wait_until
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
@@ -489,6 +489,80 @@ def test_a_look_at_shapes_in_eval_mode_before_training_does_not_stop_the_steps(t
             model.train()
     assert list(recording.rows(site="output", module_path="", mode="train").step) == [0, 1, 2]
     assert list(recording.rows(site="output", module_path="", mode="eval").step) == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["probe before training", "warm-up in evaluation mode", "probes between steps"])
+def test_gradients_in_evaluation_mode_do_not_stop_the_steps(tmp_path: Path, name: str) -> None:
+    with flagged(tmp_path, "site=output keep=stats") as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def probe() -> None:
+            model.eval()
+            model(batch(0)).square().sum().backward()
+            optimizer.zero_grad()
+            model.train()
+
+        if name == "probe before training":
+            probe()
+        for step in range(6):
+            model.train(not (name == "warm-up in evaluation mode" and step < 3))
+            train_step(model, optimizer, step)
+            if name == "probes between steps":
+                probe()
+                probe()
+    frame = recording.rows(site="output", module_path="first")
+    trained = frame[frame["mode"] == "train"] if name != "warm-up in evaluation mode" else frame
+    assert trained["step"].tolist() == list(range(6))
+    probes = frame[frame["mode"] == "eval"]
+    if name == "probes between steps":
+        assert probes["step"].tolist() == [step for step in range(6) for _ in range(2)]
+
+
+def test_an_evaluation_in_another_thread_has_its_own_mode_and_moves_no_step(tmp_path: Path) -> None:
+    with flagged(tmp_path, "site=* keep=stats") as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trains, evaluated = threading.Event(), threading.Event()
+
+        def evaluate() -> None:
+            trains.wait(PATIENCE_S)
+            with torch.no_grad():
+                model(batch(0))
+            evaluated.set()
+
+        def wait_for_evaluation(module: nn.Module, args: object, output: object) -> None:
+            trains.set()
+            evaluated.wait(PATIENCE_S)
+
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        train_step(model, optimizer)
+        evaluated.clear()
+        trains.clear()
+        thread.join()
+        handle = model.first.register_forward_hook(wait_for_evaluation)
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        train_step(model, optimizer)
+        thread.join()
+        handle.remove()
+        train_step(model, optimizer)
+    frame = recording.rows(site="output", module_path="second")
+    assert frame[frame["mode"] == "train"]["step"].tolist() == [0, 1, 2]
+    assert not frame[frame["mode"] == "no_grad"].empty
+    assert set(recording.rows(site="grad_output")["mode"]) == {"train"}
+
+
+def test_a_call_with_lent_parameters_does_not_rule_a_model_out(tmp_path: Path) -> None:
+    with flagged(tmp_path, "site=output keep=stats") as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        teacher = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for step in range(3):
+            torch.func.functional_call(model, teacher, (batch(step),))
+            train_step(model, optimizer, step)
+    assert recording.rows(site="output", module_path="first")["step"].max() == 2
 
 
 class OwnSGD(torch.optim.Optimizer):

@@ -81,7 +81,9 @@ class Discovery:
             if is_traced():
                 return None
             if not recorder.wants(module):
-                rejected.add(module)
+                # `functional_call` lends a module other tensors as its parameters for the length of one call.
+                if all(isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
+                    rejected.add(module)
                 return None
             # A global pre-hook is given no kwargs; they are a local of the frame that calls it.
             kwargs = sys._getframe(1).f_locals.get("kwargs")
