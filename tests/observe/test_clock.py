@@ -523,34 +523,31 @@ def test_an_evaluation_in_another_thread_has_its_own_mode_and_moves_no_step(tmp_
     with flagged(tmp_path, "site=* keep=stats") as recording:
         model = Tiny()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trains, evaluated = threading.Event(), threading.Event()
+        train_step(model, optimizer)
+        is_inside, is_over = threading.Event(), threading.Event()
 
         def evaluate() -> None:
-            trains.wait(PATIENCE_S)
             with torch.no_grad():
                 model(batch(0))
-            evaluated.set()
 
-        def wait_for_evaluation(module: nn.Module, args: object, output: object) -> None:
-            trains.set()
-            evaluated.wait(PATIENCE_S)
+        def meet(module: nn.Module, args: object) -> None:
+            if torch.is_grad_enabled():  # training is in its forward: an evaluation begins, and ends behind it
+                thread.start()
+                is_inside.wait(PATIENCE_S)
+            else:
+                is_inside.set()
+                is_over.wait(PATIENCE_S)
 
         thread = threading.Thread(target=evaluate)
-        thread.start()
+        handle = model.first.register_forward_pre_hook(meet)
         train_step(model, optimizer)
-        evaluated.clear()
-        trains.clear()
-        thread.join()
-        handle = model.first.register_forward_hook(wait_for_evaluation)
-        thread = threading.Thread(target=evaluate)
-        thread.start()
-        train_step(model, optimizer)
+        is_over.set()
         thread.join()
         handle.remove()
         train_step(model, optimizer)
     frame = recording.rows(site="output", module_path="second")
     assert frame[frame["mode"] == "train"]["step"].tolist() == [0, 1, 2]
-    assert not frame[frame["mode"] == "no_grad"].empty
+    assert len(frame[frame["mode"] == "no_grad"]) == 1
     assert set(recording.rows(site="grad_output")["mode"]) == {"train"}
 
 
