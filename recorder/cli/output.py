@@ -182,7 +182,6 @@ def _line_width(widths: dict[int, int]) -> int:
 
 
 def _folded(cell: str, column: TableColumn, width: int) -> str:
-    """Fold a text into lines of at most this width, cut between the parts of a path or a name."""
     from rich.cells import cell_len
 
     if column.is_prose or cell_len(cell) <= width:
@@ -196,7 +195,6 @@ def _folded(cell: str, column: TableColumn, width: int) -> str:
 
 
 def _pipe_width() -> int | None:
-    """Return the width that ``COLUMNS`` asks for in a pipe; None for no limit."""
     columns = os.environ.get("COLUMNS", "")
     return int(columns) if columns.isdecimal() and 0 < int(columns) < _MAX_WIDTH else None
 

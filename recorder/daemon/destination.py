@@ -101,18 +101,14 @@ class Destination(Protocol):
     def put_new(self, key: str, file: LocalFile) -> str:
         """Put a file that will never change; return how it was confirmed: ``etag``, ``read``, ``synced`` or ``there``.
 
-        Raises:
-            TakenError: something else has the name.
-            DamagedError: the store kept other bytes; try again.
-            StoreError: the store cannot be asked, or refuses.
+        TakenError is raised where something else has the name, DamagedError where the store has kept other bytes (try
+        again), StoreError where the store cannot be asked, or refuses.
         """
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
         """Put a document where none is (`e_tag` None), or in place of the one of this ETag; return the new ETag.
 
-        Raises:
-            TakenError: another document is there, or none any more.
-            StoreError: as above.
+        TakenError is raised where another document is there, or none any more; StoreError as by `put_new`.
         """
 
     def get(self, key: str) -> tuple[bytes, str] | None:

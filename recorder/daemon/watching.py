@@ -163,11 +163,9 @@ class Folder:
         return Folder("/".join((self.path, *names)), descriptor)
 
     def open(self, name: str) -> LocalFile:
-        """Open a regular file whose first bytes are what its name promises.
+        """Open a regular file whose first bytes are what its name promises; raises OSError where it cannot be opened.
 
-        Raises:
-            RefusedError: it is a link, a device, or holds something else.
-            OSError: it is gone, or may not be read.
+        RefusedError is raised for a link, a device, and a file with other content.
         """
         where = f"{self.path}/{name}"
         try:

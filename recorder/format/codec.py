@@ -141,11 +141,8 @@ class Encoder:
 def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> Bytes:
     """The tensor's bytes, new and writable, from a payload (any contiguous buffer) that is no reference.
 
-    Nothing is allocated before the payload's own sizes agree with `payload_bytes`, the bytes that must come out.
-
-    Raises:
-        CorruptError: the payload is not one of `payload_bytes` bytes.
-        UnsupportedError: the encoding is unknown to this version.
+    Nothing is allocated before the payload's own sizes agree with `payload_bytes`, the bytes that must come out;
+    CorruptError is raised where they do not, UnsupportedError for an unknown encoding.
     """
     source, read = memoryview(payload).cast("B"), encoding_of(encoding).read
     if read is None:
@@ -156,12 +153,7 @@ def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> 
 
 
 def check_size(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> None:
-    """Check, by the headers of a payload alone, that it may decode to `payload_bytes` bytes.
-
-    Raises:
-        CorruptError: it cannot.
-        UnsupportedError: the encoding is unknown to this version.
-    """
+    """Check, by the headers of a payload alone, that it may decode to `payload_bytes` bytes; raises as `decode`."""
     encoding_of(encoding).check(memoryview(payload).cast("B"), payload_bytes, item_bytes)
 
 

@@ -232,8 +232,7 @@ def encoding_of(name: str) -> Encoding:
 def target_of(name: str, payload: object) -> int | None:
     """The `seq` of the row that a payload refers to; None where the payload is the content itself, or is unknown.
 
-    Raises:
-        CorruptError: it is a reference to nothing.
+    CorruptError is raised for a reference to nothing.
     """
     encoding = ENCODING_OF.get(name)
     if encoding is None or encoding.target is None:
@@ -279,13 +278,10 @@ def compressor(level: int) -> zstandard.ZstdCompressor:
 
 
 def read_frames(source: memoryview, num_bytes: int) -> Bytes:
-    """The content of frames laid end to end, which must come to `num_bytes` in all.
+    """The content of frames laid end to end; raises CorruptError where it is not `num_bytes` long, or damaged.
 
     The sizes that the frames declare are added up before anything is decompressed; zstd checks size and checksum of
     each content.
-
-    Raises:
-        CorruptError: the content is not `num_bytes` long, or damaged.
     """
     frames = _frames(source, num_bytes)
     content = np.empty(num_bytes, np.uint8)
@@ -324,8 +320,7 @@ class Frame(NamedTuple):
 def measure_frame(source: Any) -> Frame:
     """The sizes of the frame at the front of `source`, from its block headers (RFC 8878, 3.1.1).
 
-    Raises:
-        CorruptError: there is no complete frame of the kind that FORMAT.md allows.
+    CorruptError is raised where there is no complete frame of the kind that FORMAT.md allows.
     """
     try:
         parameters = zstandard.get_frame_parameters(source)

@@ -162,8 +162,7 @@ def buffer_crcs(
 ) -> list[int | None]:
     """CRC32C of the validity bitmap (None where nothing is null), then of each further buffer, as far as it is used.
 
-    Raises:
-        ValueError: a buffer is shorter than the values need.
+    ValueError is raised where a buffer is shorter than the values need.
     """
     if num_rows == 0:
         return []

@@ -95,11 +95,10 @@ def encode_manifest(obj: Mapping[str, object]) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
-    """The object in a manifest. Symbolic links, devices and files above `max_bytes` are refused.
+    """The object in a manifest, which is no symbolic link, no device, and no larger than `max_bytes`.
 
-    Raises:
-        NotARunError: there is no such regular file.
-        CorruptError: it is too large, holds no JSON object, or its checksum differs.
+    NotARunError is raised where there is no such regular file, and CorruptError where it is too large, holds no JSON
+    object, or has another checksum.
     """
     try:
         # O_NONBLOCK: opening a FIFO would wait for a writer, for ever.
@@ -134,12 +133,7 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
 
 
 def check_version(raw: Mapping[str, Any], where: str) -> None:
-    """Check that a manifest is ours and of a major version that this package reads.
-
-    Raises:
-        NotARunError: the manifest is of another format.
-        UnsupportedError: it is of another major version.
-    """
+    """Check that a manifest is ours (else NotARunError) and of a major version that can be read (UnsupportedError)."""
     if raw.get("format") != FORMAT_NAME:
         raise NotARunError(f"{where}: its format is {raw.get('format')!r}, expected {FORMAT_NAME!r}")
     match raw.get("version"):

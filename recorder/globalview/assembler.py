@@ -99,12 +99,7 @@ class Assembler:
         return plan.dtype or self._rows.text("dtype", positions[0]) or ""
 
     def array(self, plan: Plan, positions: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """All bytes of a global tensor, little-endian, in C order.
-
-        Raises:
-            CorruptError: a part is not what its row says.
-            UnsupportedError: an encoding is unknown.
-        """
+        """All bytes of a global tensor, little-endian, in C order; raises RunError where a part cannot be read."""
         dtype = self.dtype(plan, positions)
         self._check_claims(plan, positions)
         out = np.empty(math.prod(plan.global_shape) * item_bytes(dtype), np.uint8)

@@ -110,7 +110,6 @@ class GlobalColumns:
         return fingerprints
 
     def _statistics(self) -> tuple[dict[str, list[Any]], list[str | None]]:
-        """The combined statistics by name, and for each value the reason if it has none."""
         metadata, positions, factors, starts = self._metadata, list[int](), list[float](), list[int]()
         reasons: list[str | None] = []
         for plan, value in zip(self._plans, self._values, strict=True):

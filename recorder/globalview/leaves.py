@@ -8,8 +8,9 @@ on the part of the run that is looked at.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -130,7 +131,6 @@ class Leaves:
         return self._varying[key]
 
     def _load(self) -> tuple[Sample | None, Flags, Flags]:
-        """The sample, which of its values say nothing, and which are in doubt."""
         if self._loaded is None:
             sample, nothing = self._make(), np.zeros(0, bool)
             self._loaded = sample, *((nothing, nothing) if sample is None else _find_void(sample))
@@ -180,7 +180,6 @@ class Leaves:
 
 
 def _a_few(numbers: Sequence[int]) -> list[int]:
-    """Evenly chosen numbers, the first and the last included."""
     few = min(len(numbers), _MAX_LOOKED_AT)
     return [numbers[i] for i in dict.fromkeys(np.linspace(0, len(numbers) - 1, few).round().astype(int).tolist())]
 
@@ -262,10 +261,10 @@ def keys_of(chunks: Sequence[RankChunk], numbers: Sequence[int]) -> ChunkKeys:
 class LeafAcrossSteps(Unequal):
     """What all steps say of the chunks of one value, or of some of its chunks. The value itself was not recorded."""
 
-    def __init__(
-        self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk], numbers: Sequence[int] | None = None
-    ) -> None:
-        self.leaves, self.leaf, self.chunks, self.numbers = leaves, leaf, chunks, numbers
+    def __init__(self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk]) -> None:
+        self.leaves, self.leaf, self.chunks = leaves, leaf, chunks
+        self.numbers: Sequence[int] | None = None
+        """The numbers of the chunks that are meant; None for all."""
 
     def replication(self) -> Replication:
         return self.leaves.replication(self.leaf, None if self.numbers is None else keys_of(self.chunks, self.numbers))
@@ -273,9 +272,11 @@ class LeafAcrossSteps(Unequal):
     def batch_dim(self) -> int | None:
         return self.leaves.batch_dim(self.leaf)
 
-    def among(self, numbers: Sequence[int]) -> LeafAcrossSteps:
+    def among(self, numbers: Sequence[int]) -> Self:
         """The same question about some of the chunks."""
-        return LeafAcrossSteps(self.leaves, self.leaf, self.chunks, numbers)
+        some = copy(self)
+        some.numbers = numbers
+        return some
 
 
 class Comparison(LeafAcrossSteps):
@@ -283,17 +284,18 @@ class Comparison(LeafAcrossSteps):
 
     def __init__(
         self,
+        leaves: Leaves,
+        leaf: Leaf,
+        chunks: Sequence[RankChunk],
         grouped: GroupedRows,
         number: int,
         rows: Sequence[int],
         is_same: Callable[[Sequence[int]], bool | None],
-        across_steps: LeafAcrossSteps,
     ) -> None:
         """Read nothing yet. `rows` are the grouped rows of value `number`, in data-parallel order."""
-        super().__init__(across_steps.leaves, across_steps.leaf, across_steps.chunks)
-        self.has_read = False
-        self.is_by_statistics = False
-        """True where equality was judged by statistics alone."""
+        super().__init__(leaves, leaf, chunks)
+        self.judged_by: set[str] = set()
+        """What else than the value's own rows has decided: ``payloads``, ``statistics`` alone, or ``other rows``."""
         self._grouped = grouped
         self._rows = rows
         self.known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
@@ -316,15 +318,12 @@ class Comparison(LeafAcrossSteps):
     def are_unequal(self) -> bool:
         return self.equality() is False
 
-    def among(self, numbers: Sequence[int]) -> ComparisonOfSome:
-        return ComparisonOfSome(self, numbers)
-
-    def equality(self, numbers: Sequence[int] | None = None) -> bool | None:
-        """Whether all chunks, or some of them, are equal; None where nothing tells.
+    def equality(self) -> bool | None:
+        """Whether the chunks are equal; None where nothing tells.
 
         Fingerprints decide, then values, then statistics of floats: integers in another order have equal statistics.
         """
-        rows = self._rows if numbers is None else [self._rows[i] for i in numbers]
+        rows = self._rows if self.numbers is None else [self._rows[i] for i in self.numbers]
         key = tuple(rows)
         if key not in self._equal:
             self._equal[key] = self._judged(rows)
@@ -337,22 +336,9 @@ class Comparison(LeafAcrossSteps):
         is_measured = bool((statistics != NONE).all())
         if is_measured and (statistics != statistics[0]).any():
             return False
-        self.has_read = True
+        self.judged_by.add("payloads")
         is_same = self._is_same(self._grouped.chosen[list(rows)].tolist())
         if is_same is None and is_measured and self.chunks[0].dtype.startswith(("float", "bfloat")):
-            self.is_by_statistics = is_same = True
+            self.judged_by.add("statistics")
+            return True
         return is_same
-
-
-class ComparisonOfSome(LeafAcrossSteps):
-    """A comparison of some chunks of a value."""
-
-    def __init__(self, comparison: Comparison, numbers: Sequence[int]) -> None:
-        super().__init__(comparison.leaves, comparison.leaf, comparison.chunks, numbers)
-        self._comparison = comparison
-
-    def are_equal(self) -> bool:
-        return self._comparison.equality(self.numbers) is True
-
-    def are_unequal(self) -> bool:
-        return self._comparison.equality(self.numbers) is False

@@ -29,7 +29,7 @@ from ..layout.rules import (
     mixed,
     parse_override,
 )
-from ..read.metadata import NONE, unseen
+from ..read.metadata import unseen
 from ..read.run import RecordedRun
 from ..rules import hint, matches, parse_patterns
 from ..sites import CALL, NUMBERS, SITES, STATES
@@ -109,7 +109,7 @@ class Planner:
             plan = _refuse_equal_summands(plan, value.chunks, comparison)
         if value.stage is not None:
             plan = self._fit_into_pipeline(plan, value, value.stage, is_micro_batch=is_micro_batch)
-        differing = self._find_differing_copies(plan, value, grouped, number)
+        differing = _find_differing_copies(plan, value.key.site, comparison)
         is_own = self._is_of_own_parameters(value)
         if is_own and override is None:
             plan, differing = _leave_with_ranks(plan, value, differing)
@@ -143,7 +143,12 @@ class Planner:
     ) -> tuple[Plan | NoPlan, Batch]:
         is_state = value.key.site in STATES
         kind = LOCAL_GRADIENT if value.key.site == "grad" and value.key.phase == "backward" else value.key.site
-        batches = NO_BATCH if is_state else self._batches(value, forward, is_gradient=is_gradient)
+        if is_state:
+            batches = NO_BATCH
+        elif forward is not None:
+            batches = (_batch_of_ranks(forward, value.local_batches.ranks),)
+        else:
+            batches = self._reader.batches(value, is_later=is_gradient or value.key.phase == "recompute")
         forward_plan = forward.plan if forward is not None else None
         of_rows = comparison.known, comparison.pattern() if value.batch_groups is not None else ()
         key = (
@@ -152,27 +157,19 @@ class Planner:
         )  # fmt: skip
         if key in self._decided:
             return self._decided[key][:2]
-        unrecorded = self._unrecorded_value(value) if is_gradient and forward is None else None
+        unrecorded = None
+        if is_gradient and forward is None and (site := FORWARD_OF.get(value.key.site)) is not None:
+            leaf = value.leaf._replace(site=site, phase="forward")
+            unrecorded = LeafAcrossSteps(self._reader.leaves, leaf, value.chunks)
         infer = partial(self._infer_sharding, value, comparison)
         asked = value, kind, comparison, override, batches, forward_plan, unrecorded, is_gradient, self._loss, infer
         plan, batch = decide(Question(*asked))
-        if not comparison.has_read:
+        if not comparison.judged_by:
             self._decided[key] = plan, batch, forward_plan
         return plan, batch
 
-    def _batches(self, value: ValueRows, forward: GlobalValue | None, *, is_gradient: bool) -> tuple[Batch, ...]:
-        if forward is not None:
-            return (_batch_of_ranks(forward, value.local_batches.ranks),)
-        return self._reader.batches(value, is_later=is_gradient or value.key.phase == "recompute")
-
-    def _unrecorded_value(self, value: ValueRows) -> LeafAcrossSteps | None:
-        """The value that this is the gradient of, which was not recorded at this step."""
-        site = FORWARD_OF.get(value.key.site)
-        leaf = value.leaf._replace(site=site or "", phase="forward")
-        return None if site is None else LeafAcrossSteps(self._reader.leaves, leaf, value.chunks)
-
     def _infer_sharding(self, value: ValueRows, comparison: Comparison, chunks: Sequence[RankChunk]) -> int | NoPlan:
-        comparison.has_read = True  # other rows of that step decide, so the decision holds for no other step
+        comparison.judged_by.add("other rows")  # those of that step, so that the decision holds for no other step
         dims = self._reader.leaves.cut_dims(value.leaf, keys_of(chunks, range(len(chunks))))
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
         dim = self._reader.sharding.infer(wanted, chunks, dims)
@@ -199,31 +196,6 @@ class Planner:
         if num_micro_batches == 1:
             return plan
         return plan._replace(note=(*plan.note, ("micro_batches", num_micro_batches)))
-
-    def _find_differing_copies(
-        self, plan: Plan | NoPlan, value: ValueRows, grouped: GroupedRows, number: int
-    ) -> _Differing:
-        """Replicas that differ. Copies that were inferred from equal values need no second look."""
-        if isinstance(plan, NoPlan) or (plan.source == "inferred" and value.key.site not in STATES):
-            return _Differing()
-        if not plan.copies or grouped.equal_of(number):
-            return _Differing()
-        pairs = [
-            (original, copy)
-            for original, *copies in plan.copies
-            for copy in copies
-            if self._is_same(grouped, value, original, copy) is False
-        ]
-        return _Differing(tuple(copy for _, copy in pairs), tuple(dict.fromkeys(original for original, _ in pairs)))
-
-    def _is_same(self, grouped: GroupedRows, value: ValueRows, one: int, other: int) -> bool | None:
-        rows = [value.indices[one], value.indices[other]]
-        fingerprints, statistics = grouped.fingerprints[rows], grouped.statistics[rows]
-        if (fingerprints != NONE).all():
-            return bool(fingerprints[0] == fingerprints[1])
-        if (statistics != NONE).all() and statistics[0] != statistics[1]:
-            return False  # equal statistics would prove nothing: the values may be in another order
-        return self._reader.is_same((value.positions[one], value.positions[other]))
 
     def _is_of_own_parameters(self, value: ValueRows) -> bool:
         """Whether plain chunks are of a parameter that each rank has for itself, or of what it computes with such."""
@@ -266,6 +238,20 @@ class Planner:
     def _add_finding(self, kind: str, value: ValueRows, ranks: tuple[int, ...], text: str) -> None:
         key = value.key
         self._findings.add(kind, value.first, ranks, text, key.module_path, key.site, key.name)
+
+
+def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Comparison) -> _Differing:
+    """Find the replicas that differ. Copies that were inferred from equal values need no second look."""
+    are_equal, _ = comparison.known
+    if isinstance(plan, NoPlan) or are_equal or (plan.source == "inferred" and site not in STATES):
+        return _Differing()
+    pairs = [
+        (original, copy)
+        for original, *copies in plan.copies
+        for copy in copies
+        if comparison.among((original, copy)).are_unequal()
+    ]
+    return _Differing(tuple(copy for _, copy in pairs), tuple(dict.fromkeys(original for original, _ in pairs)))
 
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
@@ -359,7 +345,6 @@ def decide(question: Question) -> Decided:
 
 
 def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
-    """Decide numbers of a step, and refuse what no rule of `layout` covers."""
     value, site, chunks = question.value, question.site, question.value.chunks
     if site in NUMBERS and len({p.dtype for p in chunks}) == 1 and not any(p.shape for p in chunks):
         return decide_scalar(chunks, question.comparison)
@@ -401,7 +386,7 @@ def _of_one_level(question: Question, chunks: Sequence[RankChunk], values: Chunk
             )
         else:
             plan = decide_activation(chunks, batch=batch, values=values, num_expected=num_expected)
-            if question.comparison.is_by_statistics and isinstance(plan, Plan) and plan.source == "inferred":
+            if "statistics" in question.comparison.judged_by and isinstance(plan, Plan) and plan.source == "inferred":
                 plan = plan._replace(note=(*plan.note, ("equal_by", "statistics")))
         if isinstance(plan, Plan):
             break
@@ -446,11 +431,7 @@ _LEAF = ["module_path", "site", "name"]
 
 
 def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
-    """Refuse layouts (see `Run.view`) that are not ``PATTERN=LAYOUT``, or whose pattern fits no value of any run.
-
-    Raises:
-        LookupFailedError: the message says which layout.
-    """
+    """Refuse with LookupFailedError a layout that is not ``PATTERN=LAYOUT``, or that fits no value of any run."""
     try:
         overrides = parse_overrides(layouts)
     except (ValueError, AttributeError, TypeError) as error:
@@ -469,10 +450,9 @@ def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
 
 
 def parse_overrides(layouts: Sequence[str]) -> Overrides:
-    """Parse ``PATTERN=LAYOUT``, with patterns over ``module_path:site:name``; one without a colon means a module.
+    """Parse ``PATTERN=LAYOUT``, with patterns over ``module_path:site:name``; raises ValueError for any other text.
 
-    Raises:
-        ValueError: a layout is not of this form.
+    A pattern without a colon means a module.
     """
     overrides = []
     for layout in layouts:

@@ -157,7 +157,6 @@ class Topology:
 
     @cached_property
     def _groups(self) -> dict[tuple[int | None, str, int | None], DataParallelGroup]:
-        """The groups of ranks by world size, root and pipeline stage."""
         told: dict[tuple[int | None, str, int | None], list[RankStatement]] = {}
         for world_size, writer in zip(self._world_sizes, self._writers, strict=True):
             for root in writer.manifest.roots:
@@ -179,7 +178,6 @@ class Topology:
 
     @cached_property
     def _modules(self) -> dict[int, set[tuple[str, str]]]:
-        """By rank, root and path of each module; only ranks whose manifests list modules."""
         modules: dict[int, set[tuple[str, str]]] = {}
         for writer in self._writers:
             if writer.rank is not None and writer.manifest.roots:

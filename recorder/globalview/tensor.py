@@ -40,9 +40,7 @@ def global_tensor(
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
     """Bytes, dtype and shape of the global tensor of some ranks' rows; with `partial` also where ranks are missing.
 
-    Raises:
-        LookupFailedError: the rows make no single tensor, or ranks are missing; the message says why.
-        CorruptError: the bytes are not those that were written.
+    LookupFailedError says why the rows make no single tensor; CorruptError means that the bytes have changed.
     """
     _, values, assembler = loaded
     if not values.counts[tensor_rows.positions].any():
@@ -103,11 +101,8 @@ def histogram_of(
 ) -> Histogram:
     """The histogram of the value that a question means; with `partial` also where ranks are missing.
 
-    `loaded` holds all rows of the run; None where the question means a single row.
-
-    Raises:
-        LookupFailedError: there is no histogram; the message says why.
-        CorruptError: the bytes are no histogram.
+    `loaded` holds all rows of the run; None where the question means a single row. LookupFailedError says why there is
+    no histogram; CorruptError means that the bytes are none.
     """
     row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "histogram", tensor_rows, "a histogram", "it")

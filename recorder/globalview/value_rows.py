@@ -19,7 +19,7 @@ from ..layout.rules import Batch
 from ..numerics.keys import NULL, bits_of, digest
 from ..read.metadata import NONE, MetadataRows
 from ..sites import NUMBERS
-from .leaves import Comparison, Leaf, LeafAcrossSteps, Leaves
+from .leaves import Comparison, Leaf, Leaves
 from .row_groups import LABELS, GroupedRows, ShardingInference
 from .run_topology import DataParallelGroup, Topology
 
@@ -104,7 +104,6 @@ class RootBatches:
 
     @cached_property
     def _calls(self) -> dict[_When, dict[int, list[_Call]]]:
-        """By slice and rank, the calls in their order."""
         rows, paths = self._rows, self._rows.module_paths()
         positions = np.flatnonzero(self._counts & (paths.codes == paths.code("")))
         sites, phases = (rows.keys(name, positions) for name in ("site", "phase"))
@@ -313,7 +312,6 @@ class ValueReader:
 
     @cached_property
     def _reporting_ranks(self) -> dict[tuple[str, str], set[int]]:
-        """The ranks that ever recorded a number of the step, by root and name."""
         rows, everything = self.rows, np.flatnonzero(self._counts)
         sites = rows.keys("site", everything)
         positions = everything[np.isin(sites.codes, [sites.code(site) for site in NUMBERS])]
@@ -334,8 +332,7 @@ class ValueReader:
         return self._split[key]
 
     def compare(self, grouped: GroupedRows, number: int, value: ValueRows) -> Comparison:
-        across_steps = LeafAcrossSteps(self.leaves, value.leaf, value.chunks)
-        return Comparison(grouped, number, value.indices, self.is_same, across_steps)
+        return Comparison(self.leaves, value.leaf, value.chunks, grouped, number, value.indices, self.is_same)
 
     def leaf(self, grouped: GroupedRows, number: int) -> Leaf:
         root, path, site, name, mode, phase = (grouped.labels[label].text(number) for label in LABELS)

@@ -312,7 +312,7 @@ class Sampler:
             return Observation.NOTHING  # ranks may well have copies of different lengths, as of positions
         if len({chunk.shape for chunk in chunks}) > 1:
             return Observation.UNEQUAL
-        is_equal = self._reader.compare(grouped, number, value).equality(numbers)
+        is_equal = self._reader.compare(grouped, number, value).among(numbers).equality()
         if is_equal is None or (is_equal and grouped.is_blank[number]):
             return Observation.NOTHING
         if not is_equal:
@@ -342,7 +342,6 @@ class Sampler:
         return Observation.EQUAL if is_certain else Observation.PERHAPS
 
     def _content(self, position: int, chunk: RankChunk) -> EqualContent:
-        """What a row's statistics say about the values."""
         at = np.array([position], np.int64)
         low, high, total = (self._reader.rows.take(name, at)[0].as_py() for name in ("min", "max", "sum"))
         numel = int(self._reader.rows.numbers("numel")[position])

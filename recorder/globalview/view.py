@@ -230,12 +230,7 @@ class GlobalRows:
         return len(self._sources)
 
     def array(self, i: int) -> npt.NDArray[Any]:
-        """The tensor of a row; bfloat16 and the 8-bit floats have ml_dtypes' types.
-
-        Raises:
-            LookupFailedError: the row has no values.
-            CorruptError: the bytes are not those that were written.
-        """
+        """The tensor of a row; bfloat16 and the 8-bit floats have ml_dtypes' types. It raises what `parts` raises."""
         source = self._with_payload(i)
         shape = parse_shape(self.table.column("shape")[i].as_py())
         dtype = self.table.column("dtype")[i].as_py()
@@ -269,9 +264,7 @@ class GlobalRows:
     def parts(self, i: int) -> Iterator[PayloadPart]:
         """The encoded payload of a row, in parts of at most 32 MiB; frames are copied where nothing is computed.
 
-        Raises:
-            LookupFailedError: the row has no values.
-            CorruptError: the bytes are not those that were written.
+        LookupFailedError is raised where the row has no values, and CorruptError where the bytes have changed.
         """
         source = self._with_payload(i)
         if isinstance(source, int):

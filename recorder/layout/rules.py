@@ -186,14 +186,9 @@ def decide_gradient(
 ) -> Plan | NoPlan:
     """Decide the gradient of an activation: laid out like the activation, and scaled to the loss of the complete batch.
 
-    Args:
-        chunks: in data-parallel order.
-        forward: the decision about the value itself; None where it was not recorded.
-        batch: the batch of the root's call.
-        loss: how each rank's loss reduces its samples: ``mean``; ``weighted``, a mean over batches of unequal size in
-            which each sample counts once; or ``sum``.
-        num_expected: ranks that should have a chunk.
-        values: what other steps say of the value itself, where it was not recorded at this one.
+    `chunks` are in data-parallel order. `forward` is the decision about the value itself, None where that was not
+    recorded; then `values` is what other steps say of it. `loss` says how each rank's loss reduces its samples:
+    ``mean``; ``weighted``, a mean over batches of unequal size in which each sample counts once; or ``sum``.
     """
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision

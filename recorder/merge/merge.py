@@ -278,7 +278,6 @@ def _build(builder: UnitBuilder, output: Output, unit: Unit) -> None:
 
 
 def _report_of(output: Output, name: str) -> UnitReport:
-    """The report of a finished unit; a unit without one counts as damaged."""
     try:
         return read_report(output.manifest_of(name))
     except (KeyError, TypeError):

@@ -188,9 +188,8 @@ class Output:
 def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Output]:
     """Create or continue the directory of a merge of a run with some options, and lock it while it is worked on.
 
-    Raises:
-        WriteError: the directory holds something else, cannot be written, or another merge is at work there. Nothing
-            was touched.
+    WriteError is raised, and nothing is touched, where the directory holds something else, cannot be written, or
+    another merge is at work there.
     """
     path = Path(os.path.abspath(path))
     _check_path(path, run)

@@ -68,14 +68,7 @@ class MergedDirectory:
         self._lanes = {kind: _KindWriter(self, kind) for kind in _LAYOUTS}
 
     def add(self, row: int, part: PayloadPart | None, number: int = 0, why: str | None = None) -> None:
-        """Take a row of the view with one part of its payload, or without a payload; the payload is copied.
-
-        Args:
-            row: the number of the row in the view.
-            part: the payload of the row, or a part of it.
-            number: the number of the part.
-            why: the reason why a row that should have a payload has none.
-        """
+        """Copy a row of the view with part `number` of its payload, or without any; `why` says why none is there."""
         is_light = part is None or (part.payload_bytes <= _SMALL_BYTES and self._sites[row].as_py() in NUMBERS)
         self._max_attempt = max(self._max_attempt, int(self._attempts[row]))
         if self.num_rows == 0:

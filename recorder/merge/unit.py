@@ -217,11 +217,7 @@ class UnitBuilder:
         return self._inputs.units(unit.window)[unit.share].digest == unit.digest
 
     def build(self, unit: Unit, folder: Path) -> UnitReport:
-        """Fill `folder`, which exists and is empty, with the writer directories of a unit.
-
-        Raises:
-            OSError: the disk refused. The caller removes the folder.
-        """
+        """Fill the empty `folder` with the writer directories of a unit; after an OSError the caller removes it."""
         rows, batch = self._load(unit.window)
         is_own = _share_of_rows(rows.payload_bytes, unit.window.num_units) == unit.share
         ranks = batch.column("rank").fill_null(-1).to_numpy()

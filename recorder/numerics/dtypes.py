@@ -39,8 +39,7 @@ def item_bytes(dtype: str) -> int:
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """The little-endian numpy dtype of torch's `dtype`; bfloat16 and the 8-bit floats come from ml_dtypes.
 
-    Raises:
-        UnsupportedError: the name is unknown, or ml_dtypes is missing or too old for it.
+    UnsupportedError is raised for an unknown name, and where ml_dtypes is missing or too old for it.
     """
     item_bytes(dtype)
     if dtype in _ML_DTYPES:

@@ -123,11 +123,7 @@ class Histogram:
         )
 
     def quantile(self, q: float) -> Bounds:
-        """The bounds of a quantile, without NaN; 0.5 is the lower median.
-
-        Raises:
-            ValueError: there is no value, or `q` is not between 0 and 1.
-        """
+        """The bounds of a quantile, without NaN; 0.5 is the lower median. ValueError: no value, or no such `q`."""
         if not 0 <= q <= 1:
             raise ValueError(f"q = {q}: expected a number from 0 to 1")
         if not self.num_values:
@@ -140,7 +136,6 @@ class Histogram:
         raise AssertionError("the counts do not add up")
 
     def _ascending(self) -> Iterable[tuple[Bounds, int]]:
-        """Each bin with its count, from the least values to the greatest."""
         negative, positive = self.counts.tolist()
         of_bins = list(map(_bounds, self.exponents.tolist()))
         yield Bounds(-math.inf, -math.inf), int(self.infinite[0])

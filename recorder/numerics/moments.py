@@ -98,13 +98,10 @@ def measured(moments: Moments) -> Measured:
 
 
 def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: Flags | None = None) -> Any:
-    """A column of groups from the column of their rows.
+    """A column of groups from the column of their rows, joined by `how`: `SUM`, `MIN` or `MAX`.
 
-    Args:
-        how: `SUM`, `MIN` or `MAX`.
-        values: the rows' values, group by group. Further axes hold a row's own list, joined element by element.
-        starts: where each group begins; each group has a row.
-        has_values: which rows count; by default all.
+    `starts` says where each group, which has a row at least, begins in `values`; of `values` further axes hold a row's
+    own list, joined element by element. `has_values` says which rows count; by default all do.
     """
     if has_values is not None:
         values = np.where(has_values.reshape(-1, *(1,) * (values.ndim - 1)), values, _OF_NONE[how])
@@ -114,17 +111,11 @@ def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: F
 def merge(
     rows: Mapping[str, Floats], num_finite: npt.NDArray[Any], has_values: Flags, starts: Integers
 ) -> dict[str, Floats]:
-    """The statistics of groups of rows that share no element.
+    """The statistics of groups of rows that share no element; what overflowed is infinite, as in a row.
 
-    Args:
-        rows: each statistic of all rows, group by group; NaN for null.
-        num_finite: finite elements of each row.
-        has_values: the rows with finite elements that count.
-        starts: where each group begins; each group has a row.
-
-    Returns:
-        Each statistic of every group. It is NaN (null) where no row counts, or where one that counts lacks it; what
-        overflowed is infinite, as in a row.
+    `rows` holds each statistic of all rows, group by group, with NaN for null; a group begins at each of `starts`. Of a
+    row with `has_values`, `num_finite` elements are finite and it counts. A statistic is NaN where no row of the group
+    counts, or where one that counts does not have it.
     """
     with np.errstate(all="ignore"):
         merged: dict[str, Floats] = {
@@ -152,14 +143,9 @@ def combine_chunks(
 ) -> Columns:
     """Statistics of groups of chunks that share no element.
 
-    Args:
-        chunks: each statistic and count of all chunks, group by group, as float64; NaN for null.
-        numels: elements of each chunk.
-        factors: what each chunk's values are multiplied by.
-        starts: where each group begins.
-
-    Returns:
-        Each statistic of every group; null where a chunk that has elements lacks it.
+    `chunks` holds each statistic and count of all chunks, group by group, as float64 with NaN for null; a group begins
+    at each of `starts`. The values of a chunk, which has so many elements (`numels`), are multiplied by its factor. A
+    statistic is null where a chunk that has elements does not have it.
     """
     if not len(starts):
         return {name: np.zeros(0) for name in (*STATISTICS, *COUNTS)}
@@ -194,18 +180,12 @@ def integers(column: Any, null: int = -1) -> Integers:
 
 
 def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any]:
-    """The statistics of each group, as columns of length `num_groups`.
+    """The statistics of each group, as columns of length `num_groups`; each group has a row.
 
-    Args:
-        table: rows with `numel`, the statistics and the counts; also `rows` and `rows_without` where the rows are
-            themselves combined.
-        groups: the group of each row.
-        num_groups: how many groups there are; each has a row.
-
-    Returns:
-        Columns `rows`, `rows_without` (rows without statistics, which are left out), `numel` (of the other rows), the
-        statistics and the counts. A statistic is null for a group without finite elements, and where a row of the group
-        lacks it because its file has an earlier version.
+    `table` has `numel`, the statistics and the counts; also `rows` and `rows_without` where its rows are themselves
+    combined. The result has `rows`, `rows_without` (rows without statistics, which are left out), `numel` (of the other
+    rows), the statistics and the counts. A statistic is null for a group without finite elements, and where a row of
+    the group does not have it because its file has an earlier version.
     """
     order = np.argsort(groups, kind="stable")
     starts = np.searchsorted(groups[order], np.arange(num_groups))
@@ -277,13 +257,7 @@ def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> byte
 
 
 def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes | None]:
-    """Add up the histograms of each group of rows; None where no row of a group has one.
-
-    Args:
-        column: the column `histogram` of the rows.
-        groups: the group of each row.
-        num_groups: how many groups there are.
-    """
+    """Add up the histograms of each group of rows; None where no row of a group has one."""
     totals: list[Histogram | None] = [None] * num_groups
     indices = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
     rows = column.take(pa.array(indices, pa.int64())).to_pylist()
@@ -303,10 +277,9 @@ class ChunkUnits(NamedTuple):
 
 
 def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
-    """The sums over the units of a tensor. Where several chunks have values of a unit, their sums add up.
+    """The sums over the units of a tensor, added up where several chunks have values of a unit.
 
-    Raises:
-        ValueError: the chunks do not fit.
+    ValueError is raised where the chunks do not fit.
     """
     num = shape[dim]
     sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)

@@ -118,7 +118,6 @@ def _answering(
     what: str,
     stages: Mapping[tuple[int, str], Stage],
 ) -> tuple[Positions, str]:
-    """The rows of a module that a question means, and the question in words. LookupFailedError: see `_raise_unmet`."""
     given = {name: value for name in QUALIFIERS if (value := question.get(name)) is not None}
     positions = of_module
     # Numbers first: a module has rows of thousands of steps, and texts cost the most.
@@ -139,7 +138,6 @@ def _answering(
 
 
 def _single(rows: MetadataRows, positions: Positions, is_merged: bool, what: str) -> Positions:
-    """The rows of one tensor in the order of its parts."""
     if is_merged and len(positions) > 1 and not rows.numbers("part")[positions].any():
         rows.load(["note"])
         numbers = stages_of_rows(rows, positions, {})
@@ -240,7 +238,6 @@ def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], po
 
 
 def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
-    """The rows in the order of their parts; each part must be there once."""
     parts = rows.numbers("part")[positions]
     order = np.argsort(parts)
     if len(np.unique(parts)) < len(parts):

@@ -168,7 +168,6 @@ _ROW_BYTES = 350
 
 
 def _by_step(steps: Ints, *columns: Ints) -> list[Ints]:
-    """The distinct steps, and the sums of the columns over the rows of each."""
     known, indices = np.unique(steps, return_inverse=True)
     sums = [np.zeros(len(known), np.int64) for _ in columns]
     for total, column in zip(sums, columns, strict=True):

@@ -81,9 +81,7 @@ class Payloads:
     def encoded(self, position: int) -> EncodedPayload:
         """The payload of one row as it is stored; a ``ref`` is followed to the row that holds the content.
 
-        Raises:
-            CorruptError: the bytes are not those that were written.
-            UnsupportedError: the encoding is unknown, so the bytes may mean nothing elsewhere.
+        CorruptError is raised where the bytes have changed, and UnsupportedError for an unknown encoding.
         """
         source = self._source(position)
         try:

@@ -265,9 +265,8 @@ class RecordedRun:
     def rank_tensor(self, positions: Positions, what: str) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
         """Bytes, dtype and shape of one rank's tensor, whose rows are its parts in order; `what` names it in messages.
 
-        Raises:
-            LookupFailedError: only a part of the tensor was recorded.
-            CorruptError: the bytes are not those that were written, or the parts contradict each other.
+        LookupFailedError is raised where parts were not recorded, and CorruptError where parts are damaged or
+        contradict each other.
         """
         parts = [self._payloads.described(position) for position in positions.tolist()]
         _, dtype, shape = parts[0]
@@ -305,12 +304,7 @@ def _filter(rows: MetadataRows, positions: Positions, expression: Any, names: Se
 
 
 def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The columns of a long frame, each once; by default all statistics and counts.
-
-    Raises:
-        LookupFailedError: there is no such statistic.
-        ImportError: pandas is not installed.
-    """
+    """The columns of a long frame, each once, by default all; raises LookupFailedError for an unknown statistic."""
     chosen = tuple(dict.fromkeys(_MEASURES if names is None else names))
     for name in chosen:
         if name not in _MEASURES:

@@ -153,9 +153,7 @@ class Shard:
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
         """Some columns of one batch, checked; a column that the file's version does not have is null.
 
-        Raises:
-            CorruptError: the bytes are not those that were written, or there is no such batch.
-            FileNotFoundError: the file is gone.
+        CorruptError is raised for a damaged or missing batch, and FileNotFoundError where the file is gone.
         """
         with self._open_source() as source:
             if number not in self.blocks:
@@ -171,9 +169,8 @@ def open_sealed(
 ) -> tuple[Shard, BatchHeader]:
     """A sealed shard (or an index, which has other columns) by its footer, and its seal; both must agree.
 
-    Raises:
-        CorruptError: footer, schema or seal are not what was written. `salvage` may still find batches.
-        FileNotFoundError: the file is gone.
+    CorruptError is raised where they do not (`salvage` may still find batches), FileNotFoundError where the file is
+    gone.
     """
     with store_of(path).open_sealed(path) as source:
         layout = read_layout(source, extra, without)[0]
@@ -194,11 +191,8 @@ def read_layout(
     """The schema in the first message, compared with the registry of columns, and the block of that message.
 
     Columns that are newer than the file may be missing, and there may be columns that the registry does not know. A
-    kind of file may need `extra` fields and be `without` some columns of FORMAT.md.
-
-    Raises:
-        CorruptError: a column is missing or has another type.
-        UnsupportedError: a column has a type that no version 1 file may have.
+    kind of file may need `extra` fields and be `without` some columns of FORMAT.md. CorruptError is raised where a
+    column is missing or has another type, UnsupportedError for a type that no version 1 file may have.
     """
     schema_message = block_at(source, FIRST_MESSAGE)
     if schema_message is None or schema_message[1].kind != SCHEMA_MESSAGE:
@@ -380,13 +374,8 @@ def salvage(
 ) -> Salvaged:
     """Read up to the last complete batch whose metadata columns are as written, past damage that a batch follows.
 
-    Args:
-        open_source: opens the file.
-        after: what was read of the file before; only batches behind it are read and returned.
-        max_batches: stop after so many batches.
-
-    Raises:
-        FileNotFoundError: the file is gone.
+    With `after`, what was read of the file before, only later batches are read; `max_batches` bounds them.
+    FileNotFoundError is raised where the file is gone.
     """
     with open_source() as source:
         walk = _Walk(source, max_batches)

@@ -76,9 +76,7 @@ class ShardRows:
     def read(self, number: int, columns: Sequence[str]) -> Any:
         """Columns of one batch of the shard itself, payloads included, as checked Arrow batch.
 
-        Raises:
-            CorruptError: the bytes are not those that were written, or there is no such batch.
-            NotARunError: its writer has deleted the shard (retention) since the run was opened.
+        CorruptError is raised for a damaged or missing batch, and NotARunError where retention has deleted the shard.
         """
         with self._said_if_gone():
             return self._itself().read(number, columns).batch
@@ -156,8 +154,7 @@ class ShardRows:
     def find_open(self, final: Location, max_batches: int | None = None) -> None:
         """Find the rows of an open shard, or of its first `max_batches`; `final` is the name that it will have.
 
-        Raises:
-            FileNotFoundError: it is not open any more.
+        FileNotFoundError is raised where it is not open any more.
         """
         store = store_of(self.path)
 
@@ -244,7 +241,6 @@ class ShardRows:
         return self._spans[number]
 
     def _metadata_batch(self, number: int, names: Sequence[str]) -> Any:
-        """Columns from the shard itself, with the positions of its rows."""
         checked = self._itself().read(number, [name for name in names if name not in _POSITION_NAMES]).batch
         positions = {
             "batch": np.full(checked.num_rows, number, np.int32),
@@ -264,7 +260,6 @@ class ShardRows:
                 self._note(str(error))
 
     def _itself(self) -> Shard:
-        """The shard; where its footer is damaged, what can be salvaged."""
         if self._shard is None:
             open_source = partial(store_of(self.path).open_sealed, self.path)
             try:

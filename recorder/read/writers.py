@@ -236,8 +236,7 @@ def find_writers(run: Location) -> list[RecordedWriter]:
 def writer_folders(run: Location) -> list[tuple[str, int | None]]:
     """The directories of a run that hold writers, and their ranks (None for global rows).
 
-    Raises:
-        NotARunError: the run cannot be listed, or one of the directories is a link.
+    NotARunError is raised where the run cannot be listed, or one of the directories is a link.
     """
 
     def is_one(name: str) -> bool:

@@ -71,9 +71,8 @@ class Client:
     def ask(self, path: object, question: Callable[[Any], Answer]) -> Answer:
         """Return the answer of a store of `obstore` to a question.
 
-        Raises:
-            FileNotFoundError: there is no such object.
-            StoreError: the bucket is not there, cannot be reached, or refuses.
+        FileNotFoundError is raised where there is no such object, StoreError where the bucket is not there, cannot be
+        reached, or refuses.
         """
         from obstore.exceptions import BaseError
 

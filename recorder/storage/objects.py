@@ -307,9 +307,8 @@ class RemoteFile:
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
         """Return a range in which the wanted bytes are read, with as few requests as it takes.
 
-        Raises:
-            FileNotFoundError: the object is gone.
-            StoreError: another object has taken its place since the listing, or the store cannot be asked.
+        FileNotFoundError is raised where the object is gone; StoreError where another object has taken its place since
+        the listing, or the store cannot be asked.
         """
         check_range(self, offset, num_bytes)
         whole = range(offset, offset + num_bytes)

@@ -48,15 +48,10 @@ class Store(Protocol):
     def exists(self, path: Any) -> bool: ...
 
     def list_directory(self, path: Any, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
-        """Return the sorted names of the real directories, or of the regular files, in a directory. Links are neither.
+        """Return the sorted names of the real `directories` in a directory, or else of its regular files; no links.
 
-        Args:
-            path: the directory.
-            directories: True for its directories, False for its files.
-            is_part: whether a name is that of a part of a run, which no link, pipe or device may have.
-
-        Raises:
-            NotARunError: it cannot be listed, or a part of a run in it is a link, a pipe or a device.
+        `is_part` tells whether a name is that of a part of a run. NotARunError is raised where such a part is a link, a
+        pipe or a device, and where the directory cannot be listed.
         """
 
     def look_at(self, path: Any) -> FileFacts:
@@ -105,9 +100,8 @@ class ByteSource(Protocol):
 def open_regular(path: Path) -> int:
     """Open for reading and return the descriptor, which the caller closes.
 
-    Raises:
-        FileNotFoundError: the file is gone, or NFS says that its handle is stale (ESTALE): list again.
-        NotARunError: the path is a link, a device or another thing that no run holds, or may not be read.
+    FileNotFoundError is raised where the file is gone, or NFS says that its handle is stale (ESTALE): list again.
+    NotARunError is raised for a link, a device or another thing that no run holds, and where the file may not be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would block the open
     try:

@@ -30,10 +30,8 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
 
     The line has the format that the handler gives it, and the handler's level and filters decide. Where another handler
     writes the line to standard error anyway, the line appears once. Where nobody has configured logging, a line of
-    level WARNING or above goes to standard error, as Python has it, behind the name of the package.
-
-    Raises:
-        Exception: as handlers of the program may.
+    level WARNING or above goes to standard error, as Python has it, behind the name of the package. What a handler of
+    the program raises is raised here.
     """
     if not logger.isEnabledFor(level):
         return
@@ -102,13 +100,9 @@ def tell(
     """Log lines at level INFO that the user should see without having configured logging.
 
     Where nobody has configured it, the lines go to standard error. Elsewhere the user's levels and handlers decide,
-    except that a handler for standard output writes them to standard error.
-
-    Args:
-        logger: the logger whose lines they are.
-        lines: returns the lines; called once there is room for them.
-        deadline_s: how long to wait for room.
-        is_first: called last, before the lines are written; False where another thread has begun to write them.
+    except that a handler for standard output writes them to standard error. `lines` is called once there is room for
+    its lines, for which at most `deadline_s` are waited. `is_first` is called last; it returns False where another
+    thread has begun to write them.
     """
     with contextlib.suppress(Exception):
         is_configured = _is_configured(logger)
@@ -138,13 +132,7 @@ class LimitedLog:
     """A log in which each kind of message has at most so many lines in five minutes. One thread only."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float], *, max_lines: int = 1) -> None:
-        """Begin with no lines logged.
-
-        Args:
-            logger: the logger that takes the lines.
-            clock: a monotonic clock in seconds.
-            max_lines: the most lines of one kind in five minutes.
-        """
+        """Begin with no lines logged; at most `max_lines` of one kind are logged in five minutes of the clock."""
         self._logger = logger
         self._clock = clock
         self._max_lines = max_lines
@@ -154,10 +142,9 @@ class LimitedLog:
     def say(
         self, kind: str, message: str, *, level: int = logging.WARNING, exception: BaseException | None = None
     ) -> bool:
-        """Log `message`, and at level DEBUG where its exception happened.
+        """Log `message`, and at level DEBUG where its exception happened; return whether it was logged.
 
-        Returns:
-            False where enough lines of its kind were logged lately, or no stream takes a line now.
+        It is not where enough lines of its kind were logged lately, or no stream takes a line now.
         """
         self.begin_anew(kind)
         since_s, num_said = self._windows.get(kind, (self._clock(), 0))

@@ -57,15 +57,10 @@ def own_process() -> dict[str, Any]:
 
 
 def runs(host: str, pid: int, process: str | None) -> bool | None:
-    """Whether the process that wrote a manifest still runs.
+    """Whether the process that wrote a manifest still runs on this host; None where that cannot be seen from here.
 
-    Args:
-        host: where it ran.
-        pid: its number there.
-        process: which process of that number; None where nothing says it.
-
-    Returns:
-        None where that cannot be told from here: on another host, in another container, before a boot of this one.
+    It cannot on another host, in another container, and before a boot of this one. `process` tells apart the processes
+    that had one number; None where nothing says it.
     """
     if host != os.uname().nodename or pid <= 0:
         return None

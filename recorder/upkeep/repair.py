@@ -70,16 +70,9 @@ def repair_run(
 ) -> Iterator[Outcome]:
     """Repair what dead writers have left, one outcome after the other.
 
-    Args:
-        run: the run, opened a moment ago.
-        is_dry: True to look at everything and change nothing.
-        assume_dead: True to repair also for writers that cannot be asked, or whose process number is in use, if they
-            were quiet for a minute.
-        disk: another disk, for tests.
-        report: moves a progress bar.
-
-    Raises:
-        WriteError: another repair is at work there.
+    With `is_dry` everything is looked at and nothing changed. With `assume_dead` writers that cannot be asked, or whose
+    process number is in use, are repaired too, if they were quiet for a minute. `report` moves a progress bar.
+    WriteError is raised where another repair is at work there.
     """
     with contextlib.ExitStack() as stack:
         if not is_dry:
@@ -254,7 +247,6 @@ class _Repair:
         return num_rows, damage
 
     def _check_index(self, path: Path, *, is_new: bool = False) -> Iterator[Outcome]:
-        """Make the index of a sealed shard where it is missing, damaged or of another shard."""
         shard, _ = open_sealed(path)
         num_bytes = path.stat(follow_symlinks=False).st_size
         if not is_new:
@@ -313,7 +305,6 @@ def _remove_remains(folder: Path, disk: Disk, *, is_dry: bool) -> Iterator[Outco
 
 
 def _rows_missing(path: Path, salvaged: Salvaged, final: Path) -> int:
-    """Return the number of rows of an open shard that are not in the sealed shard of its name."""
     sealed_seqs = np.zeros(0, np.int64)
     with contextlib.suppress(RunError):
         sealed_seqs = _seqs(open_sealed(final)[0])

@@ -178,12 +178,9 @@ class _SealedFile:
         self._crc = crc32c(checked.whole, self._crc)
 
     def check_end(self) -> None:
-        """Add the seal and the footer, and compare the checksum of the file with the one in the footer.
+        """Compare the checksum of the file, with its seal and footer, to that in the footer; raises CorruptError.
 
         A file of an older writer has no such checksum: only `_check_footer` looks at its end.
-
-        Raises:
-            CorruptError: a byte of the file is not the one that was written.
         """
         with self._source as source:
             end = self._blocks[-1].end
@@ -279,7 +276,6 @@ def _apart(batch: Any, path: Location) -> Any:
 
 
 def _listed(batches: list[tuple[int, Any]]) -> Any:
-    """Return the table that an index of these batches must hold; None for no batches."""
     if not batches:
         return None
     positions = {
@@ -305,7 +301,6 @@ def _bits(column: Any) -> Any:
 
 
 def _verify_rows(writer: RecordedWriter) -> Iterator[VerifyResult]:
-    """Check the rows of one writer: each number once, all of its own rank, and as many as its accounts say."""
     seqs = [np.zeros(0, np.int64)]
     for shard in writer.shards:
         try:

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.utils as dynamo
 
 from recorder.capture.hooks.module import HookedModule
-from tests.campaigns.twins.twin import REFUSALS, Combination, Rig, differences, graphs_so_far, product, train
+from tests.campaigns.twins.twins import REFUSALS, Combination, Rig, differences, graphs_so_far, product, train
 
 # Said by torch of its own code, and of what a combination does on purpose.
 pytestmark = [

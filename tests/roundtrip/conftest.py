@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.campaigns.roundtrip.cases import Case, Proof
+from tests.campaigns.roundtrip.roundtrip import Case, Proof
 
 Prove = Callable[[Case], Proof]
 

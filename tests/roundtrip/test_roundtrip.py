@@ -19,10 +19,20 @@ from torch import Tensor
 
 from recorder.errors import LookupFailedError
 from recorder.globalview.view import GlobalRows
-from tests.campaigns.roundtrip.cases import Case, Proof, blank, matrix, tensor_of
-from tests.campaigns.roundtrip.compare import SITES, SiteResult, compare, is_same, key_of
 from tests.campaigns.roundtrip.programs import train
 from tests.campaigns.roundtrip.reference import Key
+from tests.campaigns.roundtrip.roundtrip import (
+    SITES,
+    Case,
+    Proof,
+    SiteResult,
+    blank,
+    compare,
+    is_same,
+    key_of,
+    matrix,
+    tensor_of,
+)
 from tests.rigs.fingerprints import fingerprint
 
 from .conftest import Prove

@@ -47,7 +47,6 @@ def command(
 
 
 def _window(run: Run, name: str) -> RingWindow:
-    """Return the steps around a trigger that the run's ring holds; raises CommandError where it holds none."""
     rules: list[Rule] = []
     for text in dict.fromkeys(text for writer in run.writers for text in writer.manifest.rules):
         try:
@@ -64,7 +63,6 @@ def _window(run: Run, name: str) -> RingWindow:
 
 
 def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, int]:
-    """Return the first and the last step; raises CommandError where the ring does not hold these steps."""
     now = target.step
     if text is None:
         if now is None:

@@ -179,7 +179,6 @@ def _state(summary: dict[str, Any]) -> str:
 
 
 def _lost_rows(summary: dict[str, Any]) -> str:
-    """Return the counts of dropped rows by reason, and of written rows that the disk may have lost."""
     counts = [f"{reason}={count}" for reason, count in summary["dropped"].items()]
     return " ".join(counts + [f"suspect={summary['suspect_rows']}"] * bool(summary["suspect_rows"])) or "0"
 

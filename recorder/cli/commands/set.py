@@ -100,7 +100,6 @@ def _check(target: Target, made: Command) -> None:
 
 
 def _unmatched(run: Run, rule: Rule) -> str | None:
-    """Return that a rule matches no module that a rank has described, with the nearest; None where it does."""
     modules = run.modules.values()
     if all(site in OF_PROGRAM for site in rule.site):
         return None

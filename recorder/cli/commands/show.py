@@ -317,7 +317,6 @@ def _say_bad(bad: Row) -> str:
 
 
 def _first_bad(run: Run, wanted: Selection) -> dict[tuple[str, str], Row]:
-    """Return the first row with a NaN or an infinity of each module, by root and module, the earliest first."""
     columns = ["root", "module_path", "site", "name", "phase", "attempt", "step", "rank", "seq"]
     is_bad = (pc.field("nan_count") > 0) | (pc.field("inf_count") > 0)
     table = rows_of(run, wanted, columns, is_bad)
@@ -365,7 +364,6 @@ def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Ro
 
 
 def _whys(table: Any, keys: Sequence[str]) -> dict[tuple[Any, ...], str]:
-    """Return the first reason why rows with equal keys have no statistic, by the keys."""
     reasons: dict[tuple[Any, ...], str] = {}
     distinct = table.filter(pc.field(WHY).is_valid()).group_by([*keys, WHY], use_threads=False).aggregate([])
     for row in distinct.to_pylist():
@@ -381,7 +379,6 @@ def _of_values_alone(table: Any, statistic: str) -> Any:
 
 
 def _groups(table: Any, names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
-    """Group rows by key, in the order of the table; the rows lose the columns of the key."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in table.to_pylist():
         groups.setdefault(tuple(row.pop(name) for name in names), []).append(row)

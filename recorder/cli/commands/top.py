@@ -207,7 +207,6 @@ def _accounts(ranks: Sequence[RankNow]) -> str:
 
 
 def _told(ranks: Sequence[RankNow]) -> str:
-    """Return what became of the newest command, and how many files in the place of commands were refused."""
     newest = max((answer.number for rank in ranks for answer in rank.status.commands), default=None)
     refused = max((rank.status.num_commands_refused for rank in ranks), default=0)
     text = f", {counted(refused, 'file')} refused that held no command" if refused else ""

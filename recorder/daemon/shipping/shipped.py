@@ -449,7 +449,6 @@ class ShippedRun:
 
 
 def _kind(name: str) -> str:
-    """Return the word by which uploads of a file are counted."""
     last = name.rpartition("/")[2]
     if last.endswith(".index"):
         return "index"

@@ -27,14 +27,14 @@ def test_nothing_is_named_where_rounding_decided_the_sign_of_updates(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = f"one-{DRIFTING}-0", f"ddp-{DRIFTING}-0"
-    found = clean.compared(folder, *pair)
+    found = judging.compared(folder, *pair)
     assert found.is_equal and found.culprits == [] and found.num_compared > 1000
     monkeypatch.setattr(BeyondNoise, "_follow", lambda *args: None)  # what the twin alone says
-    assert clean.compared(folder, *pair).table.num_rows > 500
+    assert judging.compared(folder, *pair).table.num_rows > 500
 
 
 @pytest.mark.parametrize(("kind", "name"), SAMPLE)
 def test_an_error_of_a_later_step_is_named(folder: Path, kind: str, name: str) -> None:
-    found = clean.compared(folder, f"one-{kind}-0", f"ddp-{kind}-0@{name}")
+    found = judging.compared(folder, f"one-{kind}-0", f"ddp-{kind}-0@{name}")
     verdict = judging.judge(found, clean.LATER_ERRORS[name])
     assert verdict.word == "correctly", verdict

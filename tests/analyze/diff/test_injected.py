@@ -45,7 +45,7 @@ def test_an_error_is_named_against_one_process_beyond_the_noise(folder: Path, na
 
 @pytest.mark.parametrize("name", ["sound", "clipped"])
 def test_two_ranks_and_one_process_differ_by_noise_alone(folder: Path, name: str) -> None:
-    exactly = diff(injected.opened(folder, f"one_{name}"), injected.opened(folder, name))
+    exactly = diff(judging.opened(folder, f"one_{name}"), judging.opened(folder, name))
     assert exactly.table.num_rows > 100
     found = injected.compared(folder, name, one=True)
     assert found.is_equal and found.culprits == [] and found.num_compared > 700
@@ -92,7 +92,7 @@ def test_a_hint_says_what_a_person_would_guess(folder: Path) -> None:
 
 
 def test_a_twin_says_what_it_is_and_was_moved_by_a_last_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, twin = injected.opened(folder, "one_sound"), injected.opened(folder, f"one_sound{injected.TWIN}")
+    one, twin = judging.opened(folder, "one_sound"), judging.opened(folder, f"one_sound{judging.TWIN}")
     assert (one.jitter, twin.jitter) == (0, 1)
     moved = {(line["step"], line["name"]): line for line in diff(one, twin, "", site="input").table.to_pylist()}
     assert set(moved) == {(step, "features") for step in range(4)}  # the words are whole numbers
@@ -105,7 +105,7 @@ def test_a_twin_says_what_it_is_and_was_moved_by_a_last_place(folder: Path, caps
 
 
 def test_the_command_says_it_on_top_in_one_line_and_as_json(folder: Path) -> None:
-    runs = [str(injected.opened(folder, name).path) for name in ("sound", "dropout_seed")]
+    runs = [str(judging.opened(folder, name).path) for name in ("sound", "dropout_seed")]
     command = [sys.executable, "-m", "recorder", "diff", *runs]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     lines = said.stdout.splitlines()
@@ -119,7 +119,7 @@ def test_the_command_says_it_on_top_in_one_line_and_as_json(folder: Path) -> Non
 
 
 def test_a_parameter_that_ddp_leaves_alone_and_that_began_equal_is_no_rank_s_own(folder: Path, tmp_path: Path) -> None:
-    run = injected.opened(folder, "left_alone")
+    run = judging.opened(folder, "left_alone")
     (told,) = [root["unshared"] for root in run.writers[0].manifest.members["roots"]]
     assert told == {"blocks.1.mlp.down.weight": "ignored"}
     summary = merge_run(run, tmp_path / "merged").findings["replicas_differ"]
@@ -127,5 +127,5 @@ def test_a_parameter_that_ddp_leaves_alone_and_that_began_equal_is_no_rank_s_own
     for one in (run, recorder.open_run(tmp_path / "merged")):
         found = first(one)
         assert found.replica is not None and found.replica.value.module_path == "blocks.1.mlp.down"
-        culprit = diff(injected.opened(folder, "sound"), one).culprits[0]
+        culprit = diff(judging.opened(folder, "sound"), one).culprits[0]
         assert (culprit.module_path, culprit.phase) == ("blocks.1.mlp.down", "reduction")

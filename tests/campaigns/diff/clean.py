@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-import recorder
-from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.result import Diff
 from tests.rigs import jobs
 
-from .judging import ALL, Error, judge
+from .judging import ALL, TWIN, Error, compared, judge
 
 SCRIPT = Path(__file__).parent / "programs" / "clean.py"
 PAIRS = (("one", "ddp"), ("one", "fsdp"), ("ddp", "fsdp"), ("ddp", "ddp4"), ("untied", "tp"))
@@ -42,17 +38,6 @@ def record(folder: Path, names: list[str]) -> None:
     jobs.record_trainings(SCRIPT, folder, names)
 
 
-def record_pairs(folder: Path, kind: str, seed: int, pairs: tuple[tuple[str, str], ...] = PAIRS) -> None:
-    """Record the trainings of pairs, and a twin of each first one."""
-    names = [f"{layout}-{kind}-{seed}{end}" for a, b in pairs for layout, end in ((a, ""), (a, "+jitter=1"), (b, ""))]
-    record(folder, names)
-
-
-def compared(folder: Path, a: str, b: str) -> Diff:
-    one, two, twin = (recorder.open_run(folder / name / "recordings") for name in (a, b, f"{a}+jitter=1"))
-    return diff(one, two, noise=[twin])
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("seeds", nargs="?", type=int, default=1, help="trainings of each kind (default 1)")
 
@@ -64,7 +49,8 @@ def main(arguments: argparse.Namespace) -> int:
         counts = dict.fromkeys(PAIRS, 0)
         for seed in range(num_seeds):
             with tempfile.TemporaryDirectory() as scratch:
-                record_pairs(Path(scratch), kind, seed)
+                names = [(a, b, f"-{kind}-{seed}") for a, b in PAIRS]
+                record(Path(scratch), [one for a, b, end in names for one in (a + end, a + end + TWIN, b + end)])
                 for pair in PAIRS:
                     found = compared(Path(scratch), *(f"{layout}-{kind}-{seed}" for layout in pair))
                     counts[pair] += not found.is_equal or bool(found.culprits)
@@ -79,16 +65,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 def show_errors(folder: Path, kind: str) -> int:
     """Print a line for each later error, and return how many are not named."""
-    record_errors(folder, kind)
+    one = f"one-{kind}-0"
+    record(folder, [one, one + TWIN, *(f"ddp-{kind}-0@{name}" for name in LATER_ERRORS)])
     num_bad = 0
     for name, error in LATER_ERRORS.items():
-        verdict = judge(compared(folder, f"one-{kind}-0", f"ddp-{kind}-0@{name}"), error)
+        verdict = judge(compared(folder, one, f"ddp-{kind}-0@{name}"), error)
         is_drowned = kind.startswith("drifting") and name in DROWNED and verdict.word == "not found"
         num_bad += verdict.word != "correctly" and not is_drowned
         print(f"  {kind} {name:18} {verdict.word:10} {verdict.named}", flush=True)
     return num_bad
-
-
-def record_errors(folder: Path, kind: str, names: Sequence[str] = tuple(LATER_ERRORS)) -> None:
-    errors = [f"ddp-{kind}-0@{name}" for name in names]
-    record(folder, [f"one-{kind}-0", f"one-{kind}-0+jitter=1", *errors])

@@ -16,11 +16,11 @@ from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
 from tests.rigs import jobs
 
-from .judging import ALL, Error, judge, one_of
+from . import judging
+from .judging import ALL, TWIN, Error, judge, one_of, opened
 
 PROGRAMS = Path(__file__).parent / "programs"
 REPOSITORY = Path(__file__).parents[3]
-TWIN = "+jitter=1"
 
 ERRORS = {
     "skipped": Error("blocks.1.mlp.down", "reduction"),
@@ -140,16 +140,12 @@ def record(folder: Path, names: list[str]) -> None:
     jobs.record_trainings(PROGRAMS / "inject.py", folder, [*sound, *names])
 
 
-def opened(folder: Path, name: str) -> recorder.Run:
-    return recorder.open_run(folder / name / "recordings")
-
-
 def compared(folder: Path, name: str, *, one: bool = False) -> Diff:
     """A training compared with the sound one of the same layout, or of one process."""
     base = ERRORS[name].base if name in ERRORS else name
     if not one:
         return diff(opened(folder, base), opened(folder, name))
-    return diff(opened(folder, f"one_{base}"), opened(folder, name), noise=[opened(folder, f"one_{base}{TWIN}")])
+    return judging.compared(folder, f"one_{base}", name)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import NamedTuple
 
+import recorder
+from recorder.analyze.diff.diff import diff
 from recorder.analyze.diff.result import Diff
 
 ALL = None
 """All parameters alike."""
+TWIN = "+jitter=1"
+"""The end of the name of a training that `jitter` has moved."""
+
+
+def opened(folder: Path, name: str) -> recorder.Run:
+    return recorder.open_run(folder / name / "recordings")
+
+
+def compared(folder: Path, a: str, b: str) -> Diff:
+    """Two trainings, beyond the noise of a twin of the first."""
+    return diff(opened(folder, a), opened(folder, b), noise=[opened(folder, a + TWIN)])
 
 
 class Error(NamedTuple):

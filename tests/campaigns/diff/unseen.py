@@ -12,15 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import recorder
 from recorder.analyze.diff.diff import diff
-from recorder.analyze.diff.result import Diff
 from tests.rigs import jobs
 
-from .judging import ALL, Error, judge, one_of
+from .judging import ALL, TWIN, Error, compared, judge, one_of, opened
 
 SCRIPT = Path(__file__).parent / "programs" / "unseen.py"
-TWIN = "+jitter=1"
 
 
 class Case(NamedTuple):
@@ -86,15 +83,6 @@ PAIRS = (
     ("one-lion", "ddp-lion"),
 )
 """What differs by rounding alone."""
-
-
-def opened(folder: Path, name: str) -> recorder.Run:
-    return recorder.open_run(folder / name / "recordings")
-
-
-def compared(folder: Path, a: str, b: str) -> Diff:
-    """Two trainings, beyond the noise of a twin of the first."""
-    return diff(opened(folder, a), opened(folder, b), noise=[opened(folder, a + TWIN)])
 
 
 def show_error(folder: Path, name: str) -> int:

@@ -20,12 +20,15 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
 
 import recorder
 from recorder.daemon.daemon import Daemon
@@ -36,12 +39,76 @@ from recorder.records import KEEP_STATS, KEEP_TENSOR
 from recorder.system.processes import own_process
 from recorder.upkeep.verify import verify
 from tests.rigs import jobs
+from tests.rigs.jobs import free_port
 from tests.rigs.proxy import FAULTS, FaultyProxy
-from tests.rigs.server import BUCKET, store_environment
+from tests.rigs.server import BUCKET, client_of, store_environment
 from tests.rigs.writer import Rig
 
-from .store_process import StoreProcess
 from .support import deadline_s
+
+_PATIENCE_S = 60.0
+
+
+class StoreProcess:
+    """Serves `BUCKET` from `start` to `kill`."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        """Prepare it.
+
+        Args:
+            folder: where rclone keeps objects, and what the server says.
+            kind: ``rclone`` or ``moto``.
+        """
+        self.is_lasting = kind == "rclone"
+        """Whether objects outlive a kill."""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._objects = folder / "objects"
+        self._log = folder / "store.log"
+        if self.is_lasting:
+            (self._objects / BUCKET).mkdir(parents=True)
+            self._command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{port}", str(self._objects)]
+        else:
+            self._command = [sys.executable, "-c", "from moto.server import main; main()", "-p", str(port)]
+        self.client = client_of(self.url, read_timeout=60, max_attempts=3)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        until_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                if self.is_lasting:
+                    self.client.head_bucket(Bucket=BUCKET)
+                else:
+                    self.client.create_bucket(Bucket=BUCKET)
+                return
+            except (BotoCoreError, ClientError):
+                assert time.monotonic() < until_s, f"the store does not start: {self._log}"
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def empty(self) -> None:
+        """Lose all objects, while it is not running."""
+        assert self._process is None
+        if self.is_lasting:
+            shutil.rmtree(self._objects / BUCKET)
+            (self._objects / BUCKET).mkdir()
+
 
 _FAULT_SHARE = 0.04
 _STOPPED_SHARE = 0.03
@@ -239,7 +306,7 @@ def _begin_job(folder: Path, number: int, draw: random.Random) -> jobs.Job:
     settings = jobs.recording(
         _RULES, dir=str(folder / "recordings"), shard_bytes=str(draw.choice((1, 1, 6)) << 20), min_free_bytes="0"
     )
-    script = Path(__file__).with_name("daemon_train.py")
+    script = Path(__file__).with_name("training.py")
     options = [f"--seconds={draw.uniform(30, 80):.0f}", "--pause=0.04"]
     if number % 3 == 2:
         options.append(f"--die-at={draw.randrange(50, 600)}")

@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
     settings = jobs.recording(
         "site=* steps=::4 keep=stats; site=grad steps=::400 keep=tensor", dir=str(recordings), seal_stats_s=str(_SEAL_S)
     )
-    script = Path(__file__).with_name("daemon_train.py")
+    script = Path(__file__).with_name("training.py")
     job = jobs.torchrun(folder / "job", script, f"--seconds={seconds}", "--pause=0.25", **settings)
     try:
         samples, num_runs = _watch(daemon.pid, folder, seconds, arguments.interval)

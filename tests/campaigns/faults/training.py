@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
+import signal
+import time
 from pathlib import Path
 
 import torch
@@ -60,15 +63,23 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(BATCH, WIDTH, generator=own)
 
 
-def train(steps: int, *, store: str | None = None, fail_at: int | None = None, save_at: int | None = None) -> None:
+def train(
+    steps: int,
+    *,
+    store: str | None = None,
+    fail_at: int | None = None,
+    save_at: int | None = None,
+    die_at: int | None = None,
+    seconds: float = math.inf,
+    pause_s: float = 0.0,
+) -> None:
     """Train as a user would: under DDP where there are several ranks.
 
-    Args:
-        steps: optimizer steps.
-        store: `init_method` of the process group; by default the environment's.
-        fail_at: rank 0 raises before that step.
-        save_at: a checkpoint is left before that step, and where there is one it is where training begins.
+    `store` is the `init_method` of the process group, by default the environment's. Rank 0 raises before step
+    `fail_at`, and rank 1 kills itself before step `die_at`. A checkpoint is left before step `save_at`, and where there
+    is one, training begins from it. All ranks end at the first step after so many seconds, and pause between steps.
     """
+    until_s, goes_on = time.monotonic() + seconds, torch.ones(1)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
@@ -83,6 +94,13 @@ def train(steps: int, *, store: str | None = None, fail_at: int | None = None, s
         optimizer.load_state_dict(found["optimizer"])
         torch.set_rng_state(found["random"])
     for step in range(first_step, steps):
+        if seconds < math.inf and world_size > 1:
+            goes_on.fill_(float(time.monotonic() < until_s))
+            dist.broadcast(goes_on, 0)  # all ranks must end at one step
+            if not goes_on.item():
+                break
+        if step == die_at and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         if step == fail_at and rank == 0:
             raise ArithmeticError("the end that was asked for")
         if step == save_at and step != first_step:
@@ -91,6 +109,7 @@ def train(steps: int, *, store: str | None = None, fail_at: int | None = None, s
         model(batch(rank, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        time.sleep(pause_s)
     if world_size > 1:
         del model
         gc.collect()  # DDP that outlives its process group can block the end of the process
@@ -102,9 +121,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--fail-at", type=int, help="rank 0 of the first attempt raises before this step")
     parser.add_argument("--save-at", type=int, help="leave a checkpoint before this step, or begin from it")
+    parser.add_argument("--die-at", type=int, help="rank 1 kills itself before this step")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end after so long")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
     options = parser.parse_args()
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    train(options.steps, fail_at=options.fail_at if is_first else None, save_at=options.save_at)
+    train(
+        options.steps, fail_at=options.fail_at if is_first else None, save_at=options.save_at, die_at=options.die_at,
+        seconds=options.seconds, pause_s=options.pause,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

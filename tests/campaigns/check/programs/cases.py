@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from .models import Adapted, Adversaries, Causal, Experts, Images, Labelled, Net, Recurrent, Tied, TwoHeads, Words
 
+Change = Callable[[Any], object]
+"""What is done to a model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -42,16 +45,14 @@ class Case:
     noisy_labels: bool = False
     shares_buffers: bool = True
     has_own_batches: bool = True
-    begin: Callable[[Any], None] = lambda net: None
-    """What is done to the model before training."""
-    begin_again: Callable[[Any], None] = lambda net: None
-    """What is done to the model after each validation."""
+    begin: Change = lambda net: None
+    """What is done to the model before training; like `after`, without gradients."""
     batch: Callable[[Tensor, int, int], Tensor] = lambda x, step, rank: x
     """What becomes of the samples of a step and rank."""
     labels: Callable[[Tensor, int], Tensor] = lambda labels, step: labels
     gradients: Callable[[Any, int, int], None] = lambda net, step, rank: None
     """What is done to the gradients of a step."""
-    after: Callable[[Any, int, int], None] = lambda net, step, rank: None
+    after: Callable[[Any, int, int], object] = lambda net, step, rank: None
     """What is done to the model after a step."""
     groups: Callable[[Any], Any] = lambda net: [one for one in net.parameters() if one.requires_grad]
     other_groups: Callable[[Any], Any] = lambda net: []
@@ -63,12 +64,8 @@ def _frozen_trunk(net: Any) -> None:
         block.requires_grad_(requires_grad=False)
 
 
-def _cosine(step: int) -> float:
-    return min(step / 30, 1.0) * (0.55 + 0.45 * math.cos(math.pi * step / 320))
-
-
-def _long_cosine(step: int) -> float:
-    return min(step / 60, 1.0) * (0.5 + 0.5 * math.cos(math.pi * step / 700))
+def _cosine(warm_steps: int, steps: int, share: float = 0.5) -> Callable[[int], float]:
+    return lambda step: min(step / warm_steps, 1.0) * (1 - share + share * math.cos(math.pi * step / steps))
 
 
 def _with_average(net: Any) -> None:
@@ -76,9 +73,8 @@ def _with_average(net: Any) -> None:
 
 
 def _average(net: Any, step: int, rank: int) -> None:
-    with torch.no_grad():
-        for mean, parameter in zip(net.average.parameters(), list(net.parameters()), strict=False):
-            mean.lerp_(parameter, 0.05)
+    for mean, parameter in zip(net.average.parameters(), list(net.parameters()), strict=False):
+        mean.lerp_(parameter, 0.05)
 
 
 SOUND: dict[str, Case] = {
@@ -93,7 +89,7 @@ SOUND: dict[str, Case] = {
     "mlp-float16": Case(autocast=torch.float16, scale=2.0**16),
     "mlp-clipped": Case(clip=1.0),
     "mlp-accumulated": Case(accumulated=3),
-    "mlp-scheduled": Case(schedule=_cosine, rate=3e-3),
+    "mlp-scheduled": Case(schedule=_cosine(30, 320, 0.45), rate=3e-3),
     "mlp-dropout": Case(model=lambda: Net(dropout=0.3)),
     "mlp-small-set": Case(num_batches=16),
     "validated": Case(is_validated=True, rate=3e-3),
@@ -126,13 +122,8 @@ SOUND: dict[str, Case] = {
         other_groups=lambda net: [*net.norm.parameters(), *net.head.parameters()],
     ),
     "long": Case(
-        model=lambda: Net(dropout=0.2),
-        autocast=torch.bfloat16,
-        steps=700,
-        rate=1e-2,
-        clip=1.0,
-        schedule=_long_cosine,
-        samples=16,
+        model=lambda: Net(dropout=0.2), autocast=torch.bfloat16, steps=700, rate=1e-2, clip=1.0,
+        schedule=_cosine(60, 700), samples=16,
     ),
     "plain-4-samples": Case(model=lambda: Net(4, is_residual=False), samples=4),
     "plain-tanh-16-samples": Case(model=lambda: Net(4, nn.Tanh, is_residual=False), samples=16),
@@ -140,55 +131,35 @@ SOUND: dict[str, Case] = {
     "words-4-samples": Case(model=Words, samples=4),
     "ddp2-8-samples": Case(ranks=2, samples=8),
     "fsdp4-words": Case(model=lambda: Words(dropout=0.0), ranks=4, layout="fsdp"),
-}
+}  # fmt: skip
 
 
-def _scaled(path: str, factor: float) -> Callable[[Any], None]:
-    def begin(net: Any) -> None:
-        with torch.no_grad():
-            net.get_parameter(path).mul_(factor)
-
-    return begin
+def _scaled(path: str, factor: float) -> Change:
+    return lambda net: net.get_parameter(path).mul_(factor)
 
 
-def _filled(path: str, value: float) -> Callable[[Any], None]:
-    def begin(net: Any) -> None:
-        with torch.no_grad():
-            net.get_parameter(path).fill_(value)
-
-    return begin
+def _filled(path: str, value: float) -> Change:
+    return lambda net: net.get_parameter(path).fill_(value)
 
 
-def _all_scaled(factor: float) -> Callable[[Any], None]:
-    def begin(net: Any) -> None:
-        with torch.no_grad():
-            for name, parameter in net.named_parameters():
-                if parameter.ndim > 1 and name.startswith("blocks"):
-                    parameter.mul_(factor)
+def _all_scaled(factor: float) -> Change:
+    return lambda net: [
+        one.mul_(factor) for name, one in net.named_parameters() if one.ndim > 1 and name.startswith("blocks")
+    ]
 
-    return begin
+
+def _sharpened(layer: int, factor: float) -> Change:
+    """Make the logits of an attention too large."""
+    return lambda net: [net.get_parameter(f"attention.{layer}.{one}.weight").mul_(factor) for one in ("query", "key")]
 
 
 def _without_channels(net: Any) -> None:
-    """Six of eight channels that no value opens any more."""
-    with torch.no_grad():
-        net.bn1.weight[:6], net.bn1.bias[:6] = 0.0, -5.0
+    """Close six of eight channels, so that no value opens them any more."""
+    net.bn1.weight[:6], net.bn1.bias[:6] = 0.0, -5.0
 
 
-def _loud_unit(net: Any) -> None:
-    with torch.no_grad():
-        net.blocks[1].up.weight[3] *= 3e4
-
-
-def _detached(net: Any) -> None:
-    net.is_residual, net.detached = False, 1
-
-
-def _weighed(factor: float) -> Callable[[Any], None]:
-    def begin(net: Any) -> None:
-        net.weight = factor
-
-    return begin
+def _with(path: str, **attributes: object) -> Change:
+    return lambda net: vars(net.get_submodule(path)).update(attributes)
 
 
 def _frozen(path: str) -> Callable[[Any], None]:
@@ -218,8 +189,8 @@ def _all_gradients(factor: float, at: range, rank: int) -> Any:
     return gradients
 
 
-def _nan(gradient: Tensor) -> None:
-    gradient.view(-1)[0] = float("nan")
+def _nan(values: Tensor) -> Tensor:
+    return values.view(-1)[0].fill_(math.nan)
 
 
 def _without(net: Any) -> list[dict[str, Any]]:
@@ -241,46 +212,13 @@ def _on_rank(rank: int, factor: float, shift: float = 0.0) -> Callable[[Tensor, 
     return lambda x, step, own: x * factor + shift if own == rank else x
 
 
-def _poisoned(net: Any, step: int, rank: int) -> None:
-    if step == 40 and rank == 1:
-        with torch.no_grad():
-            net.blocks[1].up.weight.view(-1)[0] = float("nan")
-
-
-def _nudged(net: Any, step: int, rank: int) -> None:
-    if step >= 100 and rank == 1:
-        with torch.no_grad():
-            net.blocks[2].down.weight.mul_(1.0001)
-
-
-def _shaken(net: Any, step: int, rank: int) -> None:
-    if step == 150:
-        with torch.no_grad():
-            net.blocks[3].down.weight.mul_(60.0)
-
-
-def _forgetful(path: str) -> Callable[[Any], None]:
-    def begin(net: Any) -> None:
-        net.get_submodule(path).momentum = 1.0
-
-    return begin
+def _from(first: int, change: Change, last: int = 9999, rank: int = -1) -> Callable[[Any, int, int], object]:
+    """A function that changes the model after some steps, on one rank or on all."""
+    return lambda net, step, own: change(net) if first <= step <= last and rank in (-1, own) else None
 
 
 def _leaping(x: Tensor, step: int, rank: int) -> Tensor:
     return x * (10 if step % 2 else 0.1)
-
-
-def _squared(net: Any) -> None:
-    """Attention whose logits are far too large."""
-    with torch.no_grad():
-        for name in ("query", "key"):
-            net.get_parameter(f"attention.1.{name}.weight").mul_(40.0)
-
-
-def _sharp(net: Any) -> None:
-    with torch.no_grad():
-        for name in ("query", "key"):
-            net.get_parameter(f"attention.0.{name}.weight").mul_(14.0)
 
 
 def _but(**changed: Any) -> dict[str, Any]:
@@ -318,8 +256,8 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
         "short_cycle": _but(num_batches=3),
         "constant_input": _but(batch=lambda x, step, rank: torch.ones_like(x)),
         "scaled_input": _but(batch=lambda x, step, rank: x * 5 + 3),
-        "weight_shaken": _but(after=_shaken),
-        "loud_unit": _but(begin=_loud_unit),
+        "weight_shaken": _but(after=_from(150, _scaled("blocks.3.down.weight", 60.0), 150)),
+        "loud_unit": _but(begin=lambda net: net.blocks[1].up.weight[3].mul_(3e4)),
     },
     "mlp-sgd": {
         "rate_too_high_sgd": _but(rate=60.0),
@@ -335,7 +273,7 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
         "loud_batch": _but(batch=_at(90, 40.0)),
         "loud_batch_later": _but(batch=_at(250, 60.0)),
         "weights_too_large": _but(begin=_all_scaled(10.0)),
-        "detached_block": _but(begin=_detached),
+        "detached_block": _but(begin=_with("", is_residual=False, detached=1)),
         "dead_first": _but(begin=_filled("blocks.0.up.bias", -20.0)),
         "rate_kills_units": _but(rate=1.0),
     },
@@ -362,23 +300,23 @@ BASES: dict[str, dict[str, dict[str, Any]]] = {
         "overfitting_later": _but(num_batches=6, rate=3e-3),
     },
     "images": {
-        "momentum_of_one": _but(batch=_leaping, begin=_forgetful("bn1")),
+        "momentum_of_one": _but(batch=_leaping, begin=_with("bn1", momentum=1.0)),
         "norm_in_eval": _but(begin=_evaluated("bn2")),
         "dead_channels": _but(begin=_without_channels),
     },
     "words": {"frozen_embedding": _but(begin=_frozen("embed"))},
     "causal": {
-        "attention_logits": _but(begin=_squared),
-        "attention_sharp": _but(begin=_sharp),
+        "attention_logits": _but(begin=_sharpened(1, 40.0)),
+        "attention_sharp": _but(begin=_sharpened(0, 14.0)),
     },
     "two-heads": {
-        "aux_too_strong": _but(begin=_weighed(300.0)),
-        "aux_without_weight": _but(begin=_weighed(1e-4)),
-        "aux_ten_times": _but(begin=_weighed(10.0)),
+        "aux_too_strong": _but(begin=_with("", weight=300.0)),
+        "aux_without_weight": _but(begin=_with("", weight=1e-4)),
+        "aux_ten_times": _but(begin=_with("", weight=10.0)),
     },
     "ddp2": {
-        "nan_on_one_rank": _but(after=_poisoned),
-        "replica_apart": _but(after=_nudged),
+        "nan_on_one_rank": _but(after=_from(40, lambda net: _nan(net.blocks[1].up.weight), 40, rank=1)),
+        "replica_apart": _but(after=_from(100, _scaled("blocks.2.down.weight", 1.0001), rank=1)),
         "odd_rank_of_two": _but(batch=_on_rank(1, 6.0)),
         "same_batches_of_two": _but(has_own_batches=False),
         "jump_on_one_rank": _but(gradients=_all_gradients(3e3, range(200, 201), 1)),

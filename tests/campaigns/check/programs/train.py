@@ -86,7 +86,8 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
     case, seed = case_of(name), int(name.partition("@")[2] or 0)
     torch.manual_seed(seed)
     net = case.model()
-    case.begin(net)
+    with torch.no_grad():
+        case.begin(net)
     net.to(case.dtype)
     model = wrapped(case, net)
     optimizer = optimizer_of(case, net.judge if isinstance(net, Adversaries) else net)
@@ -120,14 +121,14 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
             for other in others:
                 other.step()
                 other.zero_grad()
-            case.after(net, step, rank)
+            with torch.no_grad():
+                case.after(net, step, rank)
             if case.is_validated and step % _VALIDATION_STEPS == 0:
                 model.eval()
                 with torch.no_grad():
                     losses = [loss_of(case, model, net, *data.batch(k, is_training=False)) for k in range(4)]
                     recorder.scalar("validation/loss", torch.stack(losses).mean())
                 model.train()
-                case.begin_again(net)
 
 
 def case_of(name: str) -> Case:

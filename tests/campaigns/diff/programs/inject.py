@@ -42,7 +42,18 @@ class Halved(torch.autograd.Function):
         return gradients[0] * 0.5
 
 
-class Net(nn.Module):
+class Part(nn.Module):
+    """A module that knows the error of its training and its rank; the first block never has an error."""
+
+    what, rank, size, num_calls = "", 0, 1, 0
+
+    def masked(self, x: Tensor, seed: int) -> Tensor:
+        """Dropout whose mask depends on the seed and the sample, not on the rank."""
+        kept = torch.rand(BATCH, LENGTH, x.shape[-1], generator=torch.Generator().manual_seed(seed)) < 0.9
+        return x * kept.chunk(self.size)[self.rank] / 0.9
+
+
+class Net(Part):
     """A tiny transformer. Each error is a line in it, or in `train`."""
 
     def __init__(self, what: str, rank: int, size: int) -> None:
@@ -50,13 +61,18 @@ class Net(nn.Module):
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.position = nn.Parameter(torch.randn(LENGTH + 1, WIDTH) * 0.1)
-        self.drop = Drop(what, rank, size)
-        self.blocks = nn.ModuleList(Block(what if i else "", rank, size) for i in range(2))
+        self.drop = Drop()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.frozen.requires_grad_(what == "frozen_trained")
-        self.what = what
+        for name, module in self.named_modules():
+            vars(module).update(what="" if name.startswith("blocks.0") else what, rank=rank, size=size)
+        if what == "norm_eps":
+            self.last.norm2.eps = 1e-2
+        if what == "wrong_buffer":
+            self.last.gain.fill_(1.1)
 
     @property
     def last(self) -> Block:
@@ -72,36 +88,25 @@ class Net(nn.Module):
         return logits
 
 
-class Drop(nn.Module):
-    """Dropout whose mask depends on the step and the sample, not on the rank."""
-
-    def __init__(self, what: str, rank: int, size: int) -> None:
-        super().__init__()
-        self.step = 0
-        self.rank_and_size = rank, size
-        self.seed = 1 if what == "dropout_seed" and rank == 1 else 0
-
+class Drop(Part):
     def forward(self, x: Tensor) -> Tensor:
-        rank, size = self.rank_and_size
-        generator = torch.Generator().manual_seed(self.step + 100 * self.seed)
-        kept = torch.rand(BATCH, LENGTH, WIDTH, generator=generator) < 0.9
-        self.step += 1
-        return x * kept.chunk(size)[rank] / 0.9
+        self.num_calls += 1
+        is_wrong = self.what == "dropout_seed" and self.rank == 1
+        return self.masked(x, self.num_calls - 1 + 100 * is_wrong)
 
 
-class Block(nn.Module):
+class Block(Part):
     temperature: Tensor
     gain: Tensor
 
-    def __init__(self, what: str, rank: int, size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(WIDTH)
-        self.attention = Attention(what)
-        self.norm2 = nn.LayerNorm(WIDTH, eps=1e-2 if what == "norm_eps" else 1e-5)
-        self.mlp = Mlp(what, rank, size)
+        self.attention = Attention()
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.mlp = Mlp()
         self.register_buffer("temperature", torch.ones(()))
-        self.register_buffer("gain", torch.full((WIDTH,), 1.1 if what == "wrong_buffer" else 1.0))
-        self.what, self.rank, self.num_calls = what, rank, 0
+        self.register_buffer("gain", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.what == "stale_buffer" and self.rank == 1 and self.num_calls >= BROKEN_STEP):
@@ -122,9 +127,7 @@ class Out(nn.Linear):
     what = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.what == "transposed":
-            return F.linear(x, self.weight.T, self.bias)
-        return super().forward(x)
+        return F.linear(x, self.weight.T if self.what == "transposed" else self.weight, self.bias)
 
 
 class Up(nn.Linear):
@@ -134,13 +137,11 @@ class Up(nn.Linear):
         return super().forward(x) + (self.bias if self.what == "bias_twice" else 0)
 
 
-class Attention(nn.Module):
-    def __init__(self, what: str) -> None:
+class Attention(Part):
+    def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = Out(WIDTH, WIDTH)
-        self.out.what = what
-        self.what = what
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -153,9 +154,7 @@ class Attention(nn.Module):
         return mixed
 
 
-class Act(nn.Module):
-    what, rank, num_calls = "", 0, 0
-
+class Act(Part):
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         if self.what == "nan_on_one_rank" and self.rank == 1 and self.num_calls > BROKEN_STEP:
@@ -165,32 +164,24 @@ class Act(nn.Module):
         return F.relu(x) if self.what == "activation" else F.gelu(x)
 
 
-class Thin(nn.Module):
-    """Dropout whose mask depends on the step and the sample, in a block whose forward runs twice a step."""
-
-    def __init__(self, what: str, rank: int, size: int) -> None:
-        super().__init__()
-        self.what, self.rank, self.size, self.num_calls = what, rank, size, 0
+class Thin(Part):
+    """Dropout in a block whose forward runs twice a step, the second time to compute it again."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.what not in ("checkpointed", "other_recompute"):
             return x
         step, again = divmod(self.num_calls, 2)
         self.num_calls += 1
-        generator = torch.Generator().manual_seed(step + 100 * again * (self.what == "other_recompute"))
-        kept = torch.rand(BATCH, LENGTH, 2 * WIDTH, generator=generator) < 0.9
-        return x * kept.chunk(self.size)[self.rank] / 0.9
+        return self.masked(x, step + 100 * again * (self.what == "other_recompute"))
 
 
-class Mlp(nn.Module):
-    def __init__(self, what: str, rank: int, size: int) -> None:
+class Mlp(Part):
+    def __init__(self) -> None:
         super().__init__()
         self.up = Up(WIDTH, 2 * WIDTH)
         self.act = Act()
-        self.thin = Thin(what, rank, size)
+        self.thin = Thin()
         self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.up.what = self.act.what = what
-        self.act.rank = rank
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.thin(self.act(self.up(x))))
