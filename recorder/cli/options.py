@@ -79,8 +79,8 @@ def _modules(run: str | None) -> Iterator[str]:
 
 
 _RUNS = (
-    "A run's path or name, or its beginning; latest, @-2 (the last but one), FOLDER/@-1; also s3://... A folder stands "
-    "for its newest run, and without RUN it is RECORDER_DIR."
+    "A run's path or name, or its beginning; latest, @-2 (the last but one), FOLDER/@-1; also s3://... A folder means "
+    "its newest run, and without RUN it is RECORDER_DIR."
 )
 RunPath = Annotated[  # a text: pathlib would make s3:/bucket of s3://bucket
     str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=complete_run)
@@ -121,7 +121,7 @@ LayoutOption = Annotated[
     ),
 ]
 PartialOption = Annotated[
-    bool, typer.Option("--partial", help="Take values that lack ranks as the other ranks have them.")
+    bool, typer.Option("--partial", help="Take values of which ranks are missing as the other ranks have them.")
 ]
 SchedulerOption = Annotated[
     str | None,

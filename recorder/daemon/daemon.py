@@ -98,9 +98,10 @@ class Daemon:
 
     def seen(self) -> dict[str, int]:
         """Return how much in the watched folders was left alone: files of no run, and what no key may have."""
+        counted = [self._counts, *(one for run in self.runs for one in run.counted)]
         return {
-            "foreign": self._counts.num_foreign + sum(run.num_foreign for run in self.runs),
-            "refused": self._counts.num_refused + sum(run.num_refused for run in self.runs),
+            "foreign": sum(one.num_foreign for one in counted),
+            "refused": sum(one.num_refused for one in counted),
         }
 
     def check_store(self) -> None:

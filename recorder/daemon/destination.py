@@ -22,8 +22,7 @@ from crc32c import crc32c
 from ..errors import ConfigError, NotARunError, StoreError
 from ..run.finding import FLEET
 from ..storage.clients import KINDS, SCHEMES, Client, bare_e_tag
-from ..storage.locations import folder_of_url, scheme_of
-from ..storage.objects import ObjectPath
+from ..storage.locations import location_of, scheme_of
 from ..system.processes import sync_directory
 from .telemetry import Requests
 from .watching import LocalFile
@@ -395,21 +394,15 @@ class FolderDestination:
 def parse_destination(text: str, throttle: Throttle | None = None) -> Bucket | FolderDestination:
     """Return the destination that a URL names, and ask nothing of it; raises ConfigError for any other text."""
     throttle = throttle or Throttle(0)
-    scheme = scheme_of(text)
-    if scheme == "file":
-        try:
-            return FolderDestination(Path(os.path.realpath(folder_of_url(text))), throttle)
-        except NotARunError as error:
-            raise ConfigError(f"to = {error}") from None
-    if scheme is None and text:
-        return FolderDestination(Path(os.path.realpath(text)), throttle)
-    if scheme not in KINDS:
+    if scheme_of(text) not in (None, "file", *KINDS):
         raise ConfigError(f"to = {text!r}: expected a folder, or one of {SCHEMES}")
     try:
-        path = ObjectPath.parse(text)
+        location = location_of(text)
     except NotARunError as error:
         raise ConfigError(f"to = {error}") from None
-    return Bucket(scheme, path.bucket, path.key, throttle)
+    if isinstance(location, Path):
+        return FolderDestination(Path(os.path.realpath(location)), throttle)
+    return Bucket(location.scheme, location.bucket, location.key, throttle)
 
 
 def _put(store: Any, path: str, content: bytes, mode: Any, attributes: dict[str, str], tag: str = "e_tag") -> str:

@@ -1,7 +1,8 @@
 """What the daemon does for a run besides shipping: it repairs, catalogs and checks the run, and carries commands to it.
 
 Other commands of the package run in a process of their own at the lowest priority: a command that crashes on a damaged
-run, or takes much memory, takes nothing of the daemon with it. The webhook is told of new findings for a bounded time.
+run, or takes much memory, takes nothing of the daemon with it. New findings are posted to the webhook, which may take a
+few seconds.
 Its receiver may be slow, gone or malicious, and can waste only a few seconds of one thread: of its answer nothing but
 the status is read, and a redirection is never followed.
 
@@ -99,11 +100,7 @@ def repair(run: RunShipper) -> None:
 
 
 def catalog(run: RunShipper, folder: Path) -> None:
-    """Make the catalog of this node's part of a run anew, and put it beside the run.
-
-    A catalog that cannot be made is tried again after a while, and one that the store does not take when the store is
-    asked again.
-    """
+    """Make the catalog of this node's part of a run anew, and put it beside the run; a failure is tried again."""
     shard_bytes, name = run.shard_bytes, run.catalog_name
     file = folder / f"catalog-{os.getpid()}-{os.urandom(4).hex()}.parquet"
     run.has_catalog_failed, run.next_catalog_retry_s = True, time.monotonic() + _CATALOG_PAUSE_S

@@ -47,7 +47,7 @@ class DaemonSettings:
     log: str = _setting("text", "how lines are written to standard error: text or json")
     catalog_s: float = _setting(3600.0, "seconds between two catalogs of a run that grows; 0: none")
     check_s: float = _setting(0.0, "seconds between two checks of a run that grows; 0: none")
-    webhook: str = _setting("", "a URL that is told of findings of severity error")
+    webhook: str = _setting("", "a URL to which findings of severity error are posted")
     accept_commands: bool = _setting(False, "carry commands from the store to the runs of this node")
     key_file: str = _setting("", "the file with the key that signs commands")
     recheck_s: float = _setting(3600.0, "seconds between two looks at what the store still has of a run")

@@ -163,10 +163,7 @@ class Folder:
         return Folder("/".join((self.path, *names)), descriptor)
 
     def open(self, name: str) -> LocalFile:
-        """Open a regular file whose first bytes are what its name promises; raises OSError where it cannot be opened.
-
-        RefusedError is raised for a link, a device, and a file with other content.
-        """
+        """Open a regular file that begins as its name promises (else RefusedError); OSError: it cannot be opened."""
         where = f"{self.path}/{name}"
         try:
             descriptor = os.open(name, _OPEN, dir_fd=self.descriptor)
@@ -218,10 +215,7 @@ class Folder:
 
 
 def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the runs below a folder, as the names that lead to each run, and count what belongs to no run.
-
-    `names` lead from a watched folder to this one.
-    """
+    """Yield the `names` that lead from a watched folder to each run below, and count what belongs to no run."""
     entries = folder.entries(with_stamps=False)
     if RUN_MANIFEST in entries.files and names:
         yield names

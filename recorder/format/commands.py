@@ -223,10 +223,7 @@ class Answer:
 
 
 def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rule]:
-    """A writer's own rules and those that it was sent, each with the steps at which it held.
-
-    `answers` are the writer's answers to its commands. ConfigError: a rule that it was sent is invalid.
-    """
+    """A writer's own rules and those of `answers`, each with the steps at which it held. ConfigError: one is wrong."""
     held = [answer for answer in answers if answer.since is not None and answer.state != REFUSED]
     pauses = [span for answer in held if answer.kind == PAUSE and (span := _span(answer)) is not None]
     sets = [(answer, span) for answer in held if answer.kind == SET and (span := _span(answer)) is not None]

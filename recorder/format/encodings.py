@@ -230,10 +230,7 @@ def encoding_of(name: str) -> Encoding:
 
 
 def target_of(name: str, payload: object) -> int | None:
-    """The `seq` of the row that a payload refers to; None where the payload is the content itself, or is unknown.
-
-    CorruptError is raised for a reference to nothing.
-    """
+    """The `seq` of the row that a reference names; None for other payloads. CorruptError: it is damaged."""
     encoding = ENCODING_OF.get(name)
     if encoding is None or encoding.target is None:
         return None
@@ -318,10 +315,7 @@ class Frame(NamedTuple):
 
 
 def measure_frame(source: Any) -> Frame:
-    """The sizes of the frame at the front of `source`, from its block headers (RFC 8878, 3.1.1).
-
-    CorruptError is raised where there is no complete frame of the kind that FORMAT.md allows.
-    """
+    """The sizes of the frame at the front of `source`, by its block headers (RFC 8878, 3.1.1); CorruptError: none."""
     try:
         parameters = zstandard.get_frame_parameters(source)
         position = zstandard.frame_header_size(source)

@@ -160,10 +160,7 @@ def column_kind(column_type: Any) -> ColumnKind:
 def buffer_crcs(
     kind: ColumnKind, num_rows: int, num_nulls: int, buffers: Sequence[memoryview | None]
 ) -> list[int | None]:
-    """CRC32C of the validity bitmap (None where nothing is null), then of each further buffer, as far as it is used.
-
-    ValueError is raised where a buffer is shorter than the values need.
-    """
+    """CRC32C of the validity bitmap (None where nothing is null), then of each further buffer, as far as it is used."""
     if num_rows == 0:
         return []
     crcs = [_crc(buffers[0], (num_rows + 7) // 8) if num_nulls else None]

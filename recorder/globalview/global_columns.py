@@ -39,7 +39,7 @@ class GlobalColumns:
         self._values = values
         self._positions = [value.positions for value in values]
         self._lacking: dict[tuple[int, str], str] = {}
-        """By number of the value and member of its note, why the value lacks what its chunks have."""
+        """By number of the value and member of its note, why the value does not have what its chunks have."""
         self._plans: list[Plan] = [value.plan for value in values if isinstance(value.plan, Plan)]
 
     def by_name(self) -> dict[str, list[Any]]:

@@ -319,10 +319,7 @@ class Comparison(LeafAcrossSteps):
         return self.equality() is False
 
     def equality(self) -> bool | None:
-        """Whether the chunks are equal; None where nothing tells.
-
-        Fingerprints decide, then values, then statistics of floats: integers in another order have equal statistics.
-        """
+        """Whether the chunks are equal: by fingerprints, else values, else statistics of floats; None: unknown."""
         rows = self._rows if self.numbers is None else [self._rows[i] for i in self.numbers]
         key = tuple(rows)
         if key not in self._equal:

@@ -450,10 +450,7 @@ def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
 
 
 def parse_overrides(layouts: Sequence[str]) -> Overrides:
-    """Parse ``PATTERN=LAYOUT``, with patterns over ``module_path:site:name``; raises ValueError for any other text.
-
-    A pattern without a colon means a module.
-    """
+    """Parse ``PATTERN=LAYOUT``; a pattern without a colon means a module. ValueError is raised for any other text."""
     overrides = []
     for layout in layouts:
         pattern, equals, wanted = layout.rpartition("=")

@@ -258,6 +258,17 @@ class _ShardedDim(NamedTuple):
     """The ranks along the axis, this rank included; empty where the row does not name them."""
 
 
+class _StepCuts(NamedTuple):
+    """What the rows of one step say of how tensors are cut."""
+
+    parameters: dict[object, set[_ShardedDim]]
+    """By root, module and rank."""
+    activations: dict[object, set[_ShardedDim]]
+    """By root, rank and shape."""
+    uncut: set[object]
+    """Root, rank and shape of the values that no rank has cut."""
+
+
 class ShardingInference:
     """Infers how plain tensors are cut, from rows of the same step that name their positions.
 
@@ -270,23 +281,21 @@ class ShardingInference:
         self._is_linear = is_linear
         self._rows = rows
         self._counts = counts
-        self._of_step: dict[int, tuple[dict[object, set[_ShardedDim]], dict[object, set[_ShardedDim]]]] = {}
-        self._whole: set[object] = set()
-        """Root, rank and shape of the values of the step that no rank has cut."""
+        self._kept: tuple[int, _StepCuts] | None = None
 
     def infer(self, wanted: Wanted, chunks: Sequence[RankChunk], known: Set[int] = frozenset()) -> int | NoPlan:
         """The dim along which chunks of ranks that share a batch lie end to end, or why that is not known.
 
         `known` are the dims that other steps tell of this value; empty where no step tells.
         """
-        parameters, dims_beside = self._step(wanted.step)
+        step_cuts = self._cuts_at(wanted.step)
         ranks = tuple(chunk.rank for chunk in chunks)
         dims: set[int] = {*known}
         if not dims and all(chunk.shape for chunk in chunks) and self._is_linear(wanted.root, wanted.module_path):
-            dims = _common([_by_parameters(parameters, wanted, chunk, ranks) for chunk in chunks])
+            dims = _common([_by_parameters(step_cuts.parameters, wanted, chunk, ranks) for chunk in chunks])
         if not dims:
             sought = [(wanted.root, chunk.rank, chunk.shape) for chunk in chunks]
-            cuts = [dims_beside.get(key, set()) if key not in self._whole else set() for key in sought]
+            cuts = [set() if key in step_cuts.uncut else step_cuts.activations.get(key, set()) for key in sought]
             dims = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
             if len(dims) == 1 and any(chunk.shape.count(chunk.shape[min(dims)]) > 1 for chunk in chunks):
                 dims = set()  # a copy of such a value that is turned round has the same shape
@@ -299,45 +308,34 @@ class ShardingInference:
         more = f"values beside them are cut along dims {sorted(dims)}" if dims else "nothing says how they are one"
         return NoPlan("per_rank", f"{why}; {more}; --layout '...=shard(DIM)' can")
 
-    def _step(self, step: int) -> tuple[dict[object, set[_ShardedDim]], dict[object, set[_ShardedDim]]]:
-        """The cuts of parameters by root, module and rank, and of other values by root, rank and shape."""
-        if step not in self._of_step:
-            parameters: dict[object, set[_ShardedDim]] = {}
-            dims_beside: dict[object, set[_ShardedDim]] = {}
-            self._whole = set()
-            for site, root, path, rank, shape, cut in self._cuts(step):
-                if site in STATES:
-                    parameters.setdefault((root, path, rank), set()).add(cut)
-                else:
-                    dims_beside.setdefault((root, rank, shape), set()).add(cut)
-            self._of_step = {step: (parameters, dims_beside)}  # values come in the order of steps
-            self._whole |= self._equal(step)
-        return self._of_step[step]
-
-    def _cuts(self, step: int) -> list[tuple[str, str, str, int, Ints, _ShardedDim]]:
+    def _cuts_at(self, step: int) -> _StepCuts:
+        if self._kept is not None and self._kept[0] == step:  # values come in the order of steps
+            return self._kept[1]
         rows = self._rows
         positions: Positions = np.flatnonzero(self._counts & (rows.numbers("step") == step))
+        cuts = _StepCuts({}, {}, self._equal(positions))
+        self._kept = step, cuts
         is_distributed = rows.keys("placements", positions).codes != NONE
         positions = positions[is_distributed & (rows.numbers("part")[positions] == 0)]
         columns = {name: rows.keys(name, positions) for name in _COLUMNS}
         ranks = rows.numbers("rank")[positions]
         codes = np.stack([*(keys.codes for keys in columns.values()), ranks])
         _, firsts = np.unique(codes, axis=1, return_index=True)
-        sharded = []
         for i in firsts.tolist():
-            root, path, site, shape, whole, placements, mesh = (columns[name].text(i) for name in _COLUMNS)
-            chunk = RankChunk(int(ranks[i]), "", parse_shape(shape), parse_shape(whole), None, placements, mesh)
-            cuts = _cuts_of(chunk)
+            root, path, site, shape, global_shape, placements, mesh = (columns[name].text(i) for name in _COLUMNS)
+            chunk = RankChunk(int(ranks[i]), "", parse_shape(shape), parse_shape(global_shape), None, placements, mesh)
+            sharded_dims = _cuts_of(chunk)
             if site in ACTIVATIONS and chunk.shape == chunk.global_shape:
-                self._whole.add((root, chunk.rank, chunk.shape))
-            if values_of(site) == "param" or (site in ACTIVATIONS and len(cuts) == 1):
-                sharded += [(site, root, path, chunk.rank, chunk.shape, cut) for cut in cuts]
-        return sharded
+                cuts.uncut.add((root, chunk.rank, chunk.shape))
+            if site in STATES and values_of(site) == "param":
+                cuts.parameters.setdefault((root, path, chunk.rank), set()).update(sharded_dims)
+            elif site in ACTIVATIONS and len(sharded_dims) == 1:
+                cuts.activations.setdefault((root, chunk.rank, chunk.shape), set()).update(sharded_dims)
+        return cuts
 
-    def _equal(self, step: int) -> set[object]:
+    def _equal(self, positions: Positions) -> set[object]:
         """Root, rank and shape of plain values that several ranks have bit for bit; constants and NaN are left out."""
         rows = self._rows
-        positions: Positions = np.flatnonzero(self._counts & (rows.numbers("step") == step))
         columns = {name: rows.keys(name, positions) for name in ("root", "site", "shape", "fingerprint", "placements")}
         is_plain = (columns["placements"].codes == NONE) & (columns["fingerprint"].codes != NONE)
         low, high, nans = (rows.take(name, positions) for name in ("min", "max", "nan_count"))

@@ -81,8 +81,8 @@ class Topology:
         writer = self._writers[number]
         for one in writer.manifest.roots:
             if one.name == root:
-                told = self._told(writer, one, self._world_sizes[number])
-                return told.data or told.model
+                statement = self._statement(writer, one, self._world_sizes[number])
+                return statement.data or statement.model
         return ()
 
     def describe(self, number: int) -> str:
@@ -157,24 +157,24 @@ class Topology:
 
     @cached_property
     def _groups(self) -> dict[tuple[int | None, str, int | None], DataParallelGroup]:
-        told: dict[tuple[int | None, str, int | None], list[RankStatement]] = {}
+        statements: dict[tuple[int | None, str, int | None], list[RankStatement]] = {}
         for world_size, writer in zip(self._world_sizes, self._writers, strict=True):
             for root in writer.manifest.roots:
                 key = world_size, root.name, None if root.stage is None else root.stage.number
-                told.setdefault(key, []).append(self._told(writer, root, world_size))
-        groups = {key: find_group(some) for key, some in told.items()}
+                statements.setdefault(key, []).append(self._statement(writer, root, world_size))
+        groups = {key: find_group(some) for key, some in statements.items()}
         return {key: group for key, group in groups.items() if group is not None}
 
-    def _told(self, writer: RecordedWriter, root: RecordedRoot, world_size: int | None) -> RankStatement:
+    def _statement(self, writer: RecordedWriter, root: RecordedRoot, world_size: int | None) -> RankStatement:
         source = "ddp" if root.data_parallel and root.data_parallel.kind == "ddp" else "fsdp"
         of_data, of_model = (self._ranks(one, world_size) for one in (root.data_parallel, root.model_parallel))
         rank = -1 if writer.rank is None else writer.rank
         return RankStatement(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
 
-    def _ranks(self, told: ParallelRanks | None, world_size: int | None) -> Ranks:
+    def _ranks(self, named: ParallelRanks | None, world_size: int | None) -> Ranks:
         """The ranks that share a root; none where a manifest names more ranks than the run has."""
         largest = world_size or self._world_size or MAX_RANKS
-        return told.ranks if told is not None and len(told.ranks) <= largest else ()
+        return named.ranks if named is not None and len(named.ranks) <= largest else ()
 
     @cached_property
     def _modules(self) -> dict[int, set[tuple[str, str]]]:
@@ -267,12 +267,12 @@ class DataParallelGroup(NamedTuple):
         return self._replace(ranks=ranks, model_groups=tuple(one for one in some if one))
 
 
-def find_group(told: Sequence[RankStatement]) -> DataParallelGroup | None:
+def find_group(statements: Sequence[RankStatement]) -> DataParallelGroup | None:
     """The group of one root; None where no rank names another."""
-    sources = {one.data: one.source for one in told if one.data}
-    models = tuple(dict.fromkeys(one.model for one in told if len(one.model) > 1))
+    sources = {one.data: one.source for one in statements if one.data}
+    models = tuple(dict.fromkeys(one.model for one in statements if len(one.model) > 1))
     if models:
-        return _of_model_groups(told, models, next(iter(sources.values()), "assumed"))
+        return _of_model_groups(statements, models, next(iter(sources.values()), "assumed"))
     if not sources:
         return None
     ranks = tuple(dict.fromkeys(rank for some in sources for rank in some))
@@ -282,7 +282,7 @@ def find_group(told: Sequence[RankStatement]) -> DataParallelGroup | None:
     return DataParallelGroup(next(iter(sources.values())), ranks, conflict, _is_sorted(ranks))
 
 
-def _of_model_groups(told: Sequence[RankStatement], models: tuple[Ranks, ...], source: str) -> DataParallelGroup:
+def _of_model_groups(statements: Sequence[RankStatement], models: tuple[Ranks, ...], source: str) -> DataParallelGroup:
     taken: dict[int, Ranks] = {}
     conflict = ""
     for ranks in models:
@@ -290,7 +290,7 @@ def _of_model_groups(told: Sequence[RankStatement], models: tuple[Ranks, ...], s
             if taken.setdefault(rank, ranks) != ranks:
                 conflict = f"rank {rank} belongs to several model-parallel meshes ({_groups((taken[rank], ranks))})"
     model_groups = models
-    data = {one.rank: one.data for one in told if one.data}
+    data = {one.rank: one.data for one in statements if one.data}
     if data and not conflict:
         model_groups, conflict = _in_order(models, data)
     elif not conflict:
@@ -405,10 +405,7 @@ class OwnParameters:
 
 
 def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
-    """By parameter and rank, the content at the first recorded step, as a text that is equal where values are equal.
-
-    None where the row does not tell. A merged row counts for all its ranks.
-    """
+    """By parameter and rank, the content at the first recorded step, equal where values are equal; None: unknown."""
     first_contents: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
     ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
     for shard in (shard for writer in writers for shard in writer.shards):

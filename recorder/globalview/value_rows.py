@@ -41,10 +41,7 @@ class _Call(NamedTuple):
 
 
 class RootBatches:
-    """The batches of all calls of all roots.
-
-    `varies` tells whether ranks were ever given different values for an argument, named by root, mode and name.
-    """
+    """The batches of all calls of all roots; `varies` tells whether ranks ever had different values of an argument."""
 
     def __init__(
         self, rows: MetadataRows, counts: npt.NDArray[np.bool_], varies: Callable[[str, str, str], bool]

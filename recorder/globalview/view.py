@@ -262,10 +262,7 @@ class GlobalRows:
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def parts(self, i: int) -> Iterator[PayloadPart]:
-        """The encoded payload of a row, in parts of at most 32 MiB; frames are copied where nothing is computed.
-
-        LookupFailedError is raised where the row has no values, and CorruptError where the bytes have changed.
-        """
+        """The encoded payload of a row, in parts of at most 32 MiB; LookupFailedError: there is none."""
         source = self._with_payload(i)
         if isinstance(source, int):
             yield from self._assembler.local_parts(source)

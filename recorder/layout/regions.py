@@ -152,10 +152,7 @@ def flat_index(index: Ints, shape: Ints) -> int:
 
 
 def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | None:
-    """The numbers of two regions that share an element; None where no two do.
-
-    OverflowError is raised where the regions have so many boxes that comparing them would take minutes.
-    """
+    """The numbers of two regions that share an element, or None. OverflowError: comparing them would take minutes."""
     runs = [region.as_run(global_shape) for region in regions]
     known = sorted((run[0], run[1], i) for i, run in enumerate(runs) if run is not None and run[0] < run[1])
     for (_, stop, i), (start, _, j) in itertools.pairwise(known):

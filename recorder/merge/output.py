@@ -375,16 +375,9 @@ def _events(run: Run) -> list[dict[str, Any]]:
 
 
 def _dumps(run: Run) -> list[dict[str, Any]]:
+    plain = ("first_step", "last_step", "reason", "by", "time_ns")
     return [
-        {
-            "first_step": dump.first_step,
-            "last_step": dump.last_step,
-            "reason": dump.reason,
-            "by": dump.by,
-            "time_ns": dump.time_ns,
-            "rows": dump.num_rows,
-            "bytes": dump.num_bytes,
-        }
+        {name: getattr(dump, name) for name in plain} | {"rows": dump.num_rows, "bytes": dump.num_bytes}
         for dump in run.dumps
     ]
 

@@ -37,10 +37,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The little-endian numpy dtype of torch's `dtype`; bfloat16 and the 8-bit floats come from ml_dtypes.
-
-    UnsupportedError is raised for an unknown name, and where ml_dtypes is missing or too old for it.
-    """
+    """The little-endian numpy dtype of torch's `dtype`, from ml_dtypes where numpy has none; else UnsupportedError."""
     item_bytes(dtype)
     if dtype in _ML_DTYPES:
         try:

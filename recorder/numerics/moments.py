@@ -131,9 +131,11 @@ def merge(
         merged["mean"] = mean
         merged["std"] = np.where(is_constant, 0.0, np.sqrt(deviations / count))
         merged["l2"] = np.sqrt(merged["sum_sq"])
-    lacks = {name: join(Combine.MAX, has_values & np.isnan(rows[name]), starts) for name in STATISTICS}
+    is_missing = {name: join(Combine.MAX, has_values & np.isnan(rows[name]), starts) for name in STATISTICS}
     for name, values in merged.items():
-        is_null = np.logical_or.reduce([count == 0, lacks[name], *(lacks[other] for other in _NEEDS.get(name, ()))])
+        is_null = np.logical_or.reduce(
+            [count == 0, is_missing[name], *(is_missing[other] for other in _NEEDS.get(name, ()))]
+        )
         merged[name] = np.where(is_null, np.nan, np.where(np.isnan(values), math.inf, values))
     return merged
 
@@ -277,10 +279,7 @@ class ChunkUnits(NamedTuple):
 
 
 def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
-    """The sums over the units of a tensor, added up where several chunks have values of a unit.
-
-    ValueError is raised where the chunks do not fit.
-    """
+    """The sums over the units of a tensor, added up over its chunks; ValueError: the chunks do not fit."""
     num = shape[dim]
     sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
     for units, ranges in pieces:

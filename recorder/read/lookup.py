@@ -198,10 +198,7 @@ def module_code(rows: MetadataRows, module_path: str) -> int:
 
 
 def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
-    """Which ranks' records end, by a kill, before a step: ``rank 0's record ends in step 23``; empty if none does.
-
-    The writers of one rank are in the order of their start. With `rank`, only that rank is looked at.
-    """
+    """Which ranks' records end, by a kill, before a step: ``rank 0's record ends in step 23``; empty if none does."""
     of_rank: dict[int, list[RecordedWriter]] = {}
     for writer in writers:
         if writer.rank is not None and rank in (None, writer.rank):

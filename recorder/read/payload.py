@@ -79,10 +79,7 @@ class Payloads:
                 self._shrink()
 
     def encoded(self, position: int) -> EncodedPayload:
-        """The payload of one row as it is stored; a ``ref`` is followed to the row that holds the content.
-
-        CorruptError is raised where the bytes have changed, and UnsupportedError for an unknown encoding.
-        """
+        """The payload of one row as it is stored, a ``ref`` followed to its content; RunError: it is damaged."""
         source = self._source(position)
         try:
             encoding_of(source["encoding"])

@@ -151,10 +151,7 @@ class Shard:
         return self._layout.schema
 
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
-        """Some columns of one batch, checked; a column that the file's version does not have is null.
-
-        CorruptError is raised for a damaged or missing batch, and FileNotFoundError where the file is gone.
-        """
+        """Some checked columns of one batch, null where the file has none. CorruptError: the batch is damaged."""
         with self._open_source() as source:
             if number not in self.blocks:
                 raise CorruptError(f"{source.where}: batch {number} is missing or damaged")

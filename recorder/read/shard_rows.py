@@ -74,10 +74,7 @@ class ShardRows:
         return self._index is not None
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
-        """Columns of one batch of the shard itself, payloads included, as checked Arrow batch.
-
-        CorruptError is raised for a damaged or missing batch, and NotARunError where retention has deleted the shard.
-        """
+        """Checked columns of one batch of the shard itself, also payloads. CorruptError: the batch is damaged."""
         with self._said_if_gone():
             return self._itself().read(number, columns).batch
 
@@ -152,10 +149,7 @@ class ShardRows:
             logger.warning("%s; the rows are read from the shard instead", why)
 
     def find_open(self, final: Location, max_batches: int | None = None) -> None:
-        """Find the rows of an open shard, or of its first `max_batches`; `final` is the name that it will have.
-
-        FileNotFoundError is raised where it is not open any more.
-        """
+        """Find the rows of an open shard, or of its first `max_batches`; `final` is its name once it is sealed."""
         store = store_of(self.path)
 
         def open_source() -> ByteSource:

@@ -234,10 +234,7 @@ def find_writers(run: Location) -> list[RecordedWriter]:
 
 
 def writer_folders(run: Location) -> list[tuple[str, int | None]]:
-    """The directories of a run that hold writers, and their ranks (None for global rows).
-
-    NotARunError is raised where the run cannot be listed, or one of the directories is a link.
-    """
+    """The directories of a run that hold writers, and their ranks (None: global rows). NotARunError: one is a link."""
 
     def is_one(name: str) -> bool:
         return name == GLOBAL_DIR or parse_rank_dir(name) is not None

@@ -69,11 +69,7 @@ class Client:
         self.renew()
 
     def ask(self, path: object, question: Callable[[Any], Answer]) -> Answer:
-        """Return the answer of a store of `obstore` to a question.
-
-        FileNotFoundError is raised where there is no such object, StoreError where the bucket is not there, cannot be
-        reached, or refuses.
-        """
+        """Return the answer of a store of `obstore`. FileNotFoundError: there is no such object; StoreError: else."""
         from obstore.exceptions import BaseError
 
         try:

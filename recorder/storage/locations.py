@@ -115,19 +115,14 @@ def location_of(path: str | os.PathLike[str] | Location) -> Location:
     scheme = scheme_of(text)
     if scheme is None:
         return Path(path)
-    if scheme == "file":
-        return folder_of_url(text)
+    if scheme == "file":  # which is how a daemon shows a folder as its destination
+        folder = unquote(text[len("file://") :])
+        if not folder.startswith("/"):
+            raise NotARunError(f"{text}: expected file:///FOLDER, with three slashes")
+        return Path(folder)
     if scheme not in KINDS:
         raise NotARunError(f"{text}: {scheme}:// is not supported; runs are read from directories and from {SCHEMES}")
     return ObjectPath.parse(text)
-
-
-def folder_of_url(url: str) -> Path:
-    """Return the folder of a ``file://`` URL, which is how a daemon shows a folder as its destination."""
-    folder = unquote(url[len("file://") :])
-    if not folder.startswith("/"):
-        raise NotARunError(f"{url}: expected file:///FOLDER, with three slashes")
-    return Path(folder)
 
 
 def scheme_of(text: str) -> str | None:

@@ -305,11 +305,7 @@ class RemoteFile:
         self._seen = seen
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Return a range in which the wanted bytes are read, with as few requests as it takes.
-
-        FileNotFoundError is raised where the object is gone; StoreError where another object has taken its place since
-        the listing, or the store cannot be asked.
-        """
+        """Read a range, or the wanted bytes in it, by few requests. StoreError: the object is another one by now."""
         check_range(self, offset, num_bytes)
         whole = range(offset, offset + num_bytes)
         byte_ranges = (

@@ -142,10 +142,7 @@ class LimitedLog:
     def say(
         self, kind: str, message: str, *, level: int = logging.WARNING, exception: BaseException | None = None
     ) -> bool:
-        """Log `message`, and at level DEBUG where its exception happened; return whether it was logged.
-
-        It is not where enough lines of its kind were logged lately, or no stream takes a line now.
-        """
+        """Log `message`, and at DEBUG where its exception happened; return whether limit and streams allow it."""
         self.begin_anew(kind)
         since_s, num_said = self._windows.get(kind, (self._clock(), 0))
         if num_said >= self._max_lines or not can_say(self._logger):

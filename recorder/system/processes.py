@@ -124,10 +124,7 @@ def instances_of(kind: type[_T], objects: Sequence[Any]) -> list[_T]:
 
 
 def comes_from_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the program raised this error while the recorder's code happened to run.
-
-    Such an error is the program's: the recorder must not catch it.
-    """
+    """Whether a signal handler of the program raised this error while our code ran: it is not ours to catch."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     codes = {code for handler in handlers if (code := getattr(handler, "__code__", None)) is not None}
     trace = error.__traceback__
@@ -193,10 +190,7 @@ def require_ours(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, work: str) -> Iterator[None]:
-    """Lock a folder, so that no other process does the same work there. A file system without locks locks nothing.
-
-    WriteError, whose message calls the work `work`, such as ``merge``, is raised where another process has the lock.
-    """
+    """Lock a folder, as far as its file system can. WriteError: another process does the same `work` there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

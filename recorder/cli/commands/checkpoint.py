@@ -61,7 +61,7 @@ def command(
     They have the names of the unwrapped model's state dict, whatever the layout was. Parameters of step n are those
     that its forwards used, before the update.
 
-    Exit code 1: a tensor of the model is missing, lacks a rank's chunk or has replicas that differ; each is named, and
+    Exit code 1: a tensor of the model, or a rank's chunk of it, is missing, or replicas differ; each is named, and
     without --partial nothing is written.
     """
     run = open_run(path)

@@ -80,9 +80,9 @@ def command(
 ) -> Reply:
     """Ship the runs of this node to a store while they grow.
 
-    Without an ACTION it ships until SIGTERM. Whoever reads at the destination sees whole runs at every moment.
+    Without an ACTION it ships until SIGTERM. Whoever reads at the destination sees complete runs at any time.
     `status` says what a daemon of this node is at. `prune` removes runs there, and `keep` keeps them from it. Each
-    setting can stand in the file, or in the environment as RECORDERD_NAME.
+    setting can be set in the file, or in the environment as RECORDERD_NAME.
 
     Exit code 1: with --once, something is not there; with status, no daemon is at work.
     """

@@ -14,17 +14,7 @@ from ...analyze.diff.reply import reply_of
 from ...analyze.diff.step_range import DiffOptions
 from ...run.reply import Reply
 from ...run.selection import GlobalOptions, Selection
-from ..options import (
-    LayoutOption,
-    LossOption,
-    ModuleOption,
-    NameOption,
-    SchedulerOption,
-    SiteOption,
-    StepOption,
-    complete_run,
-    mapper_for,
-)
+from .. import options
 from ..output import progress
 from ..paths import local_path, other_runs, two_runs
 
@@ -37,18 +27,18 @@ def command(
         typer.Argument(
             metavar="A",
             help="A run; its order of execution counts. Without B: a folder, whose last two runs are compared.",
-            autocompletion=complete_run,
+            autocompletion=options.complete_run,
         ),
     ] = None,
     b: Annotated[
-        str | None, typer.Argument(metavar="B", help="The run to compare with it.", autocompletion=complete_run)
+        str | None, typer.Argument(metavar="B", help="The run to compare with it.", autocompletion=options.complete_run)
     ] = None,
     rtol: Annotated[
         float,
         typer.Option(
             min=0,
             help="Allowed |a - b| of two elements, relative to the larger of |a| and |b|. Elements near zero, which "
-            "rounding alone moves by any factor, need --atol beside it.",
+            "rounding alone moves by any factor, also need --atol.",
         ),
     ] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Allowed |a - b| of two elements, as it is.")] = 0.0,
@@ -57,7 +47,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="RUN",
-            autocompletion=complete_run,
+            autocompletion=options.complete_run,
             help="A repeat of A, or its twin under RECORDER_JITTER=1; may be given again. A difference counts only "
             "where it is more than 10 times what noise does at that tensor and step.",
         ),
@@ -70,21 +60,21 @@ def command(
             help="Modules that have other names in B: lines such as encoder.layers = blocks.",
         ),
     ] = None,
-    module: ModuleOption = None,
-    site: SiteOption = None,
-    name: NameOption = None,
-    step: StepOption = None,
-    loss: LossOption = "mean",
-    layout: LayoutOption = None,
+    module: options.ModuleOption = None,
+    site: options.SiteOption = None,
+    name: options.NameOption = None,
+    step: options.StepOption = None,
+    loss: options.LossOption = "mean",
+    layout: options.LayoutOption = None,
     common: Annotated[
-        bool, typer.Option("--common", help="Ignore values that one run lacks, or kept nothing comparable of.")
+        bool, typer.Option("--common", help="Ignore values that are missing in one run, or not comparable.")
     ] = False,
     limit: Annotated[
         int | None,
         typer.Option(min=0, help="Lines of each table, those of single values too; 0: all. Else few, of modules."),
     ] = None,
     brief: Annotated[bool, typer.Option("--brief", help="The answer alone, without tables.")] = False,
-    scheduler: SchedulerOption = None,
+    scheduler: options.SchedulerOption = None,
 ) -> Reply:
     """Compare two runs value by value, whatever their layouts.
 
@@ -97,16 +87,17 @@ def command(
 
     Columns: max abs is the largest difference of two elements; of max is that difference relative to the largest
     magnitude in either tensor; max rel and max ulp are of single elements, so that one near zero may make them large
-    and mean nothing. The kind is partial where a run lacks ranks of a value. Where rules with keep=histogram kept them
-    in both runs, the histograms of the first values that differ stand side by side, in the same powers of two. Where
-    rules with keep=units kept them, the table of units says how many differ or are dead, and which is farthest apart.
+    and mean nothing. The kind is partial where ranks of a value are missing. Where rules with keep=histogram kept them
+    in both runs, the histograms of the first values that differ are shown side by side, in the same powers of two.
+    Where rules with keep=units kept them, the table of units says how many differ or are dead, and which is farthest
+    apart.
 
     Exit code 1: they differ, rows of a run contradict each other, or values cannot be read. 2: they have nothing in
     common, or a --noise twin moved nothing.
     """
     runs = two_runs(a, b)
     twins = other_runs("--noise", noise or [], {"A": runs[0], "B": runs[1]})
-    options = DiffOptions(
+    question = DiffOptions(
         selection=Selection(module=module, site=site, name=name, step=step),
         tolerance=Tolerance(rtol, atol, ulp),
         global_view=GlobalOptions(across_ranks=True, loss=loss, layouts=layout or []),
@@ -114,6 +105,6 @@ def command(
         renames=read_renames(rename) if rename is not None else NO_RENAMES,
         common=common,
     )
-    with mapper_for(scheduler) as mapper, progress("diff", sum(map(payload_bytes, runs))) as report:
-        result = compare_runs(*runs, options, report=report, mapper=mapper)
-    return reply_of(*runs, result, options, limit=limit, is_brief=brief)
+    with options.mapper_for(scheduler) as mapper, progress("diff", sum(map(payload_bytes, runs))) as report:
+        result = compare_runs(*runs, question, report=report, mapper=mapper)
+    return reply_of(*runs, result, question, limit=limit, is_brief=brief)

@@ -34,8 +34,8 @@ def command(
 ) -> Reply:
     """Have a run write what its memory holds of the last steps.
 
-    The run has rules with keep=ring. All ranks write the same steps, and dump shows what each has left. A run in a
-    store is told there, of a step that lies ahead as far as its daemons take to carry it.
+    The run has rules with keep=ring. All ranks write the same steps, and dump shows what each has left. For a run in
+    a store, the command is left in the store, and its step lies far enough ahead for the daemons to carry it.
 
     Exit code 0: every rank has written them. 1: a rank has not answered, or had given up some of the steps.
     """

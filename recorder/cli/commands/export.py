@@ -12,20 +12,7 @@ from ...analyze.export.export import Export, format_of, reply_of
 from ...run.reply import Reply
 from ...run.run import open_run
 from ...run.selection import GlobalOptions, Selection
-from .. import show_pandas
-from ..options import (
-    LayoutOption,
-    LossOption,
-    ModuleOption,
-    NameOption,
-    PartialOption,
-    RankOption,
-    RunPath,
-    SchedulerOption,
-    SiteOption,
-    StepOption,
-    mapper_for,
-)
+from .. import options, show_pandas
 from ..output import progress
 from ..paths import local_path
 
@@ -40,27 +27,27 @@ def command(
     out: Annotated[
         Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write, or the folder.", parser=local_path)
     ],
-    path: RunPath = None,
+    path: options.RunPath = None,
     to: Annotated[
         str | None,
         typer.Option(help="parquet, npz or safetensors, by default what PATH ends with; tensorboard or wandb."),
     ] = None,
-    module: ModuleOption = None,
-    site: SiteOption = None,
-    name: NameOption = None,
-    step: StepOption = None,
-    rank: RankOption = None,
+    module: options.ModuleOption = None,
+    site: options.SiteOption = None,
+    name: options.NameOption = None,
+    step: options.StepOption = None,
+    rank: options.RankOption = None,
     across_ranks: Annotated[
         bool, typer.Option("--global", help="The global tensors instead of each rank's own.")
     ] = False,
-    loss: LossOption = "mean",
-    layout: LayoutOption = None,
-    partial: PartialOption = False,
+    loss: options.LossOption = "mean",
+    layout: options.LayoutOption = None,
+    partial: options.PartialOption = False,
     payload: Annotated[
         bool, typer.Option("--payload", help="Parquet with the tensors' bytes, too, in the column data.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
-    scheduler: SchedulerOption = None,
+    scheduler: options.SchedulerOption = None,
 ) -> Reply:
     """Write statistics as Parquet, tensors as npz or safetensors.
 
@@ -81,15 +68,15 @@ def command(
     """
     run = open_run(path)
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
-    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
+    question = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
     to = to or format_of(out)
-    with mapper_for(scheduler) as mapper:
+    with options.mapper_for(scheduler) as mapper:
         planned: Export | BoardExport
         if to in BOARDS:
             show_pandas()  # wandb looks whether it is there
-            planned = BoardExport(run, to, selection, options, payload=payload, mapper=mapper)
+            planned = BoardExport(run, to, selection, question, payload=payload, mapper=mapper)
         else:
-            planned = Export(run, to, selection, options, payload=payload, mapper=mapper)
+            planned = Export(run, to, selection, question, payload=payload, mapper=mapper)
         with progress("export", planned.total_bytes) as report:
             done = planned.write(out, force=force, report=report)
     return reply_of(run, done, to)

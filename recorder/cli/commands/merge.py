@@ -158,7 +158,7 @@ def _lines(run: Run, report: MergeReport) -> Iterator[str]:
             yield "  and more"
     recording = [writer for writer in run.writers if writer.state == "recording"]
     if recording:
-        yield f"note: {counted(len(recording), 'writer')} of it at work; merge again for its later rows"
+        yield f"note: {counted(len(recording), 'writer')} still at work; merge again for later rows"
     for ending in run.endings:
         yield f"note: {ending}"
     num_dropped = sum(writer.balance.num_dropped for writer in run.writers)

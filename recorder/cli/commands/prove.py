@@ -37,7 +37,7 @@ def command(
 
     The verdict is kept with the run; ls, doctor and report show it.
 
-    Exit code 0: unchanged. 1: changed. 2: it cannot be told, because the program differs by itself, or takes no step.
+    Exit code 0: unchanged. 1: changed. 2: nobody can say, because the program differs by itself, or takes no step.
     """
     environ, rest = split_assignments(words)
     if rest[:1] == ["--"]:

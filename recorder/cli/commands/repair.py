@@ -69,8 +69,8 @@ def _table(run: Run, outcomes: list[Outcome]) -> Table:
         num_rows = f"{outcome.rows:,}" if outcome.rows else ""
         num_bytes = size(outcome.num_bytes) if outcome.num_bytes else ""
         rows.append([outcome.what, str(path), num_rows, num_bytes, outcome.text])
-    titles = ("what", "file", "rows", "size", "of it")
-    return table_of(titles, rows, numbers=("rows", "size"), prose=("of it",), drops=("rows", "size"))
+    titles = ("what", "file", "rows", "size", "why")
+    return table_of(titles, rows, numbers=("rows", "size"), prose=("why",), drops=("rows", "size"))
 
 
 def _verdict(outcomes: list[Outcome], counts: Counter[str]) -> str:

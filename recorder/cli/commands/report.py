@@ -84,13 +84,13 @@ def told_by_doctor(run: Run) -> list[DoctorLine]:
 def told_by_check(findings: Sequence[Finding]) -> list[Highlight]:
     """Return the sentences of `recorder check`, each with a link to the lines of its worst value."""
     folded = list(joined(findings))
-    told = []
+    highlights = []
     for one in folded[:_MAX_JUDGED]:
         worst = one.worst
         link = {"view": "lines", "module": worst.module_path, "site": worst.site, "name": worst.name}
         at_step = {"step": worst.step} if worst.step >= 0 else {}
         mark = "note" if worst.severity is Severity.NOTE else "wrong"
-        told.append(
+        highlights.append(
             Highlight(
                 f"{sentence(one)}; {worst.advice}",
                 link | at_step if worst.site else {},
@@ -101,5 +101,7 @@ def told_by_check(findings: Sequence[Finding]) -> list[Highlight]:
             )
         )
     if len(folded) > _MAX_JUDGED:
-        told.append(Highlight(f"and {len(folded) - _MAX_JUDGED} more findings: `recorder check` says them", {}, "note"))
-    return told
+        highlights.append(
+            Highlight(f"and {len(folded) - _MAX_JUDGED} more findings: `recorder check` says them", {}, "note")
+        )
+    return highlights

@@ -35,7 +35,7 @@ def command(
     steps: Annotated[int | None, typer.Option(min=1, max=1 << 40, help="For so many steps. Without: on.")] = None,
     undo: Annotated[int | None, typer.Option(min=1, metavar="N", help="End command N.")] = None,
     list_all: Annotated[
-        bool, typer.Option("--list", help="List what the run was told, and what became of it.")
+        bool, typer.Option("--list", help="List the commands that were sent, and what became of each.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=0, max=86_400, help="Longest wait for the ranks' answers, s.")] = 60.0,
     key_file: KeyFile = None,
@@ -43,8 +43,8 @@ def command(
     """Change what a run records while it is under way.
 
     Rules are added to the run's own from one step on, which lies ahead, on all ranks; pause records nothing until
-    resume. Each rank answers, and set shows who has it. Training is not touched. A run in a store is told there, and
-    the daemons of its nodes carry it, where they were started with --accept-commands.
+    resume. Each rank answers, and set shows who has it. Training is not touched. For a run in a store, the command is
+    left in the store, and the daemons of its nodes carry it if they were started with --accept-commands.
 
     Exit code 0: every rank has it. 1: a rank has not answered, was late or refused.
     """

@@ -27,16 +27,7 @@ from ...run.reply import Reply, Table, table_of
 from ...run.run import Run
 from ...run.selection import Selection
 from ...system.text import counted, number, span
-from ..options import (
-    LayoutOption,
-    ModulePatterns,
-    NameOption,
-    RankOption,
-    RunOrModule,
-    SiteOption,
-    StepOption,
-    refuse,
-)
+from .. import options
 from ..paths import explain_nothing, modules_meant, rows_of, run_and_module, site_order, where_reply
 
 EPILOG = "Examples: recorder show blocks.0.mlp.up    recorder show @-2 'blocks.*' --statistic l2"
@@ -63,12 +54,12 @@ Row = dict[str, Any]
 
 
 def command(
-    path: RunOrModule = None,
-    module: ModulePatterns = None,
-    site: SiteOption = None,
-    name: NameOption = None,
-    step: StepOption = None,
-    rank: RankOption = None,
+    path: options.RunOrModule = None,
+    module: options.ModulePatterns = None,
+    site: options.SiteOption = None,
+    name: options.NameOption = None,
+    step: options.StepOption = None,
+    rank: options.RankOption = None,
     last: Annotated[int, typer.Option(min=0, help="Steps in the long table, counted from the end; 0: all.")] = 10,
     statistic: Annotated[
         str | None, typer.Option(help="The statistic to draw and to list: l2, mean, nan_count, ...; else absmax.")
@@ -77,7 +68,7 @@ def command(
         bool,
         typer.Option("--where", help="Draw which rank had which part of a module's values, and how that is known."),
     ] = False,
-    layout: LayoutOption = None,
+    layout: options.LayoutOption = None,
     stage: Annotated[
         int | None,
         typer.Option(min=0, help="With --where: of a pipeline, this stage's, where several have such a module."),
@@ -98,11 +89,11 @@ def command(
     run, module = run_and_module(path, module)
     wanted = Selection(module=module, site=site, name=name, step=step, rank=rank)
     if where:
-        refuse("not with --where, which draws the chunks of all ranks", rank=rank, statistic=statistic)
+        options.refuse("not with --where, which draws the chunks of all ranks", rank=rank, statistic=statistic)
         if module is None:
             raise LookupFailedError("--where: name the module whose values to draw; '' is the root")
         return where_reply(run, wanted, layouts=layout or [], stage=stage)
-    refuse("only with --where", layout=layout, stage=stage)
+    options.refuse("only with --where", layout=layout, stage=stage)
     if statistic is not None and statistic not in _NUMBERS:
         raise LookupFailedError(f"--statistic {statistic}: choose of {', '.join(_NUMBERS)}{hint(statistic, _NUMBERS)}")
     paths = modules_meant(run, wanted)

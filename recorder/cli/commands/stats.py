@@ -8,21 +8,7 @@ import typer
 
 from ...analyze.stats import reply_of, statistics
 from ...run.selection import GlobalOptions, Selection
-from ..options import (
-    Json,
-    LayoutOption,
-    LossOption,
-    ModulePatterns,
-    NameOption,
-    PartialOption,
-    RankOption,
-    RunOrModule,
-    SchedulerOption,
-    SiteOption,
-    StepOption,
-    mapper_for,
-    refuse,
-)
+from .. import options
 from ..output import print_reply
 from ..paths import run_and_module
 
@@ -33,12 +19,12 @@ EPILOG = (
 
 
 def command(
-    path: RunOrModule = None,
-    module: ModulePatterns = None,
-    site: SiteOption = None,
-    name: NameOption = None,
-    step: StepOption = None,
-    rank: RankOption = None,
+    path: options.RunOrModule = None,
+    module: options.ModulePatterns = None,
+    site: options.SiteOption = None,
+    name: options.NameOption = None,
+    step: options.StepOption = None,
+    rank: options.RankOption = None,
     by: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,9 +35,9 @@ def command(
     across_ranks: Annotated[
         bool, typer.Option("--global", help="Show the global tensors: all ranks together, replicas counted once.")
     ] = False,
-    loss: LossOption = "mean",
-    layout: LayoutOption = None,
-    partial: PartialOption = False,
+    loss: options.LossOption = "mean",
+    layout: options.LayoutOption = None,
+    partial: options.PartialOption = False,
     sort: Annotated[
         str | None,
         typer.Option(metavar="COLUMN", help="Sort by a column: l2 or l2:asc, or -l2 or l2:desc, the largest first."),
@@ -62,8 +48,8 @@ def command(
     last: Annotated[
         int | None, typer.Option(min=0, help="Rows to show, counted from the end; 0: all. Without --sort 50.")
     ] = None,
-    scheduler: SchedulerOption = None,
-    as_json: Json = False,
+    scheduler: options.SchedulerOption = None,
+    as_json: options.Json = False,
 ) -> int:
     """Show statistics over steps, ranks and modules.
 
@@ -74,17 +60,17 @@ def command(
     Histograms that a rule with keep=histogram kept are drawn: the share of the values in each power of two. A line of
     several rows shows the sum of their histograms.
 
-    Values that lack ranks have no numbers or, with --partial, the numbers of the other ranks.
+    Values of which ranks are missing have no numbers or, with --partial, the numbers of the other ranks.
 
     Exit code 1: something is damaged or missing; with --global also where ranks' rows contradict each other, or
     --layout does not fit them.
     """
     if top is not None:
-        refuse("not with --top, which counts from the start", last=last)
+        options.refuse("not with --top, which counts from the start", last=last)
     run, module = run_and_module(path, module)
     selection = Selection(module=module, site=site, name=name, step=step, rank=rank)
-    options = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
-    with mapper_for(scheduler) as mapper:
-        answer = statistics(run, selection, options, by=by or [], with_histograms=not as_json, mapper=mapper)
+    question = GlobalOptions(across_ranks=across_ranks, loss=loss, layouts=layout or [], partial=partial)
+    with options.mapper_for(scheduler) as mapper:
+        answer = statistics(run, selection, question, by=by or [], with_histograms=not as_json, mapper=mapper)
     reply = reply_of(run, answer, by=by or [], across_ranks=across_ranks, sort=sort, top=top, last=last)
     return print_reply(reply, as_json=as_json)

@@ -134,10 +134,7 @@ def _trouble(rank: RankNow) -> tuple[int, int, float, int]:
 
 
 def _count_states(ranks: Iterable[RankNow]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for rank in sorted(ranks, key=_trouble):
-        counts[rank.state] = counts.get(rank.state, 0) + 1
-    return counts
+    return dict(Counter(rank.state for rank in sorted(ranks, key=_trouble)))
 
 
 def _line(rank: RankNow) -> list[str]:
@@ -148,10 +145,9 @@ def _line_of(ranks: Sequence[RankNow]) -> list[str]:
     known = [rank.status for rank in ranks if rank.status.has_step]
     alive = [rank.status for rank in ranks if rank.state == "recording" and rank.status.has_step]
     left = [status.free_bytes for status in known if status.free_bytes is not None]
-    dropped: dict[str, int] = {}
+    dropped: Counter[str] = Counter()
     for rank in ranks:
-        for reason, count in rank.status.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + count
+        dropped.update(rank.status.dropped)
     return [
         _between([status.step for status in known]) if known else "",
         f"{min(status.steps_per_s for status in alive):.2f}" if alive else "",

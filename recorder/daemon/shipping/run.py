@@ -9,13 +9,14 @@ import contextlib
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from ...errors import RunError
 from ...format.rundir import RUN_MANIFEST, STATUS, WRITER_MANIFEST
 from ..fleet import catalog_name
-from ..watching import Entries, Folder, RefusedError, Stamp, list_run
+from ..watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_run
 from .shipped import ShippedRun, Shipping
 from .writer import QUIET_LOOK_S, WriterShipper
 
@@ -142,14 +143,9 @@ class RunShipper:
         return any(writer.state == "alive" for writer in self.all_writers)
 
     @property
-    def num_foreign(self) -> int:
-        """Return how many files in the run's folders are none of a run."""
-        return self._counts.num_foreign + sum(writer.files.num_foreign for writer in self.all_writers)
-
-    @property
-    def num_refused(self) -> int:
-        """Return how many links, devices and wrong names there are in the run's folders."""
-        return self._counts.num_refused + sum(writer.files.num_refused for writer in self.all_writers)
+    def counted(self) -> list[Entries | WriterFiles]:
+        """Return the listings that count the files which are no part of the run, or are refused."""
+        return [self._counts, *(writer.files for writer in self.all_writers)]
 
     @property
     def needs_repair(self) -> bool:
@@ -260,10 +256,9 @@ class RunShipper:
         """Return what the fleet's index says of this node's part of the run."""
         writers = [writer.summary() for writer in self.all_writers]
         states = {writer["state"] for writer in writers}
-        dropped: dict[str, int] = {}
+        dropped: Counter[str] = Counter()
         for writer in writers:
-            for reason, count in writer["dropped"].items():
-                dropped[reason] = dropped.get(reason, 0) + count
+            dropped.update(writer["dropped"])
         steps = [writer["step"] for writer in writers if writer["step"] is not None]
         return {
             "run_id": self.there.run_id,
@@ -275,6 +270,6 @@ class RunShipper:
             "last_step": max(steps, default=None),
             "rows": self.num_rows,
             "bytes": sum(writer["bytes"] for writer in writers),
-            "dropped": dropped,
+            "dropped": dict(dropped),
             "state": next((state for state in ("unclosed", "recording", "closed") if state in states), "empty"),
         }

@@ -53,12 +53,7 @@ class StoreProcess:
     """Serves `BUCKET` from `start` to `kill`."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        """Prepare it.
-
-        Args:
-            folder: where rclone keeps objects, and what the server says.
-            kind: ``rclone`` or ``moto``.
-        """
+        """Prepare ``rclone`` or ``moto``; rclone keeps objects in `folder`, which also has what the server says."""
         self.is_lasting = kind == "rclone"
         """Whether objects outlive a kill."""
         port = free_port()

@@ -452,8 +452,7 @@ def _check_all(tasks: Connection, report: Connection) -> None:
 def campaign(wanted: list[Case], base: Path, jobs: int, minutes: float | None = None) -> list[Verdict]:
     """Run cases, in several processes, and begin none after so many minutes.
 
-    Raises:
-        CampaignError: a process of the campaign itself failed, or did not end in time.
+    CampaignError: a process of the campaign itself failed, or did not end in time.
     """
     until_s = deadline_s(minutes)
     torch.set_num_threads(1)

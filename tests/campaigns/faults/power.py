@@ -357,13 +357,10 @@ def wrong_value(row: dict[str, Any]) -> str:
 
 
 def problems_of(root: Path, ops: Sequence[Op], scenario: Scenario, *, is_thorough: bool) -> list[str]:
-    """What is wrong with a state of the disk, before and after its repair.
+    """What is wrong with the state laid out in `root`, before and after its repair.
 
-    Args:
-        root: where the state was laid out.
-        ops: all operations before the loss of power, whether they have reached the medium or not.
-        scenario: what they are of.
-        is_thorough: also verify what was repaired, and repair it once more.
+    `ops` are all operations before the loss of power, whether they have reached the medium or not. `is_thorough`: also
+    verify what was repaired, and repair it once more.
     """
     num_durable = max((op.num_durable for op in ops if op.kind == "promise"), default=0)
     path = root / "made" / "run"
@@ -426,15 +423,9 @@ class Result:
 def check_prefix(
     scenario: Scenario, length: int, seed: int, folder: Path, limit: int | None = None, seen: set[object] | None = None
 ) -> Result:
-    """Check the states that a loss of power after so many operations may leave.
+    """Check the states that a loss of power after the first `length` operations may leave.
 
-    Args:
-        scenario: a log.
-        length: operations before the loss.
-        seed: of what is random.
-        folder: to lay states out in.
-        limit: states at most.
-        seen: states that were checked already, and need not be again.
+    They are laid out in `folder`, at most `limit` of them; those that were `seen` need not be checked again.
     """
     logging.getLogger("recorder").setLevel(logging.CRITICAL)
     ops = scenario.ops[:length]

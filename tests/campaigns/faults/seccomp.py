@@ -53,14 +53,10 @@ def is_possible() -> bool:
 
 
 def fail(calls: Mapping[str, int], *, every_thread: bool = True) -> None:
-    """Let these system calls fail from now on, each with its errno, in this process and its children.
+    """Let these system calls, names of `NUMBERS`, fail from now on with their errno, here and in all children.
 
-    Args:
-        calls: errno by the name of the call, one of `NUMBERS`.
-        every_thread: False for the calling thread (and those it starts) alone.
-
-    Raises:
-        OSError: the kernel refused the filter.
+    Without `every_thread`, they fail in the calling thread and those that it starts. OSError: the kernel refused the
+    filter.
     """
     answers = {name: _ERRNO | code for name, code in calls.items()}
     if _install(answers, _EVERY_THREAD if every_thread else 0) != 0:
@@ -71,11 +67,7 @@ class Stall:
     """System calls that hang in the kernel, in every thread of this process, while `is_on` is not set to False."""
 
     def __init__(self, calls: Collection[str]) -> None:
-        """Put the filter in place; nothing hangs yet.
-
-        Raises:
-            OSError: the kernel refused the filter.
-        """
+        """Put the filter in place; nothing hangs yet. OSError: the kernel refused the filter."""
         self._goes_on = threading.Event()
         self._goes_on.set()
         flags = _EVERY_THREAD | _NEW_LISTENER | _ERROR_IF_UNEQUAL

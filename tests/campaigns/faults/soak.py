@@ -81,11 +81,7 @@ ALLOWED_PER_HOUR = {"rss_bytes": 4.0 * MIB, "descriptors": 1.0, "threads": 0.5}
 
 
 def slope(times_s: Sequence[float], values: Sequence[float], blocks: int = _BLOCKS) -> Slope:
-    """Least squares over means of equal blocks of time.
-
-    Raises:
-        ValueError: there are fewer samples than blocks.
-    """
+    """Fit least squares over means of equal blocks of time. ValueError: there are fewer samples than blocks."""
     if len(times_s) < blocks:
         raise ValueError(f"{len(times_s)} samples for {blocks} blocks; soak for longer")
     edges = [len(times_s) * i // blocks for i in range(blocks + 1)]
@@ -128,11 +124,7 @@ def sample(pid: int, folder: Path, began_s: float) -> Sample | None:
 
 
 def watch(folder: Path, seconds: float, seed: int, interval_s: float) -> tuple[list[Sample], str]:
-    """Train for so long. Returns the samples, and what the training said of itself.
-
-    Raises:
-        RuntimeError: it ended badly.
-    """
+    """Train for so long; return the samples, and what the training said of itself. RuntimeError: it ended badly."""
     script = Path(__file__).with_name("soak_train.py")
     settings = {**_SETTINGS, "RECORDER_DIR": str(folder), "TORCHELASTIC_RUN_ID": str(uuid.UUID(int=seed + 1))}
     output = folder.parent / "output.txt"

@@ -64,14 +64,10 @@ def commands(run: Path, other: Path, out: Path, module: str) -> list[list[str]]:
 
 
 def examine(run: Path, other: Path, out: Path, chooser: random.Random, share: float = 1.0) -> list[str]:
-    """Do everything that is done with a run; what is wrong, with where it came from.
+    """Do everything that is done with a run of a stranger; return what is wrong, with where it came from.
 
-    Args:
-        run: of a stranger.
-        other: a sound run to compare it with.
-        out: an empty folder: all that may be written to.
-        chooser: which commands run, and which of them see a terminal.
-        share: of the commands.
+    `other` is a sound run to compare it with. All that may be written to is `out`, an empty folder. `chooser` chooses a
+    `share` of the commands, and which of them see a terminal.
     """
     if isinstance(
         command_line.app, typer.Typer

@@ -105,14 +105,10 @@ def contain(
     limit_s: float = LIMIT_S,
     cases_a_child: int = 200,
 ) -> Iterator[Verdict]:
-    """Run `check(case)` for each case in forked children.
+    """Run `check(case)` for each case in forked children; what it returns or raises is a finding.
 
-    Args:
-        check: returns a finding, or an empty text; what it raises is a finding, too.
-        cases: numbers that name the cases.
-        memory_bytes: address space beyond what the child is forked with.
-        limit_s: for each case.
-        cases_a_child: a fresh child after so many, so that memory that is never given back does not add up.
+    A child has `memory_bytes` of address space beyond what it is forked with, and `limit_s` for each case. A fresh
+    child comes after `cases_a_child`, so that memory that is never given back does not add up.
     """
     done = 0
     while done < len(cases):

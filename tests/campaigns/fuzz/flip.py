@@ -94,10 +94,9 @@ class Flips:
         return sum(len(self._content[path]) for path in self._paths)
 
     def check_byte(self, number: int) -> str:
-        """Flip a bit of a byte of the closed recording; says what a reader sees that `verify` does not.
+        """Flip a bit of a byte, numbered through all files of the closed recording; another bit for each.
 
-        Args:
-            number: of the byte, through all files; another bit for each.
+        Return what a reader sees that `verify` does not.
         """
         at = number
         for path in self._paths:

@@ -221,12 +221,7 @@ def key_of(row: dict[str, object]) -> Key:
 
 
 def compare(proof: Proof, look_up: Callable[[Key], torch.Tensor] | None = None) -> dict[str, SiteResult]:
-    """Results by site.
-
-    Args:
-        proof: run and reference.
-        look_up: how to get a global tensor; by default `Proof.tensor`.
-    """
+    """Return results by site; `look_up` gets a global tensor, by default `Proof.tensor`."""
     found = {site: SiteResult() for site in SITES}
     measured = {}
     for row in proof.table:
