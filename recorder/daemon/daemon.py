@@ -146,7 +146,7 @@ class Daemon:
             return 0
 
     def run_once(self) -> int:
-        """Ship what is here now, to its end; return 0 where all of it is there, and 1 where something is not."""
+        """Ship everything that is here now; return 0 if the destination then has all of it, else 1."""
         taken_bytes, moved_s = -1, time.monotonic()
         for folder in filter(lambda folder: not os.path.isdir(folder), self._watched):
             raise ConfigError(f"watch = {folder!r}: is no folder, and with --once none is waited for; name another")
@@ -274,7 +274,7 @@ class Daemon:
             self._write_state()
 
     def _has_unlisted_run(self) -> bool:
-        """Whether a run is there that the index does not name: commands know a folder of shipped runs by its index."""
+        """Whether the fleet's index does not name some run: commands find the runs of a destination by the index."""
         fleet = self._fleet or ()
         return any(run.is_known and not run.there.conflict and run.key not in fleet for run in self.runs)
 

@@ -275,7 +275,7 @@ class StoreCarrier:
             self._next += 1
 
     def _take(self, number: int, text: bytes, key: bytes) -> tuple[str, str]:
-        """Carry one command; return what became of it, which is empty for one that was carried before, and why."""
+        """Carry one command; return the result, which is empty if the command was carried before, and the reason."""
         for one in self._folder.look(is_told=True):
             if isinstance(one, Command):
                 self._known.setdefault(one.id, one.number)

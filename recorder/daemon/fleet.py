@@ -64,7 +64,7 @@ def node_name(watched: Sequence[str]) -> str:
 
 
 def _draw(path: Path, host: str) -> None:
-    """Keep a new name, in place of what is none; the first of several daemons that draw at once wins."""
+    """Keep a new name where there is none, or none that is valid; the first of several daemons wins."""
     temporary = path.with_name(f"{NODE}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         temporary.write_text(f"{host}-{os.urandom(6).hex()}\n")
@@ -95,7 +95,7 @@ class FleetDocument:
         self._key = f"{FLEET}/{node}.json"
         self._clashes = clashes
         self._daemon = os.urandom(8).hex()
-        """Drawn anew at each start. What another daemon puts after this one has put bears another word."""
+        """A word drawn at each start, which tells this daemon's documents from those of another daemon."""
         self._has_put = self._has_clashed = False
         self._e_tag: str | None = None
         self._runs: dict[str, Any] = {}

@@ -186,7 +186,7 @@ def make_registry(collector: DaemonCollector) -> CollectorRegistry:
 
 
 def _newest(run: RunShipper) -> list[WriterShipper]:
-    """Return the last writer of each rank: those of earlier attempts have said what they had to say."""
+    """Return the newest writer of each rank; the writers of earlier attempts do not change any more."""
     newest: dict[int | None, WriterShipper] = {}
     for writer in run.all_writers:
         other = newest.get(writer.rank)

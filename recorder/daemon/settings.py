@@ -26,34 +26,35 @@ _FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file",
 """The settings that a reload cannot change, because locks, ports and ledgers depend on them."""
 
 
-def _setting(default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"doc": doc})
+def _setting(default: Any, doc: str, metavar: str | None = None) -> Any:
+    """Describe a setting; `metavar` is what the help calls its value on the command line where that is a text."""
+    return field(default=default, metadata={"doc": doc, "metavar": metavar})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonSettings:
     """Everything that can be set; each field's text says what it does, here and in the command's help."""
 
-    watch: tuple[str, ...] = _setting((), "a folder of this node's runs; RECORDER_DIR, or recordings; repeatable")
-    to: str = _setting("", f"where runs go: {DESTINATIONS} or file:///DIR")
+    watch: tuple[str, ...] = _setting((), "a folder of this node's runs; RECORDER_DIR or recordings; repeatable", "DIR")
+    to: str = _setting("", f"where runs go: {DESTINATIONS} or file:///DIR", "URL")
     fresh_s: float = _setting(10.0, "statistics there are no older than so many seconds")
     status_s: float = _setting(5.0, "seconds between two statuses of a rank; each is one request")
-    keep_local: str = _setting(KEEP_ALL, "how long an ended run stays here once it is there: 12h, or all")
-    max_bytes_per_s: int = _setting(0, "bound on what is sent: 50MB; 0: none")
+    keep_local: str = _setting(KEEP_ALL, "how long an ended run stays here once it is there: 12h, or all", "TIME")
+    max_bytes_per_s: int = _setting(0, "bound on what is sent: 50MB; 0: none", "BYTES")
     threads: int = _setting(4, "uploads at once, of small and of large files each")
-    listen: str = _setting("127.0.0.1:9436", "where /metrics, /healthz and /readyz are; empty: nowhere")
-    listen_certificate: str = _setting("", "PEM file with certificate and key: the port speaks TLS")
-    listen_password_file: str = _setting("", "file with USER:PASSWORD, which /metrics then asks for")
-    log: str = _setting("text", "how lines are written to standard error: text or json")
+    listen: str = _setting("127.0.0.1:9436", "where /metrics, /healthz and /readyz are; empty: nowhere", "HOST:PORT")
+    listen_certificate: str = _setting("", "PEM file with certificate and key: the port speaks TLS", "FILE")
+    listen_password_file: str = _setting("", "file with USER:PASSWORD, which /metrics then asks for", "FILE")
+    log: str = _setting("text", "how lines are written to standard error: text or json", "KIND")
     catalog_s: float = _setting(3600.0, "seconds between two catalogs of a run that grows; 0: none")
     check_s: float = _setting(0.0, "seconds between two checks of a run that grows; 0: none")
-    webhook: str = _setting("", "a URL to which findings of severity error are posted")
+    webhook: str = _setting("", "a URL to which findings of severity error are posted", "URL")
     accept_commands: bool = _setting(False, "carry commands from the store to the runs of this node")
-    key_file: str = _setting("", "the file with the key that signs commands")
+    key_file: str = _setting("", "the file with the key that signs commands", "FILE")
     recheck_s: float = _setting(3600.0, "seconds between two looks at what the store still has of a run")
     stop_s: float = _setting(10.0, "how long a stop waits for what is under way, seconds")
     deadline_s: float = _setting(600.0, "with --once: how long a store that fails is tried, seconds")
-    state: str = _setting("", "the folder for the lock and the state")
+    state: str = _setting("", "the folder for the lock and the state", "DIR")
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
 _ASIDE = re.compile(r"_[A-Za-z0-9._=+@-]*\.(json|damaged)")
 """Matches other files of a run: informative documents, and damaged shards that a repair has set aside."""
 _REMAINS = re.compile(r".*\.tmp|__.*\.open|_shipped-.*|_commands|_keep")
-"""Half files, our own ledgers, and what has a way of its own; nothing of it is shipped, nor foreign."""
+"""Names that are neither shipped nor counted as foreign: half-written files, our ledgers, commands and marks."""
 _MAX_DEPTH = 4
 """Folders between a watched folder and a run."""
 _GLOBAL_DIR = "global"

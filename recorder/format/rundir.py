@@ -1,8 +1,9 @@
 """The files of a run directory besides its rows: their names, the version of the format, and their JSON.
 
 Manifests are untrusted input: `Members` reads each member as the kind that is expected. A member that is missing or
-null has its default; a member of another kind has it too, is taken out of the object, and a sentence says where it was
-and what was expected. Needs neither numpy nor pyarrow. Must never use a name that was found on disk as a path.
+null has its default value. So has a member of another kind, which is also taken out of the object; a sentence says
+where the member was and what was expected. Needs neither numpy nor pyarrow. Must never use a name that was found on
+disk as a path.
 """
 
 from __future__ import annotations

@@ -312,7 +312,7 @@ def _as_runs(plan: Plan) -> list[Fill] | None:
 
 
 def _is_exact_in_float32(dtype: str, factor: float) -> bool:
-    """Whether the product equals that of float64: a power of two moves only the exponent."""
+    """Whether the product in float32 equals the product in float64: a power of two moves only the exponent."""
     return dtype in ("float32", "bfloat16", "float16") and math.frexp(factor)[0] == 0.5 and 2**-16 <= factor < 1
 
 

@@ -162,7 +162,7 @@ class GlobalColumns:
         ]
 
     def _units_of(self, i: int, plan: Plan) -> bytes | str | None:
-        """The sums over the units of a value, from those of its chunks; a text says why there are none."""
+        """Add up the sums over the units of a value's chunks; a text says why there are none."""
         positions = self._values[i].positions
         terms = [fill.terms[0] for fill in plan.fills]
         at = np.array([positions[term.chunk] for term in terms], np.int64)

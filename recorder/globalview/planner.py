@@ -198,7 +198,7 @@ class Planner:
         return plan._replace(note=(*plan.note, ("micro_batches", num_micro_batches)))
 
     def _is_of_own_parameters(self, value: ValueRows) -> bool:
-        """Whether plain chunks are of a parameter that each rank has for itself, or of what it computes with such."""
+        """Whether plain chunks belong to a parameter that each rank has for itself, or were computed with one."""
         root, module_path, site, name, _, _ = value.key
         if value.chunks[0].global_shape is not None or len(value.expected) < 2 or site in NUMBERS:
             return False

@@ -49,7 +49,7 @@ class GroupedRows(NamedTuple):
     """1 where all rows of a value are equal, 0 where they are not, `NONE` where only their payloads can tell."""
     has_same_statistics: npt.NDArray[np.bool_]
     is_blank: npt.NDArray[np.bool_]
-    """Whether all rows of a value are measured and hold a constant or nothing finite: every layout has such values."""
+    """Whether all rows of a value are measured and hold a constant or nothing finite, which every layout may have."""
     is_zero: npt.NDArray[np.bool_]
     """Whether all rows of a value are measured and hold only zeros, of either sign."""
     has_nan: npt.NDArray[np.bool_]
@@ -358,7 +358,7 @@ class ShardingInference:
 def _by_parameters(
     parameters: dict[object, set[_ShardedDim]], wanted: Wanted, chunk: RankChunk, ranks: Ints
 ) -> set[int]:
-    """The last dim, if its size is that of this rank's chunk of a linear module's weight or bias."""
+    """Return the last dim if it is as long as this rank's chunk of the linear module's weight or bias."""
     cuts = parameters.get((wanted.root, wanted.module_path, chunk.rank), set())
     last = len(chunk.shape) - 1
     if values_of(wanted.site) == "input":
@@ -373,7 +373,7 @@ def _is_of(cut: _ShardedDim, ranks: Ints) -> bool:
 
 
 def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
-    """What each axis of a mesh cuts of a chunk; nothing where an axis does more than cut."""
+    """Return how each axis of a mesh cuts a chunk; nothing where an axis does more than cut."""
     shape, coordinate, ranks = mesh_of(chunk)
     placements = parse_placements(chunk.placements)
     if not len(shape) == len(coordinate) == len(placements) or (ranks and len(ranks) != math.prod(shape)):

@@ -300,7 +300,7 @@ def _of_model_groups(statements: Sequence[RankStatement], models: tuple[Ranks, .
 
 
 def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[Ranks, ...], str]:
-    """The instances in data-parallel order, with those of which no rank left a manifest."""
+    """Return the model's instances in data-parallel order, also instances of which no rank left a manifest."""
     known = next((some for some in models if all(rank in data for rank in some)), None)
     if known is None:  # every instance has a rank without a manifest
         first = next(iter(data.values()))

@@ -358,7 +358,7 @@ def describe(
 
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
-    """Where the summand begins that a chunk repeats: both have the same coordinates on axes that cut or sum."""
+    """Return where the summand begins that a chunk repeats: both have equal coordinates on axes that cut or sum."""
 
     def sharded_coordinate(chunk: RankChunk) -> list[int]:
         kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]
@@ -370,7 +370,7 @@ def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints 
 
 
 def _op_of(fill: Fill, plan: Plan) -> str:
-    """How chunks are reduced whose own rows do not say it."""
+    """Return how chunks are reduced whose own rows do not say it."""
     is_mean = plan.op == "sum" and {term.factor for term in fill.terms} == {1 / len(fill.terms)}
     return "avg" if is_mean and plan.scale in (None, "assumed_mean") else plan.op
 

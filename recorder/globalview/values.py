@@ -25,7 +25,7 @@ from .run_topology import Topology
 from .value_rows import ValueReader, ValueRows
 
 _MAX_LOOKED_UP = 100_000
-"""How many rows look-ups keep grouped for the next look-up: those of the modules of a step, on some ranks."""
+"""The most rows that look-ups keep grouped, because the next look-up often asks about the same module and step."""
 
 
 def find_counting_rows(rows: MetadataRows, topology: Topology, findings: FindingLog) -> npt.NDArray[np.bool_]:
@@ -211,7 +211,7 @@ def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Position
 def _choose(
     steps: npt.NDArray[np.int64], is_telling: npt.NDArray[np.bool_], has_values: npt.NDArray[np.bool_]
 ) -> list[int]:
-    """The two steps with the most payloads of telling values, and the first and the last step with many such values."""
+    """Return the two steps with the most payloads of telling values, and the first and last step with many of these."""
     known, indices = np.unique(steps[is_telling], return_inverse=True)
     if not len(known):
         return []

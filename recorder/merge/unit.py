@@ -290,7 +290,7 @@ def read_report(manifest: Mapping[str, Any]) -> UnitReport:
 
 
 def _share_of_rows(payload_bytes: Any, num_units: int) -> Any:
-    """The share of each row; a share has consecutive rows, and about as much payload as another."""
+    """Return the number of the share of each row; shares hold consecutive rows, and about equal payloads."""
     weights = np.asarray(payload_bytes, np.int64) + _ROW_WEIGHT
     begins = np.cumsum(weights) - weights
     total = int(weights.sum()) or 1

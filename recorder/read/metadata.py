@@ -296,7 +296,7 @@ def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
 
 
 def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:
-    """The micro-batches that one rank is missing and another one has, as a text; empty where there are none."""
+    """Name, for each rank, the micro-batches that only other ranks have; empty where there are none."""
     everything = known | set(micro_steps)
     of_rank: dict[int, set[int]] = {}
     for rank, micro_step in zip(ranks, micro_steps, strict=True):

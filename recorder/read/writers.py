@@ -41,7 +41,7 @@ _NUM_TRIES = 10
 """A shard may be sealed or retired between listing and opening, several times in a row where shards are small; the
 next listing has its new name."""
 _QUIET_S = 60.0
-"""A writer on another host whose files have not changed for so long is taken for dead."""
+"""A writer on another host counts as dead once its files have not changed for so many seconds."""
 
 
 class RecordedWriter:

@@ -87,7 +87,7 @@ class Client:
         raise self._refusal(problem, path) from None
 
     def renew(self) -> None:
-        """Find the credentials anew with the next question: those of a file or a profile may have been replaced."""
+        """Look for the credentials again at the next question, because a file or a profile may hold new ones."""
         self._is_anonymous = self.kind.has_no_role(os.environ) and not self._names_credentials
         self.__dict__.pop("_store", None)
 

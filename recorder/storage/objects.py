@@ -167,7 +167,7 @@ class ObjectStore:
         return self._manifest(path.parent) if is_manifest else self._entries(path.parent).files.get(path.name)
 
     def read_json(self, path: ObjectPath, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
-        """Read a manifest. It may be newer than the listing: those of a run that grows are replaced."""
+        """Read a manifest, which may be newer than the listing: a growing run replaces its manifests."""
         try:
             size_bytes = self.look_at(path).size_bytes
             with self._lock:
@@ -198,7 +198,7 @@ class ObjectStore:
         return RemoteFile(self, path, self.look_at(path))
 
     def open_growing(self, path: ObjectPath) -> RemoteFile:
-        """Open an open shard of the listing; another one that begins with its bytes may have taken its place since."""
+        """Open an open shard of the listing; a longer one that begins with its bytes may have replaced it since."""
         return self.open_sealed(path)
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:

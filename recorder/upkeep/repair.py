@@ -270,7 +270,7 @@ class _Repair:
             yield Outcome(what="indexed", path=index_path, text=problem)
 
     def _set_aside(self, path: Path) -> Outcome:
-        """Keep a damaged file under a name that readers pass over, for whoever can recover more of it."""
+        """Keep a damaged file under a name that readers pass over, so that somebody can recover more of it."""
         aside = path.with_name(f"{path.name.removesuffix('.open')}.damaged")
         if not self._is_dry:
             publish(self._disk, path, aside)

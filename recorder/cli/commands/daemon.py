@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -27,16 +28,9 @@ EPILOG = (
     "recorder daemon prune --to archive --older-than 30d"
 )
 
-_DOCS = {item.name: (item.metadata["doc"], item.default) for item in fields(DaemonSettings)}
 _SILENT_S = 60
 """How old the state of a daemon may be before the age is shown."""
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
-
-
-def _setting(name: str, metavar: str | None = None) -> Any:
-    doc, default = _DOCS[name]
-    shown = f" ({default:g})" if isinstance(default, (int, float)) and default else f" ({default})" if default else ""
-    return typer.Option(f"--{name.replace('_', '-')}", metavar=metavar, help=f"{doc[0].upper()}{doc[1:]}{shown}.")
 
 
 def command(
@@ -44,30 +38,10 @@ def command(
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="RUN", help="Of prune, keep and unkeep: names of runs below --to.")
     ] = None,
-    watch: Annotated[list[str] | None, _setting("watch", "DIR")] = None,
-    to: Annotated[str | None, _setting("to", "URL")] = None,
     once: Annotated[bool, typer.Option("--once", help="Ship what is here now, and end: for an epilog.")] = False,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="A TOML file of these settings, read again after SIGHUP.")
     ] = None,
-    fresh_s: Annotated[float | None, _setting("fresh_s")] = None,
-    status_s: Annotated[float | None, _setting("status_s")] = None,
-    keep_local: Annotated[str | None, _setting("keep_local", "TIME")] = None,
-    max_bytes_per_s: Annotated[str | None, _setting("max_bytes_per_s", "BYTES")] = None,
-    threads: Annotated[int | None, _setting("threads")] = None,
-    listen: Annotated[str | None, _setting("listen", "HOST:PORT")] = None,
-    listen_certificate: Annotated[str | None, _setting("listen_certificate", "FILE")] = None,
-    listen_password_file: Annotated[str | None, _setting("listen_password_file", "FILE")] = None,
-    log: Annotated[str | None, _setting("log", "KIND")] = None,
-    catalog_s: Annotated[float | None, _setting("catalog_s")] = None,
-    check_s: Annotated[float | None, _setting("check_s")] = None,
-    webhook: Annotated[str | None, _setting("webhook", "URL")] = None,
-    recheck_s: Annotated[float | None, _setting("recheck_s")] = None,
-    stop_s: Annotated[float | None, _setting("stop_s")] = None,
-    deadline_s: Annotated[float | None, _setting("deadline_s")] = None,
-    state: Annotated[str | None, _setting("state", "DIR")] = None,
-    accept_commands: Annotated[bool | None, _setting("accept_commands")] = None,
-    key_file: Annotated[str | None, _setting("key_file", "FILE")] = None,
     older_than: Annotated[
         str | None, typer.Option(metavar="TIME", help="Of prune: runs that changed longer ago: 30d.")
     ] = None,
@@ -77,6 +51,7 @@ def command(
     yes: Annotated[
         bool, typer.Option("--yes", help="Of prune: do it; without, it only says what it would do.")
     ] = False,
+    **given: Any,
 ) -> Reply:
     """Ship the runs of this node to a store while they grow.
 
@@ -96,21 +71,36 @@ def command(
         if (error.name or "").partition(".")[0] != "prometheus_client":
             raise
         raise ConfigError(not_installed("recorder daemon", "prometheus_client", "daemon")) from None
-    given = locals()
-    arguments = {item.name: given.get(item.name) for item in fields(DaemonSettings)}
-    settings = load_daemon_settings(config, arguments)
+    settings = load_daemon_settings(config, given)
     if action == "status":
         return _status_reply(settings)
     if action == "ship":
 
         def load() -> DaemonSettings:
-            loaded = load_daemon_settings(config, arguments)
+            loaded = load_daemon_settings(config, given)
             return loaded if loaded.watch else replace(loaded, watch=(default_folder(),))
 
         _ship(load(), load, once=once)
     if action == "prune":
         return _prune_reply(settings, runs or [], older_than, max_bytes, is_wanted=yes)
     _mark(action, settings, runs or [])
+
+
+def _option(item: Field[Any]) -> inspect.Parameter:
+    """Return the option of the command for a setting of the daemon; without the option the setting is not given."""
+    doc, metavar, default = item.metadata["doc"], item.metadata["metavar"], item.default
+    kind = list[str] if isinstance(default, tuple) else str if metavar else type(default)
+    shown = f" ({default:g})" if isinstance(default, (int, float)) and default else f" ({default})" if default else ""
+    text = f"{doc[0].upper()}{doc[1:]}{shown}."
+    option = typer.Option(f"--{item.name.replace('_', '-')}", metavar=metavar, help=text)
+    annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+_signature = inspect.signature(command, eval_str=True)
+command.__signature__ = _signature.replace(  # type: ignore[attr-defined] # typer asks for it
+    parameters=[*list(_signature.parameters.values())[:-1], *map(_option, fields(DaemonSettings))]
+)
 
 
 def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, once: bool) -> NoReturn:

@@ -62,7 +62,7 @@ class RunShipper:
         self.there.ledger.close()
 
     def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
-        """Return what is to be done now: pairs of a lane, ``small`` or ``large``, and a job."""
+        """Return the jobs that are due now: pairs of a lane, ``small`` or ``large``, and a function."""
         if self.is_settled and now_s < self.there.list_at_s:
             if now_s < self._next_settled_look_s:
                 return []
@@ -114,7 +114,7 @@ class RunShipper:
 
     @property
     def shard_bytes(self) -> int:
-        """Return the bytes of the shards here, by which a catalog is judged to be of the run as it is."""
+        """Return the bytes of the shards here; a catalog that was made at another number of bytes is out of date."""
         shards = (stamp for one in self.all_writers for stamp in (one.files.sealed | one.files.opened).values())
         return sum(stamp.size_bytes for stamp in shards)
 
@@ -159,7 +159,7 @@ class RunShipper:
 
     @property
     def is_put(self) -> bool:
-        """Whether all that was here at the last look is there, also of writers that are at work."""
+        """Whether the destination has all that was here at the last look, also of writers that are still at work."""
         are_put = self._has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
         return are_put or bool(self.unreadable)
 
@@ -170,7 +170,7 @@ class RunShipper:
 
     @property
     def may_go(self) -> bool:
-        """Whether the run may be removed here: all is there, and all of its writers have certainly ended."""
+        """Whether the run may be removed from this disk: it is shipped completely, and all its writers have ended."""
         return self.is_settled and not self._was_removed and not self.has_quiet_writer and bool(self.writers)
 
     def missing_there(self) -> str:
@@ -188,9 +188,9 @@ class RunShipper:
         return "" if RUN_MANIFEST in held else RUN_MANIFEST
 
     def remove(self) -> tuple[int, bool]:
-        """Remove what was seen to be there, and nothing else; return its bytes, and whether nothing is left.
+        """Remove the files that the destination was seen to have; return their bytes, and whether nothing is left.
 
-        What has come since keeps its directories, and the run stays. A kill in between leaves a run that goes later.
+        What has come since keeps its directories, and the run stays. A run whose removal was killed is removed later.
         """
         self._was_removed = True
         num_bytes = sum(writer.files.num_bytes for writer in self.all_writers)
@@ -234,7 +234,7 @@ class RunShipper:
             return True
 
     def _reconcile(self) -> None:
-        """List what the destination has, and forget what it has confirmed and has not any more."""
+        """List what the destination has, and forget confirmed files that it does not have any more."""
         try:
             self.unreadable = ""
             is_ours = self.there.identify()

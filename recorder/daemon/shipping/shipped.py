@@ -1,6 +1,6 @@
-"""One run as the destination has it: what was put there, in which state, and how more of it is put.
+"""One run at the destination: which files were put there, in which state, and how further files are put.
 
-Must never put anything over something else: what is there and is not ours is left, said and counted as a conflict.
+Must never put anything over something else: what is there and is not ours stays, and is logged as a conflict.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class ShippedRun:
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
 
     def reconcile(self) -> list[str]:
-        """List what the destination has; forget, count and return what it had confirmed and has not any more."""
+        """List what the destination has; forget, count and return the confirmed files that it has lost."""
         # What others put while the destination lists may be missing there, and is not lost.
         self.listed_s, confirmed_before, documents = time.monotonic(), self.ledger.names(), list(self._documents)
         self.held = self.listed()
@@ -311,7 +311,7 @@ class ShippedRun:
         )
 
     def is_aside_there(self, key: str, stamp: Stamp) -> bool:
-        """Whether such a file is there as it is here, or was refused there."""
+        """Whether the destination has this file in its present state, or has refused it."""
         return self._aside.get(key) == stamp
 
     def is_document_there(self, name: str) -> bool:
@@ -343,7 +343,7 @@ class ShippedRun:
         return False
 
     def put_aside(self, folder: Folder, below: str, name: str, stamp: Stamp) -> bool:
-        """Put another file of a run: an informative document, or a damaged shard that was set aside."""
+        """Put a file that is neither shard, index nor manifest: an informative document, or a damaged shard."""
         key, is_ours = f"{below}{name}", True
         with folder.open(name) as file:
             if not name.endswith(".json"):

@@ -1,7 +1,7 @@
 """One writer's files, in two lanes: the small one (statistics, manifest, status) has a deadline, the large one none.
 
-A manifest or a status that says that its writer has ended waits until all that the writer left is there: so who reads
-there never misses a row that an ended writer has promised.
+A manifest or a status that says that its writer has ended waits until all that the writer left is there, so that
+whoever reads there never misses a row that an ended writer has promised.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class WriterShipper:
         self._next_look_s = 0.0
 
     def has_changed(self) -> bool:
-        """Whether anything may be new; a closed writer's directory does not change, that of another may any time."""
+        """Whether the directory may hold something new; the directory of a closed writer does not change."""
         if self.state == "quiet":
             return time.monotonic() >= self._next_look_s
         try:
@@ -332,7 +332,7 @@ class WriterShipper:
 
 
 def _as_begun(manifest: bytes) -> bytes:
-    """Return a writer's manifest as one that promises no rows yet: it is there before what it speaks of."""
+    """Return a writer's manifest as one that promises no rows yet: it is put before the rows that it promises."""
     with contextlib.suppress(RunError):
         raw = parse_json(manifest, WRITER_MANIFEST)
         if raw.get("state") == "closed":
@@ -349,7 +349,7 @@ def status_says_closed(status: dict[str, Any]) -> bool:
 _MAX_AT_ONCE_BYTES = 32 << 20
 """The largest snapshot of an open shard that is replaced in one request."""
 _MAX_BESIDE_BYTES = 2 << 20
-"""The largest snapshot that is in memory beside others."""
+"""A larger snapshot is in memory only while no other large snapshot is."""
 
 
 @dataclass(slots=True)

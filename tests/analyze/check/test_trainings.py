@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.check.check import EXPECTED, is_named, judged, loud, record, twins
-from tests.campaigns.check.programs.cases import BASE, FAULTS, SOUND
+from tests.campaigns.check.check import is_named, judged, loud, record, twins
+from tests.campaigns.check.programs.cases import BASE, EXPECTED, FAULTS, SOUND
 
 SOUND_ONES = ["mlp-adamw", "words"]
 FAULTY = ["zeroed_gradient", "one_layer_doubled", "momentum_of_one"]

@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import recorder
 from recorder.analyze.check.check import Checked, check
 from recorder.checks.rule import Severity
 from tests.rigs import jobs
 
-from .programs.cases import BASE, FAULTS, SOUND
+from .programs.cases import ANY, BASE, EXPECTED, FAULTS, SOUND, Named
 
 SCRIPT = Path(__file__).parent / "programs" / "train.py"
-ANY = "*"
 NUM_TWINS = 2
 """Sound trainings beside which another is judged."""
 JUDGED = ("dead_units", "outlier_units", "low_precision")
@@ -29,90 +27,6 @@ _LEAST_SAMPLES = 32
 """Of fewer a unit has too few values for `dead_units`."""
 _AT_ONCE = 20
 """Trainings that are forked from one process: its start costs more than most of them."""
-
-
-class Named(NamedTuple):
-    rule: str
-    module: str = ANY
-    """`ANY` where all of the model has it."""
-    ranks: tuple[int, ...] = (0,)
-    needs_baseline: bool = False
-    """Whether nobody can know without sound trainings."""
-
-
-EXPECTED = {
-    "nan_gradient": Named("nonfinite", "blocks.2.down"),
-    "nan_weight": Named("nonfinite", "blocks.1.up"),
-    "nan_on_one_rank": Named("nonfinite", "blocks.1.up", (1,)),
-    "float16_overflow": Named("nonfinite", "blocks.0.up"),
-    "scale_too_high": Named("skipped", ""),
-    "loud_batch": Named("spike"),
-    "loud_batch_later": Named("spike"),
-    "rate_burst": Named("spike"),
-    "one_huge_gradient": Named("jump", "blocks.1.up"),
-    "large_gradient": Named("jump", "blocks.3.up"),
-    "jump_on_one_rank": Named("jump", ranks=(1,)),
-    "weight_shaken": Named("update", "blocks.3.down"),
-    "rate_of_zero": Named("unchanged"),
-    "rate_tiny": Named("unchanged"),
-    "group_without_rate": Named("unchanged", "blocks.1.down"),
-    "rate_far_too_high": Named("update"),
-    "rate_too_high_sgd": Named("update"),
-    "group_rate_too_high": Named("update", "blocks.2.up"),
-    "deep_sigmoids": Named("vanishing", "blocks.0.up"),
-    "vanishing_deep": Named("vanishing", "blocks.0.up"),
-    "weights_too_large": Named("exploding"),
-    "missing_norm_deep": Named("exploding"),
-    "detached_block": Named("no_gradient", "blocks.0.up"),
-    "zeroed_gradient": Named("no_gradient", "blocks.2.up"),
-    "frozen_layer": Named("no_gradient", "blocks.2.up"),
-    "frozen_and_left_out": Named("invariant", "blocks.1.down", (), needs_baseline=True),
-    "frozen_head": Named("invariant", "head", (), needs_baseline=True),
-    "frozen_embedding": Named("invariant", "embed", (), needs_baseline=True),
-    "dead_by_bias": Named("dead", "blocks.1.act"),
-    "dead_first": Named("dead", "blocks.0.act"),
-    "rate_kills_units": Named("dead"),
-    "saturated_tanh": Named("saturated", "blocks.2.act"),
-    "saturated_by_bias": Named("saturated", "blocks.0.act"),
-    "saturated_sigmoid": Named("saturated", "blocks.1.act"),
-    "one_layer_scaled": Named("initialisation", "blocks.3.down"),
-    "one_layer_tiny": Named("initialisation", "blocks.0.up"),
-    "constant_weight": Named("initialisation", "blocks.2.up"),
-    "one_layer_doubled": Named("unusual", "blocks.3.down", needs_baseline=True),
-    "odd_rank": Named("outlier_rank", "blocks.0.up", (2,)),
-    "odd_rank_mild": Named("outlier_rank", "blocks.0.up", (3,)),
-    "odd_rank_shifted": Named("outlier_rank", "blocks.0.up", (1,)),
-    "odd_rank_of_two": Named("unusual", "blocks.0.up", (1,), needs_baseline=True),
-    "same_batches": Named("data", "", (1,)),
-    "same_batches_of_two": Named("data", "", (1,)),
-    "repeating_loader": Named("data", ""),
-    "short_cycle": Named("data", ""),
-    "constant_input": Named("data", ""),
-    "labels_never_change": Named("data", ""),
-    "labels_all_alike": Named("data", ""),
-    "momentum_of_one": Named("running_statistics", "bn1"),
-    "norms_apart": Named("running_statistics", "bn1", (2,)),
-    "norm_in_eval": Named("invariant", "bn2", needs_baseline=True),
-    "overfitting": Named("overfitting", ""),
-    "overfitting_later": Named("overfitting", ""),
-    "attention_logits": Named("attention", "attention.1.softmax"),
-    "attention_sharp": Named("attention", "attention.0.softmax"),
-    "aux_too_strong": Named("objectives", "", ()),
-    "aux_without_weight": Named("objectives", "", ()),
-    "aux_ten_times": Named("unusual", needs_baseline=True),
-    "replica_apart": Named("invariant", "blocks.2.down", (0, 1), needs_baseline=True),
-    "rate_of_three": Named("unusual", needs_baseline=True),
-    "shuffled_labels": Named("unusual", "", needs_baseline=True),
-    "one_label": Named("unusual", needs_baseline=True),
-    "missing_norm": Named("unusual", needs_baseline=True),
-    "loss_scaled": Named("unusual", needs_baseline=True),
-    "no_decay_but_l2": Named("unusual", needs_baseline=True),
-    "loud_unit": Named("outlier_units", "blocks.1.up"),
-    "dead_channels": Named("dead_units", "act1"),
-    "scale_too_low": Named("low_precision"),
-    "scaled_input": Named("unusual", "blocks.0.up", needs_baseline=True),
-}
-"""By the name in `programs/cases.py`."""
 
 
 def record(folder: Path, names: list[str]) -> None:

@@ -6,12 +6,24 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .models import Adapted, Adversaries, Causal, Experts, Images, Labelled, Net, Recurrent, Tied, TwoHeads, Words
+
+ANY = "*"
+
+
+class Named(NamedTuple):
+    rule: str
+    module: str = ANY
+    """`ANY` where all of the model has it."""
+    ranks: tuple[int, ...] = (0,)
+    needs_baseline: bool = False
+    """Whether nobody can know without sound trainings."""
+
 
 Change = Callable[[Any], object]
 """What is done to a model."""
@@ -221,119 +233,156 @@ def _leaping(x: Tensor, step: int, rank: int) -> Tensor:
     return x * (10 if step % 2 else 0.1)
 
 
-def _but(**changed: Any) -> dict[str, Any]:
-    return changed
+def _fault(
+    rule: str, module: str = ANY, ranks: tuple[int, ...] = (0,), *, beside: bool = False, **changed: Any
+) -> tuple[Named, dict[str, Any]]:
+    """A fault that the rule names at the module, `beside` sound trainings; with what is changed of its training."""
+    return Named(rule, module, ranks, beside), changed
 
 
-BASES: dict[str, dict[str, dict[str, Any]]] = {
+BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
     "mlp-adamw": {
-        "nan_gradient": _but(gradients=_gradient("blocks.2.down.weight", _nan, 20)),
-        "nan_weight": _but(begin=_filled("blocks.1.up.bias", float("nan"))),
-        "one_huge_gradient": _but(gradients=_gradient("blocks.1.up.weight", lambda one: one.mul_(1e4), 130)),
-        "large_gradient": _but(gradients=_gradient("blocks.3.up.weight", lambda one: one.mul_(200), range(200, 203))),
-        "rate_of_zero": _but(rate=0.0),
-        "rate_tiny": _but(rate=1e-9),
-        "rate_of_three": _but(rate=4e-3),
-        "group_rate_too_high": _but(groups=_hot_group),
-        "group_without_rate": _but(groups=_without),
-        "zeroed_gradient": _but(gradients=_gradient("blocks.2.up.weight", lambda one: one.zero_(), range(9999))),
-        "frozen_layer": _but(
-            begin=lambda net: net.blocks[2].up.weight.requires_grad_(False), groups=lambda net: net.parameters()
+        "nan_gradient": _fault("nonfinite", "blocks.2.down", gradients=_gradient("blocks.2.down.weight", _nan, 20)),
+        "nan_weight": _fault("nonfinite", "blocks.1.up", begin=_filled("blocks.1.up.bias", float("nan"))),
+        "one_huge_gradient": _fault(
+            "jump", "blocks.1.up", gradients=_gradient("blocks.1.up.weight", lambda one: one.mul_(1e4), 130)
         ),
-        "frozen_and_left_out": _but(begin=_frozen("blocks.1.down")),
-        "frozen_head": _but(begin=_frozen("head")),
-        "dead_by_bias": _but(begin=_filled("blocks.1.up.bias", -20.0)),
-        "one_layer_scaled": _but(begin=_scaled("blocks.3.down.weight", 20.0)),
-        "one_layer_doubled": _but(begin=_scaled("blocks.3.down.weight", 2.5)),
-        "one_layer_tiny": _but(begin=_scaled("blocks.0.up.weight", 0.02)),
-        "constant_weight": _but(begin=_filled("blocks.2.up.weight", 0.1)),
-        "shuffled_labels": _but(noisy_labels=True),
-        "one_label": _but(labels=lambda labels, step: torch.zeros_like(labels)),
-        "missing_norm": _but(model=lambda: Net(norm=lambda width: nn.Identity())),  # type: ignore[arg-type]
-        "loss_scaled": _but(loss_factor=8.0),
-        "no_decay_but_l2": _but(options={"weight_decay": 20.0}),
-        "repeating_loader": _but(num_batches=1),
-        "short_cycle": _but(num_batches=3),
-        "constant_input": _but(batch=lambda x, step, rank: torch.ones_like(x)),
-        "scaled_input": _but(batch=lambda x, step, rank: x * 5 + 3),
-        "weight_shaken": _but(after=_from(150, _scaled("blocks.3.down.weight", 60.0), 150)),
-        "loud_unit": _but(begin=lambda net: net.blocks[1].up.weight[3].mul_(3e4)),
+        "large_gradient": _fault(
+            "jump", "blocks.3.up", gradients=_gradient("blocks.3.up.weight", lambda one: one.mul_(200), range(200, 203))
+        ),
+        "rate_of_zero": _fault("unchanged", rate=0.0),
+        "rate_tiny": _fault("unchanged", rate=1e-9),
+        "rate_of_three": _fault("unusual", beside=True, rate=4e-3),
+        "group_rate_too_high": _fault("update", "blocks.2.up", groups=_hot_group),
+        "group_without_rate": _fault("unchanged", "blocks.1.down", groups=_without),
+        "zeroed_gradient": _fault(
+            "no_gradient",
+            "blocks.2.up",
+            gradients=_gradient("blocks.2.up.weight", lambda one: one.zero_(), range(9999)),
+        ),
+        "frozen_layer": _fault(
+            "no_gradient",
+            "blocks.2.up",
+            begin=lambda net: net.blocks[2].up.weight.requires_grad_(False),
+            groups=lambda net: net.parameters(),
+        ),
+        "frozen_and_left_out": _fault("invariant", "blocks.1.down", (), beside=True, begin=_frozen("blocks.1.down")),
+        "frozen_head": _fault("invariant", "head", (), beside=True, begin=_frozen("head")),
+        "dead_by_bias": _fault("dead", "blocks.1.act", begin=_filled("blocks.1.up.bias", -20.0)),
+        "one_layer_scaled": _fault("initialisation", "blocks.3.down", begin=_scaled("blocks.3.down.weight", 20.0)),
+        "one_layer_doubled": _fault(
+            "unusual", "blocks.3.down", beside=True, begin=_scaled("blocks.3.down.weight", 2.5)
+        ),
+        "one_layer_tiny": _fault("initialisation", "blocks.0.up", begin=_scaled("blocks.0.up.weight", 0.02)),
+        "constant_weight": _fault("initialisation", "blocks.2.up", begin=_filled("blocks.2.up.weight", 0.1)),
+        "shuffled_labels": _fault("unusual", "", beside=True, noisy_labels=True),
+        "one_label": _fault("unusual", beside=True, labels=lambda labels, step: torch.zeros_like(labels)),
+        "missing_norm": _fault("unusual", beside=True, model=lambda: Net(norm=lambda width: nn.Identity())),  # type: ignore[arg-type]
+        "loss_scaled": _fault("unusual", beside=True, loss_factor=8.0),
+        "no_decay_but_l2": _fault("unusual", beside=True, options={"weight_decay": 20.0}),
+        "repeating_loader": _fault("data", "", num_batches=1),
+        "short_cycle": _fault("data", "", num_batches=3),
+        "constant_input": _fault("data", "", batch=lambda x, step, rank: torch.ones_like(x)),
+        "scaled_input": _fault("unusual", "blocks.0.up", beside=True, batch=lambda x, step, rank: x * 5 + 3),
+        "weight_shaken": _fault(
+            "update", "blocks.3.down", after=_from(150, _scaled("blocks.3.down.weight", 60.0), 150)
+        ),
+        "loud_unit": _fault("outlier_units", "blocks.1.up", begin=lambda net: net.blocks[1].up.weight[3].mul_(3e4)),
     },
     "mlp-sgd": {
-        "rate_too_high_sgd": _but(rate=60.0),
-        "rate_burst": _but(schedule=lambda step: 200.0 if step == 120 else 1.0),
+        "rate_too_high_sgd": _fault("update", rate=60.0),
+        "rate_burst": _fault("spike", schedule=lambda step: 200.0 if step == 120 else 1.0),
     },
-    "mlp-adam-high": {"rate_far_too_high": _but(rate=3.0)},
+    "mlp-adam-high": {
+        "rate_far_too_high": _fault("update", rate=3.0),
+    },
     "mlp-float16": {
-        "float16_overflow": _but(batch=lambda x, step, rank: x * 3e4),
-        "scale_too_low": _but(scale=2.0**-16),
-        "scale_too_high": _but(scale=2.0**60, backoff=0.9999),
+        "float16_overflow": _fault("nonfinite", "blocks.0.up", batch=lambda x, step, rank: x * 3e4),
+        "scale_too_low": _fault("low_precision", scale=2.0**-16),
+        "scale_too_high": _fault("skipped", "", scale=2.0**60, backoff=0.9999),
     },
     "plain": {
-        "loud_batch": _but(batch=_at(90, 40.0)),
-        "loud_batch_later": _but(batch=_at(250, 60.0)),
-        "weights_too_large": _but(begin=_all_scaled(10.0)),
-        "detached_block": _but(begin=_with("", is_residual=False, detached=1)),
-        "dead_first": _but(begin=_filled("blocks.0.up.bias", -20.0)),
-        "rate_kills_units": _but(rate=1.0),
+        "loud_batch": _fault("spike", batch=_at(90, 40.0)),
+        "loud_batch_later": _fault("spike", batch=_at(250, 60.0)),
+        "weights_too_large": _fault("exploding", begin=_all_scaled(10.0)),
+        "detached_block": _fault("no_gradient", "blocks.0.up", begin=_with("", is_residual=False, detached=1)),
+        "dead_first": _fault("dead", "blocks.0.act", begin=_filled("blocks.0.up.bias", -20.0)),
+        "rate_kills_units": _fault("dead", rate=1.0),
     },
     "deep-relu": {
-        "missing_norm_deep": _but(begin=_all_scaled(6.0), model=lambda: Net(12, is_residual=False)),
-        "vanishing_deep": _but(begin=_all_scaled(0.3), model=lambda: Net(12, is_residual=False)),
+        "missing_norm_deep": _fault("exploding", begin=_all_scaled(6.0), model=lambda: Net(12, is_residual=False)),
+        "vanishing_deep": _fault(
+            "vanishing", "blocks.0.up", begin=_all_scaled(0.3), model=lambda: Net(12, is_residual=False)
+        ),
     },
     "plain-sigmoid": {
-        "deep_sigmoids": _but(model=lambda: Net(8, nn.Sigmoid, is_residual=False), begin=_all_scaled(0.3)),
+        "deep_sigmoids": _fault(
+            "vanishing", "blocks.0.up", model=lambda: Net(8, nn.Sigmoid, is_residual=False), begin=_all_scaled(0.3)
+        ),
     },
     "deep-sigmoid": {
-        "saturated_sigmoid": _but(begin=_scaled("blocks.1.up.weight", 500.0)),
+        "saturated_sigmoid": _fault("saturated", "blocks.1.act", begin=_scaled("blocks.1.up.weight", 500.0)),
     },
     "residual-tanh": {
-        "saturated_tanh": _but(begin=_scaled("blocks.2.up.weight", 300.0)),
-        "saturated_by_bias": _but(begin=_filled("blocks.0.up.bias", 8.0)),
+        "saturated_tanh": _fault("saturated", "blocks.2.act", begin=_scaled("blocks.2.up.weight", 300.0)),
+        "saturated_by_bias": _fault("saturated", "blocks.0.act", begin=_filled("blocks.0.up.bias", 8.0)),
     },
     "labelled": {
-        "labels_never_change": _but(labels=lambda labels, step: torch.arange(len(labels)) % 4),
-        "labels_all_alike": _but(labels=lambda labels, step: torch.full_like(labels, step % 4)),
+        "labels_never_change": _fault("data", "", labels=lambda labels, step: torch.arange(len(labels)) % 4),
+        "labels_all_alike": _fault("data", "", labels=lambda labels, step: torch.full_like(labels, step % 4)),
     },
     "validated": {
-        "overfitting": _but(num_batches=2),
-        "overfitting_later": _but(num_batches=6, rate=3e-3),
+        "overfitting": _fault("overfitting", "", num_batches=2),
+        "overfitting_later": _fault("overfitting", "", num_batches=6, rate=3e-3),
     },
     "images": {
-        "momentum_of_one": _but(batch=_leaping, begin=_with("bn1", momentum=1.0)),
-        "norm_in_eval": _but(begin=_evaluated("bn2")),
-        "dead_channels": _but(begin=_without_channels),
+        "momentum_of_one": _fault("running_statistics", "bn1", batch=_leaping, begin=_with("bn1", momentum=1.0)),
+        "norm_in_eval": _fault("invariant", "bn2", beside=True, begin=_evaluated("bn2")),
+        "dead_channels": _fault("dead_units", "act1", begin=_without_channels),
     },
-    "words": {"frozen_embedding": _but(begin=_frozen("embed"))},
+    "words": {
+        "frozen_embedding": _fault("invariant", "embed", (), beside=True, begin=_frozen("embed")),
+    },
     "causal": {
-        "attention_logits": _but(begin=_sharpened(1, 40.0)),
-        "attention_sharp": _but(begin=_sharpened(0, 14.0)),
+        "attention_logits": _fault("attention", "attention.1.softmax", begin=_sharpened(1, 40.0)),
+        "attention_sharp": _fault("attention", "attention.0.softmax", begin=_sharpened(0, 14.0)),
     },
     "two-heads": {
-        "aux_too_strong": _but(begin=_with("", weight=300.0)),
-        "aux_without_weight": _but(begin=_with("", weight=1e-4)),
-        "aux_ten_times": _but(begin=_with("", weight=10.0)),
+        "aux_too_strong": _fault("objectives", "", (), begin=_with("", weight=300.0)),
+        "aux_without_weight": _fault("objectives", "", (), begin=_with("", weight=1e-4)),
+        "aux_ten_times": _fault("unusual", beside=True, begin=_with("", weight=10.0)),
     },
     "ddp2": {
-        "nan_on_one_rank": _but(after=_from(40, lambda net: _nan(net.blocks[1].up.weight), 40, rank=1)),
-        "replica_apart": _but(after=_from(100, _scaled("blocks.2.down.weight", 1.0001), rank=1)),
-        "odd_rank_of_two": _but(batch=_on_rank(1, 6.0)),
-        "same_batches_of_two": _but(has_own_batches=False),
-        "jump_on_one_rank": _but(gradients=_all_gradients(3e3, range(200, 201), 1)),
+        "nan_on_one_rank": _fault(
+            "nonfinite", "blocks.1.up", (1,), after=_from(40, lambda net: _nan(net.blocks[1].up.weight), 40, rank=1)
+        ),
+        "replica_apart": _fault(
+            "invariant",
+            "blocks.2.down",
+            (0, 1),
+            beside=True,
+            after=_from(100, _scaled("blocks.2.down.weight", 1.0001), rank=1),
+        ),
+        "odd_rank_of_two": _fault("unusual", "blocks.0.up", (1,), beside=True, batch=_on_rank(1, 6.0)),
+        "same_batches_of_two": _fault("data", "", (1,), has_own_batches=False),
+        "jump_on_one_rank": _fault("jump", ranks=(1,), gradients=_all_gradients(3e3, range(200, 201), 1)),
     },
     "ddp4": {
-        "odd_rank": _but(batch=_on_rank(2, 4.0)),
-        "odd_rank_mild": _but(batch=_on_rank(3, 2.2)),
-        "odd_rank_shifted": _but(batch=_on_rank(1, 1.0, 4.0)),
-        "same_batches": _but(has_own_batches=False),
+        "odd_rank": _fault("outlier_rank", "blocks.0.up", (2,), batch=_on_rank(2, 4.0)),
+        "odd_rank_mild": _fault("outlier_rank", "blocks.0.up", (3,), batch=_on_rank(3, 2.2)),
+        "odd_rank_shifted": _fault("outlier_rank", "blocks.0.up", (1,), batch=_on_rank(1, 1.0, 4.0)),
+        "same_batches": _fault("data", "", (1,), has_own_batches=False),
     },
     "ddp4-images": {
-        "norms_apart": _but(shares_buffers=False, batch=_on_rank(2, 3.0)),
+        "norms_apart": _fault("running_statistics", "bn1", (2,), shares_buffers=False, batch=_on_rank(2, 3.0)),
     },
-}  # fmt: skip
-"""By the sound training that it was, each with what is changed of it alone."""
+}
+"""By the sound training that it was, each with what has to name it, and what is changed of that training."""
 
 
 BASE = {name: base for base, faults in BASES.items() for name in faults}
 """By fault, the sound training that it was."""
-FAULTS = {name: replace(SOUND[base], **change) for base, faults in BASES.items() for name, change in faults.items()}
+EXPECTED = {name: wanted for faults in BASES.values() for name, (wanted, _) in faults.items()}
+FAULTS = {
+    name: replace(SOUND[base], **change) for base, faults in BASES.items() for name, (_, change) in faults.items()
+}
