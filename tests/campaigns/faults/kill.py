@@ -66,6 +66,10 @@ _WARM = (
 _UNNAMED = "without a manifest"
 _RULES = "site=* keep=tensor,stats,fingerprint"
 Numbers = npt.NDArray[np.int64]
+Victim = tuple[int, Numbers]
+"""Of a rank that was killed alive: how many rows were written, and seq, bytes and time of the rows observed."""
+Killed = tuple[int, list[Victim | None]]
+"""When ranks were killed, and each rank; None for one that was not killed, or not alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +141,7 @@ class Notes:
     def has_begun(self) -> bool:
         return bool(self._head[0])
 
-    def read(self) -> tuple[int, Numbers]:
-        """Rows written, and seq, bytes and time of the rows observed."""
+    def read(self) -> Victim:
         return int(self._head[1]), self._notes[: int(self._head[0])].copy()
 
 
@@ -196,50 +199,42 @@ def _train_in_fork(case: Case, rank: int, folder: Path, notes: Notes) -> None:
         atexit._run_exitfuncs()
 
 
-def run_case(case: Case, folder: Path) -> tuple[int, list[tuple[int, int, Numbers] | None]]:
-    """Train and kill. Returns when, and of each rank that was killed alive its process id and notes."""
+def run_case(case: Case, folder: Path) -> Killed:
     return _run_launched(case, folder) if case.is_launched else _run_forked(case, folder)
 
 
-def _run_forked(case: Case, folder: Path) -> tuple[int, list[tuple[int, int, Numbers] | None]]:
+def _run_forked(case: Case, folder: Path) -> Killed:
     notes = [Notes() for _ in range(case.world_size)]
     ranks = [
         _FORK.Process(target=_train_in_fork, args=(case, rank, folder, notes[rank])) for rank in range(case.world_size)
     ]
     try:
-        return _kill_ranks(case, ranks, notes)
+        for process in ranks:
+            process.start()
+        until_s = time.monotonic() + _PEER_DEADLINE_S
+        while not case.is_early and time.monotonic() < until_s and not any(one.has_begun for one in notes):
+            time.sleep(0.002)
+        time.sleep(case.after_s)
+        victims = range(case.world_size) if case.victim is None else [case.victim]
+        killed_ns = time.monotonic_ns()
+        for rank in victims:
+            os.kill(ranks[rank].pid, signal.SIGKILL)
+        for rank in victims:
+            ranks[rank].join(_PEER_DEADLINE_S)
+        for process in ranks:  # the peer meets a broken connection, and ends with an exception or by a signal
+            process.join(_PEER_GRACE_S)
     finally:  # a driver that fails leaves none that trains on
         for process in ranks:
             if process.is_alive():
                 process.kill()
-
-
-def _kill_ranks(case: Case, ranks: list[Any], notes: list[Notes]) -> tuple[int, list[tuple[int, int, Numbers] | None]]:
-    for process in ranks:
-        process.start()
-    until_s = time.monotonic() + _PEER_DEADLINE_S
-    while not case.is_early and time.monotonic() < until_s and not any(one.has_begun for one in notes):
-        time.sleep(0.002)
-    time.sleep(case.after_s)
-    victims = range(case.world_size) if case.victim is None else [case.victim]
-    killed_ns = time.monotonic_ns()
-    for rank in victims:
-        os.kill(ranks[rank].pid, signal.SIGKILL)
-    for rank in victims:
-        ranks[rank].join(_PEER_DEADLINE_S)
-    for process in ranks:  # the peer meets a broken connection, and ends with an exception or by a signal
-        process.join(_PEER_GRACE_S)
-        if process.is_alive():
-            process.kill()
-            process.join(_PEER_DEADLINE_S)
-    ends = [process.exitcode for process in ranks]
+                process.join(_PEER_DEADLINE_S)
     return killed_ns, [
-        (ranks[rank].pid, *notes[rank].read()) if rank in victims and ends[rank] == -signal.SIGKILL else None
-        for rank in range(case.world_size)
+        notes[rank].read() if rank in victims and process.exitcode == -signal.SIGKILL else None
+        for rank, process in enumerate(ranks)
     ]
 
 
-def _run_launched(case: Case, folder: Path) -> tuple[int, list[tuple[int, int, Numbers] | None]]:
+def _run_launched(case: Case, folder: Path) -> Killed:
     """Launch as a user does, and kill every process at once. Without notes, only values and accounts are checked."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, f"--nproc-per-node={case.world_size}", "-m", "tests.campaigns.faults.training"]
@@ -279,9 +274,7 @@ class Checker:
     def __init__(self) -> None:
         self._replays = {world_size: Replay(world_size) for world_size in (1, 2)}
 
-    def check(
-        self, case: Case, folder: Path, killed_ns: int, victims: list[tuple[int, int, Numbers] | None]
-    ) -> Verdict:
+    def check(self, case: Case, folder: Path, killed_ns: int, victims: list[Victim | None]) -> Verdict:
         verdict = Verdict(case=case)
         directories = writer_directories(folder / "runs")
         ranks = [int(path.parent.name.removeprefix("rank=")) for path in directories]
@@ -337,8 +330,8 @@ class Checker:
             os.utime(path, (time.time() - 61, time.time() - 61))
 
     @staticmethod
-    def _measure(verdict: Verdict, seqs: Numbers, victim: tuple[int, int, Numbers], killed_ns: int) -> None:
-        _, num_written, notes = victim
+    def _measure(verdict: Verdict, seqs: Numbers, victim: Victim, killed_ns: int) -> None:
+        num_written, notes = victim
         if verdict.case.may_retire:
             return
         if len(seqs) < num_written:
@@ -426,27 +419,22 @@ def _drive(mine: list[Case], base: Path, report: Connection, until_s: float, is_
 def _serve(tasks: Connection, drivers: Connection, report: Connection) -> None:
     drivers.close()  # or its end would never be seen
     try:
-        _check_all(tasks, report)
+        checker = Checker()
+        while True:
+            try:
+                case, folder, killed_ns, victims = tasks.recv()
+            except EOFError:
+                return
+            tasks.send(None)
+            try:
+                verdict = checker.check(case, folder, killed_ns, victims)
+            except Exception as error:
+                verdict = Verdict(case=case, problems=[f"the check failed: {type(error).__name__}: {error}"])
+            if not verdict.problems:
+                shutil.rmtree(folder)
+            report.send(verdict)
     except Exception:
         report.send(CampaignError(f"a checker failed:\n{traceback.format_exc()}"))
-
-
-def _check_all(tasks: Connection, report: Connection) -> None:
-    checker = Checker()
-    while True:
-        try:
-            task = tasks.recv()
-        except EOFError:
-            return
-        tasks.send(None)
-        case, folder, killed_ns, victims = task
-        try:
-            verdict = checker.check(case, folder, killed_ns, victims)
-        except Exception as error:
-            verdict = Verdict(case=case, problems=[f"the check failed: {type(error).__name__}: {error}"])
-        if not verdict.problems:
-            shutil.rmtree(folder)
-        report.send(verdict)
 
 
 def campaign(wanted: list[Case], base: Path, jobs: int, minutes: float | None = None) -> list[Verdict]:
