@@ -202,13 +202,7 @@ class _Heard:
     why: str
 
 
-def send_and_wait(
-    target: Target,
-    command: Command,
-    *,
-    timeout_s: float,
-    until_done: bool = False,
-) -> Reply:
+def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_done: bool = False) -> Reply:
     """Send a command; the reply waits until every rank has answered, and shows which ranks have it.
 
     With `until_done` the reply waits until every rank has done what the command says, not only until it is sure to.

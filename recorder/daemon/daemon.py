@@ -99,10 +99,7 @@ class Daemon:
     def seen(self) -> dict[str, int]:
         """Return how much in the watched folders was left alone: files of no run, and what no key may have."""
         counted = [self._counts, *(one for run in self.runs for one in run.counted)]
-        return {
-            "foreign": sum(one.num_foreign for one in counted),
-            "refused": sum(one.num_refused for one in counted),
-        }
+        return {"foreign": sum(one.num_foreign for one in counted), "refused": sum(one.num_refused for one in counted)}
 
     def check_store(self) -> None:
         """Ask the store once, so that StoreError tells of a wrong setting before anything is moved."""

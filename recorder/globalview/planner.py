@@ -87,13 +87,7 @@ class Planner:
         """Decisions by everything that they depend on; each keeps the plan alive whose identity is part of its key."""
 
     def plan(
-        self,
-        grouped: GroupedRows,
-        number: int,
-        forward: GlobalValue | None,
-        *,
-        is_gradient: bool,
-        is_micro_batch: bool,
+        self, grouped: GroupedRows, number: int, forward: GlobalValue | None, *, is_gradient: bool, is_micro_batch: bool
     ) -> GlobalValue:
         """Plan value `number` of the grouped rows.
 

@@ -132,10 +132,7 @@ class RootBatches:
 
 
 def _batches(
-    calls: Iterable[dict[int, _Call]],
-    ranks: tuple[int, ...],
-    expected: tuple[int, ...],
-    varies: Callable[[str], bool],
+    calls: Iterable[dict[int, _Call]], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
 ) -> tuple[Batch, ...]:
     batches: list[Batch] = []
     for of_ranks in calls:

@@ -45,14 +45,7 @@ class Moments:
         self.min, self.max = math.inf, -math.inf
 
     def merge(
-        self,
-        count: int,
-        low: float,
-        high: float,
-        total: float,
-        deviations: float,
-        sum_abs: float,
-        sum_fourth: float,
+        self, count: int, low: float, high: float, total: float, deviations: float, sum_abs: float, sum_fourth: float
     ) -> None:
         """Take in the `count` > 0 finite values of a piece; `deviations` are squared, from the piece's own mean."""
         self.min, self.max = min(self.min, low), max(self.max, high)

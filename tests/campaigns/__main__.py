@@ -50,10 +50,7 @@ EVIDENCE = {
     ),
     "audit": ("replay.audit", "flipped bits in outputs of modules, and whether `replay --audit` names module and rank"),
     "commands": ("faults.commands", "8 ranks that are told what to record, one of them stopped meanwhile"),
-    "ring": (
-        "ring",
-        "the ring and its triggers: the steps around a fault on all ranks, kills, sick disks, memory",
-    ),
+    "ring": ("ring", "the ring and its triggers: the steps around a fault on all ranks, kills, sick disks, memory"),
     "notebook": ("notebook", "pages inside a notebook that a real Jupyter kernel runs"),
     "sanitize": ("sanitize", "the compiled loops under the address and undefined behaviour sanitizers"),
 }

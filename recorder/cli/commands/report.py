@@ -66,8 +66,8 @@ def command(
         judged = told_by_check(check(run).findings)
         report(run.num_rows)
         num_bytes = write_report(
-            run, out, against=other, statistics=names, checks=checks, judged=judged, force=force, report=report,
-        )  # fmt: skip
+            run, out, against=other, statistics=names, checks=checks, judged=judged, force=force, report=report
+        )
     num_missing = sum(check.state == "missing" for check in checks)
     return Reply(
         members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": num_missing},

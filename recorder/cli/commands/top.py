@@ -47,8 +47,7 @@ _COLUMNS = (
 
 
 def command(
-    path: RunPath = None,
-    once: Annotated[bool, typer.Option("--once", help="Show one snapshot, as in a pipe.")] = False,
+    path: RunPath = None, once: Annotated[bool, typer.Option("--once", help="Show one snapshot, as in a pipe.")] = False
 ) -> Reply:
     """Watch a run while it records, one line a rank.
 

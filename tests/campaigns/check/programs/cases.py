@@ -293,9 +293,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "rate_too_high_sgd": _fault("update", rate=60.0),
         "rate_burst": _fault("spike", schedule=lambda step: 200.0 if step == 120 else 1.0),
     },
-    "mlp-adam-high": {
-        "rate_far_too_high": _fault("update", rate=3.0),
-    },
+    "mlp-adam-high": {"rate_far_too_high": _fault("update", rate=3.0)},
     "mlp-float16": {
         "float16_overflow": _fault("nonfinite", "blocks.0.up", batch=lambda x, step, rank: x * 3e4),
         "scale_too_low": _fault("low_precision", scale=2.0**-16),
@@ -318,10 +316,10 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
     "plain-sigmoid": {
         "deep_sigmoids": _fault(
             "vanishing", "blocks.0.up", model=lambda: Net(8, nn.Sigmoid, is_residual=False), begin=_all_scaled(0.3)
-        ),
+        )
     },
     "deep-sigmoid": {
-        "saturated_sigmoid": _fault("saturated", "blocks.1.act", begin=_scaled("blocks.1.up.weight", 500.0)),
+        "saturated_sigmoid": _fault("saturated", "blocks.1.act", begin=_scaled("blocks.1.up.weight", 500.0))
     },
     "residual-tanh": {
         "saturated_tanh": _fault("saturated", "blocks.2.act", begin=_scaled("blocks.2.up.weight", 300.0)),
@@ -340,9 +338,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "norm_in_eval": _fault("invariant", "bn2", beside=True, begin=_evaluated("bn2")),
         "dead_channels": _fault("dead_units", "act1", begin=_without_channels),
     },
-    "words": {
-        "frozen_embedding": _fault("invariant", "embed", (), beside=True, begin=_frozen("embed")),
-    },
+    "words": {"frozen_embedding": _fault("invariant", "embed", (), beside=True, begin=_frozen("embed"))},
     "causal": {
         "attention_logits": _fault("attention", "attention.1.softmax", begin=_sharpened(1, 40.0)),
         "attention_sharp": _fault("attention", "attention.0.softmax", begin=_sharpened(0, 14.0)),
@@ -374,7 +370,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "same_batches": _fault("data", "", (1,), has_own_batches=False),
     },
     "ddp4-images": {
-        "norms_apart": _fault("running_statistics", "bn1", (2,), shares_buffers=False, batch=_on_rank(2, 3.0)),
+        "norms_apart": _fault("running_statistics", "bn1", (2,), shares_buffers=False, batch=_on_rank(2, 3.0))
     },
 }
 """By the sound training that it was, each with what has to name it, and what is changed of that training."""
