@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -89,6 +90,8 @@ class Leaves:
         self._known: dict[tuple[Leaf, ChunkKeys | None], Replication] = {}
         self._varying: dict[tuple[str, str, str], bool] = {}
         self._dims: dict[Leaf, int | None] = {}
+        self._of_kin: dict[Leaf, list[BatchDims]] = {}
+        """A few moments of leaves that differ in mode and call alone, by the leaf without them."""
         self._cuts: dict[tuple[Leaf, ChunkKeys], set[int]] = {}
 
     def replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
@@ -99,12 +102,24 @@ class Leaves:
         return self._known[key]
 
     def batch_dim(self, leaf: Leaf) -> int | None:
-        """The dim that is the batch wherever the batch is known; None where no step tells, or several dims remain."""
+        """The dim that is the batch wherever the batch is known; None where nothing tells. Of several it is the first.
+
+        Where the batch of no moment of the leaf is known, other modes and calls of it tell.
+        """
         if leaf not in self._dims:
-            moments = self._moments(leaf)
+            moments = self._moments(leaf) or self._moments_of_kin(leaf)
             common = frozenset.intersection(*(one.dims for one in moments)) if moments else frozenset()
             self._dims[leaf] = min(common) if common else None
         return self._dims[leaf]
+
+    def _moments_of_kin(self, leaf: Leaf) -> list[BatchDims]:
+        kin = leaf._replace(mode="", call=0)
+        if kin not in self._of_kin:
+            sample, _, _ = self._load()
+            leaves = () if sample is None else sample.leaves
+            all_ = (one for other in leaves if other._replace(mode="", call=0) == kin for one in self._moments(other))
+            self._of_kin[kin] = list(islice(all_, _MAX_LOOKED_AT))
+        return self._of_kin[kin]
 
     def cut_dims(self, leaf: Leaf, chunks: ChunkKeys) -> set[int]:
         """The dims along which the chunks of ranks that share a batch are cut, from all moments that tell."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from ..columns import DETAILS, METADATA_COLUMNS, note_members, parse_shape
 from ..errors import CorruptError, LookupFailedError, RunError
 from ..layout.placement import Fill, NoPlan, Plan, RankChunk, in_words, parse_mesh, parse_placements, reduce_op
 from ..layout.regions import Ints, Region
+from ..layout.rules import NO_ROOT_INPUT
 from ..numerics.dtypes import item_bytes
 from ..numerics.histogram import Histogram
 from ..numerics.units import Units
@@ -53,6 +55,10 @@ def global_tensor(
         lacking = [rank for rank, position in ranks if assembler.tensor(position) is None]
         raise LookupFailedError(
             f"{tensor_rows.what}: of rank {listed(lacking)} there are no values; a rule with keep=tensor keeps them"
+        )
+    if len(value.present) > 1 and dict(plan.note).get("batch") == NO_ROOT_INPUT:
+        _logger.warning(
+            "%s: %s; %s", tensor_rows.what, _GUESSED, "--layout, or rank=, says otherwise", extra={"word": "note"}
         )
     dtype = assembler.dtype(plan, value.positions)
     item_bytes(dtype)
@@ -93,6 +99,7 @@ def plan_of(value: GlobalValue, what: str, *, partial: bool) -> Plan:
     return plan
 
 
+_logger = logging.getLogger("recorder")
 _COLUMNS = (*DETAILS, "zero_count", "nan_count", "min", "max", "shape", "note")
 
 
@@ -152,12 +159,12 @@ _MAX_LISTED = 64
 _MAX_CELLS = 16
 _MAX_MESHES = 4
 _MAX_CHARACTERS = 100
+_GUESSED = "that the batch is dim 0 is a guess, for no call of this tensor has the root's input beside it"
 _SOURCES = {
     "dtensor": "rows name their positions (DTensor)",
     "fsdp": "rows name their positions (FSDP), or replicas that FSDP keeps",
     "ddp": "replicas that DDP keeps",
     "single": "one rank has it",
-    "assumed": "the batches of data-parallel ranks end to end, or replicas without a wrapper",
     "inferred": "from equal values and from shapes",
     "override": "as the layout that was given says",
 }
@@ -194,6 +201,8 @@ class TensorLayout:
     """None where the chunks make no single tensor."""
     source: str
     """The row's `layout_source`; empty where the chunks make no single tensor."""
+    how: str
+    """The source in words."""
     why: str
     """Why the chunks make no single tensor; else empty."""
     kind: str
@@ -214,7 +223,7 @@ class TensorLayout:
         if self.global_shape is None:
             lines = [f"{self.what}: no single tensor", f"  {self.why}"]
         else:
-            lines = [f"{self.what}: {_sizes(self.global_shape)}", f"  {self.source}: {_SOURCES.get(self.source, '')}"]
+            lines = [f"{self.what}: {_sizes(self.global_shape)}", f"  {self.source}: {self.how}"]
         if summed := [chunk.rank for chunk in self.pieces if chunk.reduce_op and not chunk.is_copy]:
             ops = " ".join(dict.fromkeys(chunk.reduce_op for chunk in self.pieces if chunk.reduce_op))
             ranks = listed(tuple(dict.fromkeys(summed)))
@@ -335,6 +344,7 @@ def describe(
         what=what,
         global_shape=made.global_shape if made else None,
         source=made.source if made else "",
+        how=_in_words(made) if made else "",
         why=refused.why if refused else "",
         kind=refused.kind if refused else "",
         scale=made.scale if made else None,
@@ -355,6 +365,16 @@ def describe(
         ),
         missing=tuple(rank for rank in expected if rank not in ranks),
     )
+
+
+def _in_words(plan: Plan) -> str:
+    """How the layout is known."""
+    if plan.source != "assumed":
+        return _SOURCES.get(plan.source, "")
+    if plan.dim is not None:
+        told = dict(plan.note).get("batch")
+        return "the batches of data-parallel ranks end to end" + (f"; {_GUESSED}" if told == NO_ROOT_INPUT else "")
+    return "replicas, of which no wrapper was seen" if plan.copies else "a mean or a sum over the ranks"
 
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:

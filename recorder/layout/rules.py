@@ -20,6 +20,7 @@ CHANGES = (
     "the ranks have it alike at other steps, and not at this one: copies that came apart, or values that were never "
     "meant to be copies; --layout '...=per_rank', '...=replicate' or '...=shard(DIM)' says which"
 )
+NO_ROOT_INPUT = "unknown: the root's input was not recorded"
 LOSSES = ("mean", "sum", "weighted")
 _NO_NUMBERS = ("float4_e2m1fn_x2",)
 """Dtypes whose elements are pairs of numbers, which can be copied but not computed with."""
@@ -125,7 +126,8 @@ def decide_activation(
     if sizes is None:
         dim = usual if usual is not None and usual < min(ndims) else 0
         if (problem := _unequal_shapes(chunks, but=dim)) is None:
-            return concatenated(chunks, dim, (("batch", "unknown: the root's input was not recorded"),))
+            how = NO_ROOT_INPUT if usual is None else f"dim {dim}, as in other calls; the root's input was not recorded"
+            return concatenated(chunks, dim, (("batch", how),))
         return problem
     fits = [
         dim

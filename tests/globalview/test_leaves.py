@@ -331,6 +331,24 @@ def test_a_dim_that_is_the_batch_by_chance_at_one_step_is_not_taken_there(tmp_pa
     assert [one[2] for one in layouts(run)] == [(5, 6, 2), (3, 6, 2), (7, 6, 2)]
 
 
+def test_calls_without_the_roots_input_have_the_batch_where_other_calls_have_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An inner model is called by itself, without gradients, before its wrapper is."""
+    rows: list[list[Row]] = [[], []]
+    for own in rows:
+        for call in range(2):
+            own.append(row(call, values(1, 4, 3), mode="no_grad", call=call))
+            own.append(row(2 + call, values(1, 4, 3), mode="no_grad", call=call, module_path="layers.1"))
+        own += [root_input(4, values(4, 9)), row(5, values(1, 4, 3))]
+    run = run_of(tmp_path / "run", rows)
+    assert run.array("layers.0", step=0, mode="no_grad", call=1).shape == (1, 8, 3)
+    assert not caplog.messages and "guess" not in str(run.layout("layers.0", step=0, mode="no_grad", call=1))
+    assert run.array("layers.1", step=0, mode="no_grad", call=1).shape == (2, 4, 3)
+    assert "that the batch is dim 0 is a guess" in caplog.text
+    assert "is a guess" in str(run.layout("layers.1", step=0, mode="no_grad", call=1))
+
+
 @pytest.mark.parametrize("kind", ["zero", "nan", "constant"])
 def test_an_argument_that_is_once_equal_on_all_ranks_is_the_batch_there_too(tmp_path: Path, kind: str) -> None:
     rows: list[list[Row]] = [[], []]
