@@ -35,7 +35,7 @@ class _Leaf(NamedTuple):
     """A text that is equal where the values are; empty where the rows do not tell."""
 
 
-class _Call(NamedTuple):
+class _Args(NamedTuple):
     seq: int
     leaves: dict[str, _Leaf]
 
@@ -100,7 +100,7 @@ class RootBatches:
         return micro_steps
 
     @cached_property
-    def _calls(self) -> dict[_When, dict[int, list[_Call]]]:
+    def _calls(self) -> dict[_When, dict[int, list[_Args]]]:
         rows, paths = self._rows, self._rows.module_paths()
         positions = np.flatnonzero(self._counts & (paths.codes == paths.code("")))
         sites, phases = (rows.keys(name, positions) for name in ("site", "phase"))
@@ -114,7 +114,7 @@ class RootBatches:
         }
         bits = {name: bits_of(rows.take(name, positions)) for name in (*STATISTICS, *COUNTS)}
         is_measured, statistics = bits[MEASURED] != NULL, digest([*bits.values()])
-        calls: dict[_When, dict[int, list[_Call]]] = {}
+        calls: dict[_When, dict[int, list[_Args]]] = {}
         last: dict[tuple[_When, int], int] = {}
         for i in range(len(positions)):
             root, mode, name, shape, global_shape, dtype, content = (columns[n].text(i) for n in names)
@@ -124,7 +124,7 @@ class RootBatches:
             of_rank = calls.setdefault(when, {}).setdefault(rank, [])
             if last.get((when, rank)) != numbers["call"][i]:
                 last[when, rank] = numbers["call"][i]
-                of_rank.append(_Call(numbers["seq"][i], {}))
+                of_rank.append(_Args(numbers["seq"][i], {}))
             sizes = parse_shape(global_shape or shape)
             if sizes:
                 of_rank[-1].leaves[name] = _Leaf(sizes, content)
@@ -132,7 +132,7 @@ class RootBatches:
 
 
 def _batches(
-    calls: Iterable[dict[int, _Call]], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
+    calls: Iterable[dict[int, _Args]], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
 ) -> tuple[Batch, ...]:
     batches: list[Batch] = []
     for of_ranks in calls:
@@ -142,7 +142,7 @@ def _batches(
 
 
 def _of_call(
-    of_ranks: dict[int, _Call], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
+    of_ranks: dict[int, _Args], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
 ) -> list[Batch]:
     """The sizes of dim 0 of one call's arguments: of those that differ between ranks, the most frequent first.
 

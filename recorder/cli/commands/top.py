@@ -118,7 +118,7 @@ def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> T
     if len(ranks) > max_rows:
         by_trouble = sorted(ranks, key=_trouble)
         shown, rest = by_trouble[: max_rows - 1], by_trouble[max_rows - 1 :]
-    rows = [_line(rank) for rank in shown]
+    rows = [[str(rank.rank), _state(rank), *_line_of([rank])] for rank in shown]
     if rest:
         states = ", ".join(f"{count} {state}" for state, count in _count_states(rest).items())
         rows.append(["...", f"{len(rest)} more: {states}", *_line_of(rest)])
@@ -134,10 +134,6 @@ def _trouble(rank: RankNow) -> tuple[int, int, float, int]:
 
 def _count_states(ranks: Iterable[RankNow]) -> dict[str, int]:
     return dict(Counter(rank.state for rank in sorted(ranks, key=_trouble)))
-
-
-def _line(rank: RankNow) -> list[str]:
-    return [str(rank.rank), _state(rank), *_line_of([rank])]
 
 
 def _line_of(ranks: Sequence[RankNow]) -> list[str]:

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -86,13 +87,13 @@ def slope(times_s: Sequence[float], values: Sequence[float], blocks: int = _BLOC
         raise ValueError(f"{len(times_s)} samples for {blocks} blocks; soak for longer")
     edges = [len(times_s) * i // blocks for i in range(blocks + 1)]
     parts = [slice(low, high) for low, high in itertools.pairwise(edges)]
-    x = [sum(times_s[part]) / len(times_s[part]) / 3600 for part in parts]
-    y = [sum(values[part]) / len(values[part]) for part in parts]
-    x_mean, y_mean = sum(x) / blocks, sum(y) / blocks
-    spread = sum((one - x_mean) ** 2 for one in x)
-    rate = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True)) / spread
-    rest = sum((b - y_mean - rate * (a - x_mean)) ** 2 for a, b in zip(x, y, strict=True))
-    return Slope(per_hour=rate, margin=_T_99 * math.sqrt(rest / (blocks - 2) / spread))
+    x = [statistics.fmean(times_s[part]) / 3600 for part in parts]
+    y = [statistics.fmean(values[part]) for part in parts]
+    rate, at_zero = statistics.linear_regression(x, y)
+    rest = sum((b - at_zero - rate * a) ** 2 for a, b in zip(x, y, strict=True))
+    return Slope(
+        per_hour=rate, margin=_T_99 * math.sqrt(rest / (blocks - 2)) / (statistics.pstdev(x) * math.sqrt(blocks))
+    )
 
 
 def sample(pid: int, folder: Path, began_s: float) -> Sample | None:

@@ -9,6 +9,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -294,16 +295,8 @@ def _train(
             optimizer.zero_grad(set_to_none=step % 2 == 0)
 
 
-def _sgd(training: Training) -> None:
-    _train(training, SGD(training.parameters, 0.1, momentum=0.9))
-
-
-def _adamw(**options: Any) -> Callable[[Training], None]:
-    return lambda training: _train(training, AdamW(training.parameters, 0.01, **options))
-
-
-def _clipped(training: Training) -> None:
-    _train(training, AdamW(training.parameters, 0.01), clip=0.1)
+def _adamw(training: Training, **options: Any) -> None:
+    _train(training, AdamW(training.parameters, 0.01, **options))
 
 
 def _two(training: Training) -> None:
@@ -311,29 +304,18 @@ def _two(training: Training) -> None:
     _train(training, AdamW(some, 0.01), SGD(others, 0.1))
 
 
-def _accumulated(training: Training) -> None:
-    _train(training, AdamW(training.parameters, 0.01), num_micro_batches=3)
-
-
-def _penalized(training: Training) -> None:
-    _train(training, SGD(training.parameters, 0.01), backward=_backward_twice)
-
-
-def _scaled(**options: Any) -> Callable[[Training], None]:
-    def train(training: Training) -> None:
-        """Train with a second step that overflows, and is skipped."""
-        (optimizer,) = training.uses(AdamW(training.parameters, 0.01, **options))
-        scaler = training.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
-        for step, batch in enumerate(training.batches()):
-            loss = training.loss(batch)
-            scaler.scale(loss * float("inf") if step == 1 else loss).backward()
-            training.saw_gradients()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            training.saw("scale", torch.tensor(scaler.get_scale()))
-
-    return train
+def _scaled(training: Training, **options: Any) -> None:
+    """Train with a second step that overflows, and is skipped."""
+    (optimizer,) = training.uses(AdamW(training.parameters, 0.01, **options))
+    scaler = training.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
+    for step, batch in enumerate(training.batches()):
+        loss = training.loss(batch)
+        scaler.scale(loss * float("inf") if step == 1 else loss).backward()
+        training.saw_gradients()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        training.saw("scale", torch.tensor(scaler.get_scale()))
 
 
 def _lbfgs(training: Training) -> None:
@@ -351,14 +333,14 @@ def _lbfgs(training: Training) -> None:
 
 
 LOOPS: dict[str, Callable[[Training], None]] = {
-    "sgd": _sgd,
-    "adamw foreach": _adamw(foreach=True),
-    "adamw fused": _adamw(fused=True),
-    "scaler": _scaled(foreach=True),
-    "scaler fused": _scaled(fused=True),
-    "clipping": _clipped,
+    "sgd": lambda training: _train(training, SGD(training.parameters, 0.1, momentum=0.9)),
+    "adamw foreach": partial(_adamw, foreach=True),
+    "adamw fused": partial(_adamw, fused=True),
+    "scaler": partial(_scaled, foreach=True),
+    "scaler fused": partial(_scaled, fused=True),
+    "clipping": lambda training: _train(training, AdamW(training.parameters, 0.01), clip=0.1),
     "two optimizers": _two,
-    "accumulation": _accumulated,
-    "double backward": _penalized,
+    "accumulation": lambda training: _train(training, AdamW(training.parameters, 0.01), num_micro_batches=3),
+    "double backward": lambda training: _train(training, SGD(training.parameters, 0.01), backward=_backward_twice),
     "lbfgs": _lbfgs,
 }
