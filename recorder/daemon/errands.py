@@ -79,7 +79,9 @@ def _run(words: list[str], must_end: Callable[[], bool]) -> tuple[int, str, str]
 def _why(code: int, said: str) -> str:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-        how = f"ended by {name}; after {_LONGEST_COMMAND_S:g} s, or where memory is short, it is killed"
+        how = f"ended by {name}"
+        if -code == signal.SIGKILL:
+            how += f"; a command is killed after {_LONGEST_COMMAND_S:g} s, and where memory is short"
     else:
         how = f"exit code {code}"
     return f"{said.strip()[-300:]} ({how})".strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,13 @@ def write(path: Path, *ranks: list[Row], **parallel: Any) -> Path:
     return run
 
 
-def training(path: Path, nan_at: int = 99, weight_at: int = 99, bonus: float = 0.0) -> Path:
-    """Two ranks, four steps; rank 1 may yield a NaN, or drift away with a parameter."""
+def training(
+    path: Path, nan_at: int = 99, weight_at: int = 99, bonus: float = 0.0, steps: Sequence[int] = range(4)
+) -> Path:
+    """Two ranks; rank 1 may yield a NaN, or drift away with a parameter."""
     ranks: list[list[Row]] = [[], []]
     for rank, rows in enumerate(ranks):
-        for step in range(4):
+        for step in steps:
             for name in ("up", "down"):
                 values = (
                     np.arange(6, dtype=np.float32).reshape(2, 3) + step + 10 * rank + (bonus if name == "down" else 0)
@@ -67,6 +70,11 @@ def test_first_tells_what_where_and_when(cli: Cli, tmp_path: Path) -> None:
     assert facts["counts"] == "1 NaN, 0 infinite of 6 elements"
     assert facts["last healthy record"] == "step 1 (recorded healthy at 2 steps)"
     assert facts["last healthy value"].startswith("'up' param weight, step 1")
+
+
+def test_first_tells_which_steps_before_the_first_nan_were_not_recorded(cli: Cli, tmp_path: Path) -> None:
+    found = cli("first", training(tmp_path / "run", nan_at=9, steps=(0, 5, 9)))
+    assert "step 5 (recorded healthy at 2 steps; no record of it at steps 6 to 8)" in found.out
 
 
 def test_first_tells_which_ranks_differ(cli: Cli, tmp_path: Path) -> None:

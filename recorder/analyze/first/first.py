@@ -206,7 +206,10 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
         yield "last healthy record", "none: it was never recorded healthy before"
     else:
         steps = counted(bad.num_steps_healthy, "step")
-        yield "last healthy record", f"step {bad.last_healthy.step} (recorded healthy at {steps})"
+        last, born = bad.last_healthy.step, bad.value.step
+        between = f"step {last + 1}" if born == last + 2 else f"steps {last + 1} to {born - 1}"
+        unknown = f"; no record of it at {between}" if born > last + 1 else ""
+        yield "last healthy record", f"step {last} (recorded healthy at {steps}{unknown})"
 
 
 def _replica_parts(run: Run, answer: First) -> Iterator[str | Table]:
