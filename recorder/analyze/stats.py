@@ -234,7 +234,8 @@ class _RangeStatistics:
             if self._view is not None:
                 table, of_ranks = _without_rank_rows(table)
                 stays.append(of_ranks)
-            without = count_without(table)
+            counts = table.filter(pc.field("nan_count").is_null()).column(WHY).value_counts().to_pylist()
+            without = Counter({one["values"] or "": one["counts"] for one in counts})
             table = _combined(table.append_column(INNER, inner_leaves(table)), self._keys, self._more)
         return _RangeAnswer([table], stays, without, num_rows, partial, problems, tuple(self._run.problems))
 
@@ -310,12 +311,6 @@ def with_why(table: Any) -> Any:
     notes, placements = (table.column(name).take(firsts).to_pylist() for name in ("note", "placements"))
     texts = [_why(*one) for one in zip(notes, placements, has[groups.firsts].tolist(), strict=True)]
     return table.append_column(WHY, pa.array(texts, pa.string()).take(pa.array(groups.ids)))
-
-
-def count_without(table: Any) -> Counter[str]:
-    """Count the rows without statistics by the reason, in a table that `with_why` gave."""
-    without = table.filter(pc.field("nan_count").is_null()).column(WHY).value_counts().to_pylist()
-    return Counter({one["values"] or "": one["counts"] for one in without})
 
 
 def _why(note: str | None, placements: str | None, has: int) -> str | None:

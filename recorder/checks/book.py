@@ -134,13 +134,9 @@ def find_rule(name: str, rules: Iterable[type[Rule]], where: str = "") -> type[R
 
 
 def make_rules(
-    rules: Iterable[type[Rule]],
-    catalog: Catalog,
-    thresholds: Thresholds,
-    normal: Normal | None = None,
-    other_widths: Sequence[Sizes] = (),
-    replicas: Replicas | None = None,
-) -> list[Rule]:
+    rules: Iterable[type[Rule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None,
+    other_widths: Sequence[Sizes] = (), replicas: Replicas | None = None,
+) -> list[Rule]:  # fmt: skip
     """Make rules, which have seen nothing yet, and give them what is known of sound runs, other widths and replicas.
 
     Where a rule cannot be made, a rule that reports the error takes its place.

@@ -46,23 +46,10 @@ class LiveChecks:
     """Rules over the records of one rank, step by step. One thread calls it."""
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        on_finding: Callable[[Finding], None],
-        rules: Sequence[type[Rule]] = LIVE_RULES,
-        thresholds: Thresholds | None = None,
-        own: Sequence[type[Rule]] = (),
-    ) -> None:
-        """Rules that have seen nothing yet.
-
-        Args:
-            rank: the rank of this process.
-            on_finding: is called with each finding.
-            rules: rules of the recorder.
-            thresholds: by rule and setting, in place of the defaults; thresholds of other rules do nothing here.
-            own: rules of the user's, each with a statistic and a limit.
-        """
+        self, *, rank: int, on_finding: Callable[[Finding], None], rules: Sequence[type[Rule]] = LIVE_RULES,
+        thresholds: Thresholds | None = None, own: Sequence[type[Rule]] = (),
+    ) -> None:  # fmt: skip
+        """`own` are rules of the user's, each with a statistic and a limit; `thresholds` of other rules do nothing."""
         made = [*rules, *own]
         self._rank = rank
         self._on_finding = on_finding

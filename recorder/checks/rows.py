@@ -158,13 +158,9 @@ class Rows:
     __slots__ = ("_indices", "_numbers", "_taken", "catalog", "lanes", "steps")
 
     def __init__(
-        self,
-        catalog: Catalog,
-        steps: Integers,
-        lanes: Integers,
-        numbers: Mapping[str, Floats],
+        self, catalog: Catalog, steps: Integers, lanes: Integers, numbers: Mapping[str, Floats],
         indices: Integers | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Rows with these steps and lanes, which are the rows `indices` of the columns in `numbers`, by default all.
 
         The columns are statistics, counts and `numel`, NaN where a row has none. A column that the run lacks is absent.
@@ -342,11 +338,7 @@ class Streaks:
     """Finds the first time in each lane that a condition holds for some records in a row."""
 
     def __init__(self, reported: Memory | None = None) -> None:
-        """No condition has held yet.
-
-        Args:
-            reported: 1 for each lane that was reported; two objects that share it report a lane once together.
-        """
+        """`reported` is 1 for each lane that was reported; two objects that share it report a lane once together."""
         self._lengths, self._since = Memory(0.0), Memory()
         self._reported = Memory(0.0) if reported is None else reported
 
@@ -380,11 +372,7 @@ class Spells:
     """Finds conditions that hold for a long time, once in each lane, and remembers whether they ended later."""
 
     def __init__(self, weight: float = 1.0) -> None:
-        """No condition has held yet.
-
-        Args:
-            weight: how many records with the condition one record without it outweighs, once it was reported.
-        """
+        """Once a condition was reported, one record without it outweighs `weight` records with it."""
         self._streaks, self._was_long = Streaks(), Memory(0.0)
         self._weight = weight
         self._balance = Memory()

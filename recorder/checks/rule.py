@@ -111,12 +111,7 @@ class Rule(ABC):
     """What to do next."""
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        """A rule that has seen nothing yet.
-
-        Args:
-            catalog: what the lanes of all rows are.
-            thresholds: settings that are not the defaults.
-        """
+        """`catalog` says what the lanes of all rows are; `thresholds` has the settings that are not the defaults."""
         self.catalog = catalog
         self.thresholds = {one.name: one.default for one in self.settings} | dict(thresholds or {})
         self.normal: Normal | None = None
@@ -150,16 +145,9 @@ class Rule(ABC):
         return ()
 
     def finding(
-        self,
-        lane: int,
-        step: int,
-        what: str,
-        measure: str,
-        value: float,
-        threshold: float,
-        severity: Severity | None = None,
-        since: int | None = None,
-    ) -> Finding:
+        self, lane: int, step: int, what: str, measure: str, value: float, threshold: float,
+        severity: Severity | None = None, since: int | None = None,
+    ) -> Finding:  # fmt: skip
         """A finding on the value of a lane."""
         rank = int(self.catalog.rank_of[lane])
         return Finding(
@@ -252,12 +240,7 @@ class WaitingFindings:
     """Findings on spells that wait for the end of the run, which tells whether the spell ended; if so, it is a note."""
 
     def __init__(self, ended: str, spells: Sequence[Spells]) -> None:
-        """No finding waits.
-
-        Args:
-            ended: what a finding says further where its spell ended.
-            spells: the spells, by the number that `keep` is given.
-        """
+        """`ended` is what a finding says further where its spell ended; `keep` is given the number of a spell."""
         self._ended, self._spells = ended, spells
         self._findings: dict[tuple[int, int], Finding] = {}
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..columns import COUNTS, SCHEMA, STATISTICS
-from ..numerics.keys import Integers, codes, encode, group
+from ..numerics.keys import Integers, codes, group, group_rows
 from ..numerics.moments import combine_rows, integers, numbers
 from ..read.run import list_paths
 from ..read.writers import RecordedWriter
@@ -118,12 +118,9 @@ class SeriesValues(NamedTuple):
 
 def keys_of(table: Any) -> tuple[Integers, list[DrawnSeries], Integers]:
     """Return for each row the number of its series in this table, then the series, and the first row of each series."""
-    coded = [encode(table.column(name)) for name in SERIES_KEY]
-    groups = group([numbers + 1 for numbers, _ in coded])
-    texts = [
-        [words[number] if number >= 0 else "" for number in numbers[groups.firsts].tolist()] for numbers, words in coded
-    ]
-    return groups.ids, [DrawnSeries(*key) for key in zip(*texts, strict=True)], groups.firsts
+    groups = group_rows(table, SERIES_KEY)
+    keys = table.select(SERIES_KEY).take(pa.array(groups.firsts)).to_pylist()
+    return groups.ids, [DrawnSeries(*(text or "" for text in key.values())) for key in keys], groups.firsts
 
 
 def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValues:

@@ -49,17 +49,9 @@ class StatisticsBlocks:
     """Collects the statistics of one run."""
 
     def __init__(
-        self,
-        run: Run,
-        axes: Axes,
-        *,
-        asked: Sequence[str] = (),
-        steps: Sequence[int] | None = None,
-        share: float = 1.0,
-        prefix: str = "",
-        is_growing: bool = False,
-        has_global: bool | None = None,
-    ) -> None:
+        self, run: Run, axes: Axes, *, asked: Sequence[str] = (), steps: Sequence[int] | None = None,
+        share: float = 1.0, prefix: str = "", is_growing: bool = False, has_global: bool | None = None,
+    ) -> None:  # fmt: skip
         """Make room for the statistics, and read nothing yet.
 
         Args:

@@ -65,16 +65,10 @@ class Highlight(NamedTuple):
 
 
 def top_block(
-    run: Run,
-    checks: Sequence[DoctorLine],
-    stands_out: Sequence[Highlight],
-    notes: Sequence[str],
-    collected: StatisticsBlocks | None,
-    numbers: Mapping[str, Any],
-    facts: Sequence[tuple[str, str]] = (),
-    *,
+    run: Run, checks: Sequence[DoctorLine], stands_out: Sequence[Highlight], notes: Sequence[str],
+    collected: StatisticsBlocks | None, numbers: Mapping[str, Any], facts: Sequence[tuple[str, str]] = (), *,
     is_growing: bool = False,
-) -> PageBlock:
+) -> PageBlock:  # fmt: skip
     """Return the block of the head of the page.
 
     `checks` tell whether the record is complete, `stands_out` and `notes` what others found and left out, and `numbers`
@@ -237,9 +231,8 @@ def of_first(search: First) -> Iterator[Highlight]:
         where = f"step {value.step}, {_named(value)}" + ("" if value.rank is None else f", rank {value.rank}")
         of_fault: dict[str, Any] = {"steps": (value.step, value.step), "paths": (value.module_path,)}
         rest = f"{counted(search.num_nonfinite, 'value')} of {counted(search.num_nonfinite_modules, 'module')}"
-        yield Highlight(
-            f"First NaN or infinity: {where} ({what} of {counted(bad.numel, 'element')})", _link(value), **of_fault
-        )
+        counts = f"({what} of {counted(bad.numel, 'element')})"
+        yield Highlight(f"First NaN or infinity: {where} {counts}", _link(value), **of_fault)
         if search.num_nonfinite > 1:
             yield Highlight(f"From there on {rest} are not finite", {"view": "map", "site": value.site}, **of_fault)
     if (differing := search.replica) is not None:
@@ -248,11 +241,8 @@ def of_first(search: First) -> Iterator[Highlight]:
         where = f"step {at.step}, {_named(at)}, ranks {groups}"
         of_replica: dict[str, Any] = {"steps": (at.step, at.step), "paths": (at.module_path,), "lasts": True}
         yield Highlight(f"First replica that differs: {where}", _link(at), **of_replica)
-    for one in search.buffers[:_MAX_LISTED]:
-        if one.is_stale:
-            yield Highlight(
-                f"Ranks hold different buffers: step {one.value.step}, {_named(one.value)}", _link(one.value)
-            )
+    for value in (one.value for one in search.buffers[:_MAX_LISTED] if one.is_stale):
+        yield Highlight(f"Ranks hold different buffers: step {value.step}, {_named(value)}", _link(value))
     if not search.is_found:
         for told in filter(None, (search.all_finite, search.replicas_agree)):
             yield Highlight(told[0].upper() + told[1:], {}, "right")
@@ -307,9 +297,8 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
         text = f"{_named(key)} jumps: its {name} at step {step} is {times} times the largest of the records before it"
         if num_more := len({one.series for one in group}) - 1:
             text += f"; {counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
-        yield Highlight(
-            text, _link_of(key, step, name), steps=(step, int(steps[last.column])), paths=(key.module_path,)
-        )
+        its_steps = step, int(steps[last.column])
+        yield Highlight(text, _link_of(key, step, name), steps=its_steps, paths=(key.module_path,))
 
 
 class _Jump(NamedTuple):

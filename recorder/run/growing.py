@@ -274,11 +274,11 @@ class GrowingRun:
                 writer.__dict__.pop(name, None)
             writer.shards = [shard.only(some) for shard, some in numbers.values()]
             writers.append(writer)
-        return tuple(
-            sorted(
-                writers, key=lambda one: (-1 if one.rank is None else one.rank, one.attempt, one.started_ns, one.name)
-            )
-        )
+
+        def order(one: RecordedWriter) -> tuple[int, int, int, str]:
+            return -1 if one.rank is None else one.rank, one.attempt, one.started_ns, one.name
+
+        return tuple(sorted(writers, key=order))
 
     def done(self, step: int) -> None:
         """Forget the rows of all steps before this one."""

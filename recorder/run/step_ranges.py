@@ -164,12 +164,9 @@ def cut_rows(
 
 
 def _fill(
-    folder: Path,
-    run: Run,
-    ranges: Sequence[Steps],
-    tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
+    folder: Path, run: Run, ranges: Sequence[Steps], tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
     max_pending_rows: int,
-) -> bool:
+) -> bool:  # fmt: skip
     """Write the tables of all ranges; False if the disk refuses."""
     starts = np.array([first for first, _ in ranges], np.int64)
     pending: list[Any] = []

@@ -268,10 +268,8 @@ class Drawing:
             self._num_series = len(axes.index)
             if self._has_global is None:
                 self._has_global = table.num_rows <= _MAX_GLOBAL_STEP_ROWS * max(len(steps), 1)
-            older, self.collected = (
-                self.collected,
-                StatisticsBlocks(run, axes, steps=(), is_growing=True, has_global=self._has_global),
-            )
+            older = self.collected
+            self.collected = StatisticsBlocks(run, axes, steps=(), is_growing=True, has_global=self._has_global)
             if older is not None:
                 self.collected.adopt(older)
             self.epoch += 1
@@ -360,11 +358,8 @@ class Drawing:
             "live": {"state": self.state, "step": known[1] if known else None, "found": self._found_text()},
             "verdict": None if self._checked is not None else _verdict(self.state, ranks, bad, self._doctor_text()),
         }
-        told = (
-            self._judge(self._found)
-            if self._found
-            else [Highlight("The rules of recorder check find nothing", {}, "right")]
-        )
+        nothing = [Highlight("The rules of recorder check find nothing", {}, "right")]
+        told = self._judge(self._found) if self._found else nothing
         is_growing = self.state == "live"
         self._keep(top_block(run, checks, told, (), self.collected, numbers, facts, is_growing=is_growing))
 

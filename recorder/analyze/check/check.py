@@ -9,6 +9,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
@@ -96,9 +97,8 @@ def check(
             for one, known in zip(baselines, known_to, strict=True)
             if (strange := _strangeness(rows.catalog.series, known))
         ]
-    notes += [
-        f"{num} more findings of {name} were counted and are not listed" for name, num in verdict.num_more.items()
-    ]
+    more = verdict.num_more.items()
+    notes += [f"{num} more findings of {name} were counted and are not listed" for name, num in more]
     notes += replicas.notes if replicas is not None else ()
     notes += filter(None, [left_out(run)])
     if rows.num_superseded:
@@ -153,11 +153,8 @@ def _subject(one: Finding) -> tuple[str, str, str, str, str]:
 
 
 def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[str]:
-    notes = [
-        f"the sound run {run.name} is damaged, and what cannot be read was left out"
-        for run in baselines
-        if run.problems
-    ]
+    damaged = [run.name for run in baselines if run.problems]
+    notes = [f"the sound run {name} is damaged, and what cannot be read was left out" for name in damaged]
     if last_step > normal.last_step >= 0:
         notes.append(f"the sound runs end at step {normal.last_step}: later steps have little to be compared with")
     return notes
@@ -216,14 +213,12 @@ def replicas_of(run: Run) -> Replicas:
     search = compare_replicas(run)
     numbers = Counter(value.site for value in search.values.values())
     findings = [_finding(one, numbers[one.value.site]) for one in search.firsts.values()]
-    findings += [
-        _finding(one, 1, "nothing makes the ranks' buffers equal again") for one in search.buffers if one.is_stale
-    ]
+    stale = (one for one in search.buffers if one.is_stale)
+    findings += [_finding(one, 1, "nothing makes the ranks' buffers equal again") for one in stale]
     why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
     is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
-    return Replicas(
-        findings, "" if is_compared else f"{Replica.needs}: {why}", [f"replicas: {n}" for n in search.notes()]
-    )
+    notes = [f"replicas: {note}" for note in search.notes()]
+    return Replicas(findings, "" if is_compared else f"{Replica.needs}: {why}", notes)
 
 
 def _finding(one: Differing, number: int, what: str = "ranks that share the value hold different ones") -> Finding:
@@ -232,22 +227,13 @@ def _finding(one: Differing, number: int, what: str = "ranks that share the valu
     told += [f"equal at step {one.last_equal.step}"] if one.last_equal is not None else []
     told += [f"the first of {counted(number, 'value')} at this site that differ"] if number > 1 else []
     told += ["neither DDP nor FSDP was seen around this model"] if one.is_assumed else []
+    severity = Severity.WARNING if one.is_assumed else Replica.severity
     return Finding(
-        rule=Replica.name,
-        severity=Severity.WARNING if one.is_assumed else Replica.severity,
-        step=value.step,
-        root=value.root,
-        module_path=value.module_path,
-        site=value.site,
-        name=value.name,
-        ranks=tuple(sorted(rank for ranks in one.groups[1:] or one.groups for rank in ranks)),
-        what=what,
-        measure="groups of equal ranks",
-        value=float(len(one.groups)),
-        threshold=1.0,
-        advice=Replica.advice,
+        Replica.name, severity, value.step, *value.key,
+        ranks=tuple(sorted(rank for ranks in one.groups[1:] or one.groups for rank in ranks)), what=what,
+        measure="groups of equal ranks", value=float(len(one.groups)), threshold=1.0, advice=Replica.advice,
         detail=", ".join(told),
-    )
+    )  # fmt: skip
 
 
 _MAX_MODULES = 4
@@ -291,9 +277,8 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
             "notes": checked.notes,
         }
 
-    return Reply(
-        members=members, parts=lambda: _parts(run, checked, typed, is_verbose=is_verbose), exit_code=int(is_failure)
-    )
+    parts = partial(_parts, run, checked, typed, is_verbose=is_verbose)
+    return Reply(members=members, parts=parts, exit_code=int(is_failure))
 
 
 def rules_reply(rules: Sequence[type[Rule]], thresholds: Thresholds) -> Reply:
@@ -333,14 +318,10 @@ class ToldFindings(NamedTuple):
     @classmethod
     def of(cls, findings: Sequence[Finding]) -> ToldFindings:
         steps = [one.first_step for one in findings]
-        return cls(
-            worst=findings[0],
-            paths=list(dict.fromkeys(one.module_path for one in findings)),
-            names=list(dict.fromkeys(one.name for one in findings if one.name)),
-            first_step=min(steps),
-            last_step=max(steps),
-            ranks=sorted({rank for one in findings for rank in one.ranks}),
-        )
+        paths = list(dict.fromkeys(one.module_path for one in findings))
+        names = list(dict.fromkeys(one.name for one in findings if one.name))
+        ranks = sorted({rank for one in findings for rank in one.ranks})
+        return cls(findings[0], paths, names, min(steps), max(steps), ranks)
 
 
 def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Iterator[str | StateLine]:

@@ -23,7 +23,7 @@ from ...columns import COUNTS, SCHEMA, parse_shape
 from ...errors import RunError
 from ...numerics.distributions import Histograms, ManyUnits, histograms_of, units_of
 from ...numerics.histogram import NORMAL_EXPONENTS
-from ...numerics.keys import encode, group
+from ...numerics.keys import by_distinct, encode, group_rows
 from ...numerics.moments import integers, numbers
 from ...run.run import GlobalView, RecordedWriter, Run
 from ...run.step_ranges import Attempts, cut_rows, first_parts
@@ -120,35 +120,27 @@ class RunRows:
 
     def _as_rows(self, table: Any) -> Rows:
         steps, ranks, seqs = (integers(table.column(name)) for name in ("step", "rank", "seq"))
-        series, parts, peers = self._described(table, ranks)
+        series, parts, peers = self._described(table)
         order = np.lexsort((seqs, ranks, steps))
         lanes = self.catalog.lanes(series[order], ranks[order], parts[order], peers[order])
         columns = {name: numbers(table.column(name))[order] for name in (*self._numbers, *self._details)}
         return Rows(self.catalog, steps[order], lanes, columns)
 
-    def _described(self, table: Any, ranks: Integers) -> tuple[Integers, Integers, Integers]:
+    def _described(self, table: Any) -> tuple[Integers, Integers, Integers]:
         """Return for each row its series, its rank's part of the batch, and its rank's piece of the model."""
-        coded = {name: encode(table.column(name)) for name in _KEY}
-        groups = group([ids + 1 for ids, _ in coded.values()])
-        first = table.select(_ABOUT).take(pa.array(groups.firsts))
-        texts = [
-            [words[number] if number >= 0 else "" for number in ids[groups.firsts].tolist()]
-            for ids, words in coded.values()
-        ]
-        series_of = [
-            self.catalog.number(SeriesKey(*key), _about(key[_KEY.index("site")], *about))
-            for *key, about in zip(
-                *texts, zip(*(column.to_pylist() for column in first.columns), strict=True), strict=True
-            )
-        ]
-        roots, names = coded["root"]
-        pairs = group([roots + 1, ranks + 1])
-        parts_and_peers = [
-            self._parts_and_peers.get((names[root] if root >= 0 else "", rank), (rank, 0))
-            for root, rank in zip(roots[pairs.firsts].tolist(), ranks[pairs.firsts].tolist(), strict=True)
-        ]
-        part_and_peer = np.array(parts_and_peers, np.int64).reshape(-1, 2)[pairs.ids]
-        return np.array(series_of, np.int64)[groups.ids], part_and_peer[:, 0], part_and_peer[:, 1]
+        groups = group_rows(table, _KEY)
+        series_of = []
+        for row in table.select((*_KEY, *_ABOUT)).take(pa.array(groups.firsts)).to_pylist():
+            key, about = SeriesKey(*(row[name] or "" for name in _KEY)), (row[name] for name in _ABOUT)
+            series_of.append(self.catalog.number(key, _about(key.site, *about)))
+
+        def part_and_peer(root: str | None, rank: int | None) -> tuple[int, int]:
+            rank = -1 if rank is None else rank
+            return self._parts_and_peers.get((root or "", rank), (rank, 0))
+
+        pairs, ids = by_distinct(table, ("root", "rank"), part_and_peer)
+        parts, peers = np.array(pairs, np.int64).reshape(-1, 2)[ids].T
+        return np.array(series_of, np.int64)[groups.ids], parts, peers
 
 
 def columns_read(columns: Sequence[str]) -> list[str]:
@@ -162,23 +154,18 @@ def _details(columns: Sequence[str]) -> list[str]:
 
 
 def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*_NUMBERS, *(name for name in columns if _is_number(name))]))
-
-
-def _is_number(name: str) -> bool:
-    return name in SCHEMA.names and (
-        pa.types.is_integer(SCHEMA.field(name).type) or pa.types.is_floating(SCHEMA.field(name).type)
-    )
+    types = {name: SCHEMA.field(name).type for name in columns if name in SCHEMA.names}
+    more = [name for name, kind in types.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
+    return tuple(dict.fromkeys([*_NUMBERS, *more]))
 
 
 def _about(site: str, dtype: str, shape: str | None, global_shape: str | None) -> About:
-    whole, own = _shape(global_shape), _shape(shape)
+    whole, own = _shape(global_shape), _shape(shape)  # ``()`` where an untrusted text is no shape
     is_chunk = site in OF_MODULES and global_shape is not None and whole != own
     return About(dtype, own, min(max(math.prod(whole), 0), MAX_COUNT) if is_chunk else 0)
 
 
 def _shape(text: str | None) -> tuple[int, ...]:
-    """Return the shape in an untrusted row; no dims where the text is no shape."""
     with suppress(ValueError, TypeError, RecursionError):
         shape = json.loads(text or "")
         if isinstance(shape, list) and all(type(size) is int for size in shape):
@@ -198,9 +185,8 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
             part = view.part_of_batch(root.name, writer.rank, writer.attempt)
             group = run.topology.group(root.name, "", number)
             if id(group) not in peers:
-                peers[id(group)] = {
-                    rank: index for ranks in reversed(group.model_groups) for index, rank in enumerate(ranks)
-                }
+                groups = reversed(group.model_groups)
+                peers[id(group)] = {rank: index for ranks in groups for index, rank in enumerate(ranks)}
             peer = peers[id(group)].get(writer.rank, 0)
             pairs[root.name, writer.rank] = (writer.rank if part is None else part[0]), peer
     return pairs
@@ -270,9 +256,8 @@ def columns_of(names: Sequence[str], table: Any) -> list[Any]:
                 for name in of_units:
                     columns[name][units.rows] = _OF_UNITS[name](units)
         if of_histograms:
-            ends = np.array([*(NORMAL_EXPONENTS.get(dtype, _NO_ENDS) for dtype in dtypes), _NO_ENDS], np.int64)[
-                dtype_of
-            ]
+            ends_of = [*(NORMAL_EXPONENTS.get(dtype, _NO_ENDS) for dtype in dtypes), _NO_ENDS]
+            ends = np.array(ends_of, np.int64)[dtype_of]
             rows = _there(table, "histogram", ends[:, 0] < ends[:, 1])
             for histograms in histograms_of(table.column("histogram"), rows):
                 one = _Ends(histograms, *ends[histograms.rows].T)

@@ -206,14 +206,9 @@ class _Statistics(NamedTuple):
 
 
 def _table(
-    left: Any,
-    right: Any,
-    kinds: npt.NDArray[np.object_],
-    compared: Integers,
-    distances: Sequence[Distance],
-    statistics: _Statistics,
-    by_statistics: Flags,
-) -> Any:
+    left: Any, right: Any, kinds: npt.NDArray[np.object_], compared: Integers, distances: Sequence[Distance],
+    statistics: _Statistics, by_statistics: Flags,
+) -> Any:  # fmt: skip
     differs = np.flatnonzero(kinds != "")
     chosen = pa.array(differs)
     columns = {name: left.column(name).take(chosen) for name in VALUE_COLUMNS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,11 +192,8 @@ def rename_hints(
         return []
     unpaired = set(b.own_names.values())
     fixed = {own: name for own, name in paths_b.items() if own not in unpaired}
-    for lines in (_in_few_lines(pairs, fixed, renames), [Rename(old, new, "") for new, old in pairs.items()]):
-        if _are_sound(lines, pairs, fixed, paths_b, renames):
-            break
-    else:
-        return []
+    ways = _in_few_lines(pairs, fixed, renames), [Rename(old, new, "") for new, old in pairs.items()]
+    lines = next((some for some in ways if _are_sound(some, pairs, fixed, paths_b, renames)), [])
     common = {own: name for name, own in b.own_names.items()}
     hints = []
     for line in lines:
@@ -243,20 +241,16 @@ def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: R
 def _beginnings(old: str, new: str) -> Iterator[Rename]:
     """Yield the two paths without the ends that they have in common, the shortest beginnings first."""
     one, two = old.split("."), new.split(".")
-    same = 0
-    while same < min(len(one), len(two)) and one[-1 - same] == two[-1 - same]:
-        same += 1
+    ends = zip(reversed(one), reversed(two), strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
     for cut in range(same, -1, -1):
         yield Rename(".".join(one[: len(one) - cut]), ".".join(two[: len(two) - cut]), "")
 
 
 def _are_sound(
-    lines: Sequence[Rename],
-    pairs: Mapping[str, str],
-    fixed: Mapping[str, str],
-    paths_b: Iterable[str],
+    lines: Sequence[Rename], pairs: Mapping[str, str], fixed: Mapping[str, str], paths_b: Iterable[str],
     renames: Renames,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether a file of these lines pairs all modules, changes no fixed name, and gives no two modules one name."""
     for name in ("old", "new"):
         told = [getattr(line, name) for line in (*lines, *renames.lines)]

@@ -134,13 +134,9 @@ class RangeComparer:
     """Compares ranges of steps."""
 
     def __init__(
-        self,
-        a: Run,
-        b: Run,
-        options: DiffOptions,
-        own_names: tuple[Mapping[str, str], Mapping[str, str]],
+        self, a: Run, b: Run, options: DiffOptions, own_names: tuple[Mapping[str, str], Mapping[str, str]],
         report: PayloadReport,
-    ) -> None:
+    ) -> None:  # fmt: skip
         how = options.global_view
         self._views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *options.noise)]
         self.jitter_eps = max((run.jitter_eps for run in options.noise), default=0.0)

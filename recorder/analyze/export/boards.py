@@ -57,15 +57,9 @@ class BoardExport:
     """An export to TensorBoard or W&B, planned; `write` does it."""
 
     def __init__(
-        self,
-        run: Run,
-        to: str,
-        selection: Selection,
-        options: GlobalOptions,
-        *,
-        payload: bool = False,
+        self, run: Run, to: str, selection: Selection, options: GlobalOptions, *, payload: bool = False,
         mapper: Mapper = map_serially,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Find the ranks that are written.
 
         Raises LookupFailedError if there are too many ranks, or the selection can match nothing, and UnsupportedError

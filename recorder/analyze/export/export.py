@@ -77,15 +77,9 @@ class Export:
     """One export, planned; `write` does it."""
 
     def __init__(
-        self,
-        run: Run,
-        to: str,
-        selection: Selection,
-        options: GlobalOptions,
-        *,
-        payload: bool = False,
+        self, run: Run, to: str, selection: Selection, options: GlobalOptions, *, payload: bool = False,
         mapper: Mapper = map_serially,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Find what is to be written; `mapper` works on ranges of steps, here and in `write`.
 
         Raises LookupFailedError if nothing is selected or has values, or the format is unknown.
@@ -350,12 +344,9 @@ class Catalog(NamedTuple):
 
 
 def write_catalog(
-    run: Run,
-    path: str | PathLike[str],
-    *,
-    report: Callable[[int], None] = lambda done: None,
+    run: Run, path: str | PathLike[str], *, report: Callable[[int], None] = lambda done: None,
     rows_a_block: int = _ROWS_A_BLOCK,
-) -> Catalog:
+) -> Catalog:  # fmt: skip
     """Write all rows of a run without their payloads, at each step those of the attempt that counts.
 
     The file appears once it is complete. `report` is called with the bytes of shards done since the last call;

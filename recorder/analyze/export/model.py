@@ -141,10 +141,8 @@ class Model:
                 given.append(row)
         self._note(given, reasons)
         if self.what == "grad" and (gone := sorted(self._names_before() - rows.keys())):
-            n = counted(len(gone), "parameter")
-            self.notes.append(
-                f"{n} with a gradient at step {self.step_before} and none at step {self.step}: {listed(gone)}"
-            )
+            when = f"with a gradient at step {self.step_before} and none at step {self.step}"
+            self.notes.append(f"{counted(len(gone), 'parameter')} {when}: {listed(gone)}")
 
     def _names_before(self) -> set[str]:
         """Return what had a gradient at the step before: a kill in the middle of a step leaves only some gradients."""
@@ -157,10 +155,8 @@ class Model:
         of_ranks = Counter((row["ranks_present"], row["ranks_expected"]) for row in given)
         for (present, expected), number in of_ranks.items():
             if present != expected:
-                tensors = counted(number, "tensor")
-                self.notes.append(
-                    f"{tensors} recorded by ranks {present} alone, of {expected}: whole, but not compared"
-                )
+                by = f"by ranks {present} alone, of {expected}"
+                self.notes.append(f"{counted(number, 'tensor')} recorded {by}: whole, but not compared")
         for entry in self.entries:
             if entry.name in reasons:  # buffers: those of the first rank are taken
                 self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's is taken")
@@ -172,7 +168,8 @@ class Model:
 
 def _choose_root(run: Run, what: str, root: str | None) -> str:
     table = run.table(["root"], pc.field("site") == SITES[what][0])
-    there = table.column("root").unique().to_pylist() or roots_of(run) or ["model"]
+    there = table.column("root").unique().to_pylist()
+    there = there or list(dict.fromkeys(root.name for root in _roots(run))) or ["model"]
     if root is None and len(there) > 1:
         named = " or ".join(f"--root {one}" for one in there)
         raise LookupFailedError(f"{run.name} has {len(there)} models, and a file holds one: {named}")
@@ -185,10 +182,8 @@ def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[s
     names = {name: name if name in rows else tied for name, tied in known.names.items()}  # a tie may have come apart
     names = names if with_ties else {name: name for name in names.values()}
     taken = set(names.values())
-    further = {
-        name: name for name in rows if name not in taken and name not in known.left_out and not _is_part(name, taken)
-    }
-    return {**names, **further}
+    more = (name for name in rows if name not in taken and name not in known.left_out)
+    return {**names, **{name: name for name in more if not _is_part(name, taken)}}
 
 
 def _is_part(name: str, taken: set[str]) -> bool:
@@ -199,9 +194,11 @@ def _is_part(name: str, taken: set[str]) -> bool:
 
 def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the row that the update used among several rows of a name; the global row comes before the ranks' own."""
-    return max(
-        rows, key=lambda row: (row["repeat"], row["scope"] in (None, "final"), row["rank"] is None), default=None
-    )
+
+    def order(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["repeat"], row["scope"] in (None, "final"), row["rank"] is None
+
+    return max(rows, key=order, default=None)
 
 
 def _why_not(row: dict[str, Any], reason: str | None) -> str | None:
@@ -222,11 +219,6 @@ class StateDict(NamedTuple):
     """Each name in its order, with the name that its rows have: another one if the parameter is tied or shared."""
     left_out: set[str]
     """Buffers that are not persistent."""
-
-
-def roots_of(run: Run) -> list[str]:
-    """Return the names of the outermost modules in the manifests, in their order."""
-    return list(dict.fromkeys(root.name for root in _roots(run)))
 
 
 def state_dict_of(run: Run, root: str) -> StateDict:

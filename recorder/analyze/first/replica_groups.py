@@ -18,11 +18,11 @@ import pyarrow as pa
 from ...columns import COUNTS, STATISTICS, note_members
 from ...errors import RunError
 from ...layout.placement import kinds_of
-from ...numerics.keys import SERIES_KEY, VALUE_KEY, Integers, by_distinct, codes, group, holds
+from ...numerics.keys import SERIES_KEY, VALUE_KEY, Integers, by_distinct, codes, common_ids, group, group_rows, holds
 from ...numerics.moments import integers, numbers
 from ...run.run import Run
 from ...sites import STATES
-from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, ValueName, is_equal
+from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, ValueName
 
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
 """How ranks keep their buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP keeps
@@ -111,7 +111,7 @@ class ReplicaGroups:
         return self._table.select(["site", "step"]).take(pa.array(compared))
 
     def _judge(self) -> None:
-        layouts = self._disagree(group([codes(self._table.column(name)) for name in ("dtype", "shape")]).ids)
+        layouts = self._disagree(group_rows(self._table, ("dtype", "shape")).ids)
         prints = codes(self._table.column("fingerprint"))
         lacks_print = self._any(prints == 0)
         by_print = self._disagree(prints) & ~lacks_print
@@ -236,9 +236,8 @@ class ReplicaGroups:
             return timeline.value(int(equal[-1]))
         if self._equal is None:
             return None
-        values = {name: timeline.table.column(name)[row].as_py() for name in SERIES_KEY}
-        is_it = [is_equal(self._equal.column(name), value) for name, value in values.items()]
-        earlier = np.flatnonzero(np.all(is_it, axis=0))
+        own, known = common_ids(timeline.table.slice(row, 1), self._equal, SERIES_KEY)
+        earlier = np.flatnonzero(known == own[0])
         return timeline.value_in(self._equal, int(earlier[-1])) if len(earlier) else None
 
     def last_equals(self) -> Any:

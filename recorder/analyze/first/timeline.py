@@ -104,13 +104,9 @@ class Timeline:
     """
 
     def __init__(
-        self,
-        run: Run,
-        attempts: Attempts,
-        steps: tuple[int, int] | None = None,
-        firsts: FirstRows | None = None,
+        self, run: Run, attempts: Attempts, steps: tuple[int, int] | None = None, firsts: FirstRows | None = None,
         tables: Iterable[Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Load the rows.
 
         Args:
@@ -169,7 +165,11 @@ class Timeline:
 
     def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
         """Return which rows have a value in a column; None means null."""
-        return is_equal(self.table.column(name), value)
+        column = self.table.column(name)
+        if isinstance(value, str):
+            return holds(column, value.__eq__)
+        flags = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
+        return np.array(flags.to_numpy(), np.bool_)
 
     def texts(self, names: Sequence[str], rows: Integers) -> set[tuple[Any, ...]]:
         """Return the distinct cells of some rows in some columns."""
@@ -242,11 +242,3 @@ def _stages(run: Run, table: Any) -> Integers:
             if root in names:
                 stages[is_value & (ranks == rank) & (roots == names.index(root))] = stage
     return stages
-
-
-def is_equal(column: Any, value: object) -> npt.NDArray[np.bool_]:
-    """Return which rows of a column hold a value; None means null."""
-    if isinstance(value, str):
-        return holds(column, value.__eq__)
-    flags = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
-    return np.array(flags.to_numpy(), np.bool_)
