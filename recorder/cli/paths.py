@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError, NotARunError, RunError
 from ..merge.unit import is_problem
 from ..rules import hint
-from ..run.finding import find_folder, is_same_folder, scheme_of, typed_for
+from ..run.finding import find_folder, is_same_folder, runs_in, scheme_of, typed_for
 from ..run.reply import Reply
 from ..run.run import Run, open_run
 from ..run.selection import Selection
@@ -56,6 +56,8 @@ def two_runs(a: str | None, b: str | None) -> tuple[Run, Run]:
         if folder is None:
             run = open_run(a)
             raise LookupFailedError(f"{a}: is {run.name}, one run; name a second one, or a folder to take its last two")
+        if len(runs_in(folder)) == 1:
+            raise LookupFailedError(f"{a} holds 1 run; name a second one, or a folder with two")
         a, b = str(folder / "@-2"), str(folder / "@-1")
     first = open_run(a or "@-2")
     return first, other_run(b or "@-1", {"A": first})

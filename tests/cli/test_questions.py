@@ -256,6 +256,9 @@ def test_diff_says_counts_as_whole_numbers_and_that_one_culprit_may_follow_from_
         culprit,
         "note: of several culprits the first is sure; the others may follow from it",
     ]
+    rate, update = (culprits[0]._replace(phase="update", module_path=path) for path in (None, "up"))
+    of_rate, follows = accusations([rate, update], 0)
+    assert "alike" in of_rate and follows == "  the update of 'up' differs, too, which may follow from it"
 
 
 def test_diff_of_a_run_that_lacks_a_rank_says_so(cli: Cli, tmp_path: Path) -> None:
@@ -311,10 +314,29 @@ def test_diff_groups_what_one_side_lacks(cli: Cli, tmp_path: Path) -> None:
     assert "only in B, at steps that both have" in lines
     assert cells(lines[lines.index("only in B, at steps that both have") + 2]) == ["act", "output", "2", "0..1"]
     assert "steps only in B: 2 (not compared; no difference by itself)" in lines
-    assert lines[2].startswith("different: 2 values compared: 2 equal exactly, 0 differ, 2 in B alone (compared by: ")
+    assert lines[2].startswith("different (2 in B alone): 2 values compared: 2 equal exactly, 0 differ (compared by: ")
     assert lines[3].startswith("what could be compared is equal, but one run lacks values")
-    assert cli("diff", b, c, "--brief").out.splitlines() == lines[:4]
-    assert cli("diff", b, c, "--common").exit_code == 0
+    assert cli("diff", b, c, "--brief").out.splitlines() == [*lines[:4], lines[-1]]
+    common = cli("diff", b, c, "--common", "--brief")
+    left_aside = ["note: 2 values that one run alone has do not count (--common)", lines[-1]]
+    assert common.exit_code == 0 and common.out.splitlines()[3:] == left_aside
+
+
+def test_diff_of_runs_without_a_common_module_does_not_call_them_equal(cli: Cli, tmp_path: Path) -> None:
+    runs = []
+    for path in ("mlp", "gru"):
+        rate = make_row(1, np.ones(()), module_path="", site="scalar", name="lr.AdamW.0")
+        runs.append(write(tmp_path / path, [make_row(0, np.ones(2), module_path=path), rate]))
+    found = cli("diff", *runs, "--common", "--brief")
+    assert found.exit_code == 1
+    answer, why, *_ = found.out.splitlines()[2:]
+    assert answer.startswith("equal as far as compared: 1 value compared: 1 equal") and "no module is common" in why
+
+
+def test_diff_of_a_folder_with_one_run_asks_for_a_second(cli: Cli, tmp_path: Path) -> None:
+    write(tmp_path / "runs" / "a", [make_row(0, np.ones(2))])
+    found = cli("diff", tmp_path / "runs")
+    assert found.exit_code == 2 and "holds 1 run; name a second one, or a folder with two" in found.err
 
 
 def test_diff_says_by_what_values_were_compared_and_the_numbers_add_up(cli: Cli, tmp_path: Path) -> None:

@@ -28,7 +28,10 @@ from .renames import NO_RENAMES, RenameHint, Renames, rename_hints
 from .result import Diff, LackingRanks, LeftOut, by_module, first_difference
 from .step_range import VALUE, DiffOptions, PayloadReport, RangeComparer, RangeResult, SideTotals, join_ranges
 
-_SUMMANDS = "the values are sums over ranks, whose values were not kept, and which have no statistics of their own"
+_SUMMANDS = (
+    "the values are sums over ranks, whose values were not kept; the ranks that add to them are not the same in both "
+    "runs, or have no statistics"
+)
 _PRINTS = "the values have fingerprints alone, which noise changes: statistics or tensors would tell"
 _ON_OTHER_PARTS = "the values are of single ranks, which worked on other parts of the batch"
 _IN_OTHER_MICRO_STEPS = "the runs divide the same batch into other numbers of micro-steps (gradient accumulation)"
@@ -186,6 +189,7 @@ class _Comparison:
         self._counts: Counter[str] = Counter()
         self._partial: Counter[tuple[str, str]] = Counter()
         self._unread: Counter[str] = Counter()
+        self._bare_modules: dict[str, None] = {}
         self._finder = CulpritFinder(comparer.rows)
         self._beyond_noise = BeyondNoise(comparer.jitter_eps)
         self._moved: list[set[str]] = []
@@ -208,6 +212,7 @@ class _Comparison:
         self._moved = [
             one | two for one, two in zip(self._moved or [set[str]() for _ in result.moved], result.moved, strict=True)
         ]
+        self._bare_modules |= result.judged.bare_modules
         beyond = self._beyond_noise.of(result.judged, result.measured, rows)
         self._finder.add(result.steps, beyond, rows)
         self._differing.append(beyond.differing)
@@ -264,10 +269,14 @@ class _Comparison:
         counts = self._counts
         why = {_SUMMANDS: counts["summands"], _PRINTS: counts["by_print_alone"]}
         not_paired = {text: counts[text] for text in (_ON_OTHER_PARTS, _IN_OTHER_MICRO_STEPS)}
-        left_out = [LeftOut(num, text) for text, num in (why | not_paired).items() if num]
+        modules = {_SUMMANDS: [*self._bare_modules]}
+        left_out = [LeftOut(num, text, modules.get(text, ())) for text, num in (why | not_paired).items() if num]
+        compared = pa.concat_tables(self._compared)
+        paths = [set(one.column("module_path").to_pylist()) - {""} for one in (compared, *only)]
+        has_common_modules = bool(paths[0]) or not (paths[1] and paths[2])
         by_nothing, still = counts["by_nothing"], set(table.column("root").to_pylist()).difference(*self._moved)
         differs = bool(table.num_rows or (lacks and not common))
-        is_open = bool(self._unread or damage or (by_nothing and not common))
+        is_open = bool(self._unread or damage or (by_nothing and not common) or not has_common_modules)
         so_far = "equal as far as compared" if is_open or left_out else "equal"
         return Diff(
             is_equal=not differs and not is_open,
@@ -275,7 +284,7 @@ class _Comparison:
             first=first_difference(table),
             culprits=self._finder.culprits,
             table=table,
-            modules=by_module(table, pa.concat_tables(self._compared)),
+            modules=by_module(table, compared),
             only_a=only[0],
             only_b=only[1],
             num_compared=counts["num_pairs"] + sum(not_paired.values()),
@@ -290,6 +299,7 @@ class _Comparison:
             partial=[LackingRanks(run, json.loads(ranks), num) for (run, ranks), num in sorted(self._partial.items())],
             steps_only_a=sorted(a.steps - b.steps),
             steps_only_b=sorted(b.steps - a.steps),
+            has_common_modules=has_common_modules,
             problems_a=a.problems.texts(),
             problems_b=b.problems.texts(),
             num_handed_on_a=a.num_handed_on,

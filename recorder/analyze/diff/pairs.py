@@ -112,6 +112,8 @@ class Verdicts(NamedTuple):
     """Pairs of which one run (``a`` or ``b``) lacks ranks that the other run has; by the run and these ranks."""
     unread: Counter[str]
     """Pairs whose values could not be read, by the reason."""
+    bare_modules: dict[str, None]
+    """The modules of `summands`."""
     kinds: npt.NDArray[np.object_]
     """For each pair the kind of its difference, see `Difference.kind`; an empty text if it does not differ."""
 
@@ -137,6 +139,12 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
         report(a.payload_bytes(pairs.a[pair : pair + 1]) + b.payload_bytes(pairs.b[pair : pair + 1]))
     by_statistics = is_open & ~has_values & has_numbers
     statistics = _Statistics.compare(left, right, tolerance)
+    is_summand = (_has_none(left) | _has_none(right)) & ~has_values
+    for pair in np.flatnonzero(is_open & is_summand & ~has_numbers).tolist():
+        if (of_ranks := _by_ranks(a, b, int(pairs.a[pair]), int(pairs.b[pair]), tolerance)) is not None:
+            by_statistics[pair] = has_numbers[pair] = True
+            for known, of_rank in zip(statistics, of_ranks, strict=True):
+                known[pair] = of_rank[np.argmax(of_ranks.is_outside)]
     kinds = np.full(left.num_rows, "", object)
     if tolerance.is_exact:
         kinds[is_open & ~same_dtype] = "dtype"
@@ -145,7 +153,6 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     kinds[by_values] = np.where([distance.num_outside > 0 for distance in distances], "values", kinds[by_values])
     kinds[~same_shape] = "shape"
     is_unknown = is_open & ~has_values & ~has_numbers & ~prints_differ
-    is_summand = (_has_none(left) | _has_none(right)) & ~has_values
     is_bare = ~(_any(left) | _any(right)) | is_summand
     other_meaning = np.asarray(_is_after_tap(left) != _is_after_tap(right))
     kinds[other_meaning & np.isin(kinds, ("values", "statistics", "fingerprint"))] = "after_tap"
@@ -163,7 +170,21 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     counts = Counter({name: int(flags.sum()) for name, flags in counted.items()} | {"num_pairs": len(pairs.a)})
     sides = zip("ab", lacks, strict=True)
     partial = Counter((side, text) for side, ranks in sides for text in ranks[is_partial & (ranks != "")].tolist())
-    return Verdicts(judged, counts, partial, unread, kinds)
+    bare_modules = dict.fromkeys(left.column("module_path").filter(pa.array(is_unknown & is_summand)).to_pylist())
+    return Verdicts(judged, counts, partial, unread, bare_modules, kinds)
+
+
+def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Tolerance) -> _Statistics | None:
+    """Compare the summands of two sums over ranks, rank by rank; None where not the same ranks have statistics."""
+    tables: list[Any] = []
+    ranks: list[list[tuple[int, int]]] = []
+    for side, row in ((a, row_a), (b, row_b)):
+        parts = side.rows.statistics_of_chunks(side.table.column("at")[row].as_py())
+        parts.sort(key=lambda part: (part["rank"], part["micro_step"]))
+        ranks.append([(part["rank"], part["micro_step"]) for part in parts if part["nan_count"] is not None])
+        tables.append(pa.Table.from_pylist(parts))
+    is_alike = ranks[0] == ranks[1] and 0 < len(ranks[0]) == tables[0].num_rows == tables[1].num_rows
+    return _Statistics.compare(tables[0], tables[1], tolerance) if is_alike else None
 
 
 class _Statistics(NamedTuple):

@@ -20,7 +20,7 @@ from ...numerics.distributions import (
 )
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
-from ...system.text import counted, moment, named, number, span
+from ...system.text import counted, listed, moment, named, number, span
 from .compare import Tolerance
 from .culprit_findings import Culprit
 from .renames import RenameHint
@@ -97,12 +97,13 @@ def _parts(
         path = str(run.path) if run.name == run.path.name else f"{run.name} ({run.path})"
         yield f"{name}: {path}{f', started {moment(run.started_ns)}' if run.started_ns else ''}{jitter}"
     yield _verdict(result, options)
-    yield from _reasons(result, common=options.common)
+    yield from _reasons(result, most, common=options.common)
     yield from _faults(result, most)
     yield from accusations(result.culprits, most)
     if result.first is not None:
         yield _describe(result.first)
     if is_brief:
+        yield from _left_aside(result, options)
         return
     yield from _rename_lines(result.hints, most)
     yield from _notes(result, options)
@@ -114,8 +115,9 @@ def _parts(
         else:
             yield _values_table(result, limit)
         yield from filter(None, (_histograms_table(result, most), _units_table(result, most)))
-    yield from _only_parts("A", result.only_a, result.steps_only_a, most)
-    yield from _only_parts("B", result.only_b, result.steps_only_b, most)
+    yield from _only_parts("A", result.only_a, most)
+    yield from _only_parts("B", result.only_b, most)
+    yield from _left_aside(result, options)
 
 
 _HOW = {
@@ -135,11 +137,14 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
     within = "exactly" if tolerance.is_exact else f"within {_tolerances(tolerance)}"
     if options.noise:
         within = "within the noise" + (f" or {_tolerances(tolerance)}" if not tolerance.is_exact else "")
-    of_all = "" if num_compared == result.num_compared else f"{num_compared} of "
+    of_all = "" if num_compared == result.num_compared else f"{num_compared:,} of "
     unpaired = (
         (name, pc.sum(table.column("rows")).as_py()) for name, table in (("A", result.only_a), ("B", result.only_b))
     )
-    alone = "".join(f", {num} in {name} alone" for name, num in unpaired if num and not options.common)
+    alone = [f"{num:,} in {name} alone" for name, num in unpaired if num and not options.common]
+    why = f" ({', '.join(alone)})" if alone and not result.table.num_rows else ""
+    if result.table.num_rows and set(result.table.column("kind").to_pylist()) == {"dtype"}:
+        why = " (in type alone)"
     num_shapes = sum(
         row["shape_a"] != row["shape_b"] for row in result.table.select(["shape_a", "shape_b"]).to_pylist()
     )
@@ -149,17 +154,21 @@ def _verdict(result: Diff, options: DiffOptions) -> str:
         "statistics": result.num_by_statistics,
     } | ({"shape": num_shapes} if num_shapes else {})
     return (
-        f"{result.verdict}: {of_all}{counted(result.num_compared, 'value')} compared: {num_equal} equal {within}, "
-        f"{result.table.num_rows} differ{alone} "
-        f"(compared by: {', '.join(f'{way} {num}' for way, num in ways.items())})"
+        f"{result.verdict}{why}: {of_all}{counted(result.num_compared, 'value')} compared: "
+        f"{num_equal:,} equal {within}, "
+        f"{result.table.num_rows:,} differ{''.join(f', {one}' for one in alone if result.table.num_rows)} "
+        f"(compared by: {', '.join(f'{way} {num:,}' for way, num in ways.items())})"
     )
 
 
-def _reasons(result: Diff, *, common: bool) -> Iterator[str]:
+def _reasons(result: Diff, limit: int, *, common: bool) -> Iterator[str]:
     if result.first is None and result.verdict == "different":
         yield "what could be compared is equal, but one run lacks values that the other has; --common ignores that"
+    if not result.has_common_modules:
+        yield "no module is common: what was compared is of the root or of the program, such as a learning rate"
     for left_out in result.left_out:
-        yield f"not compared: {counted(left_out.num_values, 'value')}: {left_out.why}"
+        of = f" of {listed(map(repr, left_out.modules), limit or len(left_out.modules))}" if left_out.modules else ""
+        yield f"not compared: {counted(left_out.num_values, 'value')}{of}: {left_out.why}"
     if result.num_incomparable:
         values = counted(result.num_incomparable, "value")
         way_out = "" if common else "; --common ignores that"
@@ -219,8 +228,11 @@ def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
 
 
 def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
-    """Yield the lines about culprits."""
-    for culprit in culprits[: limit or None]:
+    """Yield the lines about culprits; updates that follow from one of all parameters stand below it, in one line."""
+    alike = {one.step for one in culprits if one.phase == "update" and one.module_path is None}
+    follow = [one for one in culprits if one.phase == "update" and one.step in alike and one.module_path is not None]
+    led = [one for one in culprits if one not in follow]
+    for culprit in led[: limit or None]:
         rank = f", {named('rank', culprit.ranks)}" if culprit.ranks else ""
         if culprit.micro_batches:
             some = ", ".join(map(str, culprit.micro_batches))
@@ -228,10 +240,14 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
         yield f"culprit: step {culprit.step}, {culprit.phase} of {_accused(culprit)}{rank}: {_symptom(culprit)}"
         if culprit.hint:
             yield f"hint: {culprit.hint}"
-    if len(culprits) > 1:
+        paths = dict.fromkeys(repr(one.module_path) for one in follow if one.step == culprit.step)
+        if paths and culprit.phase == "update" and culprit.module_path is None:
+            yield f"  the update of {listed(paths)} differs, too, which may follow from it"
+            follow = []
+    if len(led) > 1:
         yield "note: of several culprits the first is sure; the others may follow from it"
-    if limit and len(culprits) > limit:
-        yield f"{len(culprits) - limit} more culprits (--limit 0 shows all)"
+    if limit and len(led) > limit:
+        yield f"{len(led) - limit} more culprits (--limit 0 shows all)"
 
 
 def _accused(culprit: Culprit) -> str:
@@ -265,7 +281,6 @@ def _symptom(culprit: Culprit) -> str:
 
 
 def _notes(result: Diff, options: DiffOptions) -> Iterator[str]:
-    num_only = sum(table.num_rows for table in (result.only_a, result.only_b))
     if result.num_bare:
         yield f"note: of {counted(result.num_bare, 'value')} neither run kept anything that could be compared"
     handed_on = "of {} that one pipeline stage hands to another are not compared: {} is not cut into stages so"
@@ -299,8 +314,6 @@ def _notes(result: Diff, options: DiffOptions) -> Iterator[str]:
             "note: statistics alone do not tell an update that is wrong from one of which rounding decided an element, "
             "as it may with Adam; tensors of param, grad and optim do, and two or three more twins (--noise again) may"
         )
-    if num_only and options.common:
-        yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
 
 
 def _tolerances(tolerance: Tolerance) -> str:
@@ -430,7 +443,7 @@ def _units_table(result: Diff, limit: int) -> Table | None:
     return _table(titles, lines, title, _UNITS_DROPS, texts=("module", "value", "rank"), absent=absent, legend=_DEAD)
 
 
-def _only_parts(run: str, only: Any, steps: list[int], limit: int) -> Iterator[str | Table]:
+def _only_parts(run: str, only: Any, limit: int) -> Iterator[str | Table]:
     if only.num_rows:
         rows = []
         for row in only.slice(0, limit or None).to_pylist():
@@ -439,8 +452,16 @@ def _only_parts(run: str, only: Any, steps: list[int], limit: int) -> Iterator[s
             rows.append([row["module_path"] or "''", value, str(row["rows"]), its_steps])
         title = f"only in {run}, at steps that both have{_cut_text(only.num_rows, limit)}"
         yield table_of(("module", "value", "rows", "steps"), rows, numbers=("rows",), title=title)
-    if steps:
-        yield f"steps only in {run}: {span(steps)} (not compared; no difference by itself)"
+
+
+def _left_aside(result: Diff, options: DiffOptions) -> Iterator[str]:
+    """What one run alone has, and what therefore does not count."""
+    num_only = sum(pc.sum(table.column("rows")).as_py() or 0 for table in (result.only_a, result.only_b))
+    if num_only and options.common:
+        yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"
+    for run, steps in (("A", result.steps_only_a), ("B", result.steps_only_b)):
+        if steps:
+            yield f"steps only in {run}: {span(steps)} (not compared; no difference by itself)"
 
 
 def _table(

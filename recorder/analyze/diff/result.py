@@ -66,6 +66,8 @@ class LeftOut(NamedTuple):
 
     num_values: int
     why: str
+    modules: Sequence[str] = ()
+    """Those whose values these are, where that says more than `why`."""
 
 
 class Diff(NamedTuple):
@@ -109,6 +111,8 @@ class Diff(NamedTuple):
     """Pairs of which one run lacks ranks, whether or not they differ."""
     steps_only_a: list[int]
     steps_only_b: list[int]
+    has_common_modules: bool = True
+    """False where each run has modules, and none is common: what was compared are numbers of the program."""
     unpaired_a: Sequence[str] = ()
     """Where modules were renamed: those of the first run that the second has under no name."""
     unpaired_b: Sequence[str] = ()

@@ -633,6 +633,14 @@ def test_sums_over_ranks_without_values_are_left_out_and_said(tmp_path: Path) ->
     assert found.is_equal and found.verdict == "equal as far as compared"
 
 
+def test_sums_over_the_same_ranks_are_compared_rank_by_rank(tmp_path: Path) -> None:
+    one, same = (local_gradients(tmp_path / name, 2, encoding=None) for name in "ab")
+    found = diff(one, same)
+    assert (found.verdict, found.left_out, found.num_by_statistics) == ("equal", [], 1)
+    found = diff(one, local_gradients(tmp_path / "c", 2, encoding=None, l2=99.0))
+    assert found.first is not None and (found.first.kind, found.first.statistic_b) == ("statistics", 99.0)
+
+
 def test_fingerprints_alone_say_nothing_beyond_noise(tmp_path: Path) -> None:
     def run(name: str, number: int) -> recorder.Run:
         return write(tmp_path / name, [make_row(0, fingerprint=f"{number:016x}", encoding=None) | {"nan_count": None}])
