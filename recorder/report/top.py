@@ -168,13 +168,9 @@ def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> Page
         module_numbers = sorted(modules[path] for path in details["modules"] if path in modules)
         ranks = sorted(rank for rank in details["ranks"] if rank is not None)
         why = check.text.split(": ", 3)
-        gaps.append(
-            {
-                "text": why[2] if len(why) > 3 else check.text, "state": check.state,
-                "sites": list(details["sites"]), "modules": _ranges(module_numbers),
-                "steps": _ranges(sorted(details["steps"])), "ranks": _ranges(ranks),
-            }
-        )  # fmt: skip
+        gap = {"text": why[2] if len(why) > 3 else check.text, "state": check.state, "sites": list(details["sites"])}
+        where = {"modules": module_numbers, "steps": sorted(details["steps"]), "ranks": ranks}
+        gaps.append(gap | {name: _ranges(numbers) for name, numbers in where.items()})
     return PageBlock(name="gaps", data={"gaps": gaps})
 
 

@@ -133,7 +133,7 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
         try:
             one, two = a.array(int(pairs.a[pair])), b.array(int(pairs.b[pair]))
             distances.append(IDENTICAL if are_identical(one, two) else compare(one, two, tolerance))
-        except RunError as error:  # statistics and fingerprints may be whole
+        except RunError as error:  # statistics and fingerprints may still be readable
             by_values[pair] = has_values[pair] = False
             unread[str(error)] += 1
         report(a.payload_bytes(pairs.a[pair : pair + 1]) + b.payload_bytes(pairs.b[pair : pair + 1]))
@@ -424,7 +424,7 @@ def align(a: Any, b: Any) -> Alignment:
     left, right = join(id_a * width + rank_a + 1, id_b * width + rank_b + 1)
     is_same = _have_one_part(a, b, left, right) | (rank_a[left] < 0)
     has_whole_a, has_whole_b = (_flags(ids[ranks < 0], num_ids) for ids, ranks in ((id_a, rank_a), (id_b, rank_b)))
-    # Of the values that only one run has as a whole.
+    # Rows of values that one run has as one tensor, and the other run only rank by rank.
     whole_a = np.flatnonzero((rank_a < 0) & ~has_whole_b[id_a])
     whole_b = np.flatnonzero((rank_b < 0) & ~has_whole_a[id_b])
     pieces_a = np.flatnonzero((rank_a >= 0) & ~has_whole_a[id_a] & has_whole_b[id_a])

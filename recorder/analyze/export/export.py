@@ -263,7 +263,7 @@ def export(
 
     Args:
         run: from `open_run`.
-        path: the file to write; it appears once it is whole.
+        path: the file to write; it appears once it is complete.
         module: a module's path, or a glob over paths; all modules without.
         to: ``parquet`` (a row a value, with its statistics), ``npz`` or ``safetensors`` (the tensors, under names such
             as ``step=3/layers.0.mlp/output/rank=1``); by default what the path ends with.

@@ -228,7 +228,7 @@ def _healthy(
     if row is not None:
         is_healthy &= np.arange(timeline.num_rows) < row
         is_before = timeline.codes["step"] < timeline.codes["step"][row]
-    # In a merged run a rank's row says only how it differs: where none did, one row stands for all ranks.
+    # In a merged run a rank's row says only how it differs: where none did, one row is that of all ranks.
     of_all = is_before & timeline.is_equal("rank", None)
     on_rank = is_healthy & (timeline.is_equal("rank", values["rank"]) | of_all)
     before = np.flatnonzero(on_rank)

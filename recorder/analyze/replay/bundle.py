@@ -67,11 +67,9 @@ def recorded_calls(run: Run, *, step: int, module: str | None = None, rank: int 
         there = sorted(table.column(column).unique().to_pylist())
         if asked is not None and asked not in there:
             name = column.removesuffix("_path")
-            choices = (
-                hint(asked, there, otherwise=f"; there is {listed(map(repr, there))}")
-                if isinstance(asked, str)
-                else f"; there is {steps_in_words(there, name)}"
-            )
+            choices = f"; there is {steps_in_words(there, name)}" if column != "module_path" else ""
+            if isinstance(asked, str):
+                choices = hint(asked, there, otherwise=f"; there is {listed(map(repr, there))}")
             raise LookupFailedError(f"{run.name}: no call with {name}={asked!r} was recorded for a replay{choices}")
         if asked is not None:
             table = table.filter(pc.field(column) == asked)
@@ -84,10 +82,7 @@ def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
     rows = run.table(_COLUMNS, wanted, steps=(step, step + 1)).to_pylist()
     heads = [row for row in rows if row["site"] == CALL and not row["name"]]
     below = pc.field("module_path") == path
-    if path:
-        below |= pc.starts_with(pc.field("module_path"), path + ".")
-    else:
-        below |= pc.field("module_path") != path
+    below |= pc.starts_with(pc.field("module_path"), f"{path}.") if path else pc.field("module_path") != path
     of_rank = (pc.field("rank") == rank) & (pc.field("site") == "grad") & (pc.field("scope") == "local")
     local = run.table(_COLUMNS, below & of_rank, steps=(step, step + 1)).to_pylist()
     tied = {name for info in run.modules.values() for name in info.tied.values()}
@@ -102,11 +97,10 @@ def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
         slice_ = {column: head[column] for column in _KEY if column != "call"}
         is_alone = sum(all(other[column] == value for column, value in slice_.items()) for other in heads) == 1
         of_slice = [row for row in local if all(row[column] == value for column, value in slice_.items())]
+        gradients = of_slice if is_alone else ()
         calls.append(
-            RecordedCall(
-                module_path=path, step=step, rank=rank, key=key, rows=of_call, gradients=of_slice if is_alone else ()
-            )
-        )
+            RecordedCall(module_path=path, step=step, rank=rank, key=key, rows=of_call, gradients=gradients)
+        )  # fmt: skip
     return sorted(calls, key=lambda call: (call.key["micro_step"] or 0, call.key["call"]))
 
 
@@ -211,12 +205,8 @@ def _readme(document: Mapping[str, Any]) -> str:
     )
 
 
-REPRODUCED, WITHIN_ROUNDING, NOT_REPRODUCED, CANNOT_TELL = (
-    "reproduced",
-    "reproduced within rounding",
-    "not reproduced",
-    "cannot tell",
-)
+REPRODUCED, WITHIN_ROUNDING = "reproduced", "reproduced within rounding"
+NOT_REPRODUCED, CANNOT_TELL = "not reproduced", "cannot tell"
 
 
 class Audited(NamedTuple):
