@@ -101,7 +101,7 @@ class Clock:
         self.step = step
 
 
-class _OfThread(threading.local):
+class _ThreadCall(threading.local):
     """What differs between threads, which may call one model at the same time: training and an evaluation."""
 
     active: Slice | None = None
@@ -127,7 +127,7 @@ class RootClock:
         self._num_optimizer_steps = clock.num_optimizer_steps
         """The number of the optimizer's steps when the root was last called."""
         self._latest: Slice | None = None
-        self._of_thread = _OfThread()
+        self._of_thread = _ThreadCall()
 
     @property
     def active(self) -> Slice | None:
