@@ -32,6 +32,14 @@ def test_all_modules_in_brief(cli: Cli, recorded: Path) -> None:
     assert cells(lines[1])[:5] == ["''", "Net", "output", "scalar", "48"]
 
 
+def test_the_last_step_of_a_module_is_that_of_any_of_its_values(cli: Cli, tmp_path: Path) -> None:
+    writer = HandmadeWriter(make_run(tmp_path / "run"), 0)
+    rate = {"module_path": "", "site": "scalar", "name": "lr.SGD.0"}
+    writer.add_shard([[make_row(0, np.ones(2), module_path=""), make_row(1, np.ones(()), step=9, **rate)]])
+    writer.finish()
+    assert [one["last_step"] for one in cli("show", tmp_path / "run", "--json").json["modules"]] == [9]
+
+
 def layer_rows(run: Path, **equal: Any) -> list[dict[str, Any]]:
     rows = open_run(run).table().to_pylist()
     wanted = {"module_path": "layers.0", "site": "output"} | equal

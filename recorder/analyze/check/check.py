@@ -20,10 +20,12 @@ from ...checks.rows import SeriesKey
 from ...checks.rule import Finding, Replicas, Rule, Setting, Severity
 from ...checks.rules.comparing import Replica, Width
 from ...errors import ConfigError
+from ...rules import parse_rules
 from ...run.notes import left_out
 from ...run.reply import Reply, StateLine, Table, table_of
 from ...run.run import Run
 from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
+from ..doctor.slots import read_rules
 from ..first.replica_groups import Differing
 from ..first.replicas import FINDINGS, compare_replicas
 from .reading import RunRows
@@ -100,13 +102,31 @@ def check(
     more = verdict.num_more.items()
     notes += [f"{num} more findings of {name} were counted and are not listed" for name, num in more]
     notes += replicas.notes if replicas is not None else ()
-    notes += filter(None, [left_out(run)])
+    notes += [*filter(None, [left_out(run)]), *run.endings]
     if rows.num_superseded:
         notes.append(f"{rows.num_superseded} rows of steps that a restart did again were left out")
     if run.problems:
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out; recorder verify says where")
-    return Checked(findings, verdict.unjudged, len(chosen), rows.num_rows, sorted(rows.steps), notes)
+    return Checked(findings, _advised(run, verdict.unjudged), len(chosen), rows.num_rows, sorted(rows.steps), notes)
+
+
+def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
+    """Leave out the advice to add a rule that the run has already; say so where the model has no buffers."""
+    modules = run.modules.values()
+    has_no_buffers = any(one.params for one in modules) and not any(one.buffers for one in modules)
+    rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
+    told: list[Unjudged] = []
+    for one in unjudged:
+        (wanted,) = parse_rules(one.setting, takes_unknown_sites=True) or (None,)
+        if wanted is not None and wanted.site == ("buffer",) and has_no_buffers:
+            one = one._replace(why="the model has no buffers", setting="")
+        elif wanted is not None and any(
+            r.keep & wanted.keep == wanted.keep and set(wanted.site) <= set(r.site) for r in rules
+        ):
+            one = one._replace(setting="")
+        told.append(one)
+    return told
 
 
 def _learnt(

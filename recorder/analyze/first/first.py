@@ -109,8 +109,7 @@ def first(run: Run) -> First:
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
         notes.append(f"{num_superseded} rows of steps that a restart did again were left out")
-    if lost := left_out(run):
-        notes.append(lost)
+    notes += [*filter(None, [left_out(run)]), *run.endings]
     return First(
         nonfinite=nonfinite.first,
         num_nonfinite=nonfinite.num_values,

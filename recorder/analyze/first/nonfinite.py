@@ -16,7 +16,7 @@ import pyarrow as pa
 from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers
-from ...sites import SKIPPED, is_loss, may_mask
+from ...sites import NUMBERS, SKIPPED, is_loss, may_mask
 from .timeline import FirstRows, RecordedValue, Timeline
 
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
@@ -231,7 +231,9 @@ def _healthy(
     # In a merged run a rank's row says only how it differs: where none did, one row is that of all ranks.
     of_all = is_before & timeline.is_equal("rank", None)
     on_rank = is_healthy & (timeline.is_equal("rank", values["rank"]) | of_all)
-    before = np.flatnonzero(on_rank)
+    # A learning rate is finite whatever the training does: of the program's numbers a loss alone shows health.
+    is_number = holds(timeline.table.column("site"), NUMBERS.__contains__)
+    before = np.flatnonzero(on_rank & (~is_number | _is_loss(timeline.table)))
     is_same = np.all([timeline.is_equal(name, values[name]) for name in SERIES_KEY], axis=0)
     same = np.flatnonzero(on_rank & is_same & is_before)
     return (

@@ -106,7 +106,10 @@ class ReplicaFinder:
         """Return what could not be compared."""
         texts = {
             "nothing": "have neither fingerprints nor statistics nor values to compare",
-            "statistics": "have statistics alone: they are equal, which proves nothing",
+            "statistics": "have statistics alone: they are equal, which proves nothing"
+            if self._reads_payloads
+            else "have equal statistics and no fingerprints, which proves nothing: "
+            "check reads no tensors, recorder first compares those that were recorded",
             "after": "after the first that differs have no fingerprints and were not compared",
         }
         notes = [f"{num} replicas {texts[why]}" for why in texts if (num := self._num_uncompared[why])]

@@ -221,9 +221,21 @@ def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -
 def _from_factory(text: str) -> nn.Module:
     where, _, name = text.partition(":")
     try:
-        made = getattr(importlib.import_module(where), name)()
+        factory = getattr(importlib.import_module(where), name)
+    except (Exception, SystemExit) as error:
+        is_unknown = not where or not name or (isinstance(error, AttributeError) and error.args[0].endswith(repr(name)))
+        if is_unknown or (isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}.")):
+            raise CannotReplay(
+                f"--factory {text}: {type(error).__name__}: {error}; expected MODULE:FUNCTION"
+            ) from error
+        guard = "a program that trains when it is imported needs the guard: if __name__ == '__main__':"
+        said = f"importing {where} raised {type(error).__name__}: {error}"
+        raise CannotReplay(f"--factory {text}: {said}; {guard}") from error
+    try:
+        made = factory()
     except Exception as error:
-        raise CannotReplay(f"--factory {text}: {type(error).__name__}: {error}; expected MODULE:FUNCTION") from error
+        said = f"{name}() raised {type(error).__name__}: {error}"
+        raise CannotReplay(f"--factory {text}: {said}; expected a function without arguments") from error
     if not isinstance(made, nn.Module):
         raise CannotReplay(f"--factory {text}: made a {type(made).__name__}, expected a torch.nn.Module")
     return made

@@ -165,14 +165,18 @@ def _lines(run: Run, report: MergeReport) -> Iterator[str]:
     if num_dropped:
         yield f"note: {counted(num_dropped, 'row')} had been dropped while it was recorded; recorder doctor says why"
     kept = f", {report.num_kept_units} of {counted(report.num_units, 'unit')} kept" if report.num_kept_units else ""
-    rate = f"{report.merged_bytes / 1e6 / max(report.elapsed_s, 1e-9):.0f} MB/s"
+    is_measurable = report.merged_bytes >= 1e6 and report.elapsed_s >= 1
+    rate = f", {report.merged_bytes / 1e6 / report.elapsed_s:.0f} MB/s" if is_measurable else ""
     yield (
         f"{report.path}: {counted(report.num_tensors, 'tensor')} of {counted(len(run.ranks), 'rank')}, "
         f"{size(report.source_bytes)} of values, {size(_shard_bytes(run))} in, {size(report.written_bytes)} out{kept}; "
-        f"{size(report.merged_bytes)} merged in {report.elapsed_s:.1f} s, {rate}"
+        f"{size(report.merged_bytes)} merged in {report.elapsed_s:.1f} s{rate}"
     )
-    verdict = counted(report.num_problems, "finding") if report.num_problems else "no findings"
+    verdict = counted(report.num_problems, "finding") if report.num_problems else _NO_FINDINGS
     yield f"{report.path.name}: {verdict}"
+
+
+_NO_FINDINGS = "no findings (of ranks that are missing, replicas that differ, and layouts that contradict each other)"
 
 
 def _describe(example: dict[str, Any]) -> str:

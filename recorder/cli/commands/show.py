@@ -345,7 +345,7 @@ def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Ro
                 "root": key["root"], "module": key["module_path"],
                 "class": info.class_name if info else "", "source": info.source if info else "",
                 "sites": [site["site"] for site in sites], "rows": sum(site["step_count"] for site in sites),
-                "last_step": sites[0]["step"], f"last_{statistic}": last_value, WHY: why,
+                "last_step": max(site["step"] for site in sites), f"last_{statistic}": last_value, WHY: why,
                 "nan_count": sum(site["nan_count_sum"] or 0 for site in sites),
                 "inf_count": sum(site["inf_count_sum"] or 0 for site in sites),
                 "first_bad": bad[name]["step"] if name in bad else None,

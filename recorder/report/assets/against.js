@@ -23,7 +23,7 @@ class AgainstPanel {
       const stage = isThere ? "" : ` of ${pathText(one.module_path)}`;
       const where = one.module_path === null ? "all parameters alike" : valueText(isThere ? one.module_path : module, one.site, one.name);
       const ranks = one.ranks.length ? `, ranks ${one.ranks.slice(0, 8).join(", ")}` : "";
-      const by = one.max_abs !== null ? `, by up to ${shortNumber(one.max_abs)}` : one.statistic ? `, ${one.statistic} ${shortNumber(one.statistic_a)} | ${shortNumber(one.statistic_b)}` : "";
+      const by = one.max_abs !== null ? `, by up to ${shortNumber(one.max_abs)}` : one.statistic ? `, ${one.statistic} ${pairText(one.statistic_a, one.statistic_b)}` : "";
       return el("li", { class: "wrong" }, follow(module, one.site, one.name, one.step, `step ${one.step}, ${one.phase}${stage}: ${where}${ranks}${by}`),
         el("div", { class: "dim" }, [one.why, one.hint].filter(Boolean).join("; ")));
     });

@@ -172,6 +172,24 @@ def test_replicas_that_came_apart_are_an_error(tmp_path: Path, fingerprint: bool
     assert not any(unjudged.rule == "replica" for unjudged in checked.unjudged)
 
 
+def test_check_says_that_it_reads_no_tensors_of_replicas_with_equal_statistics(tmp_path: Path) -> None:
+    (note,) = check(replicas(tmp_path / "run", fingerprint=False), ["replica"]).notes
+    assert "check reads no tensors, recorder first compares" in note
+
+
+@pytest.mark.parametrize("has_buffers", [True, False])
+def test_a_rule_that_is_in_force_is_not_advised(tmp_path: Path, has_buffers: bool) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run, 0)
+    writer.add_shard([rows_of(0, 3)])
+    module = {"path": "up", "class": "Linear", "params": ["weight"], "buffers": ["mean"] * has_buffers}
+    writer.finish(rules=["site=output,buffer keep=stats"], roots=[{"name": "model", "modules": [module]}])
+    told = {one.rule: one for one in check(recorder.open_run(run)).unjudged}
+    assert told["running_statistics"].setting == ""
+    assert (told["running_statistics"].why == "the model has no buffers") is not has_buffers
+    assert told["dead_units"].setting == "site=output keep=units"
+
+
 def test_replicas_are_a_warning_where_nothing_says_that_ranks_share_a_model(tmp_path: Path) -> None:
     (one,) = check(replicas(tmp_path / "run"), ["replica"]).findings
     assert one.severity is Severity.WARNING and "neither DDP nor FSDP" in one.detail

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,22 @@ def test_how_far_it_spread_is_counted(tmp_path: Path) -> None:
         spoil(row)
     result = found(write(tmp_path / "run", rows))
     assert (result.num_nonfinite, result.num_nonfinite_modules) == (5, 2)
+
+
+def test_a_learning_rate_is_no_last_healthy_value_and_a_killed_rank_is_told(tmp_path: Path) -> None:
+    rows = steps(0, "layers.0", num_steps=2)
+    rates = [make_row(9, np.ones(()), module_path="", site="scalar", name="lr.AdamW.0", step=step) for step in range(2)]
+    spoil(rows[1])
+    run = write(tmp_path / "run", [rows[0], *rates, rows[1] | {"seq": 99}])
+    bad = found(run).nonfinite
+    assert bad is not None and bad.before is not None and bad.before.site == "output"
+    writer = HandmadeWriter(tmp_path / "run", 1)
+    writer.add_shard([steps(1, "layers.0", num_steps=1)])
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    writer.finish(state="recording", pid=gone.pid, host=os.uname().nodename)
+    (note,) = found(recorder.open_run(tmp_path / "run")).notes
+    assert note.startswith("rank 1 ") and "the record ends in step 0" in note
 
 
 def test_a_nan_in_the_very_first_value_has_nothing_before_it(tmp_path: Path) -> None:

@@ -16,15 +16,19 @@ from torch import Tensor, nn
 import recorder
 from recorder.analyze.replay import alone
 from recorder.analyze.replay.bundle import (
+    CANNOT_TELL,
     NOT_REPRODUCED,
     REPRODUCED,
     WITHIN_ROUNDING,
+    Audited,
     audit,
+    audit_reply,
     recorded_calls,
     write_bundle,
 )
 from recorder.errors import ConfigError, LookupFailedError, WriteError
 from recorder.rules import parse_rules
+from recorder.run.reply import StateLine
 from tests.rigs.command_line import Cli, cli
 
 from . import models
@@ -86,6 +90,14 @@ def test_an_audit_counts_what_it_cannot_judge_and_fails_where_that_is_all(zoo: r
         assert none.exit_code == 2, none
         assert "none of the 1 call could be judged; the first:" in none.err and "give --factory" in none.err
         assert "cannot tell" in none.out
+
+
+def test_an_audit_says_a_reason_once_and_which_call_it_means(zoo: recorder.Run) -> None:
+    one = Audited("up", 1, 0, 0, 0, CANNOT_TELL, "give --factory")
+    reply = audit_reply(zoo, [one, one._replace(call=1), one._replace(module="down")])
+    (line,) = [part.text for part in reply.parts() if isinstance(part, StateLine)]
+    calls = "'up', rank 0, micro-step 0, call 0, 'up', rank 0, micro-step 0, call 1, 'down', rank 0 (3 calls)"
+    assert line == f"{calls}: cannot tell: give --factory"
 
 
 def test_a_flipped_bit_in_an_output_is_named_with_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +177,10 @@ def test_another_class_changed_code_and_a_cut_bundle_are_refused(
     monkeypatch.setattr(models.Scaled, "forward", right)
     with pytest.raises(alone.CannotReplay, match="expected MODULE:FUNCTION"):
         alone.replay(bundle, alone.Options(factory="no_such_module:make"))
+    (tmp_path / "trains_on_import.py").write_text("raise RuntimeError('no process group')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(alone.CannotReplay, match=r"importing trains_on_import raised RuntimeError: no .* __name__"):
+        alone.replay(tmp_path / "own", alone.Options(factory="trains_on_import:make"))
     with pytest.raises(alone.CannotReplay, match=r"--device nowhere: .* name a device that is here"):
         alone.replay(bundle, alone.Options(device="nowhere"))
     path = bundle / "tensors.safetensors"
