@@ -129,7 +129,11 @@ class Settings:
         0.0, "a shard of statistics is sealed after this time, seconds, for a daemon that ships it; 0: when it is full"
     )
     codec: str = _setting(
-        "auto", "byte planes and zstd where they pay, nothing, or zstd always", "auto", "none", "zstd"
+        "auto",
+        "byte planes and zstd where they pay and a core is free, nothing, or zstd always",
+        "auto",
+        "none",
+        "zstd",
     )
     codec_level: int = _setting(1, "zstd level, -7 to 19")
     native: bool = _setting(True, "the compiled loops, where they were built; Python makes the same bits, more slowly")

@@ -61,6 +61,8 @@ class Encoder:
         self._huffman = kernels if codec == "auto" and level == 1 else None
         self._writer = PayloadWriter(level, kernels)
         self._known: dict[tuple[Hashable, int], _Known] = {}
+        self.is_hurried = False
+        """True while codec `auto` stores payloads as they are, because training needs the cores more."""
 
     def stores(self, num_bytes: int) -> bool:
         """Whether a payload of so many bytes is stored as it is, whatever its content."""
@@ -80,7 +82,7 @@ class Encoder:
             The encoding, and how many bytes of `out` it took.
         """
         num_bytes = len(data)
-        is_stored = num_bytes < self._min_bytes
+        is_stored = num_bytes < self._min_bytes or (self.is_hurried and self._codec == "auto")
         if len(out) < (needed := num_bytes if is_stored else max_encoded_bytes(num_bytes)):
             raise ValueError(f"out holds {len(out)} bytes, {needed} may be needed")
         if is_stored:

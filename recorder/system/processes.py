@@ -139,6 +139,33 @@ _WIPE_ON_FORK = 18
 """MADV_WIPEONFORK (Linux 4.14), which `mmap` does not name."""
 
 
+class CoreShare:
+    """Tells whether the thread that asks gets a core when it wants one; Linux alone knows."""
+
+    def __init__(self) -> None:
+        self._ran_ns = self._waited_ns = 0
+
+    def look(self) -> float | None:
+        """Return the share of its own time that the thread did not wait for a core, since the last such answer.
+
+        None is returned where the kernel does not tell, and until the thread has run or waited for a quarter of a
+        second. A wait for the disk or for the interpreter's lock does not count.
+        """
+        try:
+            with open("/proc/thread-self/schedstat", encoding="ascii") as file:
+                ran_ns, waited_ns = map(int, file.read().split()[:2])
+        except (OSError, ValueError):
+            return None
+        ran, waited = ran_ns - self._ran_ns, waited_ns - self._waited_ns
+        if ran + waited < _MIN_NS:
+            return None
+        self._ran_ns, self._waited_ns = ran_ns, waited_ns
+        return ran / (ran + waited)
+
+
+_MIN_NS = 250_000_000
+
+
 def private_memory(nbytes: int) -> mmap.mmap:
     """Return page-aligned memory that is empty in forked children; pages that are not touched cost nothing.
 

@@ -22,6 +22,7 @@ from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, index_name, open_name, rank_dir, read_json
 from ..rules import Schedule
 from ..sites import FORMAT_NAME, FORMAT_VERSION
+from ..system.processes import CoreShare
 from .files.file import Disk, PageMemory
 from .files.ipc import IpcFormat
 from .files.manifest import StatusFile, create_manifest, replace_manifest
@@ -58,6 +59,11 @@ class RunTarget:
     """Called on the writer thread with the name of the run, which the first writer of the run decides."""
 
 
+_LOOK_S = 0.2
+_CROWDED, _FREE = 0.75, 0.9
+"""Shares of `CoreShare` below which payloads are stored as they are, and above which they are encoded again."""
+
+
 class WriterDirectory:
     """One writer directory and the two kinds of shard in it: each row is written, or dropped with a reason."""
 
@@ -87,6 +93,9 @@ class WriterDirectory:
         self.dumps: Sequence[Dump] = ()
         """What triggers have asked for, as the manifest lists it."""
         self._io: str | None = None
+        self._encoder: Encoder | None = None
+        self._cores = CoreShare()
+        self._next_look_s = 0.0
         self._num_names_left = _MAX_NAMES
         self._status = StatusFile(disk, clock)
 
@@ -136,6 +145,7 @@ class WriterDirectory:
             shards.flush_due()
         self._retire_outdated()
         self._look_at_io()
+        self._look_at_cores()
         if self._is_manifest_stale and self.path is not None and self._describing.is_over:
             self._is_manifest_stale = False
             self._describe()
@@ -282,7 +292,7 @@ class WriterDirectory:
             self._count_earlier(quota, find_earlier(directory, target.attempt))
         memory = PageMemory(_LIGHT_BYTES)
 
-        encoder = Encoder(settings.codec, settings.codec_level, native.load(settings.native))
+        encoder = self._encoder = Encoder(settings.codec, settings.codec_level, native.load(settings.native))
 
         def open_shards(kind: str, compression: str | None, *, has_index: bool) -> RotatingShards:
             max_batch_bytes = quota.max_shard_bytes(kind) // _BATCHES_PER_SHARD
@@ -326,6 +336,22 @@ class WriterDirectory:
             io = "page cache (no direct writes here)" if False in seen else "direct"
         if io != self._io:
             self._io, self._is_manifest_stale = io, True
+
+    def _look_at_cores(self) -> None:
+        """Store payloads as they are while training uses every core, which encoding would take from training."""
+        if self._encoder is None or self._settings.codec != "auto" or (now := self._clock()) < self._next_look_s:
+            return
+        self._next_look_s = now + _LOOK_S
+        share = self._cores.look()
+        if share is None:
+            return
+        if share < _CROWDED and not self._encoder.is_hurried:
+            self._notices.say(
+                "codec",
+                "training uses every core: tensors are stored without compression while it does (codec=auto)",
+                level=logging.INFO,
+            )
+        self._encoder.is_hurried = share < (_FREE if self._encoder.is_hurried else _CROWDED)
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
         """Write the manifest; return whether it is on the disk."""

@@ -34,6 +34,7 @@ from recorder.records import (
     Staged,
 )
 from recorder.sites import FORMAT_VERSION
+from recorder.system.processes import CoreShare
 from recorder.write.files import shard as shard_module
 from recorder.write.files.file import PageMemory
 from recorder.write.writer import RunTarget
@@ -826,3 +827,20 @@ def test_the_writer_naps_long_behind_small_records(
     wait_until(lambda: bool(naps))
     rig.close()
     assert naps[0] == nap_s
+
+
+def test_the_codec_rests_while_training_uses_every_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([0.5, 0.8, 0.95])
+    answer: list[float | None] = [None]
+    monkeypatch.setattr(CoreShare, "look", lambda self: answer[0])
+    monkeypatch.setattr("recorder.write.writer_directory._LOOK_S", 0.0)
+    rig = Rig(tmp_path).start()
+    values = np.linspace(1, 2, 20_000, dtype=np.float32)
+    rig.put(values, keep=KEEP_TENSOR)
+    for answer[0] in shares:
+        assert rig.drain()
+        time.sleep(0.1)  # the writer looks every 20 ms
+        rig.put(values, keep=KEEP_TENSOR)
+    rig.close()
+    encoded, *hurried, again = [row["encoding"] for row in rig.rows()]
+    assert hurried == ["plain", "plain"] and encoded == again != "plain"
