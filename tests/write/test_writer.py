@@ -830,17 +830,21 @@ def test_the_writer_naps_long_behind_small_records(
 
 
 def test_the_codec_rests_while_training_uses_every_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = iter([0.5, 0.8, 0.95])
     answer: list[float | None] = [None]
-    monkeypatch.setattr(CoreShare, "look", lambda self: answer[0])
+    looks: list[float | None] = []
+
+    def look(self: CoreShare) -> float | None:
+        looks.append(answer[0])
+        return answer[0]
+
+    monkeypatch.setattr(CoreShare, "look", look)
     monkeypatch.setattr("recorder.write.writer_directory._LOOK_S", 0.0)
     rig = Rig(tmp_path).start()
     values = np.linspace(1, 2, 20_000, dtype=np.float32)
-    rig.put(values, keep=KEEP_TENSOR)
-    for answer[0] in shares:
-        assert rig.drain()
-        time.sleep(0.1)  # the writer looks every 20 ms
+    for answer[0] in (None, 0.5, 0.8, 0.95):
+        wait_until(lambda: looks[-2:] == [answer[0]] * 2)
         rig.put(values, keep=KEEP_TENSOR)
+        assert rig.drain()
     rig.close()
     encoded, *hurried, again = [row["encoding"] for row in rig.rows()]
     assert hurried == ["plain", "plain"] and encoded == again != "plain"
