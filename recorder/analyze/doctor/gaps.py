@@ -277,6 +277,7 @@ def _with_losses(
     that never has a value.
     """
     view, missing, columns = block.view, block.missing, block.columns
+    without_losses = reason.copy()
     there, expected = block.recorded[block.rows], block.expected[block.rows]
     is_free = view.bits[columns] == 0
     lost = np.zeros(len(columns), np.uint8)
@@ -296,7 +297,8 @@ def _with_losses(
     reason[by_drop] = _CODE["dropped"]
     lost_otherwise = ~is_free & ~is_drop
     reason[:, lost_otherwise] = lost[lost_otherwise][None, :]
-    reason[:, ~is_free] = np.where(never[:, None], usual[:, None], reason[:, ~is_free])
+    of_step = np.where(is_certain, without_losses, usual[:, None])
+    reason[:, ~is_free] = np.where(never[:, None], of_step, reason)[:, ~is_free]
     if view.is_lossy:
         reason[there.any(axis=1)] = _CODE["not_merged"]
     reason[~missing] = 0

@@ -268,6 +268,15 @@ class TestLosses:
         record(run, rows, 1, ledger=dropped(rows, 85, disk_full=51))
         assert what(only(found_in(run), "dropped"))[2:] == ([2, 3, 4], [1], 51)
 
+    def test_a_reason_that_the_step_shows_is_not_replaced_by_that_of_a_step_without_drops(self, run: Path) -> None:
+        rows = [row for row in training(4) if row["site"] != "optim"]  # SGD without momentum
+        rows = renumbered(row for row in rows if row["step"] < 3 or row["site"] == "output")  # the last was a forward
+        kept = [row for row in rows if (row["module_path"], row["site"]) != ("a", "output") or row["step"] == 3]
+        record(run, kept, ledger=dropped(kept, len(rows), unsupported=3))
+        found = found_in(run)
+        assert (only(found, "no_state").sites, only(found, "no_state").steps) == (["optim"], [0, 1, 2])
+        assert only(found, "no_update").steps == [3]
+
     def test_what_was_dropped_behind_the_end_of_the_table_is_told(self, run: Path) -> None:
         rows = training(3)
         record(run, rows, ledger=dropped(rows, 85, disk_full=34))
