@@ -1,9 +1,9 @@
 """Learns the chunks of plain tensors inside tensor parallel regions from DTensors that share their memory.
 
-A tensor that a parallel style made local has its DTensor in its graph. Where the next module takes a tensor as the
-local part of a DTensor, the chunk is known a moment later, so a few records wait for it. Memory is recognised by a weak
-reference to the tensor that owns it, never by an address. Nothing here may copy, issue a collective, or keep a tensor
-or a mesh alive.
+A tensor that a parallel style has made local has the spec of its DTensor in its autograd node. If only the next module
+makes a DTensor of the tensor, the chunk is known a moment later, so a few records wait for their chunks. Memory is
+recognised by a weak reference to the tensor that owns it, never by an address. Nothing here may copy, issue a
+collective, or keep a tensor or a mesh alive.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Aliases:
                     self._release(waiting, chunk)
 
     def chunk_of_alias(self, tensor: torch.Tensor) -> Chunk | None:
-        """Return the chunk of a plain tensor; None where it is not known, or not yet."""
+        """Return the chunk of a plain tensor; None while the chunk is not known."""
         spec = getattr(tensor.grad_fn, "dtensor_spec", None)  # the node of a view that `to_local` made has the spec
         if spec is not None and tensor.dim() == len(spec.shape):
             self._learn(tensor, spec)
@@ -130,7 +130,7 @@ WRAPPED = "RegisterPostBackwardFunctionBackward"
 
 
 def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] | None:
-    """Return the source that FSDP2 has put its node on. The whole gradient arrives there, with that of a residual.
+    """Return the source before FSDP2 added its node; the complete gradient, with a residual's, arrives at the source.
 
     Args:
         tensor: the result of FSDP2's node.
@@ -153,7 +153,7 @@ def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] |
 def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
     """Return the node of the tensor from which a DTensor was made for a single module.
 
-    The gradient that arrives at the DTensor is that module's share; the whole gradient arrives at the node.
+    The gradient that arrives at the DTensor is that module's share; the complete gradient arrives at the node.
 
     Returns:
         The node, the number of the node's output, and the chunk of the gradient where the gradient is a plain tensor;
@@ -168,7 +168,7 @@ def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
 
 
 def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
-    """Return the chunk of a gradient behind `DTensor.from_local`: the local tensor's, with summands added up."""
+    """Return the chunk of a gradient that goes back through `DTensor.from_local`; a summand counts as replicated."""
     from torch.distributed.tensor import Replicate
 
     mesh = getattr(node, "forward_input_device_mesh", None) or node.previous_device_mesh
@@ -193,7 +193,7 @@ def _owner(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a tensor that takes all of some known memory, in the known shape or in another."""
+    """Return the chunk of a tensor that takes all of some known memory; the tensor may be a view in another shape."""
     mesh = known.mesh()
     if mesh is None or start != known.start:
         return None
@@ -213,7 +213,7 @@ def _was_changed(tensor: torch.Tensor) -> bool:
 def _seen_as(
     known: _KnownMemory, mesh: Any, shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[tuple[int, ...], Any, tuple[Any, ...]] | None:
-    """Return global shape, mesh and placements of a view of a whole chunk; None where they are not certain.
+    """Return global shape, mesh and placements of a view of a complete chunk; None where they are not certain.
 
     The dim of the view that ends in memory where the sharded dim ended takes the place of the sharded dim: if the view
     has split the sharded dim, the other factors lie inside that dim. Only even shards count, because the sizes of

@@ -52,7 +52,7 @@ from .staging import copies
 from .staging.pool import Pool, PoolBlock, RingMemory
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
-"""Returns a shape as a tuple, the same one each time: each object that waits brings the garbage collector nearer."""
+"""Returns a shape as a cached tuple, because each new object in the queue brings the garbage collector nearer."""
 _MAX_LEAF_HOOKS = 1 << 16
 _MAX_DROPPED_PARTS = 1 << 20
 """The most rows that one dropped tensor counts for: each row takes a number, and an expanded tensor has no bound."""
@@ -73,7 +73,7 @@ class StagedChannel(Protocol):
 
 
 class _Nothing:
-    """The masks of a paused recording, all of which are 0."""
+    """The rule masks of a paused recording: every mask is 0."""
 
     def __getitem__(self, rule_set: int) -> int:
         return 0
@@ -126,7 +126,7 @@ class Capture:
         self._leaf_hooks: deque[Any] = deque()
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
-        """Numbers a value that is neither put nor dropped; the ledger finds it at the end. Needs no stack or memory."""
+        """Numbers a value that is neither put nor dropped, so that the ledger finds the value. Needs no memory."""
         self.scalars = Scalars(self, self.roots)
         self.taps_by_hand = TapsByHand(self, self.roots)
         self.rule_commands = RuleCommands(
@@ -141,7 +141,7 @@ class Capture:
 
     @property
     def observed(self) -> int:
-        """Return the number of rows so far. Any thread. Only the counter's repr shows the number without raising it."""
+        """Return the number of rows so far. Any thread. The counter's repr shows its number without a change."""
         return int(repr(self._sequence)[6:-1])
 
     @property
@@ -158,8 +158,8 @@ class Capture:
             self.selection.has_ring = False
             self.events.add("ring_refused", problem, level=logging.ERROR)
         self.selection.at_step(step)
-        # Hooks do not rest before the first step has shown which modules run, nor where only the hooks of modules tell
-        # that the step has moved, nor once anything was compiled: dynamo would make two graphs, with and without hooks.
+        # Hooks stay on until the first step has shown which modules run, and where only module hooks can notice a new
+        # step. Hooks also stay once anything was compiled, because dynamo would compile with and without hooks.
         may_rest = self.has_stepped and self.has_seen_forward and not has_compiled_anything()
         for root in self.roots:
             root.rest_or_wake(may_rest=may_rest)
@@ -182,9 +182,9 @@ class Capture:
             stager.fetch()
 
     def forward_without_root(self) -> None:
-        """Move the step as a module runs, where no root was ever seen to run.
+        """Advance the step when a module runs although no root was ever seen to run.
 
-        A root is not seen to run where it is called by ``.forward()``, or where it runs in a graph.
+        A root is not seen to run if the program calls its ``.forward()``, or if the root runs in a graph.
         """
         if self.every_call_is_a_step or self.root_calls.depth or not torch.is_grad_enabled():
             return
@@ -374,7 +374,7 @@ class Capture:
         return self._stagers.setdefault(device_type, stager)  # each device has a thread of its own in a backward
 
     def _number(self, num_rows: int) -> int:
-        """Take ``num_rows`` consecutive numbers; drop the numbers before one that another thread takes in between."""
+        """Take ``num_rows`` consecutive numbers; drop those before a number that another thread takes in between."""
         first = last = next(self._sequence)
         while last - first + 1 < num_rows:
             following = next(self._sequence)
@@ -439,8 +439,8 @@ class Capture:
     def add_root(self, module: nn.Module, name: str | None) -> Root:
         """Put hooks on a model that may contain roots already.
 
-        A wrapper under which the modules of a root keep their paths takes the root over, with the root's name. Any
-        other root goes on. A module has one path, so the new root has the modules that are in no root yet.
+        A wrapper that leaves the paths of a root's modules unchanged replaces the root and takes its name. Every other
+        root stays. A module has one path, so the new root gets only the modules that are in no root yet.
         """
         for gone in [root for root in self.roots if root.module() is None]:
             self.remove_root(gone)

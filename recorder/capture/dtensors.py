@@ -1,6 +1,6 @@
-"""Finds where the local values of a DTensor lie in the global tensor, and writes it as the JSON text that columns hold.
+"""Finds where the local values of a DTensor lie in the global tensor, and writes the position as JSON for the columns.
 
-It reads metadata only: never issues a collective, never keeps a mesh, which knows process groups, alive.
+Nothing here reads a value, issues a collective, or keeps a mesh alive, because a mesh knows its process groups.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chun
 
 
 def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[str, Any]:
-    """Return the ranks of a mesh as the column ``mesh`` has them: row-major, or many regular ranks by strides."""
+    """Return the ranks of a mesh for the column ``mesh``: in row-major order, or as strides if many and regular."""
     if len(ranks) <= _MAX_LISTED:
         return ranks
     grid = np.array(ranks).reshape(shape)
@@ -122,7 +122,7 @@ def _placement(placement: Any, num_ranks: int) -> dict[str, Any]:
 
 
 def without_masked(tensor: Any, local: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of the local values with zeros where a row-wise embedding has rows of other ranks; else None.
+    """Return an embedding's local output with zeros for the rows of other ranks; None if no mask can be applied.
 
     Training applies the mask itself, later and in place.
     """
@@ -139,7 +139,7 @@ def without_masked(tensor: Any, local: torch.Tensor) -> torch.Tensor | None:
 
 
 def compact(value: object) -> str:
-    """Return a value as JSON, as the columns hold it."""
+    """Return a value as compact JSON text for a column."""
     return json.dumps(value, separators=(",", ":"), default=str)
 
 

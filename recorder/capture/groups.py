@@ -2,10 +2,10 @@
 
 There are ranks that split the root's batch (DDP, FSDP), ranks that work on the same part of the batch (tensor, sequence
 and context parallel), and the stages of a pipeline. Some parameters, such as those of experts, differ between ranks
-with other batches although the rest of the model is shared.
+with different batches although these ranks share the rest of the model.
 
 It reads the metadata of wrappers, and of the meshes of DTensor parameters. `torch.distributed.pipelining` has no hooks,
-so the stack tells the stage; the stack is looked at once for each call of a root, and only where the program has
+so the call stack shows which stage runs; the stack is read once for each call of a root, and only if the program has
 imported pipelining. Nothing here may issue a collective, or keep a wrapper, a parameter, a mesh or a process group.
 """
 
@@ -37,7 +37,7 @@ FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedData
 
 
 def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataParallel | None:
-    """Return the data-parallel group of a root that is a wrapper, contains one or lies in one; None for other roots.
+    """Return the data-parallel group of a root that is, contains or lies in a wrapper; None for other roots.
 
     Args:
         root: the module that is recorded, possibly a wrapper itself.
@@ -210,15 +210,15 @@ def _stage_frames() -> Iterator[tuple[FrameType, Any]]:
 
 
 IGNORED = "ignored"
-"""The parameter is trained, and the data-parallel wrapper was told to ignore it."""
+"""The parameter is trained, but the data-parallel wrapper was configured to ignore the parameter."""
 MARKED = "allreduce_false"
 """The parameter has ``allreduce = False``, which Megatron and DeepSpeed set on experts."""
 CUT = "cut_over_batches"
-"""The parameter is a DTensor, and ranks with other batches compute with other chunks of it."""
+"""The parameter is a DTensor, and ranks with different batches compute with different chunks of the parameter."""
 
 
 def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel | None) -> dict[int, str]:
-    """Return the reasons why parameters, by id, differ between ranks with other batches.
+    """Return, by the id of a parameter, why the parameter differs between ranks with different batches.
 
     Args:
         modules: the modules of the root, and the wrappers around it.

@@ -1,7 +1,7 @@
 """Unwraps a tensor to its plain local values, or to the tensors inside a composite tensor, each under its own name.
 
 It reads metadata and attributes only: no copy, no collective, no device sync, and nothing that a user's
-``__torch_function__`` would see; but it waits for the pending result of a collective. A kind that cannot be recorded
+``__torch_function__`` would see. The one wait is for the pending result of a collective. A kind that cannot be recorded
 raises `UnsupportedKind` with a reason for the ledger.
 """
 
@@ -34,8 +34,8 @@ DTYPES: dict[torch.dtype, str] = {
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _dispatch_keys = torch._C._dispatch_keys
 _ordinary: set[int] = set()
-"""The dispatch keys, as numbers, of host tensors that need no look at what kind of tensor they are. Some of these looks
-let the writer thread have the interpreter, which costs both threads more than the rest of a hook."""
+"""The dispatch keys, as numbers, of host tensors whose kind need not be examined. Some of the examinations let the
+writer thread take the interpreter's lock, which costs both threads more than the rest of a hook."""
 
 
 class UnsupportedKind(Exception):
@@ -43,7 +43,7 @@ class UnsupportedKind(Exception):
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a parameter's local values; 0 where only unwrapping the parameter would tell."""
+    """Return the bytes of a parameter's local values; 0 where only unwrapping the parameter would show the bytes."""
     local = getattr(tensor, "_local_tensor", tensor)
     return 0 if is_lazy(local) or type(local) not in PLAIN else local.numel() * local.itemsize
 
@@ -83,7 +83,7 @@ def _refuse_kinds(tensor: torch.Tensor) -> None:
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host tensor without the marks that its values are negative or conjugate; learn a kind without them."""
+    """Return a host tensor without its lazy negative and conjugate bits; remember a kind that has no such bits."""
     if tensor.is_neg() or tensor.is_conj():
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return tensor.detach().resolve_conj().resolve_neg()
@@ -111,7 +111,7 @@ def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Ch
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the result of a collective, after waiting for it as its next use would; or another tensor as it is."""
+    """Return the result of a collective after a wait, as its next use would wait; return any other tensor unchanged."""
     if type(tensor).__name__ != "AsyncCollectiveTensor":
         return tensor
     with torch.no_grad():
@@ -136,7 +136,7 @@ class Inner(NamedTuple):
     """One tensor inside a composite tensor."""
 
     name: str
-    """The composite tensor's name with the path inside it; the name alone where the inner tensor is the value."""
+    """The name of the composite tensor with the path inside it, or without a path if the inner tensor is the value."""
     tensor: torch.Tensor
     """A tensor of any kind; a tensor that is not plain cannot be recorded."""
     chunk: Chunk | None
@@ -197,7 +197,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _inside(tensor: torch.Tensor) -> _Inner:
-    """Return the tensors right inside a tensor by name; none where the tensor is not composite or of unknown kind."""
+    """Return the tensors directly inside a tensor by name; none if the tensor is not composite or of unknown kind."""
     if type(tensor) in PLAIN:
         if tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return {}
@@ -247,18 +247,18 @@ _SPARSE: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csc: _CSC,
     torch.sparse_bsc: _CSC,
 }
-"""For each layout the methods that return the inner tensors without a copy."""
+"""The methods, by layout, that return the inner tensors without a copy."""
 
 _STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
 _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
-    # A weight in full precision that is marked to be cast later. Its own flattening asks for the truth of a tensor,
-    # which would wait for the device.
+    # A weight in full precision that is marked to be cast later. The class's own `__tensor_flatten__` takes a tensor as
+    # a bool, which would wait for the device.
     ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): {
         "": "_tensor",
         "_precomputed_scale": "_precomputed_scale",
     },
-    # The other tensors of a NestedTensor are empty; their shapes cache lengths once somebody has asked for lengths.
+    # The other tensors of a NestedTensor are empty; their shapes cache lengths once the program has asked for lengths.
     ("torch.nested._internal.nested_tensor", "NestedTensor"): {
         "_values": "_values",
         "_offsets": "_offsets",
@@ -269,4 +269,4 @@ _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
         "_masked_mask": "_masked_mask",
     },
 }
-"""For each class whose own flattening is unfit, the attribute to read for each inner tensor's name."""
+"""The attribute of each inner tensor, for each class whose own `__tensor_flatten__` is unfit."""

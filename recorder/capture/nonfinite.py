@@ -1,13 +1,13 @@
-"""Finds the first value of a recording that is not finite, warns of it once, and tells the final summary.
+"""Finds the first value of a recording that is not finite, warns of it once, and gives it to the final summary.
 
-It looks at statistics that are there anyway, on the writer thread. Nothing here may touch a tensor or raise.
+It reads statistics that are computed anyway, on the writer thread. Nothing here may touch a tensor or raise.
 
 The warning is for NaN in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars. It is also
-for infinities where no program means them (`sites.may_mask`): in gradients, in optimizer state, and in a scalar that is
-called a loss. Inputs and buffers may hold masks, and an output may be a mask. An input of a module inside a root came
-from an output, or from the program between two modules. `GradScaler` finds its scale by the non-finite gradients of
-steps that it skips. So the warning of a gradient waits until the step is over, and the warnings of all later values of
-the step wait with it.
+for infinities where no program wants them (`sites.may_mask`): in gradients, in optimizer state, and in a scalar that
+is called a loss. Inputs and buffers may contain masks, and an output may be a mask. An input of a module inside a root
+came from an output, or from the program between two modules. `GradScaler` finds its scale by the non-finite gradients
+of steps that it skips. So the warning about a gradient waits until the step is over, and the warnings about all later
+values of the step wait with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..system.text import counted
 _logger = logging.getLogger("recorder")
 _SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS)
 _MAX_STEPS = 64
-"""The number of steps that are remembered: a warning waits for the next step, and the writer may be behind."""
+"""The number of steps that are remembered, because a warning waits for the next step, and the writer may lag."""
 
 
 class NonFiniteValue(NamedTuple):
@@ -41,7 +41,7 @@ class NonFiniteValue(NamedTuple):
 
 
 class FirstNonFinite:
-    """The first value of this rank that is not finite. Methods without a note belong to the writer thread."""
+    """The first value of this rank that is not finite. The writer thread calls the methods that name no thread."""
 
     def __init__(self, *, rank: int, clock: Clock) -> None:
         self.first: NonFiniteValue | None = None
@@ -52,14 +52,14 @@ class FirstNonFinite:
         self._waiting: NonFiniteValue | None = None
         """A non-finite gradient of a step that may yet be skipped."""
         self._next: NonFiniteValue | None = None
-        """The first later non-finite value of the step that is no gradient; it counts if the step is skipped."""
+        """The step's first later non-finite value that is no gradient; it is the first if the step is skipped."""
         self._loss = ""
         """The name of a non-finite loss that came after the waiting gradient in the same step; empty without one."""
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
         self._taken: deque[int] = deque(maxlen=_MAX_STEPS)
-        """The steps of which rows have shown that they were not skipped."""
+        """The steps that were not skipped, as their rows have shown."""
         self.is_told_by_rows = False
-        """True where an optimizer finds out on its device whether a step is skipped. Set by the training thread."""
+        """True if an optimizer decides on its device whether to skip a step. Set by the training thread."""
 
     def skipped(self, step: int) -> None:
         """Note that `GradScaler` has skipped a step. Training thread."""
@@ -107,7 +107,7 @@ class FirstNonFinite:
         self._waiting, self._next, self._loss = None, None, ""
 
     def look(self, command: str | None, *, is_last: bool = False) -> None:
-        """Log the warning as soon as there is a value to warn of and the log takes a line.
+        """Log the warning as soon as there is a value to warn of and the log can take a line.
 
         Args:
             command: the command that tells where the value comes from; None where there is no run.

@@ -37,8 +37,8 @@ def find_live() -> list[Optimizer]:
 def last_step(optimizers: list[Optimizer]) -> int | None:
     """Return the largest ``state["step"]`` of optimizers, or None where no state has a step.
 
-    This is the only place that reads a device. A device is not read while a graph is captured, or where the user
-    forbids waiting; its steps do not count then.
+    This is the only place that reads a device. It skips a device while a graph is captured, or where the user forbids
+    waiting; the steps on that device do not count then.
     """
     recorded = [
         state["step"]
@@ -89,7 +89,7 @@ def _wrapped(closure: Callable[..., Any], returned: Callable[[], None]) -> Calla
 
 
 class _ClosureObject:
-    """A wrapper around a closure that is an object; every use but the call goes to the object."""
+    """A wrapper around a closure that is an object; every use except a call is passed on to the object."""
 
     def __init__(self, closure: Any, returned: Callable[[], None]) -> None:
         self.__dict__.update(_closure=closure, _returned=returned)
@@ -156,7 +156,7 @@ class OptimizerHooks:
         self._active: Callable[[], Optimizer | None] | None = None
         self._scaler_calls: list[dict[str, Any]] = []
         self._repeats: dict[str, dict[int, int]] = {"grad": {}, "optim": {}, "buffer": {}}
-        """For each site and parameter's id the last `repeat` in this step; all buffers count under the id 0."""
+        """The last `repeat` in this step, by site and parameter id; all buffers count under the id 0."""
         self._repeats_step = -1
         self.num_steps = 0
         self._handles = [
@@ -181,7 +181,7 @@ class OptimizerHooks:
     def name_of(self, optimizer: Optimizer) -> str:
         """Return the class name of an optimizer, with a number where several live optimizers share the class name.
 
-        An optimizer that is made anew each step has the name of the optimizer before it.
+        An optimizer that the program makes anew at each step keeps the name of the optimizer before it.
         """
         known = self.known.get(id(optimizer))
         if known is not None and known[0]() is optimizer:
@@ -200,7 +200,7 @@ class OptimizerHooks:
         return [optimizer for reference, _ in self.known.values() if (optimizer := reference()) is not None]
 
     def holds(self, parameters: set[int]) -> bool:
-        """Whether a live optimizer holds a parameter with one of these ids."""
+        """Whether a live optimizer updates a parameter with one of these ids."""
         return any(id(parameter) in parameters for live in self._live() for parameter in _parameters(live))
 
     def all_have_roots(self) -> bool:
@@ -259,8 +259,8 @@ class OptimizerHooks:
     def _repeats_at(self, site: str) -> dict[int, int]:
         """Return this step's counts of a site.
 
-        The counts belong to parameters and not to optimizers, because optimizers may share parameters, take more
-        parameters later, and come and go within a step.
+        The counts belong to parameters and not to optimizers, because optimizers may share parameters, get more
+        parameters later, and be made and deleted within a step.
         """
         if self._repeats_step != self._capture.clock.step:
             self._repeats_step = self._capture.clock.step
@@ -278,7 +278,7 @@ class OptimizerHooks:
         return self._counting() is optimizer
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the values that the update will use, or wrap the closure that makes them. The pre-step hook."""
+        """Record the values that the update will use, or wrap the closure that computes them. The pre-step hook."""
         if _is_compiling() or not self._capture.is_open:
             return None
         try:
@@ -315,7 +315,7 @@ class OptimizerHooks:
         return wrapped
 
     def closure_returned(self, optimizer: Optimizer) -> None:
-        """Record the gradients that a closure has made; the optimizer uses these next."""
+        """Record the gradients that a closure has computed, which the optimizer uses next."""
         try:
             if self._active is None:  # the first root was found inside this very closure
                 self._active = weakref.ref(optimizer)
@@ -348,7 +348,7 @@ class OptimizerHooks:
         self._on_step(optimizer)
 
     def record_before(self, optimizer: Optimizer) -> None:
-        """Record the parameters and final gradients of one optimizer, and once a step the buffers."""
+        """Record the parameters and final gradients of one optimizer and, once a step, the buffers."""
         capture = self._capture
         moment = Moment(capture.clock.step, None, "train")
         repeats = self._repeats_at("grad")
@@ -386,7 +386,7 @@ class OptimizerHooks:
             self._record_empty_state(optimizer, moment, repeats)
 
     def _record_empty_state(self, optimizer: Optimizer, moment: Moment, repeats: dict[int, int]) -> None:
-        """Record empty state for FSDP1 parameters that lie on other ranks: the optimizer has no state for them here.
+        """Record empty state for FSDP1 parameters that lie on other ranks, for which the optimizer has no state here.
 
         The names of the state are taken from the optimizer's other parameters.
         """
@@ -461,7 +461,7 @@ class OptimizerHooks:
             self._capture.hook_failed("GradScaler.step", error)
 
     def _skipped(self, optimizer: Optimizer) -> None:
-        """Record a step that the scaler has skipped for an infinity; it counts as an attempted step."""
+        """Record a step that the scaler has skipped because of an infinity; the step counts as an attempted step."""
         try:
             self._capture.nonfinite.skipped(self._capture.clock.step)
             self._record_rates(optimizer)
@@ -472,7 +472,7 @@ class OptimizerHooks:
             self._capture.hook_failed("GradScaler.step", error)
 
     def close(self) -> None:
-        """Take every hook off; a wrapper that the program put around one of ours keeps working through it."""
+        """Take every hook off; if the program has wrapped one of our wrappers, the program's wrapper keeps working."""
         for handle in self._handles:
             handle.remove()
         if GradScaler.step is self._wrapper:
@@ -482,7 +482,7 @@ class OptimizerHooks:
 
 
 def parameter_rows(root: Root) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
-    """Yield every parameter of a root that an optimizer may hold, once, with its rows."""
+    """Yield every parameter of a root that an optimizer may update, once, with its rows."""
     for hooked, name, parameter in root.parameters():
         yield parameter, ModuleParameter(parameter, hooked, name)
     for flat in root.flats:

@@ -1,8 +1,8 @@
-"""Values that the program names: the scalars of a step with the loss, and tensors handed to `recorder.tap`.
+"""Values that the program names: the scalars of a step, among them the loss, and tensors given to `recorder.tap`.
 
-A scalar is given by the program or by an optimizer, or it is the loss that a backward begins at. A scalar is never
-synced: a tensor of one element is copied as any other value is. `recorder.tap` is recorded here in code that runs as it
-is; `recorder/taps/graph_rows.py` records what the ops of a graph show.
+A scalar comes from the program or an optimizer, or it is the loss at which a backward begins. A scalar is never synced:
+a tensor of one element is copied as any other value is. This module records `recorder.tap` in eager code;
+`recorder/taps/graph_rows.py` records what the ops of a graph show.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _ENGINE = "_engine_run_backward"
 _is_compiling = torch.compiler.is_compiling
 
 LOSS = "loss"
-"""The name of the scalar for the loss, which is found where the program gives none of that name."""
+"""The name of the scalar for the loss; the recorder finds the loss if the program gives no scalar of this name."""
 _MAX_LOSSES = 64
 """The most losses of one step that wait for the end of the step."""
 _MAX_NAME_LENGTH = 1_024
-"""The most letters of a name. No person gives a longer name, and readers would take a batch of longer names for
+"""The most letters of a name. No person gives a longer name, and a reader would take a batch with a longer name for
 damaged."""
 _FOUND = '{"found":"backward"}'
 
@@ -48,10 +48,10 @@ class Scalars:
         self._repeats: dict[str, int] = {}
         self._step: int | None = None
         self._losses: deque[tuple[int, int, torch.Tensor]] = deque()
-        """Step, keep bits and value of each loss that waits for the end of its step: the program may yet give one."""
+        """Step, keep bits and value of each loss that waits for the end of its step, as the program may give a loss."""
         self._is_loss_given = False
         self._waits_for_loss = True
-        """True until a step ends in which a loss was found and the program gave none. After such a step a loss is
+        """True until a step ends in which a loss was found and the program gave none. After that step each loss is
         recorded as it is found, so that a process that ends suddenly leaves the loss of its last step."""
 
     def step_changes(self, step: int) -> None:
@@ -137,7 +137,7 @@ class TapsByHand:
         self._roots = roots
 
     def record(self, name: str, tensor: torch.Tensor, module: nn.Module | None) -> None:
-        """Record a tensor by name, and the gradient that arrives at it (the same key with phase ``backward``)."""
+        """Record a tensor by name, and with the phase ``backward`` the gradient that arrives at the tensor."""
         capture = self._capture
         root, path = self._locate(module)
         rule_set = capture.selection.rule_set_of_name("tap", name)
@@ -160,7 +160,7 @@ class TapsByHand:
             watch_gradient(tensor, hook)
 
     def _locate(self, module: nn.Module | None) -> tuple[Root | None, str]:
-        """Return the root and path of a module; for an unknown module the first root and the empty path."""
+        """Return the root and path of a module; the first root and an empty path for an unknown module."""
         for root in self._roots:
             if module is not None and (path := root.path_of(module)) is not None:
                 return root, path
@@ -170,11 +170,11 @@ class TapsByHand:
 class LossFinder:
     """Finds the loss, a tensor of one element whose backward is called, and records it as the scalar ``loss``.
 
-    Every backward passes the function with which `torch.autograd` starts its engine; no hook of torch tells what a
-    backward begins from. So that function and `GradScaler.scale` are wrapped until `close`. The wrapper stands aside
-    where dynamo compiles, where a graph is made, inside another backward, and for `torch.autograd.grad`, except for the
-    stages of a pipeline, whose backward may be such a call. It may not read a value, hold a graph, or raise into
-    training.
+    No hook of torch shows the tensors at which a backward begins, but every backward calls the function with which
+    `torch.autograd` starts its engine. So that function and `GradScaler.scale` are wrapped until `close`. The wrapper
+    does nothing while dynamo compiles, while a graph is made, inside another backward, and in `torch.autograd.grad`;
+    but it records the stages of a pipeline, whose backward may be a `torch.autograd.grad`. It may not read a value,
+    hold a graph, or raise into training.
     """
 
     def __init__(self, scalars: Scalars) -> None:
@@ -183,7 +183,7 @@ class LossFinder:
         self._scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         """The losses that `GradScaler` scaled last: each result, and the loss without its graph."""
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
-        """The wrapped attributes: owner, name, the function that was there, and our wrapper."""
+        """The wrapped attributes: owner, name, the original function, and our wrapper."""
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
@@ -244,7 +244,7 @@ class LossFinder:
         return scale
 
     def _note(self, scaled: Any, outputs: Any) -> None:
-        """Note the results that the scaler has made of one loss or of several losses."""
+        """Note the tensors that the scaler has returned for one loss or for several losses."""
         if isinstance(outputs, torch.Tensor):
             scaled, outputs = [scaled], [outputs]
         if not isinstance(outputs, (list, tuple)):
@@ -267,7 +267,7 @@ class LossFinder:
         self._scaled = []
 
     def close(self) -> None:
-        """Take the wrappers off; a wrapper that the program put around one of them keeps working through it."""
+        """Take the wrappers off; if the program has wrapped one of them, the program's wrapper keeps working."""
         for owner, name, original, wrapper in self._wrapped:
             if getattr(owner, name) is wrapper:
                 setattr(owner, name, original)
@@ -282,7 +282,7 @@ def _leave_own_frame_out(error: BaseException) -> None:
 
 
 def _leave_uncompiled(function: Any, *, with_callees: bool) -> None:
-    """Let dynamo run a function uncompiled where a backward is called between two of dynamo's graphs."""
+    """Let dynamo run a function uncompiled, for a backward that is called between two of dynamo's graphs."""
     dynamo: Any = torch._C._dynamo.eval_frame
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)

@@ -1,7 +1,7 @@
-"""Commands that change the rules of a recording while it runs: from the writer thread, which hears them, to training.
+"""Takes commands that change the rules of a recording while it runs from the writer thread to the training thread.
 
 Training takes commands as a step begins, and applies them from a later step on, so that every step has one set of rules
-from its first value to its last. While there are no commands, they cost one look at an empty queue a step. Nothing here
+from its first value to its last. Without commands, a step costs one check of an empty queue. Nothing here
 may raise into training, wait, or touch a file.
 """
 
@@ -54,7 +54,7 @@ class RuleCommands:
             taps: the taps of the recording.
         """
         self.changed: Callable[[], None] = lambda: None
-        """Called on the training thread once rules were added."""
+        """The function that the training thread calls after rules were added."""
         self._own = own
         self._selection = selection
         self._clock = clock
@@ -91,7 +91,7 @@ class RuleCommands:
             self._told.popleft()
 
     def _add_rules(self, command: Command) -> str:
-        """Give the rules of a command to the selection and the modules; return why they are refused, or no text."""
+        """Add the rules of a command to the selection and the modules; return why they are refused, or no text."""
         if command.kind != SET:
             return ""
         rules = rules_of(command)
@@ -118,7 +118,7 @@ class RuleCommands:
         return ""
 
     def _problem_of_ring(self, rules: Sequence[Rule]) -> str | None:
-        """Return why rules cannot hold values in the ring; None where they need no ring, or this run's ring will do."""
+        """Return why rules cannot keep values in the ring; None if they need no ring, or if this run's ring fits."""
         if (wanted := ring_window(rules)) is None:
             return None
         window = ring_window(self._own)
@@ -143,20 +143,20 @@ def _shown(paths: Sequence[str]) -> str:
 
 
 _MAX_RULES = 256
-"""The most rules that a run may be sent: each rule is looked at once a step, whether it is in force or not."""
+"""The most rules that a run may be sent, because each rule is checked once a step even while it is not in force."""
 
 
 class _Taken(NamedTuple):
-    """A command, with the facts at the time when training took it."""
+    """A command with the facts of the moment at which training took the command."""
 
     command: Command
     next_step: int
-    """The first step that had not begun."""
+    """The first step that had not begun when training took the command."""
     rules: tuple[Rule, ...]
     refused: str
-    """The reason why the command is refused; empty where it is not."""
+    """The reason why the command is refused; empty for a command that is not refused."""
     note: str
-    """A remark for people; empty where there is none."""
+    """A remark for people, or an empty text."""
 
 
 class _StepsInForce(NamedTuple):
@@ -165,7 +165,7 @@ class _StepsInForce(NamedTuple):
     since: int
     until: int | None
     ended_by: int = 0
-    """The number of the command that ended this one early; 0 where none did."""
+    """The number of the command that ended this one early; 0 if no command did."""
 
 
 class RuleChanges:
@@ -193,7 +193,7 @@ class RuleChanges:
 
     @property
     def num_rules(self) -> int:
-        """Return the number of the run's own rules and of those that commands have added."""
+        """Return the number of rules: the run's own rules and the rules that commands have added."""
         return len(self._own) + sum(len(taken.rules) for taken in self._taken)
 
     def has_taken(self, command: Command) -> bool:
@@ -206,7 +206,7 @@ class RuleChanges:
         Args:
             command: the command.
             next_step: the first step that has not begun.
-            rules: the rules of the command that the selection has, also where the command is refused after all.
+            rules: the rules of the command that the selection has, even if the command is refused after all.
             refused: the reason why the command is refused; the rules of a refused command never apply.
             note: a remark for people.
         """

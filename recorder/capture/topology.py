@@ -1,10 +1,10 @@
-"""Tells which process of the job this is: rank, attempt and the run's name, from the environment and the process group.
+"""Finds which process of the job this is: rank, attempt and the run's name, from the environment and the process group.
 
-Besides `config`, only this module reads the environment. The store of the process group is asked on the writer thread,
-with a deadline, over connections of our own, because training may hold its connection in a barrier. A call of torch's
-client waits for ever for a store that is stopped, and a thread that comes back from such a call while the interpreter
-is being torn down aborts the process. So in a `JobStore` the kernel bounds what the connection's socket waits for, and
-whoever ends the recording can cut the connection. Nothing here issues a collective.
+Besides `config`, only this module reads the environment. The writer thread asks the process group's store, with a
+deadline, over a connection of the recorder's own, because training may use its connection in a barrier. A call of
+torch's client waits for ever for a stopped store, and a thread that returns from that call while the interpreter is
+being torn down aborts the process. So in a `JobStore` the kernel bounds how long the connection's socket waits, and
+the thread that ends the recording can cut the connection. Nothing here issues a collective.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRank:
-    """The place of this process among all processes of the job."""
+    """The rank and related numbers of this process among all processes of the job."""
 
     rank: int
     local_rank: int
@@ -49,15 +49,15 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) ->
 
 
 def _is_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether ``mpirun`` or ``mpiexec`` started this process; under Slurm their daemon on each node is one task."""
+    """Whether ``mpirun`` or ``mpiexec`` started this process; under Slurm, MPI's daemon on each node is one task."""
     return "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether ``srun`` started this process for a rank.
 
-    A batch script has the variables of a task, too, but no step. A shell that ``srun --pty`` started is a task, and
-    every command that is typed into the shell inherits the task's variables.
+    A batch script has the variables of a task, too, but no step id. A shell that ``srun --pty`` started is a task, and
+    every command that is typed into the shell inherits the task's variables, so such a shell does not count.
     """
     is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1"
     return not _is_mpi(environ) and not is_shell and environ.get("SLURM_STEP_ID", "").isdigit()
@@ -88,7 +88,7 @@ _NONE: dict[str, tuple[str, ...]] = dict.fromkeys(_TORCHRUN, ())
 
 
 def read(environ: Mapping[str, str] | None = None) -> JobRank:
-    """Read the process group, else the environment of torchrun, MPI or Slurm; without all of these assume one rank."""
+    """Read the process group, or else the environment of torchrun, MPI or Slurm; if all are missing assume one rank."""
     environ = os.environ if environ is None else environ
     scheduler = _MPI if _is_mpi(environ) else _SLURM if _is_slurm_task(environ) else _NONE
 
@@ -115,7 +115,7 @@ def read(environ: Mapping[str, str] | None = None) -> JobRank:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Return this node's number of tasks from a variable such as ``8(x3),4``; None where the variable does not tell."""
+    """Return this node's number of tasks from a variable such as ``8(x3),4``; None if the variable has another form."""
     node = _number(environ, ("SLURM_NODEID",), 0)
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part)
@@ -137,16 +137,16 @@ def is_distributed() -> bool:
 def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
     """Return the run's name, and whether all ranks are known to share the name. Runs on the writer thread.
 
-    The name is torchrun's run id where the id is a UUID; Slurm's job and step where Slurm started the ranks; else a
-    fresh name that the ranks agree on through the process group's store (compare-and-set); else a name of this process
-    alone.
+    The name is torchrun's run id if the id is a UUID, or Slurm's job and step if Slurm started the ranks. Otherwise it
+    is a fresh name on which the ranks agree through the process group's store (compare-and-set), or a name of this
+    process alone.
     """
     environ = os.environ if environ is None else environ
     elastic = environ.get("TORCHELASTIC_RUN_ID", "")
     if _UUID.fullmatch(elastic):
         return elastic.lower(), True
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
-    # A batch script's own shell has no step: two commands there are two runs. Only some of MPI's ranks have a step.
+    # A batch script's own shell has no step, so two commands in it are two runs. Only some of MPI's ranks have a step.
     if job.isdigit() and _is_slurm_task(environ):
         return f"slurm-{job}-{step}", True
     fresh = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(4)
@@ -180,7 +180,7 @@ def _agree(fresh: str, deadline_s: float) -> str | None:
 
 
 class JobStore:
-    """The job's store, with a prefix of our own for all keys.
+    """The job's store, with the recorder's own prefix for all keys.
 
     One thread calls the methods and may wait in them; another thread may `cut` the connection. All methods raise what
     torch raises.

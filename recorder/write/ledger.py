@@ -1,8 +1,8 @@
-"""The ledger of one writer: observed = written + dropped (by reason) + passed; it also counts what retention removed.
+"""The ledger of one writer: observed = written + dropped (by reason) + passed; it also counts rows that were retired.
 
-`drop` is called from hooks, signal handlers and finalizers: it takes no lock and never waits. An error of the disk
-becomes a reason here, a pause before the next attempt, and one line for each kind of trouble: the log never raises and
-never waits, because standard error may lie on the same sick disk, or be a pipe that nobody reads.
+`drop` is called from hooks, signal handlers and finalizers, so it takes no lock and never waits. An error of the disk
+becomes a drop reason, a pause before the next attempt, and one log line for each kind of trouble. The log never raises
+and never waits, because standard error may lie on the same sick disk, or be a pipe that nobody reads.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DISK_FLOOR = "disk_floor"
 DISK_FULL = "disk_full"
 NO_MEMORY = "no_memory"
 DUMP_BYTES = "dump_bytes"
-"""The reason of rows of a dump beyond the bound on the bytes of all dumps."""
+"""The reason of rows of a dump that exceed the bound on the bytes of all dumps."""
 WRITE_ERROR = "write_error"
-"""A reason that a colon and the name of the errno follow."""
+"""A reason that is followed by a colon and the name of the errno."""
 
 
 class _Tally:
-    """A count that any thread may raise at any instant: to advance an iterator of C is one step under the GIL."""
+    """A count that any thread may raise at any instant, as advancing an iterator of C is one step under the GIL."""
 
     __slots__ = ("_ticks",)
 
@@ -45,7 +45,7 @@ class _Tally:
             next(self._ticks)
 
     def value(self) -> int:
-        """Return the count so far; only the iterator's repr shows it without advancing it."""
+        """Return the count so far; only the iterator's repr shows the count without advancing the iterator."""
         return int(repr(self._ticks).removeprefix("count(").removesuffix(")"))
 
 
@@ -53,7 +53,7 @@ class Ledger:
     """Counts rows until it is closed; from then on its numbers never change, and they balance."""
 
     def __init__(self, observed: Callable[[], int]) -> None:
-        """Begin at zero. `observed` returns how many rows were numbered so far; any thread may call it."""
+        """Begin at zero. `observed` returns the number of rows that were numbered so far; any thread may call it."""
         self._observed = observed
         self._dropped: dict[str, _Tally] = {}
         self._written = 0
@@ -62,7 +62,7 @@ class Ledger:
         self._retired_bytes = 0
         self._suspect = self._synced = 0
         self._lock = threading.RLock()
-        """Guards the counts between the writer thread and readers, perhaps a signal handler; `drop` never takes it."""
+        """The lock on counts between the writer thread and readers, even a signal handler; `drop` never takes it."""
         self._final: dict[str, Any] | None = None
 
     def drop(self, reason: str, num_rows: int = 1) -> None:
@@ -77,7 +77,7 @@ class Ledger:
             self._written += num_rows
 
     def add_passed(self, num_rows: int) -> None:
-        """Count rows that waited for a trigger until their steps had passed. They are no loss."""
+        """Count rows that waited for a trigger until their steps had passed. These rows are no loss."""
         with self._lock:
             self._passed += num_rows
 
@@ -87,24 +87,24 @@ class Ledger:
             self._retired_bytes += num_bytes
 
     def add_synced(self, num_rows: int) -> None:
-        """Count written rows that the medium has."""
+        """Count written rows that have reached the medium."""
         with self._lock:
             self._synced += num_rows
 
     def add_suspect(self, num_rows: int) -> None:
-        """Count written rows that the medium may not have. This may follow `close`, since the last syncs do."""
+        """Count written rows that may not have reached the medium. The last syncs may call this after `close`."""
         with self._lock:
             self._suspect += num_rows
             if self._final is not None and self._suspect:
                 self._final = {**self._final, "suspect": self._suspect}
 
     def snapshot(self, *, about_to_write: int = 0) -> dict[str, Any]:
-        """Return the accounts as JSON-ready data, with the rows of the batch that the snapshot will stand in."""
+        """Return the accounts as JSON-ready data, with the rows of the batch that will carry the snapshot."""
         with self._lock:
             return self._final or self._accounts(about_to_write)
 
     def close(self, leftover_reason: str) -> dict[str, Any]:
-        """Count unaccounted rows as dropped, and freeze the accounts; only the first call does."""
+        """Count unaccounted rows as dropped, and freeze the accounts; a later call changes nothing."""
         with self._lock:
             if self._final is None:
                 final = self._accounts(0)
@@ -116,7 +116,7 @@ class Ledger:
             return self._final
 
     def _accounts(self, about_to_write: int) -> dict[str, Any]:
-        # Drops before observed: a row is numbered first, so they can never exceed it.
+        # Drops are read before observed: a row is numbered before it is dropped, so drops never exceed observed.
         dropped = {reason: tally.value() for reason, tally in list(self._dropped.items())}
         return {
             "observed": self._observed(),
@@ -137,8 +137,8 @@ class Notices(LimitedLog):
 
         Args:
             problem: the thing that failed, and the consequence.
-            error: the cause; errors of the disk have the kind of their errno, whatever was tried.
-            is_aside: True where no rows are lost. A first line of that sort must not silence a line about lost rows.
+            error: the cause; an error of the disk is classed by its errno, whatever was tried.
+            is_aside: True if no rows are lost. A line about such an error must not silence a line about lost rows.
         """
         kind = f"{drop_reason(error)} {is_aside}" if isinstance(error, OSError) else problem
         self.say(kind, f"{problem} ({type(error).__name__}: {error})")
@@ -157,18 +157,18 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class Backoff:
-    """The reason why rows are dropped for now, and the end of the pause, which each failure in a row doubles."""
+    """The reason why rows are dropped for now, and the end of the pause, which each consecutive failure doubles."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.reason: str | None = None
-        """The reason why the last attempt failed; None where it succeeded."""
+        """The reason why the last attempt failed; None if it succeeded."""
         self._clock = clock
         self._pause_s = _FIRST_PAUSE_S
         self._until_s = float("-inf")
 
     @property
     def is_over(self) -> bool:
-        """Whether the pause is over, so that another attempt is worth it."""
+        """Whether the pause is over, so that another attempt makes sense."""
         return self._clock() >= self._until_s
 
     def failed(self, reason: str) -> None:

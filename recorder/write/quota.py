@@ -1,7 +1,7 @@
-"""Counts the bytes that a rank takes of the disk, and chooses the shards to delete. Deletes none itself.
+"""Counts the bytes that a rank takes of the disk, and chooses the shards to delete, but deletes no shard itself.
 
-The shards that earlier processes of the same rank have left are counted, too; nothing that a process which may still be
-alive has written is counted or touched.
+The shards that earlier processes of the same rank have left are counted, too. A shard of a process that may still be
+alive is neither counted nor touched.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .files.shard import StoredShard
 from .ledger import DISK_FLOOR, Notices
 
 _SHARDS_PER_QUOTA = 8
-"""The least number of shards of a kind within its quota, so that there is something to retire."""
+"""The least number of shards of a kind within its quota, so that there are shards to retire."""
 _SHARDS_PER_WINDOW = 8
-"""The least number of shards that the steps of `keep_newest` span, so that few old steps stay with newer ones."""
+"""The least number of shards that the steps of `keep_newest` span, so that few old steps are kept with newer ones."""
 
 
 class HeldShard(NamedTuple):
-    """A shard that counts in the quota, and is not written any more."""
+    """A shard that counts in the quota and is no longer written."""
 
     shard: StoredShard
     last_step: int
@@ -47,11 +47,11 @@ class HeldShard(NamedTuple):
     is_kept: bool
     """True where retention must never delete the shard."""
     earlier: EarlierShard | None = None
-    """Set where an earlier process has written the shard."""
+    """The shard of an earlier process; None for a shard of this writer."""
 
 
 class Quota:
-    """The bytes of one rank. A quarter is for statistics, so that tensors cannot crowd them out."""
+    """The bytes of one rank. A quarter of the bytes is for statistics, so that tensors cannot crowd statistics out."""
 
     def __init__(self, max_bytes: int, keep_newest: int = 0) -> None:
         stats_bytes = max_bytes // 4
@@ -77,7 +77,7 @@ class Quota:
         return self._used[kind] + num_bytes <= self._limits[kind]
 
     def could_fit(self, kind: str, num_bytes: int) -> bool:
-        """Whether `num_bytes` fit once all that may go has gone."""
+        """Whether `num_bytes` fit after the deletion of every shard that may be deleted."""
         removable = sum(held.shard.num_bytes for held in self._removable(kind))
         return self._used[kind] - removable + num_bytes <= self._limits[kind]
 
@@ -86,7 +86,7 @@ class Quota:
         self._used[kind] += num_bytes
 
     def keep(self, kind: str, held: HeldShard) -> None:
-        """Register a shard that is not written any more; its bytes were counted by `add` already."""
+        """Register a shard that is no longer written; its bytes were counted by `add` already."""
         self._held[kind].append(held)
 
     def saw(self, step: int) -> None:
@@ -94,11 +94,11 @@ class Quota:
         self._newest_step = step
 
     def oldest(self, kind: str) -> HeldShard | None:
-        """Return the shard to delete first; None where none may be deleted."""
+        """Return the shard to delete first; None if no shard may be deleted."""
         return next(iter(self._removable(kind)), None)
 
     def outdated(self, kind: str) -> list[HeldShard]:
-        """Return this writer's shards whose steps all lie before the newest, but never its newest shard."""
+        """Return this writer's shards that have only steps before the newest steps, but never its newest shard."""
         first_step = self._newest_step - self._keep_newest + 1
         if not self._keep_newest or first_step <= 0:
             return []
@@ -116,7 +116,7 @@ class Quota:
         held_of_kind[held_of_kind.index(held)] = held._replace(is_kept=True)
 
     def _removable(self, kind: str) -> list[HeldShard]:
-        """Return shards that may be deleted: not the first (unless `keep_newest` is set) nor this writer's newest."""
+        """Return deletable shards, without the first (unless `keep_newest` is set) and this writer's newest shard."""
         held = self._held[kind]
         num_own = sum(shard.earlier is None for shard in held)
         stop = len(held) - 1 if num_own else len(held)
@@ -124,7 +124,7 @@ class Quota:
 
 
 class DiskFloor:
-    """The free bytes of a file system that are left for others."""
+    """The free bytes of a file system that are left for other users."""
 
     def __init__(self, min_free_bytes: int, disk: Disk, notices: Notices) -> None:
         self._min_free_bytes = min_free_bytes
@@ -132,10 +132,10 @@ class DiskFloor:
         self._notices = notices
 
     def refusal(self, directory: Path, num_bytes: int) -> str | None:
-        """Return why `num_bytes` must not be written there; None where they may.
+        """Return why `num_bytes` must not be written to a directory; None if they may be written.
 
         Raises:
-            OSError: the file system cannot be asked.
+            OSError: the free bytes of the file system cannot be read.
         """
         if self._min_free_bytes == 0:
             return None  # no floor was asked for, and some file systems do not know how much is free
@@ -174,7 +174,7 @@ class EarlierShard(NamedTuple):
         return [self.directory / each for each in (open_name(name), name, index_name(name))]
 
     def look(self, keep_steps: Schedule) -> Content | None:
-        """Read steps and accounts; None where the shard is damaged, and better left alone."""
+        """Read steps and accounts; None for a damaged shard, which is better left alone."""
         num_rows, is_kept, ledger = 0, False, {}
         try:
             for batch, header in _batches(self.directory / self.name, self.directory / open_name(self.name)):
@@ -193,14 +193,14 @@ class Content(NamedTuple):
     is_kept: bool
     """Whether the shard has a step that retention never deletes."""
     ledger: Mapping[str, Any]
-    """The accounts of its writer when its last batch was written."""
+    """The accounts of the shard's writer when the shard's last batch was written."""
 
 
 def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
     """Return the shards of all processes of this rank that have ended, oldest first.
 
     Args:
-        directory: the directory of the calling writer; the others lie beside it.
+        directory: the directory of the calling writer, next to the directories of the other writers.
         attempt: the attempt of the calling writer.
 
     Raises:
@@ -231,7 +231,7 @@ def _shards(directory: Path) -> list[EarlierShard]:
 
 
 def _is_over(lifetime: Lifetime, attempt: int) -> bool:
-    """Whether a process cannot write any more; on another host, one of an older attempt cannot."""
+    """Whether a process cannot write any more; on another host, only a process of an older attempt counts as over."""
     if lifetime.state == "closed":
         return True
     is_running = lifetime.is_running
@@ -239,7 +239,7 @@ def _is_over(lifetime: Lifetime, attempt: int) -> bool:
 
 
 def _batches(sealed: Path, unsealed: Path) -> Iterator[tuple[Any, BatchHeader]]:
-    """Yield each batch with rows, checked, with its column `step` only; of an open shard up to the last whole one."""
+    """Yield each checked batch that has rows, with only its column `step`; an open shard ends at its last whole one."""
     try:
         source = pa.OSFile(str(sealed))
     except FileNotFoundError:
@@ -275,7 +275,7 @@ def _checked(batch: Any, metadata: Any, where: Path) -> tuple[Any, BatchHeader]:
 
 
 def _listed(path: Path, *, directories: bool) -> list[Path]:
-    """Return the real directories, or the regular files, in a directory; links are neither."""
+    """Return the real directories, or the regular files, in a directory, without links."""
     with os.scandir(path) as entries:
         return [
             Path(entry.path)

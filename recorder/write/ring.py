@@ -1,7 +1,7 @@
 """The ring: records of the last steps, which wait for a trigger between the channel and the shards. Writer thread only.
 
-A record leaves it in one of two ways. A trigger asks for its step, and the record goes to the shards like any other. Or
-its step passes, and its block is free again. Nothing here may touch a file or a payload.
+A record leaves the ring in one of two ways. If a trigger asks for its step, the record goes to the shards like any
+other. If its step passes, its block becomes free. Nothing here may touch a file or a payload.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from ..rules import RingWindow
 from .ledger import DUMP_BYTES, Ledger
 
 MAX_DUMPS = 256
-"""The most dumps of a writer, whose manifest lists them all."""
+"""The most dumps of a writer, because the writer's manifest lists all of them."""
 _MAX_PASSED = 1 << 16
-"""The number of steps without a dump that are remembered, to say what a late trigger missed."""
+"""The number of steps without a dump that are remembered, so that a late trigger can list the steps it missed."""
 _SET_BACK = 3
-"""A record so many steps before the window shows that the program has set its steps back: none comes so late."""
+"""The steps before the window after which a record means that the program has set its steps back and is not late."""
 _SPARE_SHARE = 0.25
-"""The share of the ring that is left free by steps which need not be held any more."""
+"""The share of the ring that must stay free while older steps than the window are kept."""
 _MAX_LISTED = 64
 """The most steps that a dump lists as missed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Dump:
-    """The steps that a trigger asks for, and what became of them on this rank."""
+    """The steps that a trigger asks for, and what this rank has written of them."""
 
     first_step: int
     last_step: int
     reason: str
     by: str
-    """Who saw it, for people: a rank, or a user and a host."""
+    """The text that names who saw the trigger: a rank, or a user and a host."""
     command: int | None = None
-    """The number of the command that told this rank; None where the rank has seen it itself."""
+    """The number of the command that brought the trigger to this rank; None if the rank has seen the trigger itself."""
     time_ns: int = field(default_factory=time.time_ns)
     num_rows: int = 0
-    """The rows that were written of values that were waiting, or came later."""
+    """The number of rows that were written, of waiting values and of values that came later."""
     num_bytes: int = 0
-    """Bytes of their payloads, before they are encoded."""
+    """The bytes of the written rows' payloads, before they are encoded."""
     missed: list[int] = field(default_factory=list)
     """The steps whose values this rank had given up already when it learned of the trigger."""
     has_begun: bool = False
-    """Whether the ring has handed over what was waiting."""
+    """Whether the ring has handed over the records that were waiting."""
     is_over: bool = False
-    """Whether a record of a later step has come, so that what is handed over is all."""
+    """Whether a record of a later step has come, so that every record of the dump was handed over."""
     num_due: int = 0
     """The records that were handed over and are not written yet."""
     is_said: bool = False
-    """Whether somebody was told of what was missed."""
+    """Whether the missed steps were reported."""
 
     @property
     def missed_text(self) -> str:
@@ -64,7 +64,7 @@ class Dump:
         return f"steps {self.missed[0]} to {self.missed[-1]}" + ("" if whole else f" ({len(self.missed)} of them)")
 
     def members(self) -> dict[str, Any]:
-        """Return it as the manifest has it."""
+        """Return the dump's entry for the manifest."""
         return {
             "first_step": self.first_step,
             "last_step": self.last_step,
@@ -83,9 +83,9 @@ class Due(NamedTuple):
 
     staged: Staged
     measured: Measured | None
-    """None where it was not measured yet."""
+    """The statistics of the record; None for a record that was not measured yet."""
     dump: Dump | None
-    """None where its step has passed, and only its statistics are written."""
+    """The dump of the record; None if the record's step has passed, and only its statistics are written."""
 
 
 class _HeldRecord(NamedTuple):
@@ -94,7 +94,7 @@ class _HeldRecord(NamedTuple):
 
 
 class _HeldStep:
-    """The records of one step, and when the last of them came."""
+    """The records of one step, and the time at which the last record came."""
 
     __slots__ = ("last_s", "records")
 
@@ -104,11 +104,11 @@ class _HeldStep:
 
 
 class Room(NamedTuple):
-    """The share of the pool that the ring has."""
+    """The share of the pool that belongs to the ring."""
 
     capacity_bytes: int
     used_bytes: Callable[[], int]
-    """Returns the bytes that records hold now, including records that are not in the ring yet."""
+    """Returns the bytes that records use now, including records that are not in the ring yet."""
 
 
 class Ring:
@@ -127,22 +127,22 @@ class Ring:
         """Begin empty.
 
         Args:
-            window: how many steps are held whatever happens; those after a trigger are the business of who asks.
-            room: the memory that records hold.
-            hold_s: how long steps before the window are held, too, where there is room.
+            window: the number of steps that are always kept; the caller of `ask` chooses the steps after a trigger.
+            room: the memory that records use.
+            hold_s: the time for which steps before the window are kept, too, if there is room.
             max_bytes: the bound on the bytes of all dumps.
-            ledger: counts records that leave unwritten.
+            ledger: counts records that leave the ring unwritten.
             clock: a monotonic clock in seconds.
         """
         self.due: deque[Due] = deque()
-        """Records that are to be written, before any other."""
+        """The records that are to be written before any other record."""
         self.dumps: list[Dump] = []
         self._wanted: list[tuple[int, int]] = []
         """The windows that triggers have asked for so far."""
         self._wanted_until = -1
-        """The last step of all of them."""
+        """The last step of all windows that triggers have asked for."""
         self.has_changed = False
-        """Whether the dumps have changed since somebody looked."""
+        """Whether the dumps have changed since the manifest was last marked as stale."""
         self._before = window.before
         self._room = room
         self._hold_s = hold_s
@@ -153,13 +153,13 @@ class Ring:
         self._open: list[Dump] = []
         """The dumps whose last step has not passed."""
         self._steps: dict[int, _HeldStep] = {}
-        """Steps in the order in which they began."""
+        """The steps in the order in which they began."""
         self._now: int | None = None
         self._passed: deque[int] = deque(maxlen=_MAX_PASSED)
-        """Steps of which values were given up."""
+        """The steps whose values were given up."""
         self._asked_bytes = 0
         self.is_over_bound = False
-        """Whether the bound on the bytes of all dumps has cost a row."""
+        """Whether a row was dropped because of the bound on the bytes of all dumps."""
 
     def ask(self, dump: Dump) -> None:
         """Ask for the steps of a trigger. Any thread; never waits."""
@@ -168,7 +168,7 @@ class Ring:
         self._asked.append(dump)
 
     def is_wanted(self, step: int) -> bool:
-        """Whether a trigger has asked for a step; a window that lies ahead says nothing of the steps before it."""
+        """Whether a trigger has asked for a step; a window that lies ahead does not include the steps before it."""
         return step <= self._wanted_until and any(first <= step <= last for first, last in self._wanted)
 
     def put(self, staged: Staged, measured: Measured | None) -> None:
@@ -220,7 +220,7 @@ class Ring:
                 due.dump.num_bytes += num_bytes
 
     def drain(self) -> Iterator[Staged]:
-        """Give up every record, without counting any; the caller counts and releases what this yields."""
+        """Give up every record without counting it; the caller counts and releases each record that this yields."""
         while self.due:
             yield self.due.popleft().staged
         while self._steps:
@@ -228,7 +228,7 @@ class Ring:
                 yield record.staged
 
     def _begin(self, step: int) -> None:
-        """Begin another step, so that older ones pass."""
+        """Begin another step, so that older steps pass."""
         now = self._now
         if now is not None and step < now:
             if step >= now - self._before - _SET_BACK:
@@ -260,7 +260,7 @@ class Ring:
             used_bytes -= step_bytes
 
     def _pass(self, step: int) -> None:
-        """Give up the values of a step; statistics that were asked for are written."""
+        """Give up the values of a step, but write the statistics that a rule asks for."""
         self._passed.append(step)
         num_rows = 0
         for staged, measured in self._steps.pop(step).records:
@@ -278,7 +278,7 @@ class Ring:
         return next((dump for dump in reversed(self.dumps) if dump.first_step <= step <= dump.last_step), None)
 
     def _give(self, record: _HeldRecord, dump: Dump) -> None:
-        """Give a record to the shards, with its statistics, or count it where dumps have had all their bytes."""
+        """Give a record to the shards, with its statistics, or drop it if dumps have used up all their bytes."""
         staged = record.staged
         num_bytes = staged.block.data.nbytes
         if self._asked_bytes + num_bytes > self._max_bytes:

@@ -1,6 +1,6 @@
 """One kind of shard in a writer directory: the batch that is being filled, and the file that is being written.
 
-An error of the disk never raises from here: rows are dropped with a reason, and the disk is left alone for a while.
+No error of the disk is raised from here: rows are dropped with a reason, and the disk is left alone for a while.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .rows import BuiltBatch, RowBatch
 from .settings import WriteSettings
 
 _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors after which nothing was synced, because no descriptor or memory was left: the sync may be tried again."""
+"""The errors of a sync for lack of a descriptor or memory, after which the sync may be tried again."""
 
 
 class RotatingShards:
@@ -96,7 +96,7 @@ class RotatingShards:
         return self._batch.num_rows
 
     def add(self, staged: Staged, measured: Measured, part: int) -> None:
-        """Take one row; its payload is encoded. A batch that has no room for the row is written first."""
+        """Take one row and encode its payload. A batch that has no room for the row is written first."""
         if staged.moment.step != self._step:
             self._begin_step(staged.moment.step)
         if not staged.keep & KEEP_TENSOR:
@@ -109,7 +109,7 @@ class RotatingShards:
             self._oldest_row_s = self._clock()
 
     def add_small(self, records: Sequence[Staged], measured: Sequence[Measured]) -> int:
-        """Take rows without a payload, as many as are of one step and have room in the batch; return their number."""
+        """Take rows without a payload, up to the next step or the end of the batch's room; return their number."""
         step = records[0].moment.step
         if step != self._step:
             self._begin_step(step)
@@ -121,7 +121,7 @@ class RotatingShards:
         return num
 
     def _begin_step(self, step: int) -> None:
-        """Begin another step: shards hold either steps that retention keeps or steps that it may delete."""
+        """Begin another step; a shard has either steps that retention keeps or steps that retention may delete."""
         is_kept = step in self._keep_steps
         if is_kept != self._is_kept:  # retention deletes whole shards
             self.flush()
@@ -140,7 +140,7 @@ class RotatingShards:
             self.flush()
 
     def flush_due(self) -> None:
-        """Flush and sync what is due."""
+        """Flush, sync and seal if the time for it has come."""
         now = self._clock()
         if self._batch.num_rows and now >= self._oldest_row_s + self._settings.flush_interval_s:
             self.flush()
@@ -174,7 +174,7 @@ class RotatingShards:
         try:
             self._shard.sync()
         except OSError as error:
-            # A disk that fails each sync is synced less often, or each failure would cost a shard.
+            # A disk that fails each sync is synced less often, because otherwise each failure would cost a shard.
             self._syncing.failed(drop_reason(error))
             may_sync_again = isinstance(error, StuckError) or error.errno in _MAY_SYNC_AGAIN
             if may_sync_again and not self._shard.is_sick:
@@ -190,7 +190,7 @@ class RotatingShards:
         return True
 
     def seal(self, ledger: Mapping[str, object]) -> bool:
-        """End the shard and publish it, with its index; return whether there was none, or all went well."""
+        """End the shard and publish it with its index; return True if there was no shard, or if all went well."""
         shard = self._shard
         if shard is None:
             return True
@@ -223,7 +223,7 @@ class RotatingShards:
         return True
 
     def restart(self) -> None:
-        """Begin again after an error of the recorder: the shard stays open and readable, pending rows are dropped."""
+        """Begin again after an error of the recorder; the shard stays open and readable, pending rows are dropped."""
         self._ledger.drop(WRITER_ERROR, self.num_pending_rows)
         self.abandon_open()
 
@@ -257,7 +257,7 @@ class RotatingShards:
         return reason
 
     def _refuse(self, num_bytes: int) -> str | None:
-        """Return why `num_bytes` must not be written, after making room for them where that is allowed."""
+        """Return why `num_bytes` must not be written; shards are deleted first to make room where that is allowed."""
         try:
             reason = self._floor.refusal(self._directory, num_bytes)
         except OSError as error:
@@ -273,7 +273,7 @@ class RotatingShards:
         return QUOTA
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Delete shards until the quota has room for `num_bytes`; return whether it has."""
+        """Delete shards until the quota has room for `num_bytes`; return whether the quota has that room."""
         kind, quota = self._kind, self._quota
         while not quota.fits(kind, num_bytes):
             if self._settings.on_quota != "retire" or not quota.could_fit(kind, num_bytes):
@@ -346,7 +346,7 @@ class RotatingShards:
             self._leave_shard(self._shard)
 
     def _leave_shard(self, shard: BatchFile) -> None:
-        """Leave the shard as it is, open and readable up to its last batch; rows that cannot be synced are suspect."""
+        """Leave the shard open and readable up to its last batch; rows that cannot be synced are counted as suspect."""
         self._shard = self._index = self._oldest_unsynced_s = None
         if not shard.is_synced and not shard.is_sick:
             with contextlib.suppress(OSError):

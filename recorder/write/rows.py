@@ -1,6 +1,6 @@
 """Collects the rows of one RecordBatch, and the contiguous buffer of their payloads.
 
-The columns are built a column at a time when the batch is complete: no Python statement runs per row and column.
+The columns are built one at a time when the batch is complete, so that no Python statement runs per row and column.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ NOT_MEASURED = Measured()
 _LAYOUT_COLUMNS = ("global_shape", "offsets", "placements", "mesh", "layout_source")
 _TEXT, _BYTES = "string", "binary"
 _TYPES = {str(field.type): field.type for field in SCHEMA}
-"""Types by name, because Arrow makes a type's name anew whenever the type is hashed or compared."""
+"""The types by name, because Arrow builds a type's name again whenever the type is hashed or compared."""
 _FIELDS = [(field.name, str(field.type)) for field in SCHEMA]
 _NUMPY_NAMES = {"int32": "i4", "int64": "i8", "double": "f8"}
 _VARIED = {field.name for field in SCHEMA if field.type == pa.float64()} | {"fingerprint", "units"}
-"""Columns that are never written as one repeated value: 0.0 and -0.0 are equal, but have different bits, and those of
-each unit are too many to keep."""
+"""The columns that are never written as one repeated value: 0.0 and -0.0 are equal but have different bits, and
+different values of `units` are too many to keep."""
 _CACHED_TEXTS = 4096
 _CACHED_COLUMNS, _CACHED_ROWS = 1024, 256
-"""The most cached columns of one repeated value, and their most rows: 2 MiB in all."""
+"""The most cached columns of one repeated value, and the most rows of such a column: 2 MiB in all."""
 _WHY_NOT = "why_not"
 _OF_MEASURED = tuple(_WHY_NOT if name == "note" else name for name in Measured._fields)
 _OF_PAYLOAD = ("part", "flat_offset", "encoding", "payload_bytes")
@@ -48,7 +48,7 @@ MAX_ROWS = 4096
 
 
 def max_payload_bytes(batch_bytes: int) -> int:
-    """Return the most bytes that a batch copies: it is written at `batch_bytes`, but an empty one takes any part."""
+    """Return the most payload bytes of a batch: it is full at `batch_bytes`, but an empty batch takes any part."""
     return max(batch_bytes, max_encoded_bytes(PART_BYTES))
 
 
@@ -58,7 +58,7 @@ class BuiltBatch(NamedTuple):
     batch: pa.RecordBatch
     crcs: Crcs
     payload: Payload | None
-    """The values of `data`, where the batch itself has none. They are borrowed, and must be written before `clear`."""
+    """The values of `data`, if the batch itself has none. They are borrowed, and must be written before `clear`."""
     steps: Sequence[int]
     """The step of each row."""
 
@@ -82,21 +82,21 @@ class RowBatch:
             attempt: the value of the column `attempt`.
             rank: the value of the column `rank`.
             encoder: encodes the payloads.
-            batch_bytes: bytes of payload at which the batch is full.
-            max_rows: rows at which the batch is full.
-            is_payload_apart: True where a built batch leaves the payload where it lies.
+            batch_bytes: the bytes of payload at which the batch is full.
+            max_rows: the number of rows at which the batch is full.
+            is_payload_apart: True if a built batch leaves the payload in its own memory.
         """
         self._constants = {"attempt": attempt, "rank": rank}
         self._encoder = encoder
         self._batch_bytes = batch_bytes
         self.max_rows = max_rows
         self._cells: list[Any] = []
-        """The cells of all rows, one row behind the other: an object for each row would be one more for the garbage
-        collector, which looks through the whole process the sooner, the more objects are made and kept."""
+        """The cells of all rows, one row after the other, without an object for each row, because the garbage collector
+        searches the complete process the more often, the more objects are made and kept."""
         self._num_rows = 0
         self._ends = [0]
         self._detail_bytes = 0
-        """Bytes of what rows say of each unit."""
+        """The bytes of the column `units` of the rows."""
         self._payload_crc = 0
         max_bytes = max_payload_bytes(batch_bytes)
         self._payload = PageMemory(max_bytes).data[:max_bytes]
@@ -123,7 +123,7 @@ class RowBatch:
         self._ends += [self._ends[-1]] * len(records)
 
     def add_part(self, staged: Staged, measured: Measured, part: int) -> bool:
-        """Encode one part of the payload, and add its row; statistics go with part 0.
+        """Encode one part of the payload, and add the part's row; the row of part 0 has the statistics.
 
         Returns:
             Whether there was room; an empty batch has room for any part.
@@ -152,7 +152,7 @@ class RowBatch:
         self._ends.append(end)
 
     def build(self) -> BuiltBatch:
-        """Build the batch. The batch borrows the payload buffer: write it before `clear`."""
+        """Build the batch, which borrows the payload buffer, so that it must be written before `clear`."""
         rows = _columns_of_cells(_CELLS, self._cells)
         if any(rows["part"]):
             rows["seq"] = [seq + part for seq, part in zip(rows["seq"], rows["part"], strict=True)]
@@ -224,7 +224,7 @@ class _Column(NamedTuple):
 
 
 def _constant(type_name: str, value: Any, num_rows: int) -> _Column:
-    """Return a column of one repeated value, as most columns are; a look-up is faster than making it anew."""
+    """Return a column of one repeated value, as most columns are; a cached column is faster than a new one."""
     make = _make_constant if num_rows <= _CACHED_ROWS else _make_constant.__wrapped__
     return make(type_name, value, num_rows)
 
@@ -244,7 +244,7 @@ def _make_constant(type_name: str, value: Any, num_rows: int) -> _Column:
 
 
 def _columns_of_cells(names: Sequence[str], cells: list[Any]) -> dict[str, Sequence[Any]]:
-    """Turn the cells of rows, one row behind the other, into columns by name. There must be at least one row."""
+    """Turn the cells of rows, one row after the other, into columns by name. There must be at least one row."""
     return {name: cells[start :: len(names)] for start, name in enumerate(names)}
 
 
@@ -259,8 +259,8 @@ def _columns_of_repeated(
     return _columns_of_cells(names, list(itertools.chain.from_iterable(map(made.__getitem__, values))))
 
 
-# `pa.array` and `pa.scalar` import pandas to see whether they were given one of its types: a second of the training
-# process's interpreter, and 50 MB. So arrays are made from buffers.
+# `pa.array` and `pa.scalar` import pandas to check for its types, which costs a second of the training process's
+# interpreter, and 50 MB. So arrays are made from buffers.
 
 
 def _number_array(values: Sequence[Any], type_name: str) -> pa.Array:
@@ -299,7 +299,7 @@ def _texts(data: bytes, lengths: Iterable[int], values: Sequence[Any], type_name
 
 
 def _utf8(text: str) -> bytes:
-    # A module may be named by half a surrogate pair; one such name must not cost the whole batch.
+    # A module's name may have half a surrogate pair; one name of this kind must not cost the complete batch.
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -323,7 +323,7 @@ def _layout_columns(chunk: Chunk | None) -> tuple[str | None, ...]:
 
 
 def _merge_notes(staged: str | None, measured: str | None) -> str | None:
-    """Return the row's note: capture's, with the reason for missing statistics (``word:detail``) as one more key."""
+    """Return the row's note: the note of capture, plus the reason for missing statistics (``word:detail``) as a key."""
     if measured is None:
         return staged
     key, _, detail = measured.partition(":")

@@ -1,6 +1,6 @@
 """The writer thread: the order of its work, the errors at which it gives up, and its end.
 
-Nothing that training calls here waits, locks or touches a file, but for `drain` and `close`, which have deadlines.
+Nothing that training calls here waits, locks or touches a file, except `drain` and `close`, which have deadlines.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
-"""An idle writer looks for work this often. A thread that blocks on the queue costs each `put` 8 us, not 0.1. Behind
-small records the long nap comes at once: taking turns costs as much as several such records."""
+"""The shortest and longest pause of an idle writer; blocking on the queue would cost each `put` 8 us, not 0.1. After
+small records the writer takes the longer pause at once: switching threads costs as much as several small records."""
 _TELL_S = 1.0
-"""The manifest tells this often how far a dump has come."""
+"""The time between two updates of the manifest on the progress of a dump."""
 _MAX_FAILURES = 3
 _SEAL_SHARE = 0.25
 """The share of `close`'s deadline that is kept for the last batch and the seals."""
 _LAST_SHARE = 0.125
-"""The share that is kept for the last ledger, once syncs that hang are given up."""
+"""The share of `close`'s deadline that is kept for the last ledger, after hanging syncs were given up."""
 _MOST_TOGETHER = 256
-"""The most small records that are taken together; it is the work of about a millisecond."""
+"""The most small records that are taken together; their work takes about a millisecond."""
 _SMALL_KEEPS = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
@@ -66,11 +66,11 @@ class CloseReport:
     is_complete: bool
     """Whether every record that was put is in a sealed shard, or was dropped before with a reason."""
     directory: Path | None
-    """The writer's directory; None where it never had one."""
+    """The writer's directory; None if the writer never had a directory."""
     ledger: Mapping[str, Any]
     """The final accounts: ``observed``, ``written``, ``dropped`` by reason, ``retired``."""
     error: WriteError | None
-    """The error at which the writer gave up before, with the cause chained."""
+    """The error at which the writer gave up, with the cause chained; None if it did not give up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class WriterStats:
 
 
 class _Drain:
-    """A mark in the queue, at which all records that were put before are made durable."""
+    """A mark in the queue; when the writer reaches it, all records that were put before it are made durable."""
 
     def __init__(self) -> None:
         self.is_durable = False
@@ -98,7 +98,7 @@ _Item = Staged | Due | _Drain
 
 
 def _is_small(item: _Item | None) -> TypeGuard[Staged]:
-    """Whether an item is a record that may be measured together with others: it is there, and costs next to nothing."""
+    """Whether an item is a small record that has arrived, and so may be measured together with other records."""
     return (
         type(item) is Staged
         and item.keep in _SMALL_KEEPS
@@ -133,21 +133,21 @@ class Writer:
         Args:
             settings: how and how much to write.
             measure: computes statistics and fingerprints, on the writer thread.
-            measure_small: computes those of many small records; without it each record is measured alone.
+            measure_small: computes the results of many small records; without it each record is measured alone.
             observed: returns the number of rows so far, on any thread.
             resolve_dir: returns where to write; called first on the writer thread, and may take its time.
             poll: called on the writer thread every 0.2 s, between two records. It may call `close` or `drain`. A
                 manifest that it returns is in force from then on, unless `set_manifest` has set another meanwhile.
             saw: called on the writer thread with records once they are measured; it must not raise.
-            ending: called on the writer thread in `close` when nothing is queued any more; it may call `dump`. Called
-                again once that is written; it must not raise.
+            ending: called on the writer thread in `close` when the queue is empty; it may call `dump`, and is then
+                called again after the dump is written. It must not raise.
             disk: another disk, for tests.
             clock: a monotonic clock in seconds.
         """
         self.last_progress_s = clock()
-        """When the writer was last between two records, on `clock`; it stands still while the disk hangs."""
+        """The time on `clock` at which the writer was last between two records; it stops while the disk hangs."""
         self.refused: Mapping[str, str] = {}
-        """The reasons, by `records.kind_of`, why records are dropped for now, as on a full disk; read anywhere."""
+        """The reasons, by `records.kind_of`, why records are dropped for now, as on a full disk. Any thread."""
         self._measure = measure
         self._measure_small = measure_small
         self._resolve_dir = resolve_dir
@@ -163,7 +163,7 @@ class Writer:
         self._writer_directory = WriterDirectory(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
         self._put_back: _Item | None = None
-        """The item behind small records that were taken together: it comes before the queue."""
+        """The item after small records that were taken together; the writer takes this item before the queue."""
         self._settings = settings
         self._ring: Ring | None = None
         self._ending = ending
@@ -206,13 +206,13 @@ class Writer:
         self._writer_directory.dumps = self._ring.dumps
 
     def dump(self, dump: Dump) -> None:
-        """Write the steps of a trigger, those that wait and those that come. Any thread; never waits."""
+        """Write the steps of a trigger, both the waiting and the coming ones. Any thread; never waits."""
         if self._ring is not None:
             self._ring.ask(dump)
 
     @property
     def dumps(self) -> Sequence[Dump]:
-        """The dumps that have begun. Any thread, which must change none."""
+        """The dumps that have begun. Any thread may read them, but must not change them."""
         return () if self._ring is None else self._ring.dumps
 
     def is_wanted(self, step: int) -> bool:
@@ -235,11 +235,11 @@ class Writer:
         self._ledger.drop(reason, num_rows)
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Set the members of `_writer.json` beside the writer's own. Any thread; the mapping must not change later."""
+        """Set the members of `_writer.json` besides the writer's own. Any thread; the mapping must not change later."""
         self._manifest = manifest
 
     def set_status(self, status: Mapping[str, Any]) -> None:
-        """Set the members of `_status.json` beside the writer's own, ``step`` among them. Any thread."""
+        """Set the members of `_status.json` besides the writer's own, among them ``step``. Any thread."""
         self._status = status
 
     def stats(self) -> WriterStats:
@@ -254,10 +254,10 @@ class Writer:
         )
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait until every record that was put before is on the disk and synced.
+        """Wait until every record that was put before this call is on the disk and synced.
 
         Returns:
-            False where the deadline passed first, or the disk refused the last records.
+            False if the deadline passed first, or if the disk refused the last records.
         """
         mark = _Drain()
         self._queue.put(mark)
@@ -272,8 +272,8 @@ class Writer:
     def close(self, deadline_s: float) -> CloseReport:
         """Write the queued records, seal, and stop the thread; a second call returns the first report.
 
-        Rows that cannot be written before the deadline are counted and logged. The writer thread may call it, too, in
-        `poll`.
+        Rows that cannot be written before the deadline are counted and logged. The writer thread may call `close`, too,
+        in `poll`.
         """
         if self._report is not None:
             return self._report
@@ -330,12 +330,12 @@ class Writer:
         error.__cause__ = self._failure
         return error
 
-    # What follows runs on the writer thread, but for `_discard_queue` and `_drop`.
+    # The methods below run on the writer thread, except `_discard_queue` and `_drop`.
 
     def _run(self) -> None:
         try:
-            # At the priority of training: a writer at nice 10 starves where all cores train, until the pool is full
-            # and training waits for it (a step 1.53 times as long, against 1.40, and 1 GiB of memory against 0.1).
+            # The thread has the priority of training: at nice 10 it starves where all cores train, until the pool is full and
+            # training waits for the writer (a step 1.53 times as long, against 1.40, and 1 GiB of memory against 0.1).
             target = self._resolve_dir()
             self._take_manifest()
             self._writer_directory.claim(target)
@@ -372,7 +372,7 @@ class Writer:
         self._writer_directory.restart(problem)
 
     def _run_once(self) -> None:
-        """Take one item from the queue, after doing what is due by the clock."""
+        """Do the work that is due by the clock, then take one item from the queue."""
         try:
             self._tick()
             if not self._is_stopped:
@@ -474,7 +474,7 @@ class Writer:
             self._num_failures = 0
 
     def _hold(self, ring: Ring, staged: Staged) -> None:
-        """Let a record wait for a trigger, once its bytes are there; what its rule measures is measured now."""
+        """Let a record wait for a trigger, once its bytes have arrived; its statistics are computed at once."""
         is_held = False
         drop_reason = WRITER_ERROR
         try:
@@ -494,13 +494,13 @@ class Writer:
                 self._ledger.drop(drop_reason, staged.num_parts)
 
     def _ring_ends(self) -> bool:
-        """Let the ring end, once nothing is queued any more; return whether there is still a record to write."""
+        """End the ring, once the queue is empty; return whether there is still a record to write."""
         self._ending()
         self._begin_dumps()
         return self._ring is not None and (bool(self._ring.due) or self._ring.end())
 
     def _begin_dumps(self) -> None:
-        """Begin the dumps that were asked for, and let the manifest tell of them, now and then."""
+        """Begin the dumps that were asked for, and bring the manifest up to date on dumps from time to time."""
         ring = self._ring
         if ring is None:
             return
@@ -511,21 +511,21 @@ class Writer:
             self._writer_directory.mark_stale()
 
     def _refuses(self, kind: str) -> str | None:
-        """Return why the disk takes no records of a kind for now, and let training know; None where it takes them."""
+        """Return why the disk takes no records of a kind for now, and show it to training; None if it takes records."""
         refusal = self._writer_directory.refusal(kind)
         if refusal is not None:
             self.refused = {**self.refused, kind: refusal}
         return refusal
 
     def _record(self, staged: Staged, due: Due | None = None) -> bool:
-        """Take one record into the batch of its kind of shard, and write the batch where it is full.
+        """Take one record into the batch of its kind of shard, and write the batch if it is full.
 
         Args:
             staged: the record.
-            due: where it comes from the ring, which has looked at it already.
+            due: the record as it came from the ring, where it was waited for and shown to `saw`; None if it did not.
 
         Returns:
-            Whether all its rows were taken.
+            Whether all rows of the record were taken.
         """
         kind = kind_of(staged.keep, staged.origin.site)
         num_left = staged.num_parts
@@ -562,7 +562,7 @@ class Writer:
         return True
 
     def _wait_for(self, ready: Ready) -> str | None:
-        """Wait for the bytes of a record, doing what is due meanwhile; return the reason where they are lost."""
+        """Wait for the bytes of a record, and do due work meanwhile; return the reason if the bytes are lost."""
         try:
             while not ready.wait(_SHORT_NAP_S):
                 self._tick()
@@ -589,7 +589,7 @@ class Writer:
             return _UNMEASURABLE
 
     def _tick(self) -> None:
-        """Note that the thread is alive, and do what is due by the clock. Never called while a record is half done."""
+        """Note that the thread is alive, and do work that is due by the clock. Never called within a record's part."""
         self.last_progress_s = now = self._clock()
         if now < self._next_look_s:
             return
@@ -612,7 +612,7 @@ class Writer:
             self._writer_directory.set_manifest(manifest)
 
     def _show(self, state: str = "recording") -> None:
-        """Write the status, where there is a new one."""
+        """Write the status if there is a new one."""
         status, self._status = self._status, None
         if status is None and state == "recording":
             return

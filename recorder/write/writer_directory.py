@@ -1,6 +1,6 @@
 """One writer directory: its claim, its manifest, its two kinds of shard and the deletion of shards. Writer thread only.
 
-Errors of the disk never leave it: they end in the ledger and the log. An exception that it raises is a bug of ours.
+No error of the disk is raised from here: it ends in the ledger and the log. Any other exception is a bug of ours.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from .settings import WriteSettings
 
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 _BATCHES_PER_SHARD = 4
-"""The least number of batches of a shard. A small quota has small batches, as a shard's last one exceeds its size."""
+"""The least number of batches of a shard. A small quota has small batches, as a shard exceeds its size by one batch."""
 _ROW_BYTES = 512
-"""The bytes that a row takes without its payload, roughly."""
+"""The approximate bytes that a row takes without its payload."""
 _MAX_NAMES = 20
-"""The most taken names of a directory before that is an error."""
+"""The number of taken directory names after which another one is an error."""
 _NO_STEPS = Schedule("", ())
 _LIGHT_BYTES = 4 << 20
-"""Memory for a batch without payloads; it grows where a batch needs more."""
+"""The bytes of memory for a batch without payloads; the memory grows if a batch needs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +52,16 @@ class RunTarget:
 
     run_dir: Path
     run_manifest: dict[str, Any]
-    """The content of `_run.json`, which the first writer of the run writes."""
+    """The content of `_run.json`, which the run's first writer creates."""
     rank: int
     attempt: int
     named: Callable[[str], None] = lambda name: None
-    """Called on the writer thread with the name of the run, which the first writer of the run decides."""
+    """Called on the writer thread with the name of the run, which the run's first writer decides."""
 
 
 _LOOK_S = 0.2
 _CROWDED, _FREE = 0.75, 0.9
-"""Shares of `CoreShare` below which payloads are stored as they are, and above which they are encoded again."""
+"""Shares of `CoreShare` below which payloads are stored unencoded, and above which they are encoded again."""
 
 
 class WriterDirectory:
@@ -88,10 +88,10 @@ class WriterDirectory:
         self._quota: Quota | None = None
         self._keep_steps = Schedule.parse(settings.keep_steps) if settings.keep_steps else _NO_STEPS
         self._retired_earlier: dict[str, dict[str, Any]] = {}
-        """The manifest's entries of shards of earlier writers that were deleted, by the writers' names."""
+        """The manifest's entries for deleted shards of earlier writers, by the writers' names."""
         self._restarted: str | None = None
         self.dumps: Sequence[Dump] = ()
-        """What triggers have asked for, as the manifest lists it."""
+        """The dumps that triggers have asked for, which the manifest lists."""
         self._io: str | None = None
         self._encoder: Encoder | None = None
         self._cores = CoreShare()
@@ -115,7 +115,7 @@ class WriterDirectory:
         return sum(shards.num_pending_rows for shards in self.shards_by_kind.values())
 
     def claim(self, target: RunTarget) -> None:
-        """Claim a directory for `target` now; where the disk refuses, the claim is tried again before later rows."""
+        """Claim a directory for `target` now; if the disk refuses, the claim is tried again before later rows."""
         self._target = target
         self._claim()
         if self.path is not None:
@@ -131,16 +131,16 @@ class WriterDirectory:
         return self.shards_by_kind[kind].refusal
 
     def set_manifest(self, manifest: Mapping[str, Any]) -> None:
-        """Set the members of `_writer.json` that are not the directory's own."""
+        """Set the members of `_writer.json` besides the directory's own."""
         self._manifest = manifest
         self._is_manifest_stale = True
 
     def mark_stale(self) -> None:
-        """Write the manifest again, as soon as something is due."""
+        """Let the next `flush_due` write the manifest again."""
         self._is_manifest_stale = True
 
     def flush_due(self) -> None:
-        """Flush, sync and describe what is due."""
+        """Flush, sync, delete shards and write the manifest, each if it is due."""
         for shards in self.shards_by_kind.values():
             shards.flush_due()
         self._retire_outdated()
@@ -175,7 +175,7 @@ class WriterDirectory:
         return all(flushed)
 
     def sync(self) -> bool:
-        """Make all written rows durable; return whether they are."""
+        """Make all written rows durable; return whether all of them are durable."""
         synced = [shards.sync() for shards in self.shards_by_kind.values()]
         return all(synced)
 
@@ -186,20 +186,20 @@ class WriterDirectory:
         return self._describe(state="closed", closed_ns=time.time_ns()) and all(sealed)
 
     def restart(self, problem: str) -> None:
-        """Begin again after an error of the recorder: open shards stay readable, pending rows are dropped."""
+        """Begin again after an error of the recorder; open shards stay readable, and pending rows are dropped."""
         self._restarted = problem
         self._is_manifest_stale = True
         for shards in self.shards_by_kind.values():
             shards.restart()
 
     def abandon_open(self) -> None:
-        """Close the files that no orderly end has closed, since the process may live on."""
+        """Close the files that were not closed in order, because the process may live on."""
         for shards in self.shards_by_kind.values():
             shards.abandon_open()
         self._status.close()
 
     def _claim(self) -> None:
-        """Make a directory that no other process can have."""
+        """Make a directory that no other process can have made."""
         target = self._target
         assert target is not None, "claim comes first"
         try:
@@ -235,7 +235,7 @@ class WriterDirectory:
         self.flush_due()
 
     def _look_for_others(self, directory: Path) -> None:
-        """Log that another process has recorded this rank of this attempt: two jobs, or one job launched twice."""
+        """Log if another process has recorded this rank of this attempt: two jobs, or one job launched twice."""
         mark = f"{directory.name.partition('-')[0]}-"
         with contextlib.suppress(OSError):
             others = [name for name in os.listdir(directory.parent) if name.startswith(mark) and name != directory.name]
@@ -270,7 +270,7 @@ class WriterDirectory:
             self._sync_directory(path.parent)
 
     def _sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable, or log that they are not: the files are usable all the same."""
+        """Make the names in a directory durable, or log that this failed; the files are usable in both cases."""
         try:
             self._disk.persist_directory(path)
         except OSError as error:
@@ -338,7 +338,7 @@ class WriterDirectory:
             self._io, self._is_manifest_stale = io, True
 
     def _look_at_cores(self) -> None:
-        """Store payloads as they are while training uses every core, which encoding would take from training."""
+        """Store payloads unencoded while training uses every core, because encoding would slow training."""
         if self._encoder is None or self._settings.codec != "auto" or (now := self._clock()) < self._next_look_s:
             return
         self._next_look_s = now + _LOOK_S
@@ -380,7 +380,7 @@ class WriterDirectory:
         return True
 
     def _count_earlier(self, quota: Quota, shards: Sequence[EarlierShard]) -> None:
-        """Count the shards of processes that have ended, because the quota is the rank's."""
+        """Count the shards of processes that have ended, because the quota is for all writers of the rank."""
         for shard in shards:
             is_kept = False
             if self._settings.keep_steps:
@@ -391,7 +391,7 @@ class WriterDirectory:
             quota.keep(shard.kind, HeldShard(stored, 0, is_kept, shard))
 
     def _retire_outdated(self) -> None:
-        """Delete the shards that lie before the newest steps, once the manifest on the disk says so."""
+        """Delete the shards that have only steps before the newest steps, once the manifest on the disk counts them."""
         if self._quota is None or not self._describing.is_over:
             return
         for kind in self.shards_by_kind:
@@ -399,7 +399,7 @@ class WriterDirectory:
                 self._retire(kind, outdated, is_urgent=False)
 
     def _retire_for_room(self, kind: str, held: HeldShard) -> None:
-        """Delete a shard to make room; an earlier writer's shard only where its loss could be noted."""
+        """Delete a shard to make room; an earlier writer's shard is deleted only if its loss could be noted."""
         if held.earlier is None:
             self._retire(kind, [held], is_urgent=True)
         elif self._note_earlier(held.earlier):
@@ -411,8 +411,8 @@ class WriterDirectory:
     def _retire(self, kind: str, shards: Sequence[HeldShard], *, is_urgent: bool) -> None:
         """Delete shards of this writer, once the manifest on the disk counts them as retired.
 
-        Where the disk refuses the manifest, urgent deletions go on, because the disk may be full, and the next batch
-        carries the count. Shards that are merely old wait.
+        If the disk refuses the manifest, urgent deletions go on, because the disk may be full, and the next batch has
+        the count. Shards that are merely old are not deleted then.
         """
         num_rows = sum(held.shard.num_rows for held in shards)
         num_bytes = sum(held.shard.num_bytes for held in shards)

@@ -1,9 +1,8 @@
 """The hook objects that torch holds on modules, on roots and on tensors, and the part of a recording that they need.
 
-A hook on a module or a root carries a number and nothing else, so it holds no lock, no tensor and no recorder: it looks
-its module or root up by number. A hook on a tensor records the gradient of a value that was seen, each time one
-arrives. Under `torch.compile` every hook returns at once. Nothing here may raise into training, keep a tensor alive, or
-read a tensor's values.
+A hook on a module or a root has only a number, by which it finds the module or root, so it keeps no lock, no tensor and
+no recorder. A hook on a tensor records every gradient that arrives at a value that was seen. Under `torch.compile`
+every hook returns at once. Nothing here may raise into training, keep a tensor alive, or read a tensor's values.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class CaptureForHooks(Observer, Protocol):
         """Let stagers hand over the values that have arrived, as a call of a root begins."""
 
     def forward_without_root(self) -> None:
-        """Move the step as a module runs, where no root was ever seen to run."""
+        """Advance the step when a module runs although no root was ever seen to run."""
 
     def pause(self) -> None:
         """Keep nothing until `resume`."""
@@ -83,7 +82,7 @@ class CaptureForHooks(Observer, Protocol):
         """Keep what the rules select."""
 
     def hook_failed(self, where: str, error: Exception) -> None:
-        """Count an exception of the recorder's own."""
+        """Count an exception that the recorder itself has raised."""
 
     def is_disarmed(self, site: str, name: str) -> bool:
         """Whether a tap or a scalar has failed too often, and is disarmed."""
@@ -122,10 +121,10 @@ class CalledRoot(Protocol):
         """Return the slice and phase of a value that is seen now."""
 
     def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
-        """Whether a slice uses a parameter for the first time, at the module and name that it is recorded under."""
+        """Whether a slice uses a parameter for the first time, under the module and name that the rows have."""
 
     def is_entry(self, module: nn.Module) -> bool:
-        """Whether the module is one whose outermost calls are calls of the root; a copy of it is another module."""
+        """Whether outermost calls of a module are calls of the root; a copy of such a module is another module."""
 
     def is_entered_at(self, module: nn.Module) -> bool: ...
 
@@ -144,7 +143,7 @@ MODULES: dict[int, CalledModule] = {}
 ROOTS: dict[int, CalledRoot] = {}
 
 _NO_ROOM = (MemoryError, RecursionError)
-"""The errors that even the handling of an error may raise, at the end of memory or of the stack."""
+"""The errors that even an error handler may raise, once memory or the stack has run out."""
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -163,7 +162,7 @@ class BeforeForward(NumberedHook):
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Hand over the arguments. Torch leaves `kwargs` out where the hook was removed while torch called hooks."""
+        """Hand over the arguments; torch passes no `kwargs` if the hook is removed while torch calls hooks."""
         try:
             if _is_compiling():
                 return
@@ -249,7 +248,7 @@ class RootEnds(NumberedHook):
 
 
 _NO_HANDLE = "recorder"
-"""The key of a hook that nobody removes, because the hook goes with its graph. Hooks with handles have numbers."""
+"""The key of a hook that is freed with its graph and never removed; a hook with a handle has a number as key."""
 
 
 class GradientArrives:
@@ -274,8 +273,8 @@ class GradientArrives:
         self._keep = keep
         self._scope = scope
         self._repeat = repeat
-        # A zero-bubble schedule goes back twice, for the inputs and then for the weights. The second time the same
-        # gradient passes, or a sum that torch corrects after this hook.
+        # A zero-bubble schedule runs the backward twice, for the inputs and then for the weights. The second backward
+        # passes the same gradient again, or a sum that torch corrects after this hook.
         self._is_once = capture.is_in_stage
         self.chunk: Chunk | None = None
         """The chunk of a gradient that is a plain tensor."""

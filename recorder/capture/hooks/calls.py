@@ -69,7 +69,7 @@ def record_call(
 
 
 def signature_tree(signature: tree.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments as trees. A leaf has the name that the tensor's row of site ``input`` has."""
+    """Return the arguments as trees; a leaf has the name of the tensor's row with the site ``input``."""
     return {
         "args": [_tree(value, signature.name_at(i), 0) for i, value in enumerate(args)],
         "kwargs": [[key, _tree(value, key, 0)] for key, value in kwargs.items()],
@@ -143,7 +143,7 @@ def _facts(module: nn.Module) -> dict[str, Any]:
 def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
     """Return the arguments that make an equal module of torch.nn; None where only the program can make the module.
 
-    An argument that the module keeps as an attribute is read from there. The parameters tell whether there is a bias.
+    An argument that the module keeps as an attribute is read there. The parameters show whether there is a bias.
     """
     is_made_of_others = bool(module._modules) and cls is not nn.MultiheadAttention
     if not cls.__module__.startswith("torch.nn.modules.") or is_made_of_others:
@@ -171,7 +171,7 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
 
 
 def _setting(value: Any) -> Any:
-    """Return a setting as JSON has it; None for other values (a setting of None is left at its default)."""
+    """Return a setting as a JSON value; None for other values and for None, which leaves the default."""
     if type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, (tuple, list)) and all(type(item) in (bool, int, float, str) for item in value):

@@ -1,9 +1,9 @@
-"""Finds the roots, outermost modules that an optimizer trains, at their first call, without a line of user code.
+"""Finds the roots (outermost modules that an optimizer trains) at their first call, without a line of user code.
 
-A call of a module inside a root that does not come from a call of the root counts as a call of the root.
+A call of a module inside a root counts as a call of the root if the program calls the module directly.
 
-There is one global forward pre-hook, which costs about 2 us a module call. It stays until the first optimizer step
-whose parameters are all under a root. It stays for good if anything was compiled by then, because dynamo guards on the
+One global forward pre-hook costs about 2 us a module call. The hook stays until the first optimizer step whose
+parameters are all under a root. The hook stays for good if anything was compiled by then, because dynamo guards on the
 number of global hooks, so that its removal would recompile every graph. Nothing here may raise into training.
 """
 
@@ -61,7 +61,7 @@ class Discovery:
     def _has_other_global_hook(self) -> bool:
         """Hide our hook from torch's warning of global hooks when a compiled module is called.
 
-        The warning may be an error in the process. Hooks of the user are warned of as before.
+        The process may have turned the warning into an error. Torch still warns of the user's own global hooks.
         """
         hooks = module_internals._global_forward_pre_hooks
         ours = self._handle.id if self._handle is not None else None

@@ -1,10 +1,10 @@
-"""The inventory of a root's modules for the manifest, and one warning of modules whose calls nobody sees.
+"""The inventory of a root's modules for the manifest, and one warning of modules whose calls no hook sees.
 
 The inventory says what the names of rows do not show: parameters with two names, buffers that a state dict leaves out,
 and hooks of the program that run after a value was recorded. The recorder sees an output as the module's forward
-returned it, before other hooks. Styles of tensor parallelism make a plain tensor of a DTensor in such hooks, and with
-it goes the position in the global tensor. What the program's own hooks do to a value is seen only at the next module,
-so that whoever asks where a value comes from must know of these hooks.
+returned it, before other hooks. The hooks of tensor-parallel styles make a plain tensor of a DTensor, and the plain
+tensor has lost its position in the global tensor. A change that the program's own hooks make to a value is seen only at
+the next module, so a reader who searches for the origin of a value must know of these hooks.
 
 Nothing here keeps the model alive, reads a tensor's values, or calls a hook of the program.
 """
@@ -40,7 +40,7 @@ _HIDDEN = {
     "root_not_called": "its modules ran, and its own call was never seen ({}): call it, not .forward(); of a model "
     "that torch.fx traced, attach what came out",
 }
-"""The warnings about modules whose calls nobody sees. Each warning is given once."""
+"""The warnings about modules whose calls no hook sees. Each warning is given once."""
 
 
 class DescribedRoot(callbacks.CalledRoot, Protocol):
@@ -76,7 +76,7 @@ class Inventory:
         self._modules: list[dict[str, Any]] = []
         """The manifest's entry of each module, without the sites that only graphs show."""
         self._seen_at_taps: dict[str, tuple[str, ...]] = {}
-        """For each path the sites at which graphs have shown a module whose hooks had not run."""
+        """The sites, by module path, at which graphs have shown a module whose hooks had not run."""
         self._scripted_with_taps: list[str] = []
         self._late: list[str] = []
         """The paths of modules that were compiled before they had hooks."""
@@ -95,16 +95,16 @@ class Inventory:
         ]
 
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
-        """Warn of modules whose calls nobody will see.
+        """Warn of modules whose calls no hook will see.
 
         Args:
             nodes: all modules.
             compiled: the paths of modules that are compiled.
-            late: the paths of modules whose compiled code was there before the hooks.
+            late: the paths of modules that were compiled before they had hooks.
         """
         untapped: list[str] = []
         self._late = late
-        # Of modules with taps, the first step tells whether the taps are in the graph.
+        # For a module with taps, the first step shows whether the taps are in the graph.
         self._say("late", [path for path in late if not self._is_tapped_below(path)])
         scripted = {node.path: node.owner for node in nodes if node.hidden == "scripted"}
         for path in list(scripted):
@@ -133,7 +133,7 @@ class Inventory:
         ]
 
     def add_seen_at_tap(self, where: Where, path: str) -> None:
-        """Note that a graph shows a module. The module may be missing in the model's tree, or be a container there."""
+        """Note that a graph shows a module, which may be missing in the model's tree, or be only a container there."""
         hooked = self._root.module_at(path)
         if hooked is None or not hooked.has_entered:
             known_sites = self._seen_at_taps.get(path, ())
@@ -169,9 +169,9 @@ class Inventory:
     def step_is_over(self, *, has_compiled: bool) -> None:
         """Warn, after the first step, of modules with hooks that were not seen to run, and say why.
 
-        Where anything was compiled, but no part of this model is marked as compiled, a module that has gradients
-        without a call ran in the graph of a user's function, without its hooks. A root that never ran although its
-        modules did is not the module that the program calls.
+        If anything was compiled but no part of this model is marked as compiled, a module that has gradients but no
+        call ran in the graph of a user's function, without its hooks. If a root never ran although its modules did, the
+        program does not call the root.
         """
         self.look_for_foreign_hooks()
         seen = [hooked.node_path for hooked in self._root.modules if hooked.was_called]
@@ -203,7 +203,7 @@ class Inventory:
                 self._root.capture.events.has_changed = True
 
     def _silent(self) -> set[str]:
-        """Return the paths of modules that must have run without being seen, and whose own kind does not explain it."""
+        """Return the paths of modules that must have run unseen, except modules whose kind explains why."""
         explained = {described["path"] for described in self._modules if "hidden" in described}
         explained |= (
             {hooked.node_path for hooked in self._root.modules_by_tap.values()} if self._seen_at_taps else set()
@@ -238,7 +238,7 @@ class Inventory:
         self._modules = [{**described, "disarmed": dict.fromkeys(SITES, step)} for described in self._modules]
 
     def close(self) -> None:
-        """Keep the facts that hooks and taps have shown, before they are removed."""
+        """Keep the facts that hooks and taps have shown, before the hooks and taps are removed."""
         self._modules = self.described
         self._seen_at_taps.clear()
 
@@ -278,7 +278,7 @@ Ties = dict[str, dict[str, str]]
 
 
 def find_ties(modules: Iterable[HookedModule], flats: Iterable[FlatParameter]) -> Ties:
-    """Return all names of tied parameters but the first in the order of modules; rows have the first name."""
+    """Return the names of tied parameters, except the first in the order of modules, which the rows have."""
     ties: Ties = {}
     first_names: dict[int, str] = {}
     for hooked in modules:
@@ -294,14 +294,14 @@ def find_ties(modules: Iterable[HookedModule], flats: Iterable[FlatParameter]) -
 
 
 def about_state(module: nn.Module, tied: Mapping[str, str] | None) -> dict[str, Any]:
-    """Return the manifest's members on a module's state dict: tied parameters, and buffers that are not saved."""
+    """Return a module's manifest entries for its state dict: tied parameters, and buffers that are not saved."""
     unsaved = getattr(module, "_non_persistent_buffers_set", ())  # modules of scripts and packages may lack it
     left_out = sorted(name for name in unsaved if name in module._buffers)
     return {**({"tied": dict(tied)} if tied else {}), **({"non_persistent": left_out} if left_out else {})}
 
 
 def full_name(path: str, name: str) -> str:
-    """Return the name of a parameter as `named_parameters()` has it."""
+    """Return the name that `named_parameters()` gives to a parameter."""
     return f"{path}.{name}" if path else name
 
 
@@ -310,7 +310,7 @@ _KNOWN = ("torch", "torchao", "torch_xla", "contextlib", __name__.partition(".")
 
 
 def foreign_hooks(module: nn.Module) -> list[str]:
-    """Return for each hook of the program on a module when the hook runs, its name, and file and line of its code."""
+    """Return, for each hook of the program on a module, when the hook runs, its name, and its code's file and line."""
     if isinstance(module, torch.jit.ScriptModule):
         return []  # TorchScript has hooks of its own, and no hooks of Python
     after = list(module._forward_hooks.values())
@@ -332,7 +332,7 @@ def _descriptions(when: str, registered: list[Any]) -> Iterator[str]:
 
 
 def _function(hook: Any) -> Any:
-    """Return the function that a hook calls: inside a partial or a method, or the ``__call__`` of an object."""
+    """Return the function that a hook calls: the one inside a partial or a method, or the ``__call__`` of an object."""
     while isinstance(hook, (functools.partial, types.MethodType)):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
     if isinstance(hook, (types.FunctionType, types.BuiltinFunctionType)):

@@ -1,11 +1,11 @@
 """Moves the inputs of a root by a last place, to show the effect of noise; nothing else changes training on purpose.
 
 The last place is that of the type in which the model computes; autocast may make this type shorter than the input's own
-type. The seed and the shape alone decide how each element is moved. So a recomputed block sees the values that its
-forward saw, ranks that share a batch see the same values, and the global random state is left alone. Each rank moves
-its own part of a DTensor by the shape of that part. Replicas have one shape, so they stay replicas. Summands have one
-shape, too, so their sum is moved as each summand is. No collective is issued. The root is told which of its values were
-moved.
+type. Only the seed and the shape decide how each element is moved. So a recomputed block sees the values that its
+forward saw, ranks that share a batch see the same values, and the global random state does not change. Each rank moves
+its own part of a DTensor by a pattern for the shape of that part. Replicas have the same shape and so stay replicas.
+Summands have the same shape, too, so their sum moves as each summand does. No collective is issued. The root notes
+which of its values were moved.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _factors(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch
 def _working_eps(module: nn.Module, value: torch.Tensor) -> float:
     """Return the machine epsilon of the type in which a module computes with an input.
 
-    Autocast, the mixed precision of FSDP2, and a model whose parameters are all of a shorter type round a value before
-    its first use. A last place of the longer type would vanish there, and the twin would show no noise at all.
+    Autocast, FSDP2's mixed precision, or parameters that are all of a shorter type round a value before its first use.
+    A last place of the value's longer type would vanish there, and the twin would show no noise at all.
     """
     eps = torch.finfo(value.dtype).eps
     device = value.device.type
@@ -74,7 +74,7 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
     Args:
         value: a value that `_can_move`.
         seed: the seed of the pattern.
-        eps: the share of itself by which each element is moved.
+        eps: the fraction of its own value by which each element is moved.
         is_own: True for a DTensor that nobody else holds yet, which may be changed in place.
     """
     if not is_dtensor(value):

@@ -81,7 +81,7 @@ class HookedModule:
         self.rule_sets = self._find_rule_sets()
         self._leaves: dict[tuple[str, str], tuple[Origin, int]] = {}
         self._open_calls: dict[int, list[_Call]] = {}
-        """For each thread the calls that have begun and not returned: a module may call itself."""
+        """The calls of each thread that have begun and not returned; a module may call itself."""
         self.has_entered = False
         """Whether the module's hooks have run."""
         self._signature: tree.Signature | None = None
@@ -91,7 +91,7 @@ class HookedModule:
         self.was_called = False
         """Whether a hook or a tap has ever seen the module run."""
         self._tapped_slice: Slice | None = None
-        """The slice in which an op in a graph has shown this call's output; the hook around the graph skips it."""
+        """The slice in which a graph has shown this call's output; the hook around the graph skips the output."""
         self._number = next(_numbers)
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
@@ -151,7 +151,7 @@ class HookedModule:
             self._put_hooks(module)
 
     def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
-        """Return the origin of a leaf and the rules that select it. Both are made when the leaf is first seen."""
+        """Return the origin of a leaf and the rules that select the leaf; both are made when it is first seen."""
         key = (site, name)
         leaf = self._leaves.get(key)
         if leaf is None:
@@ -164,7 +164,7 @@ class HookedModule:
         return leaf
 
     def unit_dim(self, rule_set: int, site: str, name: str) -> int:
-        """Return the dim along which a value of the module has units; a negative one counts from the last."""
+        """Return the dim along which a value of the module has units; a negative dim counts from the last dim."""
         return unit_dim_of(self.capture.selection, rule_set, self._owner(), site, name)
 
     def _enter(self) -> _Call:
@@ -183,7 +183,7 @@ class HookedModule:
         return bool(self._open_calls.get(threading.get_ident()))
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
-        """Note that a graph made of the module has shown its input or its output."""
+        """Note that a graph that contains the module has recorded the module's input or output."""
         self.was_called = True
         if is_output:
             self._tapped_slice = slice_
@@ -303,7 +303,7 @@ class HookedModule:
         return chunk, None if chunk is not None else Waiting(tensor)
 
     def stay_last(self) -> None:
-        """Make our pre-hook the last again if the program has put pre-hooks on the module since."""
+        """Make our pre-hook the last one again if the program has registered pre-hooks on the module since."""
         module = self.module()
         if self.pre_hook is not None and module is not None:
             registered = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
@@ -318,7 +318,7 @@ class HookedModule:
         return frozenset(self.rule_sets[site] for site in sites) - {NOTHING}
 
     def rest(self) -> None:
-        """Take the hooks off until `wake`. Torch calls a module without hooks directly, which is cheaper than any hook.
+        """Take the hooks off until `wake`, because torch calls a module without hooks faster than one with any hook.
 
         The hooks are taken out of torch's dicts, at a tenth of the cost of handles, because modules may rest at every
         other step.

@@ -1,7 +1,7 @@
-"""The rows of a parameter: as its module holds it, or as FSDP1 has flattened it together with others.
+"""The rows of a parameter: as its module has registered it, or as FSDP1 has flattened it together with others.
 
-For a flat parameter of FSDP1 this finds the elements of the original parameters that a rank holds, and splits values
-accordingly. It reads the wrapper's metadata only: never issues a collective, never reads a tensor's values, never keeps
+For a flat parameter of FSDP1 this finds the elements of the original parameters that a rank has, and splits values
+accordingly. Only the wrapper's metadata is read: nothing here issues a collective, reads a tensor's values, or keeps
 a wrapper, a module or a parameter.
 """
 
@@ -77,11 +77,11 @@ class OriginalSlice(NamedTuple):
     start: int
     """The index of the original's first element in the unsharded flat parameter."""
     begin: int
-    """The index, within the original, of its first element in this rank's part of the flat parameter."""
+    """The index, within the original, of the first element that lies in this rank's part of the flat parameter."""
     end: int
-    """The index after the original's last element in this rank's part; equal to `begin` where the rank has none."""
+    """The index after the last such element in this rank's part; equal to `begin` where the rank has no element."""
     chunk: Chunk | None
-    """The chunk of the slice; None where the rank holds the whole parameter, or the slice is no run in C order."""
+    """The chunk of the slice; None where the rank has the complete parameter, or the slice is no run in C order."""
     note: str | None
     local: Chunk | None = None
     """The chunk of the original itself, where FSDP1 was given a part of a tensor parallel parameter."""
@@ -97,7 +97,7 @@ class _Mesh(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the mesh as the column ``mesh`` has it."""
+        """Return the mesh as JSON text for the column ``mesh``."""
         return compact(self._asdict() | {"ranks": written_ranks(self.ranks, self.shape)})
 
     def with_axes(self, more: Any) -> _Mesh:
@@ -148,7 +148,7 @@ class FlatParameter:
             for info in flat._shared_param_infos
             if (hooked := module_of(info.module)) is not None and (first := module_of(info.prim_module)) is not None
         ]
-        """For each tied name the module and the name, and the module and name under which the parameter is recorded."""
+        """Each tied name with its module, and the module and name under which the parameter is recorded."""
         originals = flat._params or [None] * len(flat._shapes)
         mesh, is_hybrid = _mesh(wrapper)
         self.slices: list[OriginalSlice] = []

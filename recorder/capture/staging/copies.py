@@ -1,8 +1,8 @@
 """Stagers bring the bytes of a tensor into a block of the pool; there is a class for each kind of device.
 
-A stager runs on the training thread. It may not wait for a device while values are seen. Where a copy is not over when
-the stager returns, the record carries a `Ready` that the writer waits on. The device decides when the copy is over: at
-once, or once a step's graph has run. A new device is one class here and one entry of `STAGERS`.
+A stager runs on the training thread and may not wait for a device while values are seen. If a copy is not over when
+the stager returns, the record carries a `Ready` that the writer waits on. The copy is over at once, or once a step's
+graph has run, as the device requires. A new device needs one class here and one entry of `STAGERS`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _NO_BOUNDARY = "no_step_boundary"
 _MEMMOVE_BYTES = 1 << 20
 """Below this size memmove beats torch's dispatcher (0.3 us a call against 6); above it torch uses all its threads."""
 _HELD_BYTES = 1 << 22
-"""Up to this size a tensor is measured with the interpreter's lock held, mostly for less than a millisecond. To take
-the lock back from a busy writer costs up to five milliseconds."""
+"""Up to this size a tensor is measured with the interpreter's lock held, mostly for less than a millisecond, because it
+costs up to five milliseconds to take the lock back from a busy writer."""
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
-"""A memmove that keeps the interpreter's lock; after `ctypes.memmove` the writer would have to give the lock back."""
+"""A memmove that keeps the interpreter's lock, because `ctypes.memmove` would give the lock to the writer."""
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
 
 
 class MeasurePlan(Protocol):
-    """How a tensor whose payload is not kept is measured on its device, before the writer has it."""
+    """The plan by which a device measures a tensor whose payload is not kept, before the writer reads the results."""
 
     nbytes: int
     """The bytes that the results take in the block."""
@@ -57,18 +57,18 @@ class Stager(Protocol):
     """Copies tensors of one device type into the pool."""
 
     copied_bytes: int = -1
-    """The most bytes of a tensor that is copied even where its payload is not kept; such a tensor needs no `plan`."""
+    """The size in bytes up to which a tensor is copied and needs no `plan`, even where its payload is not kept."""
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         """Copy a dense tensor's elements in C order into ``block``.
 
-        Training may change the tensor as soon as this method returns (on its own stream, in program order), and such a
-        change must not reach the copy. None means that the bytes are there already. The method raises what the copy
-        raises, and `LostError` where there is a reason not to copy.
+        Training may change the tensor as soon as this method returns (on its own stream, in program order), and the
+        change must not reach the copy. None means that the bytes have arrived already. The method raises what the copy
+        raises, and `LostError` if there is a reason not to copy.
         """
 
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> MeasurePlan | None:
-        """Return how a dense tensor whose payload is not kept is measured where it lies; None to copy it."""
+        """Return how to measure a dense tensor, whose payload is not kept, without a copy; None to copy the tensor."""
         return None
 
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: Any) -> Ready | None:
@@ -80,18 +80,18 @@ class Stager(Protocol):
         return
 
     def fetch(self) -> None:
-        """Hand over every value that was seen so far, whatever the cost, for `flush`. May wait."""
+        """Hand over every value seen so far, for `flush`. May wait, whatever the cost."""
         return
 
     def close(self) -> None:
-        """Fetch or lose the values that wait, and give up threads and streams."""
+        """Fetch or drop the values that wait, and give up threads and streams."""
         return
 
 
 class HostStager(Stager):
     """Copies host memory to host memory; the copy is complete on return, and the writer thread encodes it.
 
-    Where no payload is kept, the compiled loops measure the tensor where it lies, on the threads of training, which
+    If no payload is kept, the compiled loops measure the tensor in its own memory, on training's threads, which
     idle while a hook runs: each byte is read once, and none is written. Small tensors are copied instead, because the
     writer measures many of them with one call.
     """
@@ -141,9 +141,8 @@ class XlaStager(Stager):
 
     A copy to the host in the hook would cut the graph in two. The copy on the device becomes one more output of the
     graph that the program runs at its next step boundary (`torch_xla.sync`), so no further graph is compiled or run. If
-    the program reads other values and ends no step, the copies of a root's call are left behind. They are fetched with
-    a graph of their own when the next call begins, because they would pile up in the graph that the program runs at
-    last.
+    the program reads other values and ends no step, the copies of a root's call stay unread. The recorder fetches them
+    with a graph of their own when the next call begins, because they would pile up in the program's next graph.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -188,7 +187,7 @@ class XlaStager(Stager):
         if os.getpid() != self._pid:
             return
         if threading.current_thread().name.startswith("recorder-"):
-            # A signal ends the process, and its main thread may be building a graph: no other thread may run one.
+            # A signal ends the process while its main thread may be building a graph: no other thread may run one.
             for value in values:
                 if not value.is_free:
                     value.lost_for = _NO_BOUNDARY
@@ -219,7 +218,7 @@ class XlaStager(Stager):
 
 
 class _LazyCopy:
-    """A lazy value on its way to the host. Only its record holds it, so that a dropped value is not computed."""
+    """A lazy value on its way to the host. Only its record refers to it, so that a dropped value is not computed."""
 
     __slots__ = (
         "__weakref__",
@@ -269,7 +268,7 @@ def _unread(seen: list[weakref.ref[_LazyCopy]]) -> list[_LazyCopy]:
 
 
 class CudaStager(StreamStager, Stager):
-    """Copies from NVIDIA GPUs on a stream of the recorder's."""
+    """Copies from NVIDIA GPUs on a stream that belongs to the recorder."""
 
     def __init__(self, pool: Pool, settings: Settings, say: Callable[[str], None]) -> None:
         if torch.version.hip is not None:
@@ -282,11 +281,11 @@ STAGERS: dict[str, Callable[[Pool, Settings, Callable[[str], None]], Stager]] = 
     "xla": lambda pool, settings, say: XlaStager(pool),
     "cuda": CudaStager,
 }
-"""For each device type the function that makes its stager of the pool, the settings and a function that logs a line. A
-stager is made once, when its first tensor comes."""
+"""The function, by device type, that makes a stager of the pool, the settings and a function that logs a line. A stager
+is made once, when the first tensor of its device type is recorded."""
 
 WHY_LOST = {
     CUDA_GRAPH: "a CUDA graph was being captured, in which nothing can be recorded, nor when it is replayed",
     NO_DEVICE_ROOM: "the device's pool had no room for it; a larger RECORDER_DEVICE_POOL_BYTES helps",
 }
-"""For each reason of a `LostError` of `Stager.copy` a sentence that explains the reason."""
+"""A sentence for each reason of a `LostError` from `Stager.copy`."""

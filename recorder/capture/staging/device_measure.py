@@ -1,8 +1,8 @@
-"""Computes statistics and fingerprint of one tensor by torch's kernels, on its device, as `measure` does on the host.
+"""Computes statistics and fingerprint of one tensor with torch's kernels on its device, as `measure` does on the host.
 
-A few numbers for each box of the tensor cross the bus, and the writer thread puts them together. Sums are in float64 as
-on the host, but in another order; counts, extremes and fingerprints are equal. Nothing here may read a value on the
-device.
+A few numbers for each box of the tensor cross the bus, and the writer thread merges them. Sums are in float64 as on the
+host, but in another order, so they may differ; counts, extremes and fingerprints are equal. Nothing here may read a
+value on the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
 _BOX_ITEMS = 1 << 22
-"""The most elements of a box: their float64 copies, three at a time, take 100 MB of the device."""
+"""The most elements of a box; three float64 copies of a box at a time take 100 MB of the device."""
 _MAX_WEIGHTS = 1 << 16
 """The most weights of one factor of the fingerprint that are kept."""
 _MAX_KEPT = 64
@@ -31,10 +31,10 @@ _DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-"""The dtypes that torch's kernels turn into float64; others are measured on the host."""
+"""The dtypes that torch's kernels turn into float64; tensors of other dtypes are measured on the host."""
 
 Weights = dict[tuple[tuple[int, int], ...], torch.Tensor]
-"""The factors of the fingerprint's weights, by groups of (dim, length). They may be used on one stream alone."""
+"""The factors of the fingerprint's weights, by groups of (dim, length). Only one stream may use them."""
 
 
 class DeviceMeasure:
@@ -47,7 +47,7 @@ class DeviceMeasure:
             dtype: a dtype that `can_measure` knows.
             shape: the shape of the tensor, which has elements.
             keep: bits of KEEP_STATS, KEEP_UNITS and KEEP_FINGERPRINT.
-            unit_dim: the dim along which units lie; a negative one counts from the last.
+            unit_dim: the dim along which units lie; a negative dim counts from the last dim.
         """
         self._item_bytes = dtype.itemsize
         self._keep = keep
@@ -65,7 +65,7 @@ class DeviceMeasure:
             weights: the weights of earlier calls on the same stream; this call adds new weights.
 
         Returns:
-            The results on the device, as a flat int64 tensor: the results of each box, then those of the units.
+            The results on the device, as a flat int64 tensor: the results of each box, then the sums of the units.
         """
         flat = tensor.reshape(-1)
         nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -118,7 +118,7 @@ class DeviceMeasure:
 
 
 def can_measure(tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> bool:
-    """Whether the device can measure a tensor; others are copied, and measured on the host."""
+    """Whether the device can measure a tensor; any other tensor is copied, and measured on the host."""
     is_run = bool(keep & (KEEP_FINGERPRINT | KEEP_UNITS)) and chunk is not None and chunk.flat_start is not None
     return tensor.dtype in _DTYPES and not is_run and not keep & KEEP_HISTOGRAM
 
@@ -143,7 +143,7 @@ _SUMS_OF_UNIT = 4
 
 
 def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield first element, offsets and shape of boxes in order; each box is one run of a contiguous tensor."""
+    """Yield the first element, offsets and shape of each box in order; a box is one run of a contiguous tensor."""
     split = len(shape)
     while split and math.prod(shape[split - 1 :]) <= max_items:
         split -= 1
@@ -166,7 +166,7 @@ def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
     num_nonzero = (wide != 0).sum(dtype=torch.float64)
     finite = torch.isfinite(wide)
     num_nan, num_finite = torch.isnan(wide).sum(dtype=torch.float64), finite.sum(dtype=torch.float64)
-    # `torch.where` would bring a number to the device by a copy and wait for the copy.
+    # `torch.where` would bring a number to the device by a copy, and wait for that copy.
     others = finite.logical_not_()
     low, high = wide.masked_fill(others, math.inf).amin(), wide.masked_fill(others, -math.inf).amax()
     known = wide.masked_fill(others, 0.0)
@@ -180,7 +180,7 @@ def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _merged(results: list[_BoxResult], numel: int) -> Measured:
-    """Merge the results of boxes into statistics of the whole, as `measure` does."""
+    """Merge the results of boxes into statistics of the complete tensor, as `measure` does."""
     moments = Moments()
     with np.errstate(all="ignore"):
         for result in results:
@@ -231,7 +231,7 @@ def _factor(group: tuple[tuple[int, int], ...], device: torch.device, kept: Weig
 
 
 def _powers(base: int, length: int, device: torch.device) -> torch.Tensor:
-    """Return 1, base, base^2, ... as int64, by doubling on the device: a copy of an array could make the host wait."""
+    """Return 1, base, base^2, ... as int64 by doubling on the device, as copying an array could make the host wait."""
     powers = torch.ones(length, dtype=torch.int64, device=device)
     done = 1
     while done < length:

@@ -1,4 +1,4 @@
-"""The operations of a device whose work goes on in streams, and their CUDA versions: the only module that calls CUDA.
+"""The operations of a device that works in streams, with an implementation for CUDA; only this module calls CUDA.
 
 Every call is made in a hook of training or on the writer thread. No call waits for the device except `Device.fetch`,
 which the writer alone may call.
@@ -20,7 +20,7 @@ _RELAXED = 2
 
 
 class Device(Protocol):
-    """One device. The class of its streams and events is its own affair."""
+    """One device. Each implementation chooses the classes of its streams and events."""
 
     def is_capturing(self) -> bool:
         """Whether the work that this thread launches now becomes part of a graph instead of being done."""
@@ -29,15 +29,15 @@ class Device(Protocol):
         """Return the stream that takes the work of training on this thread."""
 
     def new_stream(self) -> Any:
-        """Make a stream that does not wait for other streams of its own accord."""
+        """Make a stream that does not implicitly wait for other streams."""
 
     def new_event(self) -> Any: ...
 
     def record(self, event: Any, stream: Any) -> None:
-        """Let the event happen once the stream has done all the work that it has so far."""
+        """Record an event that happens once the stream has done all the work that it has so far."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Let later work of the stream begin only after the event as it was last recorded."""
+        """Make later work of the stream begin only after the latest recorded event."""
 
     def is_done(self, event: Any) -> bool:
         """Whether the event has happened. Any thread; raises an earlier error of the device."""
@@ -52,13 +52,13 @@ class Device(Protocol):
         """Allocate bytes of the device's memory."""
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Page-lock memory of the host, so that copies into it need not wait; return False where it is refused."""
+        """Page-lock memory of the host, so that copies into it need not wait; return False if the device refuses."""
 
     def unpin(self, address: int) -> None: ...
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU, through torch, or through the driver where torch has no call without a side effect."""
+    """One NVIDIA GPU, used through torch, or through the driver where every call of torch has a side effect."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -106,13 +106,13 @@ class CudaDevice(Device):
             host.copy_(source)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        # Not in inference mode, in which the first value may be seen: a tensor of that mode takes no copies later.
+        # The mode is off because the first value may be seen in it, and an inference tensor takes no copies later.
         with torch.inference_mode(False), undisturbed():
             return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        # Not by torch.cuda.cudart(): where it refuses, its error stays behind, and the next kernel of training is
-        # blamed for the error. The driver keeps no error.
+        # `torch.cuda.cudart()` is not used: its error stays behind after a refusal, and the next kernel of training is
+        # blamed for that error. The driver keeps no error.
         with self._beside_captures():
             return int(self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
 
@@ -122,12 +122,12 @@ class CudaDevice(Device):
 
     @contextmanager
     def _beside_captures(self) -> Iterator[None]:
-        """Let this thread ask the driver while another thread captures a graph, without spoiling the capture.
+        """Let this thread call the driver while another thread captures a graph, without spoiling the capture.
 
-        A thread that never used the device has no context, and the driver refuses questions without a context.
+        A thread that never used the device has no context, and the driver refuses calls without a context.
 
         Raises:
-            RuntimeError: the driver refuses, so that nothing may be asked.
+            RuntimeError: the driver refuses the context or the capture mode.
         """
         mode, popped = ctypes.c_int(_RELAXED), ctypes.c_void_p()
         self._call("cuCtxPushCurrent_v2", self._context)
@@ -148,7 +148,7 @@ class CudaDevice(Device):
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Run torch without the user's modes: no graph, no autocast, no dispatch or function mode."""
+    """Run torch without the user's modes: no autograd graph, no autocast, no dispatch or function mode."""
     with (
         torch.no_grad(),
         torch._C._DisableTorchDispatch(),

@@ -1,8 +1,8 @@
 """Computes statistics and fingerprint of one tensor, for the writer thread; never calls torch.
 
-The compiled loops of `recorder.native` compute all results in one pass, 4 to 9 times as fast. The functions here
-compute the same bits where there are no compiled loops. numpy's reductions run on the calling thread alone whatever the
-size, know no global modes, and cannot touch the threads or generators that training uses.
+The compiled loops of `recorder.native` compute all results in one pass, 4 to 9 times as fast as the functions here,
+which compute the same bits where there are no compiled loops. numpy's reductions use only the calling thread whatever
+the size, know no global modes, and cannot touch the threads or generators that training uses.
 
 `recorder/numerics/histogram.py` says what each count of a histogram means, and `recorder/numerics/units.py` what the
 sums of units mean.
@@ -28,7 +28,7 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured, Staged
 
 _CHUNK_ITEMS = 1 << 15
-"""The number of elements that are read together: with their float64 copy they stay in the second-level cache."""
+"""The number of elements that are read together; the elements and their float64 copy fit in the second-level cache."""
 
 _NOTHING = Measured()
 _NO_UNITS_OF_RUN = "no_units:a run of a flattened tensor"
@@ -47,7 +47,7 @@ def measure(
     *,
     kernels: Kernels | None = None,
 ) -> Measured:
-    """Compute statistics, histogram, sums of each unit and fingerprint: each of these where `keep` has its bit.
+    """Compute those of statistics, histogram, sums of each unit and fingerprint whose bits are in `keep`.
 
     Args:
         data: the tensor's bytes.
@@ -55,7 +55,7 @@ def measure(
         shape: the tensor's shape.
         chunk: the tensor's position in a global tensor.
         keep: bits of KEEP_*.
-        unit_dim: the dim along which units lie; a negative one counts from the last.
+        unit_dim: the dim along which units lie; a negative dim counts from the last dim.
         kernels: the compiled loops, where they are to be used.
 
     Raises:
@@ -103,7 +103,7 @@ def _statistics_of(
 
 
 class HostMeasure:
-    """How the compiled loops measure a tensor of the host where it lies, and how their results are read."""
+    """The plan by which the compiled loops measure a host tensor in its own memory, and by which results are read."""
 
     __slots__ = ("_dtype", "_sides", "kernels", "loops", "nbytes")
 
@@ -145,13 +145,13 @@ class HostMeasure:
 
 @lru_cache(maxsize=512)  # each may hold the weights of a fingerprint, mostly 32 KiB
 def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> HostMeasure | None:
-    """Return how a tensor that has elements is measured with the compiled loops; None where Python has to.
+    """Return a plan to measure a tensor that has elements with the compiled loops; None if Python must measure it.
 
     Args:
         dtype: the tensor's element type.
         shape: the tensor's shape.
-        keep: bits of KEEP_*; there must be `KEEP_STATS` among them.
-        unit_dim: the dim along which units lie; a negative one counts from the last.
+        keep: bits of KEEP_*; without `KEEP_STATS` the result is None.
+        unit_dim: the dim along which units lie; a negative dim counts from the last dim.
         kernels: the compiled loops.
     """
     if not keep & KEEP_STATS or dtype not in KINDS:
@@ -160,7 +160,7 @@ def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, k
 
 
 def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) -> list[Measured]:
-    """Measure records of few bytes as `measure` does, most of them with one call of the compiled loops.
+    """Measure records of few bytes as `measure` does, most of these records with one call of the compiled loops.
 
     Args:
         records: records whose statistics are kept, and perhaps their fingerprints.
@@ -219,7 +219,7 @@ def _statistics(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
     if dtype.startswith("complex"):
         return _count_complex(data, dtype)
     moments = _Chunks(min(len(data), _CHUNK_ITEMS))
-    # Values near the largest double overflow to inf, and the row says inf then.
+    # Values near the largest double overflow to inf, and the row then contains inf.
     with np.errstate(all="ignore"):
         for values in _chunks(data, dtype):
             moments.add(values)
@@ -227,7 +227,7 @@ def _statistics(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
 
 
 class _Chunks(Moments):
-    """The moments of a tensor, whose values come chunk by chunk."""
+    """The moments of a tensor, whose values are added chunk by chunk."""
 
     def __init__(self, max_items: int) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def _chunks(data: npt.NDArray[np.uint8], dtype: str) -> Iterator[_Values]:
 
 @lru_cache(maxsize=8)
 def _decoded(dtype: str) -> npt.NDArray[np.float32]:
-    """Return the value of every bit pattern of an 8 or 16 bit float: twice as fast as numpy's conversion of float16."""
+    """Return the value of every bit pattern of an 8 or 16 bit float; for float16 this is twice as fast as numpy."""
     num_bytes = item_bytes(dtype)
     codes = np.arange(1 << 8 * num_bytes, dtype=np.dtype(f"<u{num_bytes}"))
     with np.errstate(all="ignore"):
@@ -312,7 +312,7 @@ def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
 
 Bins = npt.NDArray[np.uint64]
 _FLOATS = {"bfloat16": (2, 7), "float32": (4, 23), "float64": (8, 52)}
-"""For each type the bytes of an element, and the number of bits below the exponent."""
+"""The bytes of an element, and the number of bits below the exponent, by element type."""
 _ITEMS = 1 << 15
 
 
@@ -322,7 +322,7 @@ def count(data: npt.NDArray[np.uint8], dtype: str, decoded: Iterable[npt.NDArray
     Args:
         data: the tensor's bytes.
         dtype: the tensor's element type, one of `NUM_BINS`.
-        decoded: the tensor's values chunk by chunk, float16 as float32; read for float16 and integers only.
+        decoded: the tensor's values chunk by chunk, float16 as float32; only float16 and integers are read from here.
     """
     bins = np.zeros(NUM_BINS[dtype], np.uint64)
     if dtype in BY_PATTERN:
@@ -369,11 +369,11 @@ class UnitSums:
     def __init__(self, sides: Sides) -> None:
         self.sides = sides
         self.sums = np.zeros((3, sides.num))
-        """For each unit the sum of x, the sum of x^2 and the largest magnitude."""
+        """The sum of x, the sum of x^2 and the largest magnitude of each unit."""
         self.zeros = np.zeros(sides.num, np.int64)
 
     def add_all(self, chunks: Iterable[npt.NDArray[Any]]) -> None:
-        """Add a whole tensor, chunk by chunk."""
+        """Add all of a tensor, chunk by chunk."""
         first = 0
         for values in chunks:
             self.add(values, first)
@@ -382,8 +382,8 @@ class UnitSums:
     def add(self, values: npt.NDArray[Any], first: int) -> None:
         """Add a chunk of the flattened tensor; `first` elements of the tensor come before the chunk.
 
-        `bincount` adds in the order of the elements. The values of a unit that lie side by side are added in eight
-        partial sums, these are joined by halves, and the result is added to the unit's sum.
+        `bincount` adds in the order of the elements. Adjacent values of a unit are added in eight partial sums, these
+        sums are added in pairs, and the result is added to the unit's sum.
         """
         num, inner = self.sides.num, self.sides.inner
         is_zero = np.equal(values, 0)

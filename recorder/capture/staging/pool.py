@@ -1,9 +1,9 @@
-"""The host pool: one fixed region of memory, in bytes, that every record on its way to disk lives in.
+"""The host pool: one memory region of fixed size in bytes, which contains every record on its way to disk.
 
-It is the only bound between training and disk. The training thread takes, the writer thread gives back. In the ring's
-share of the pool values wait for a trigger: training takes blocks there and never waits for room, because blocks are
-given back as steps pass, and not by a writer that catches up. Nothing here may allocate per record beyond a small
-object, or hold its lock while bytes are copied.
+The pool is the only bound between training and disk. The training thread takes blocks, and the writer thread gives them
+back. In the ring's share of the pool values wait for a trigger: training takes blocks there and never waits for room,
+because blocks are given back as steps pass, and not when the writer catches up. Nothing here may allocate more than a
+small object per record, or hold its lock while bytes are copied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...system.processes import private_memory
 from ...system.text import size
 
 GRAIN_BYTES = 1024
-"""Every record takes a multiple of this size, about that of its Python objects, so that the pool bounds these too."""
+"""The unit of block sizes, about the size of a record's Python objects, so that the pool bounds these objects, too."""
 _NAP_S = 0.002
 """The time after which a thread that waits for room looks again."""
 
@@ -56,7 +56,7 @@ class PoolBlock:
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """Return the block's bytes. The array is made here, on the writer thread, and not in a hook."""
+        """Return the block's bytes; the array is made here, so on the writer thread and not in a hook."""
         return self._pool._bytes[self.offset : self.offset + self.num_bytes]  # type: ignore[no-any-return]
 
     @property
@@ -83,7 +83,7 @@ class PoolBlock:
 class Pool:
     """A region of memory, given out by address-ordered first fit with coalescing.
 
-    So the blocks in use stay at the low end, and the pages behind them stay untouched.
+    As a result, the blocks in use stay at the low end, and the pages behind them stay untouched.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Pool:
         """Reserve address space; a page is touched when it is first used.
 
         Args:
-            capacity_bytes: the whole budget.
+            capacity_bytes: the complete budget.
             progress_s: returns the time on `clock` at which the writer last finished a batch.
             clock: a monotonic clock in seconds.
         """
@@ -114,7 +114,7 @@ class Pool:
         self._begin(progress_s, clock)
 
     def split(self, nbytes: int) -> Pool:
-        """Cut a part off the end as a pool of its own in the same memory. Called once, before any block is taken."""
+        """Cut a part off the end as a second pool in the same memory. Called once, before any block is taken."""
         part = copy(self)
         part.capacity_bytes = min(nbytes, self.capacity_bytes) // GRAIN_BYTES * GRAIN_BYTES
         self.capacity_bytes -= part.capacity_bytes
@@ -125,7 +125,7 @@ class Pool:
 
     @property
     def region_bytes(self) -> int:
-        """Return the bytes of the whole region, which the pool may share with another pool."""
+        """Return the bytes of the complete region, which the pool may share with another pool."""
         return len(self._bytes)
 
     def _begin(self, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
@@ -134,7 +134,7 @@ class Pool:
         self._free = [(0, self.capacity_bytes)]
         self._returned: deque[PoolBlock] = deque()
         self._small: deque[PoolBlock] = deque()
-        """Free blocks of one grain. They are taken and given back in one step of C: no lock, no search, no object."""
+        """Free blocks of one grain; each is taken and given back in one step of C, without a lock or a search."""
         self._used_bytes = 0
         self.peak_bytes = 0
         self._progress_s = progress_s
@@ -147,7 +147,7 @@ class Pool:
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes that records hold now."""
+        """Return the bytes that records use now."""
         free_bytes = GRAIN_BYTES * len(self._small) + sum(block.size for block in list(self._returned))
         return self._used_bytes - free_bytes
 
@@ -164,7 +164,7 @@ class Pool:
             except IndexError:  # another thread was faster
                 pass
         size = -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
-        # `with` and plain stores, and no calls: Ctrl-C and handlers that raise come between calls, never in here.
+        # Only `with` and plain stores, no calls: Ctrl-C and handlers that raise come between calls, never in here.
         with self._lock:
             if self._is_taking:
                 return None
@@ -183,7 +183,7 @@ class Pool:
     def _first_fit(self, nbytes: int, size: int) -> PoolBlock | None:
         for i, (offset, free) in enumerate(self._free):
             if free >= size:
-                # Each entry takes one store, so that an interrupt can lose a block but never hand it out twice.
+                # Each entry is changed by one store, so that an interrupt can lose a block but never give it out twice.
                 if free == size:
                     del self._free[i]
                 else:
@@ -195,7 +195,7 @@ class Pool:
         return None
 
     def _collect(self) -> None:
-        """Put returned blocks into the free list, and join them with the free memory beside them."""
+        """Put returned blocks into the free list, and join each block with the free memory next to it."""
         free, returned = self._free, self._returned
         while returned:
             block = returned.popleft()
@@ -225,9 +225,9 @@ class Pool:
     def take_or_wait(
         self, nbytes: int, *, step: int, per_step_s: float, stalled_s: float, per_run_s: float
     ) -> PoolBlock | None:
-        """Take a block, after a wait of at most ``per_step_s`` in this step; None means to drop the value and count it.
+        """Take a block, after a wait of at most ``per_step_s`` in this step; None if the value must be dropped.
 
-        After a wait in vain no call waits until half of the pool is free, because a dead disk must not stop training.
+        After a failed wait no call waits until half of the pool is free, because a dead disk must not stop training.
         """
         block = self.take(nbytes)
         if block is not None or nbytes > self.capacity_bytes:
@@ -264,7 +264,7 @@ class Pool:
 
 
 class DevicePool(Pool):
-    """A fixed region of a device's memory. Its blocks have a length, and no bytes that the host may touch."""
+    """A fixed region of a device's memory. Its blocks have a length, but no bytes that the host may touch."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.capacity_bytes = tensor.numel() - tensor.numel() % GRAIN_BYTES
@@ -281,21 +281,21 @@ def default_capacity_bytes(local_world_size: int) -> int:
 
 
 class RingMemory:
-    """The share of the pool in which values wait for a trigger. The training thread calls all methods."""
+    """The share of the pool in which values wait for a trigger. Only the training thread calls the methods."""
 
     def __init__(self, pool: Pool, window: RingWindow, *, is_wanted: Callable[[int], bool]) -> None:
         """Begin with nothing taken.
 
         Args:
             pool: the ring's share of the pool.
-            window: the steps around a trigger that the ring is to hold.
-            is_wanted: returns whether a trigger has asked for a step, whose values are then on their way to the disk.
+            window: the steps around a trigger that the ring is to keep.
+            is_wanted: returns whether a trigger has asked for a step, so that its values are on their way to the disk.
         """
         self.pool = pool
         self.window = window
         self.is_wanted = is_wanted
         self._first: int | None = None
-        """The first step of training that had a value for the ring; None before."""
+        """The first step of training that had a value for the ring; None before that step."""
         self._step_bytes = 0
         """The bytes that training asked for in the first step."""
         self._is_judged = False
@@ -314,7 +314,7 @@ class RingMemory:
 
         Args:
             step: the step that begins.
-            num_steps: returns at how many steps the rules keep values in the ring, of a number of steps from a step on.
+            num_steps: returns at how many steps, given a first step and a number of steps, rules keep ring values.
         """
         if self._is_judged or self._first is None or step <= self._first:
             return None

@@ -1,13 +1,13 @@
-"""Copies from a device whose work goes on in streams: training waits for no copy, and can change no copy.
+"""Copies values from a device that works in streams; training waits for no copy, and cannot change a copy.
 
-A value is cloned on training's own stream, in program order, into a room in a fixed part of the device's memory. From
-there a stream of the recorder's takes the clone to the host. If training then changes the tensor in place or frees it,
-that comes after the clone on training's stream and cannot reach the copy. The clone costs twice the value's bytes of
+A value is cloned on training's own stream, in program order, into a block of a fixed region of the device's memory. A
+stream of the recorder then copies the clone to the host. If training changes the tensor in place or frees it, the
+change comes after the clone on training's stream and cannot reach the copy. The clone costs twice the value's bytes of
 the device's own memory traffic, about a thirtieth of the time that the copy over the bus takes.
 
-Where the device has no room, training's stream makes the copy itself: still in order, still without the host waiting,
-but at the speed of the bus. Events tell when a copy is over. The writer asks for the events, and rooms, events and
-blocks go back once the copy is over. A block that a device may still write into is never given to another record.
+If that region is full, training's stream makes the copy itself: still in order, and still without a wait of the host,
+but at the speed of the bus. Events show when a copy is over. The writer polls the events, and device blocks, events and
+pool blocks go back once the copy is over. A block that a device may still write into is never given to another record.
 
 Nothing here may wait for a device, launch anything while a graph is captured, or allocate memory in each step.
 """
@@ -37,11 +37,11 @@ CUDA_GRAPH = "cuda_graph"
 NO_DEVICE_ROOM = "device_pool_full"
 
 _MIN_MEASURED_BYTES = 1 << 20
-"""Below this size a copy is cheaper for the training thread than the launches of twenty kernels. Not measured."""
+"""The size below which a copy should cost training less than the launches of twenty kernels. Not measured."""
 _MANY = 64
-"""The number of copies under way above which the training thread checks whether some are over."""
+"""The number of copies under way above which the training thread checks whether copies are over."""
 _unfinished: set[StreamStager] = set()
-"""The stagers that were closed while a device was still writing: the device must end before their memory is freed."""
+"""The stagers that were closed while a device was still writing; their memory is freed after the device ends."""
 
 
 class StreamStager:
@@ -56,13 +56,13 @@ class StreamStager:
         say: Callable[[str], None],
         min_measured_bytes: int = _MIN_MEASURED_BYTES,
     ) -> None:
-        """Touch no device before its first tensor.
+        """Store the settings; no device is touched before its first tensor.
 
         Args:
             pool: the pool of host memory, which is page-locked at the first tensor.
             open_device: returns the device with an index.
-            room_bytes: memory of each device for values on their way.
-            say: takes a line that a person should know.
+            room_bytes: the bytes of each device's memory for values on their way to the host.
+            say: takes a line of text that a person should read.
             min_measured_bytes: the size from which on statistics are computed on the device.
         """
         self._pool = pool
@@ -119,7 +119,7 @@ class StreamStager:
         """Do nothing: copies are on their way already, and the writer waits for them."""
 
     def close(self) -> None:
-        """Free the memory; while copies are under way, the thread that sees the last copy end frees the memory."""
+        """Free the memory. If copies are under way, the thread that sees the last copy end frees the memory."""
         if os.getpid() != self._pid:
             return
         self._is_closed = True
@@ -179,7 +179,7 @@ class StreamStager:
 
 
 class _DeviceCopies:
-    """One device: its room, the recorder's stream there, and the copies under way."""
+    """One device: its region for clones, the recorder's stream on it, and the copies under way."""
 
     def __init__(self, device: Device, room: DevicePool, on_over: Callable[[], None], is_pinned: bool) -> None:
         self.device = device
@@ -190,7 +190,7 @@ class _DeviceCopies:
         self._is_pinned = is_pinned
         self._under_way: deque[_Arrival] = deque()
         self._launching: set[_Arrival] = set()
-        """The copies that may be on their way but have no event that tells their end."""
+        """The copies that may be on their way but have no event that shows their end."""
         self._weights: Weights = {}
 
     @property
@@ -198,7 +198,7 @@ class _DeviceCopies:
         return bool(self._launching) or any(not arrival.is_over for arrival in list(self._under_way))
 
     def stage(self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure | None) -> _Arrival:
-        """Send a tensor, or the results of its measuring, on the way into the block."""
+        """Begin to copy a tensor, or the results of its measuring, into the block."""
         self._forget_what_is_over()
         room = self._take_room(tensor.numel() * tensor.itemsize)
         if room is not None:
@@ -225,7 +225,7 @@ class _DeviceCopies:
                 copied = self._make(side, lambda: measured.launch(clone[0], self._weights))
             return self._bring(side, copied, block, room, event)
         except BaseException:
-            # Else a copy may be under way, and the memory is lost rather than used twice.
+            # Without this a copy might be under way in memory that is used again; losing the memory is better.
             if block.unfinished_copy is None:
                 self._keep_until_done(room, stream, event)
             raise
@@ -249,7 +249,7 @@ class _DeviceCopies:
     def _bring(
         self, stream: Any, made: list[torch.Tensor], block: PoolBlock, room: PoolBlock | None, event: Any
     ) -> _Arrival:
-        """Copy a tensor to the host; event, room and block go back once the copy is over, and not before."""
+        """Copy a tensor to the host; event, room and block go back only after the copy is over."""
         device = self.device
         arrival = _Arrival(self, event, block, room)
         if self._is_pinned:
@@ -321,11 +321,11 @@ class _Arrival:
         self._event = event
         self._block = block
         self._room = room
-        # Only one thread can pop the entry, without a lock that an interrupt could leave held.
+        # Only one thread can pop the entry, and no interrupt can leave a lock held.
         self._may_end = [True]
         self._blocks_left = [block] if block is not None else []
         self.fetch: Callable[[], None] | None = None
-        """Makes the copy on the writer thread, where the device cannot write to the host itself; else None."""
+        """The function that copies on the writer thread; None where the device itself can write to the host."""
         self.error: Exception | None = None
         self.is_launched = False
         self.is_over = False
@@ -342,7 +342,7 @@ class _Arrival:
         return True
 
     def poll(self, *, is_reader: bool = False) -> bool:
-        """Return whether the copy is over; the first call that sees the end gives back what it holds. Any thread."""
+        """Return whether the copy is over; the first call to see the end gives back what the copy uses. Any thread."""
         if self.is_over or not self.is_launched:
             return self.is_over
         error: Exception | None = None

@@ -1,8 +1,8 @@
-"""Makes the system calls on files that are being written, and holds the memory that they write from.
+"""Makes the system calls on files that are being written, and owns the memory that they are written from.
 
-Nothing above this module opens, writes, syncs or renames a shard: tests replace `Disk` to make a disk slow, full or
+Only this module opens, writes, syncs or renames a shard, so that tests can replace `Disk` to make a disk slow, full or
 sick. Syncs have a thread of their own. Nothing here may copy more than a part of a block of a payload, or write into
-the memory where a payload lies.
+the memory of a payload.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ...native import address
 from ...system.processes import Descriptor, private_memory, require_ours
 
 GRAIN_BYTES = 4096
-"""Addresses, lengths and offsets of direct writes are multiples of this; no common disk asks for more."""
+"""The divisor of the addresses, lengths and offsets of direct writes; no common disk needs a larger one."""
 HEAD_BYTES = 2 * GRAIN_BYTES
-"""Room in front of an appended part: the schema that Arrow writes before each message lands there, then the tail."""
+"""The room before an appended part. Arrow writes the schema there before each message, and the tail replaces it."""
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
 """The mode of a new file by the setting `permissions`."""
 _NO_PROGRESS_LIMIT = 3
@@ -39,15 +39,15 @@ _AT_CWD, _NO_REPLACE = -100, 1
 class Disk:
     """The disk as the writer sees it. Every method may raise OSError, and may block.
 
-    A descriptor that somebody else has closed raises EBADF, whatever its number means by now.
+    If other code has closed a descriptor, its use raises EBADF, even if its number has a new meaning.
     """
 
     file_mode = 0o600
-    """The mode of new files; whoever may read them may also enter new directories."""
+    """The mode of new files; users who may read new files may also enter new directories."""
     keeps_reserve = False
-    """Whether to hold a descriptor in reserve, for when the process has no other left; see `release_reserve`."""
+    """Whether to keep a descriptor in reserve, for when the process has no other left; see `release_reserve`."""
     syncs: SyncThread | None = None
-    """The thread on which `persist` syncs, so that it waits a bounded time; None to wait as long as a sync takes."""
+    """The thread on which `persist` syncs, so that its wait is bounded; None to wait as long as a sync takes."""
     _reserve: Descriptor | None = None
 
     def make_directory(self, path: Path) -> None:
@@ -116,7 +116,7 @@ class Disk:
                 self._reserve = Descriptor.of(os.memfd_create("recorder-reserve", os.MFD_CLOEXEC))
 
     def release_reserve(self) -> None:
-        """Close the descriptor that is held in reserve."""
+        """Close the descriptor that is kept in reserve."""
         reserve, self._reserve = self._reserve, None
         if reserve is not None and reserve.is_ours:
             with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ class Disk:
             raise OSError(code, os.strerror(code), str(path), None, str(final))
 
     def replace(self, path: Path, final: Path) -> None:
-        """Give a file its final name, even if another file has it; a crash leaves one of the two."""
+        """Give a file its final name, even if another file has the name; a crash leaves one of the two files."""
         os.replace(path, final)
 
     def is_same(self, path: Path, final: Path) -> bool:
@@ -158,7 +158,7 @@ class Disk:
         return os.path.samestat(os.lstat(path), os.lstat(final))
 
     def sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable, where the file system can."""
+        """Make the names in a directory durable, if the file system supports this."""
         descriptor = self._open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -185,7 +185,7 @@ class PageMemory:
         self.data = self._map(nbytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Make `data` at least this long; its content is lost where it has to grow."""
+        """Make `data` at least this long; the content of `data` is lost if it has to grow."""
         if len(self.data) < nbytes:
             self.data = self._map(nbytes)
 
@@ -196,10 +196,10 @@ class PageMemory:
 
 
 class AppendFile:
-    """A file that grows part by part, past the page cache where it can; each part is laid out in shared memory first.
+    """A file that grows part by part, past the page cache where possible; each part is laid out in shared memory first.
 
-    A direct write covers whole blocks: the last block is filled up with zeros, and written again with the next part.
-    Only values are written from where they lie, and that memory is never written to.
+    A direct write covers complete blocks: the last block is padded with zeros, and written again with the next part.
+    Only values are written from their own memory, and that memory is never written to.
     """
 
     def __init__(self, disk: Disk, path: Path, memory: PageMemory, *, is_direct: bool) -> None:
@@ -240,22 +240,22 @@ class AppendFile:
         self.end += nbytes
 
     def gap(self, lead_bytes: int) -> int:
-        """Return the bytes to put behind `lead_bytes` of the next part, to reach a multiple of `GRAIN_BYTES`."""
+        """Return the padding after `lead_bytes` of the next part that leads to a multiple of `GRAIN_BYTES`."""
         return -(self.end + lead_bytes) % GRAIN_BYTES
 
     def append_bytes(self, data: bytes) -> None:
-        """Append a few bytes that exist already."""
+        """Append a few bytes from a bytes object."""
         start = self.next_start(len(data))
         self._memory.data[start : start + len(data)] = np.frombuffer(data, np.uint8)
         self.append(len(data))
 
     def append_around(self, lead: bytes, values: npt.NDArray[np.uint8], trail: bytes) -> None:
-        """Append a part with values in its middle, which are written from where they lie.
+        """Append a part with values in its middle, which are written from their own memory.
 
         Args:
-            lead: the bytes before the values, with the `gap`: values begin at a multiple of `GRAIN_BYTES` of the file.
-            values: the values, which also begin at a multiple of it in memory.
-            trail: the bytes behind the values.
+            lead: the bytes before the values, with the `gap`, so that values begin at a multiple of `GRAIN_BYTES`.
+            values: the values, whose address in memory is also a multiple of `GRAIN_BYTES`.
+            trail: the bytes after the values.
         """
         assert address(values) % GRAIN_BYTES == 0, "direct writes refuse such values"
         self._require_linked()
@@ -273,7 +273,7 @@ class AppendFile:
         self.end += len(lead) + len(values) + len(trail)
 
     def sync(self) -> None:
-        """Make the appended bytes survive a loss of power; the first call also makes the name of the file durable."""
+        """Make the appended bytes survive a loss of power; the first call also makes the file's name durable."""
         self._sync_content()
         if not self._is_name_durable:
             self._disk.persist_directory(self.path.parent)
@@ -281,7 +281,7 @@ class AppendFile:
         self.synced_end = self.end
 
     def publish(self, final: Path) -> None:
-        """Cut off the zeros, sync, close, and give the file its final name; raises FileExistsError if that is taken."""
+        """Cut off the zeros, sync, close, and rename the file; raises FileExistsError if the final name is taken."""
         self._disk.truncate(self._descriptor, self.end)
         self._sync_content()
         self.synced_end = self.end
@@ -293,7 +293,7 @@ class AppendFile:
         self._disk.truncate(self._descriptor, self.end)
 
     def close(self) -> None:
-        """Close once; a second call does nothing, also after an error."""
+        """Close the file once; a second call does nothing, even after an error."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             self._disk.close(descriptor)
@@ -324,7 +324,7 @@ class AppendFile:
 
 
 def write_all(disk: Disk, descriptor: int, buffers: Iterable[memoryview], offset: int, path: Path) -> None:
-    """Write all buffers one behind the other, in as many writes as the disk needs.
+    """Write all buffers one after the other, in as many writes as the disk needs.
 
     Raises:
         OSError: the disk refused, perhaps after it took some bytes.
@@ -344,7 +344,7 @@ def write_all(disk: Disk, descriptor: int, buffers: Iterable[memoryview], offset
 
 
 def publish(disk: Disk, path: Path, final: Path) -> None:
-    """Move a synced file from its open name to its final one, and never over another file.
+    """Move a synced file from its open name to its final name, but never over another file.
 
     Raises:
         FileExistsError: the final name is taken.
@@ -360,14 +360,14 @@ def publish(disk: Disk, path: Path, final: Path) -> None:
         disk.replace(path, final)  # nobody else writes in this directory
         return
     if has_both_names:
-        # With both names it is readable, and readers prefer the final one: the old name goes once the new is durable.
+        # With both names the file is readable, and readers prefer the final name, which is made durable first.
         with contextlib.suppress(OSError):
             disk.persist_directory(path.parent)
             disk.unlink(path)
 
 
 def name_newly(disk: Disk, path: Path, final: Path) -> bool:
-    """Give a file a name that no other has, by a link or, where the file system has none, by a rename.
+    """Give a file a name that no other file has, by a link, or by a rename if the file system has no links.
 
     Returns:
         Whether the file still has its old name, too.
@@ -397,13 +397,13 @@ def _round_up(nbytes: int, grain: int) -> int:
 
 
 _LONGEST_SYNC_S = 10.0
-"""How long the writer waits for a sync, while the pool takes the new records."""
+"""The longest time that the writer waits for a sync, while new records fill the pool."""
 _SHORTEST_SYNC_S = 0.05
 _SYNC_AT_END_S = 0.2
 
 
 class StuckError(TimeoutError):
-    """An earlier sync has not come back, so that nothing was synced; the call may be repeated."""
+    """Raised when an earlier sync has not returned, so that nothing was synced; the call may be repeated."""
 
 
 class SyncThread:
@@ -416,11 +416,11 @@ class SyncThread:
         self._given_up: _Sync | None = None
 
     def hurry(self, until_s: float) -> None:
-        """Wait for no sync beyond this time of `time.monotonic`. Any thread."""
+        """Set the time of `time.monotonic` after which no sync is waited for. Any thread."""
         self._until_s = until_s
 
     def do(self, sync: Callable[[], None]) -> None:
-        """Sync, and wait for it a bounded time.
+        """Sync, and wait a bounded time for the sync.
 
         Raises:
             StuckError: the sync was not tried.

@@ -2,7 +2,7 @@
 
 Arrow's own file writer would call back into Python for every buffer, 100 times a batch: 5 times the CPU, and as many
 hand-overs of the GIL. So each batch is written as a stream into memory in one call. A file differs from a stream only
-by its footer, which gets its list of batches here.
+in its footer, whose list of batches is filled in here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...format.integrity import FILE_CRC_KEY, NO_DIGITS
 
 _MAGIC = b"ARROW1"
 _PREFIX_BYTES = 8
-"""The continuation mark and the length before a message's metadata."""
+"""The bytes of the continuation mark and the length before a message's metadata."""
 _END_OF_STREAM = struct.pack("<II", 0xFFFFFFFF, 0)
 _FOOTER_BATCHES = 3
 """The position of `recordBatches` in the table Footer of Arrow's File.fbs."""
@@ -29,7 +29,7 @@ _HEADER, _BODY_LENGTH, _BUFFERS = 2, 3, 2
 _BUFFER = struct.Struct("<qq")
 """The layout of a buffer: its offset in the body, and its length."""
 _SLACK_BYTES = 64 << 10
-"""More bytes than a message has beside the batch: custom metadata, and zstd's frames around 100 buffers."""
+"""An upper bound of a message's bytes besides the batch: custom metadata, and zstd's frames around 100 buffers."""
 
 
 class FooterBlock(NamedTuple):
@@ -41,12 +41,12 @@ class FooterBlock(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """The values of the column `data` of a batch, to be written from where they lie."""
+    """The values of the column `data` of a batch, to be written from their own memory."""
 
     values: npt.NDArray[np.uint8]
-    """The bytes, as many as the last of `ends`; they begin at a multiple of `file.GRAIN_BYTES` in memory and file."""
+    """The bytes, as many as the last of `ends`; their start is a multiple of `file.GRAIN_BYTES` in memory and file."""
     ends: npt.NDArray[np.int64]
-    """The column's offsets: a 0, then where each row's value ends."""
+    """The column's offsets: a 0, then the end of each row's value."""
 
     @property
     def nbytes(self) -> int:
@@ -54,12 +54,12 @@ class Payload(NamedTuple):
 
 
 class IpcFormat:
-    """The fixed parts of files of one schema; it makes messages of batches."""
+    """The fixed parts of files of one schema, and the functions that turn batches into messages."""
 
     def __init__(self, schema: pa.Schema, compression: str | None = None) -> None:
         self.schema = schema
         self.is_compressed = compression is not None
-        # Without threads: Arrow's would compete with training for the cores.
+        # Arrow's threads are off, because they would compete with training for the cores.
         self._options = pa.ipc.IpcWriteOptions(compression=compression, use_threads=False)
         message = schema.serialize().to_pybytes()
         self._schema_bytes = len(message)
@@ -76,7 +76,7 @@ class IpcFormat:
     def write(
         self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], memory: npt.NDArray[np.uint8], start: int
     ) -> FooterBlock:
-        """Lay the message of a batch out at `start`. The schema is written before it: those bytes are overwritten.
+        """Lay the message of a batch out at `start`. Arrow writes the schema before it, over the bytes there.
 
         Returns:
             The block, with its offset counted from `start`.
@@ -104,7 +104,7 @@ class IpcFormat:
             gap_behind: `AppendFile.gap` of the file.
 
         Returns:
-            The bytes before the values, the bytes behind them, and the block, with its offset counted from the former.
+            The bytes before the values, the bytes after the values, and the block, with its offset from the first byte.
         """
         sink = pa.BufferOutputStream()
         pa.ipc.new_stream(sink, self.schema, options=self._options).write_batch(batch, custom_metadata=metadata)
@@ -129,7 +129,7 @@ class IpcFormat:
         return lead, trail, FooterBlock(0, metadata_bytes, body_bytes + more)
 
     def ending(self, blocks: Sequence[FooterBlock], crc: int) -> bytes:
-        """Return everything after the last batch, with the checksum of the whole file.
+        """Return everything after the last batch, with the checksum of the complete file.
 
         Args:
             blocks: the blocks of all batches.
@@ -147,7 +147,7 @@ class IpcFormat:
 
 
 def _batch_fields(message: bytearray) -> tuple[int, int]:
-    """Return where a batch's message (flatbuffers) has the first of its `buffers`, and its `bodyLength`."""
+    """Return where a batch's message (flatbuffers) has the first of its `buffers`, and where its `bodyLength`."""
     (root,) = struct.unpack_from("<I", message, _PREFIX_BYTES)
     root += _PREFIX_BYTES
     header = _field(message, root, _HEADER)
@@ -158,7 +158,7 @@ def _batch_fields(message: bytearray) -> tuple[int, int]:
 
 
 def _field(message: bytearray, table: int, number: int) -> int:
-    """Return where a table has a field."""
+    """Return the position of a field of a flatbuffers table."""
     (vtable_distance,) = struct.unpack_from("<i", message, table)
     (field,) = struct.unpack_from("<H", message, table - vtable_distance + 4 + 2 * number)
     assert field, "Arrow writes each field of a batch that has rows"
@@ -176,7 +176,7 @@ def _empty_footer(schema: pa.Schema) -> bytes:
 def _with_checksum(footer: bytes) -> bytes:
     """Put a new root table (flatbuffers) before a footer of Arrow, with the file's checksum as `custom_metadata`.
 
-    pyarrow writes such metadata since version 21, and version 20 is supported, too. The old root stays, unused.
+    pyarrow writes this metadata since version 21, but version 20 is supported, too. The old root stays, unused.
     """
     (old,) = struct.unpack_from("<I", footer, 0)
     strings = b"".join(
@@ -200,6 +200,6 @@ def _with_checksum(footer: bytes) -> bytes:
 
 
 def _footer_batches_field(footer: bytearray) -> int:
-    """Return where a footer (flatbuffers) has the offset of its list of batches."""
+    """Return the position of the offset of the list of batches in a footer (flatbuffers)."""
     (table,) = struct.unpack_from("<I", footer, 0)
     return _field(footer, int(table), _FOOTER_BATCHES)

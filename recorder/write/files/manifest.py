@@ -1,7 +1,7 @@
-"""Writes the documents of a writer, with the checksum in front, and reads none.
+"""Writes the documents of a writer, with the checksum at their start, and reads none.
 
-A manifest is written whole or not at all, and durable. `_status.json`, for people who watch the writer, is one block
-that the writer thread writes in place and never syncs.
+A manifest is written completely or not at all, and durably. `_status.json`, for people who watch the writer, is one
+block that the writer thread writes in place and never syncs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from ...format.rundir import STATUS, encode_manifest, encode_status
 from .file import Disk, name_newly, write_all
 
 Unsynced = Callable[[OSError], None]
-"""Takes the error of a failed sync: the manifest is there, but a loss of power may take it."""
+"""A function that takes the error of a failed sync: the manifest exists, but a loss of power may remove it."""
 
 
 def replace_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsynced: Unsynced | None = None) -> None:
-    """Replace `path` by a manifest of `obj` such that a reader sees the old file or the new one, also after a crash.
+    """Replace `path` by a manifest of `obj`, so that a reader sees the old file or the new one, even after a crash.
 
     Args:
         disk: the disk.
         path: the path of the manifest.
-        obj: its content.
+        obj: the content of the manifest.
         unsynced: takes the error of a failed sync; None to leave the old file and raise.
 
     Raises:
-        OSError: the disk refused; the old file is untouched, or the new one is there and may not be durable.
+        OSError: the disk refused; the old file is unchanged, or the new file exists and may not be durable.
     """
     with _written_beside(disk, path, obj, unsynced) as temporary:
         disk.replace(temporary, path)
@@ -60,7 +60,7 @@ def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsync
 
 
 def _create_in_place(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> bool:
-    """Write a manifest in place, where a file system has no links and no such renames: it is briefly not whole."""
+    """Write a manifest in place, for a file system without links and exclusive renames; it is briefly incomplete."""
     try:
         _write(disk, path, obj, unsynced)
     except FileExistsError:
@@ -70,7 +70,7 @@ def _create_in_place(disk: Disk, path: Path, obj: Mapping[str, object], unsynced
 
 @contextlib.contextmanager
 def _written_beside(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> Iterator[Path]:
-    """Yield a temporary file next to `path`, and remove whatever is left of it afterwards."""
+    """Yield a temporary file next to `path`, and remove the temporary file afterwards if it still exists."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     _write(disk, temporary, obj, unsynced)
     try:
@@ -81,7 +81,7 @@ def _written_beside(disk: Disk, path: Path, obj: Mapping[str, object], unsynced:
 
 
 def _write(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> None:
-    """Create the file `path`, whole and synced, or leave no file."""
+    """Create the file `path`, complete and synced, or leave no file."""
     descriptor = disk.create(path)
     try:
         try:
@@ -99,7 +99,7 @@ def _write(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced
 
 @contextlib.contextmanager
 def _report_unsynced(unsynced: Unsynced | None) -> Iterator[None]:
-    """Pass an error of a sync to `unsynced`; raise it where there is none."""
+    """Pass an error of a sync to `unsynced`; raise the error if `unsynced` is None."""
     try:
         yield
     except OSError as error:
@@ -109,21 +109,21 @@ def _report_unsynced(unsynced: Unsynced | None) -> Iterator[None]:
 
 
 _RECENT_S = 10.0
-"""Rates are taken over about this time: a step may take seconds."""
+"""The time in seconds over which rates are taken, because a step may take seconds."""
 
 
 class StatusFile:
-    """The status file, which one write replaces in place, without sync or rename; it takes one block of the disk."""
+    """The status file, which one write replaces in place, without sync or rename; the file takes one disk block."""
 
     def __init__(self, disk: Disk, clock: Callable[[], float]) -> None:
         self._disk = disk
         self._clock = clock
         self._descriptor: int | None = None
         self._samples: deque[tuple[float, int, int]] = deque()
-        """Samples of time, step and bytes written; the first is at least `_RECENT_S` old, if any is."""
+        """Samples of time, step and bytes written; the first sample is at least `_RECENT_S` old, once any sample is."""
 
     def write(self, directory: Path, status: Mapping[str, Any], *, written_bytes: int) -> None:
-        """Write the members of `status` (with ``step``), and how fast step and bytes grow."""
+        """Write the members of `status` (among them ``step``), and how fast the step and the bytes grow."""
         status = {
             **status,
             "time_ns": time.time_ns(),
@@ -141,7 +141,7 @@ class StatusFile:
                     self._disk.unlink(directory / STATUS)
 
     def close(self) -> None:
-        """Close the file; a later `write` finds its name taken, and does nothing."""
+        """Close the file; a later `write` does nothing, because it finds the name taken."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError):

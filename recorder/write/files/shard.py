@@ -1,6 +1,6 @@
-"""One IPC file with checked batches, from creation to seal: a shard, or the index of one.
+"""One IPC file with checked batches, from creation to seal: a shard, or the index of a shard.
 
-It never decides what to do about an error: the caller knows whether to begin another file.
+Nothing here decides what to do about an error: the caller knows whether to begin another file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ_ALONE = pa.ipc.IpcReadOptions(use_threads=False)
 
 
 class StoredShard(NamedTuple):
-    """A shard that is not written any more, sealed or left open."""
+    """A shard that is no longer written, sealed or left open."""
 
     path: Path
     num_rows: int
@@ -38,7 +38,7 @@ class BatchFile:
     """An IPC file whose batches carry number, ledger and checksums, and which ends with a seal."""
 
     def __init__(self, disk: Disk, path: Path, layout: IpcFormat, memory: PageMemory, *, is_direct: bool) -> None:
-        """Create the file under `path`, with its schema in it.
+        """Create the file at `path`, with its schema in it.
 
         Raises:
             OSError: nothing is left of the file.
@@ -88,25 +88,25 @@ class BatchFile:
         crcs: Crcs | None = None,
         payload: Payload | None = None,
     ) -> None:
-        """Write one batch, which must not be a slice. After an OSError the file is as long as before, or longer.
+        """Write one batch, which must not be a slice. After an OSError the file may be longer than before.
 
         Args:
             batch: the rows.
-            ledger: the accounts, this batch included.
-            crcs: the checksums of the batch, where they are known already.
-            payload: the values of `data`, where the batch itself has none.
+            ledger: the accounts, with this batch included.
+            crcs: the checksums of the batch, if they are already known.
+            payload: the values of `data`, if the batch itself has none.
         """
         metadata = batch_metadata(batch, number=self.num_batches, ledger=ledger, crcs=crcs)
         self._append(batch, metadata, payload)
         self.num_rows += batch.num_rows
 
     def append_around(self, batch: pa.RecordBatch, ledger: Mapping[str, object], memory: PageMemory) -> None:
-        """Append a batch that has its payload in it, in the layout of a writer's batches.
+        """Append a batch that contains its payload, in the layout of a writer's batches.
 
         Args:
             batch: the rows.
-            ledger: the accounts, this batch included.
-            memory: memory to copy the payload to; not that of the file.
+            ledger: the accounts, with this batch included.
+            memory: the memory to copy the payload to, which must not be the file's own.
         """
         data_field = batch.schema.get_field_index("data")
         validity, offsets, values = batch.column(data_field).buffers()
@@ -127,7 +127,7 @@ class BatchFile:
         self._file.sync()
 
     def seal(self, final: Path, ledger: Mapping[str, object]) -> None:
-        """Write seal and footer, and publish the file as `final`."""
+        """Write seal and footer, and publish the file under the path `final`."""
         number = self.num_batches
         schema = self._layout.schema
         empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
@@ -136,7 +136,7 @@ class BatchFile:
         self._file.publish(final)
 
     def abandon(self) -> StoredShard | None:
-        """Stop writing, and leave the appended batches for readers to salvage; return None where there are none."""
+        """Stop writing, and leave the appended batches for readers to salvage; return None if there are no batches."""
         if not self.num_rows:
             self.discard()
             return None
@@ -177,7 +177,7 @@ class BatchFile:
 class Index:
     """The metadata columns of a growing shard, with batch and row number of each row, in memory until the seal.
 
-    A row takes 350 bytes, and a shard may have 65,536 rows: they wait compressed, at about a twentieth of that.
+    A row takes 350 bytes, and a shard may have 65,536 rows, so rows wait compressed, at a twentieth of that size.
     """
 
     def __init__(self, schema: pa.Schema = SCHEMA) -> None:
@@ -189,11 +189,11 @@ class Index:
         self._pending: list[pa.RecordBatch] = []
         self._num_pending_rows = 0
         self._num_pending_bytes = 0
-        """Bytes of what the pending rows say of each unit."""
+        """The bytes of the column `units` of the pending rows."""
         self._num_batches = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Keep all columns of the next batch but its payload."""
+        """Keep all columns of the next batch except its payload."""
         self._pending.append(batch.select(self._light))
         self._num_pending_rows += batch.num_rows
         self._num_pending_bytes += batch.column("units").nbytes if "units" in self._light else 0
@@ -201,7 +201,7 @@ class Index:
             self._compress_pending()
 
     def write(self, disk: Disk, shard: Path, shard_bytes: int, memory: PageMemory) -> int:
-        """Write the index beside the sealed `shard`; return its size in bytes."""
+        """Write the index next to the sealed `shard`; return the size of the index in bytes."""
         final = shard.with_name(index_name(shard.name))
         metadata = {**(self._schema.metadata or {}), b"recorder_shard_bytes": b"%d" % shard_bytes}
         layout = IpcFormat(self._schema.with_metadata(metadata))
