@@ -1,7 +1,7 @@
-"""The active recorder of this process: the flag's from ``import torch`` on, or that of the first `attach`.
+"""The active recorder of this process: the flag makes it at ``import torch``, or else the first `attach` makes it.
 
-At most one is active at a time, and a forked child has none. Nothing here may raise into training, except for wrong
-settings.
+At most one recorder is active at a time, and a forked child has none. Nothing here may raise into training, except for
+wrong settings.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _changed(recorder: Recorder, is_recording: bool) -> None:
 
 
 def start_from_environment() -> None:
-    """Arm the recorder that the flag asks for. Called at the end of ``import torch``.
+    """Make the recorder that the flag asks for. Called at the end of ``import torch``.
 
     Raises:
         SystemExit: code 2, a setting is wrong, and no parent process has found the settings valid.
@@ -73,7 +73,7 @@ def start_from_environment() -> None:
 
 
 def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]) -> Attachment:
-    """Attach a model, with the recorder that runs or a new one; see `recorder.attach`."""
+    """Attach a model to the recorder that runs, or to a new recorder; see `recorder.attach`."""
     global _current
     if not isinstance(model, nn.Module):
         raise AttachError(f"attach needs a torch.nn.Module, got {type(model).__name__}")
@@ -107,7 +107,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
             except Exception as error:  # such as no memory for the pool: training must not fail for it
                 recorder.discovery_failed(error)
                 return Inactive()
-        # A notebook cell that runs twice still holds its first handle here, and drops it afterwards.
+        # While a notebook cell runs for the second time, its first handle is still alive; it is dropped afterwards.
         root.is_kept = root.is_kept or any(handle() is None for handle in root.attachments)
         attachment = Attachment(
             detach=partial(_detach, recorder, root),
@@ -120,7 +120,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
 
 
 def _detach(recorder: Recorder, root: Root) -> None:
-    """Detach one handle of a root. The last one ends the recording, unless the flag has asked for it."""
+    """Detach one handle of a root. The last handle ends the recording, unless the flag has asked for it."""
     root.attachments = [handle for handle in root.attachments if (held := handle()) is not None and held.is_attached]
     capture = recorder.capture
     if recorder.by_flag or root.attachments or root.is_kept or capture is None or root not in capture.roots:

@@ -1,4 +1,4 @@
-"""The handle that `attach` returns, on one model's recording, or one that does nothing."""
+"""The handle that `attach` returns: a handle on one model's recording, or one that does nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class Attachment:
-    """A handle on a model that is recorded; a context manager."""
+    """A handle on a model that is recorded; usable as a context manager."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Attachment:
 
     @property
     def run_dir(self) -> Path | None:
-        """Return the run directory; None until the writer has made it, or where it could not."""
+        """Return the run directory; None until the writer has made it, or if the writer could not make it."""
         return self._run_dir()
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class Attachment:
         return "recording" if self.is_attached else "closed"
 
     def flush(self, deadline_s: float = 5.0) -> bool:
-        """Wait until everything seen so far is on disk; return False where that took longer than the deadline."""
+        """Wait until everything seen so far is on disk; return False if that took longer than the deadline."""
         return self._flush(deadline_s)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Attachment:
 
 
 class Inactive(Attachment):
-    """The handle where recording is off: every method is a no-op."""
+    """The handle for when recording is off: every method is a no-op."""
 
     def __init__(self) -> None:
         super().__init__(detach=lambda: None, flush=lambda deadline_s: True, run_dir=lambda: None)

@@ -1,11 +1,11 @@
-"""Carries commands between the directories of one run, where its nodes share no file system: `Carrier`.
+"""Carries commands between the directories of one run if its nodes share no file system: `Carrier`.
 
-Each directory has one rank that carries. What it finds there is put into the store of the process group, and what
-others have put there is written into its directory as a file, where the writer threads find it as if it had been sent
-there. No collective is issued, and the training's connections are not used.
+One rank of each directory carries. It puts each command that it finds in its directory into the store of the process
+group, and writes each command that other ranks have put there into its directory as a file, where the writer threads
+find the command as if it had been sent there. No collective is issued, and training's connections are not used.
 
-All of it runs on a thread of its own, which may wait for the store and for the disk. Training and the writer thread
-never wait for it, and whatever fails ends in a note. A carrier ends once all ranks turn out to have one directory.
+The carrier runs on a thread of its own, which may wait for the store and for the disk; training and the writer thread
+never wait for it. Every failure ends in a note. A carrier ends once it knows that all ranks have one directory.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from ..system.log import Events
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""Looks of all carriers together; those of 512 directories look every two seconds."""
+"""The most looks a second of all carriers together; the carriers of 512 directories look every two seconds."""
 _PATIENCE_S = 5.0
-"""How long the text of a command may be behind its number; whoever took the number is gone then."""
+"""The time that a command's text may come after its number; then the rank that took the number counts as gone."""
 _LAST_S = 1.0
-"""How long the end of a recording waits for what is still to be carried, and then for a call that is cut off."""
+"""The time that the end of a recording waits for the last commands to be carried, and for a call that is cut off."""
 
 
 class Carrier:
-    """Carries between the directory of this rank and the store, if no other rank of the directory does."""
+    """Carries commands between this rank's directory and the store, unless another rank of the directory does."""
 
     def __init__(self, topology: JobRank, events: Events, *, dir_setting: str) -> None:
         """Carry nothing yet.
 
         Args:
-            topology: this rank among all of the job.
-            events: takes a line for what cannot be carried.
-            dir_setting: the setting `dir`, which tells recordings of one job apart; all nodes have the same.
+            topology: this rank among all ranks of the job.
+            events: takes a line for each command that cannot be carried.
+            dir_setting: the setting `dir`, which separates recordings of one job; all nodes have the same setting.
         """
         self._topology = topology
         self._dir_digest = _digest(dir_setting.encode(errors="surrogateescape"))
         self._events = events
         self._numbers: dict[str, int] = {}
-        """Numbers of the commands that lie in the directory, by their ids."""
+        """The numbers of the commands that lie in the directory, by the commands' ids."""
         self._carried: set[str] = set()
-        """Ids of the commands that the store has."""
+        """The ids of the commands that the store has."""
         self._next = 1
         self._late_since_s: float | None = None
         self._has_joined = False
@@ -62,7 +62,7 @@ class Carrier:
         self._thread: threading.Thread | None = None
 
     def start(self, run_dir: Path) -> None:
-        """Begin, once there is a process group; called again it does nothing. Without a thread nothing is carried.
+        """Begin once there is a process group; a further call does nothing. Without a thread no command is carried.
 
         Args:
             run_dir: the directory of the run, as this rank sees it.
@@ -76,9 +76,9 @@ class Carrier:
             self._events.add("uncarried", f"commands are not carried between nodes: {error}", level=logging.INFO)
 
     def close(self) -> None:
-        """Carry what was sent last, and end. Waits a bounded time, and cuts off a store that does not answer.
+        """Carry the commands that were sent last, and end. Waits a bounded time; cuts off a store that does not answer.
 
-        The thread must be gone before the interpreter is: one that comes back from the store then aborts the process.
+        The thread must end before the interpreter does: a thread that returns from the store later aborts the process.
         """
         self._is_over.set()
         thread = self._thread
@@ -118,10 +118,10 @@ class Carrier:
             self._events.add("uncarried", text)
 
     def _is_first(self, store: JobStore, run_dir: Path) -> bool:
-        """Say which directory this rank has; return whether it is this rank that carries for it.
+        """Register this rank's directory in the store; return whether this rank carries for the directory.
 
-        Two ranks have the same directory where they see the same manifest of the run: whoever comes first writes it,
-        with the nanosecond.
+        Two ranks have the same directory if they see the same manifest of the run, because the first rank writes the
+        manifest with its time in nanoseconds.
         """
         digest = _digest((run_dir / RUN_MANIFEST).read_bytes())
         me = str(self._topology.rank)
@@ -133,7 +133,7 @@ class Carrier:
         return is_first
 
     def _is_needed(self, store: JobStore) -> bool:
-        """Whether there is another directory, or may still be one."""
+        """Whether there is another directory, or may still be another directory."""
         if not self._has_joined:
             self._has_joined = store.add("ranks", 0) >= self._topology.world_size
             num_apart = store.add("directories", 0)
@@ -146,7 +146,7 @@ class Carrier:
         return self._num_apart > 1 or not self._has_joined
 
     def _carry(self, store: JobStore, run_dir: Path, new: Sequence[Command | Refusal]) -> None:
-        """Carry both ways; `new` is what has come into the directory."""
+        """Carry commands both ways; `new` has the commands that have come into the directory."""
         commands = [one for one in new if isinstance(one, Command)]
         for command in commands:
             self._numbers.setdefault(command.id, command.number)
@@ -161,7 +161,7 @@ class Carrier:
         return next((one for one, at in self._numbers.items() if at == number), "")
 
     def _take(self, store: JobStore, run_dir: Path) -> None:
-        """Write what others have put there into the directory."""
+        """Write the commands that other ranks have put into the store into the directory."""
         last = min(store.add("last", 0), MAX_COMMANDS)
         while self._next <= last:
             text = store.get(f"text/{self._next}")
@@ -181,11 +181,11 @@ class Carrier:
             self._next += 1
 
     def _write(self, text: bytes, run_dir: Path) -> None:
-        """Leave one command in the directory, if it is not there.
+        """Write one command into the directory, if the directory does not have the command.
 
         Raises:
-            CommandError: it is none, or cannot be written.
-            RunError: it is damaged.
+            CommandError: the text is no command, or the command cannot be written.
+            RunError: the text is damaged.
         """
         undone, _, text = text.partition(b"\n")
         where = f"command {self._next} of the job's store"

@@ -1,24 +1,24 @@
-"""What a run under way is told, as one rank hears it: `Commands`.
+"""The commands that are sent to a run under way, as one rank receives them: `Commands`.
 
-A command is a small immutable file in the run's directory (`format.commands` says what it holds). Whoever sends one
+A command is a small immutable file in the run's directory (`format.commands` describes its content). The sender
 (`recorder set`, `recorder dump`, or the writer thread of any rank) names steps that lie ahead. Each rank's writer
-thread finds the file, does what it says through the callback of its kind, and answers in its manifest and its status.
-No collective is issued, and training waits for nothing.
+thread finds the file, carries the command out through the callback of its kind, and answers in its manifest and its
+status. No collective is issued, and training waits for nothing.
 
 To take commands of a kind, register a callback before the first poll, and answer::
 
     commands.on("dump", take)            # take(command) runs on the writer thread, once for each command
     commands.answer(command, "ended", since=96, until=102, why="700 rows")  # any thread, as often as the state changes
 
-To send one from a rank, on its writer thread, and so hear it at once::
+To send a command from a rank, on its writer thread, so that the rank itself receives it at once::
 
     commands.send(Command(kind="dump", from_step=96, to_step=102, reason="NaN in the loss", by="rank 3"))
 
-One rank of each node looks into the run's directory, and tells the others of its node by a mark in the node's own
-memory: an empty file, whose time says that the rank looks, and whose length says how many commands it has seen. So
+One rank of each node looks into the run's directory, and notifies the other ranks of its node by a mark in the node's
+own memory: an empty file whose time shows that the rank looks, and whose length is the number of commands seen. So
 4,096 ranks of 512 nodes make 250 system calls a second on the shared file system, and 40 on each node's own.
 
-Where nodes share no file system, `carrying` brings the files of one node's directory to the others.
+If nodes share no file system, `carrying` copies the files of one node's directory to the directories of other nodes.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from ..system.log import Events
 
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""Looks of all nodes together into the run's directory; 512 nodes look every two seconds."""
+"""The most looks a second of all nodes together into the run's directory; 512 nodes look every two seconds."""
 _ALONE_S = 2.0
-"""How often a rank looks for itself, where nobody on its node does; more seldom in a job of more than 500 ranks."""
+"""The time between a rank's own looks if no rank on its node looks for it; longer in a job of over 500 ranks."""
 _LEADER_GONE_S = 3.0
-"""How old, beyond the time between two looks, the mark of a node may be before nobody is taken to look."""
+"""The age of a node's mark, beyond the time between two looks, after which no rank of the node counts as looking."""
 _MAX_SHOWN = 8
-"""The newest answers, for which a status has room."""
+"""The number of newest answers for which a status has room."""
 
 
 class Commands:
-    """The commands of one run as one rank hears them. Writer thread only, but for `answer` and what only reads."""
+    """The commands of one run as one rank receives them. Writer thread only, except `answer` and mere reads."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class Commands:
         """Look at nothing yet.
 
         Args:
-            topology: this rank among all of the job.
+            topology: this rank among all ranks of the job.
             events: takes a line for each file that is refused.
             clock: a monotonic clock in seconds.
-            marks: where the node's mark lies; None for the node's own memory.
+            marks: the directory of the node's mark; None for the node's own memory.
         """
         self.num_refused = 0
-        """How many files in the place of commands held none."""
+        """The number of files in the place of commands that contained no command."""
         self.has_changed = False
-        """Whether there is an answer that was not shown yet; whoever shows it sets this back."""
+        """Whether there is an answer that was not shown yet; the code that shows the answers sets this to False."""
         self._topology = topology
         self._events = events
         self._clock = clock
@@ -90,16 +90,16 @@ class Commands:
         self._alone_s = max(_ALONE_S, topology.world_size / _MAX_LOOKS_PER_S)
 
     def on(self, kind: str, take: Callable[[Command], None]) -> None:
-        """Have commands of a kind given to `take`, on the writer thread, each once; what it raises refuses the command.
+        """Have each command of a kind given to `take`, once, on the writer thread; an error of `take` refuses it.
 
-        A command that `take` gives no answer is ``waiting``.
+        A command to which `take` gives no answer is ``waiting``.
         """
         self._takers[kind] = take
 
     def answer(
         self, command: Command, state: str, *, since: int | None = None, until: int | None = None, why: str = ""
     ) -> None:
-        """Say what became of a command, in place of what was said of it before. Any thread, never waits."""
+        """Set the answer to a command, in place of an earlier answer. Any thread, never waits."""
         self._answers[command.number] = Answer(
             number=command.number,
             id=command.id,
@@ -114,7 +114,7 @@ class Commands:
         self.has_changed = True
 
     def answer_all(self, answers: Iterable[Answer]) -> None:
-        """Say what became of some commands; what was said before is not new. Any thread, never waits."""
+        """Set the answers to some commands; an unchanged answer is not new. Any thread, never waits."""
         for answer in answers:
             if self._answers.get(answer.number) != answer:
                 self._answers[answer.number] = answer
@@ -125,11 +125,11 @@ class Commands:
         return [self._answers[number] for number in sorted(self._answers)]
 
     def newest_answers(self) -> list[Answer]:
-        """Return as many answers as a status has room for. Any thread."""
+        """Return the newest answers, as many as a status has room for. Any thread."""
         return self.answers()[-_MAX_SHOWN:]
 
     def send(self, command: Command) -> Command:
-        """Send a command to all ranks of the run, this one among them, and return it with its number.
+        """Send a command to all ranks of the run, including this rank, and return it with its number.
 
         Raises:
             CommandError: the disk refuses, or the run has no directory yet; nothing was sent.
@@ -141,15 +141,15 @@ class Commands:
         return sent
 
     def look(self) -> None:
-        """Hear at once of what others have sent, out of turn, as before something is sent for the same reason."""
+        """Look for commands of other ranks at once, as before a command is sent that another rank may have sent."""
         if self._folder is not None:
             self._look(is_told=True)
 
     def poll(self, run_dir: Path | None) -> None:
-        """Look for new commands, if it is time to, and do them.
+        """Look for new commands, if a look is due, and carry them out.
 
         Args:
-            run_dir: the run's directory; None while there is none.
+            run_dir: the run's directory; None before there is one.
         """
         if run_dir is None:
             return
@@ -175,7 +175,7 @@ class Commands:
                 self._mark.write(self._folder.num_seen)
 
     def close(self) -> None:
-        """Remove the node's mark, if it is this rank's."""
+        """Remove the node's mark, if it belongs to this rank."""
         if self._mark is not None and self._topology.local_rank == 0:
             self._mark.remove()
 
@@ -220,7 +220,7 @@ class _NodeMark:
         self._length = -1
 
     def write(self, length: int) -> None:
-        """Say that this rank looks, and how many commands it has seen."""
+        """Record in the mark that this rank looks, and how many commands it has seen."""
         with contextlib.suppress(OSError):
             if length != self._length:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -234,7 +234,7 @@ class _NodeMark:
             os.utime(self._path, follow_symlinks=False)
 
     def read(self, patience_s: float) -> int | None:
-        """Return how many commands the rank that looks has seen; None where none has looked for so long."""
+        """Return how many commands the looking rank has seen; None if no rank has looked for `patience_s` seconds."""
         try:
             stat_result = os.stat(self._path, follow_symlinks=False)
         except OSError:

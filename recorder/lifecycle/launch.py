@@ -1,4 +1,4 @@
-"""``recorder run``: set the environment and become the user's command. No UI package, no torch."""
+"""``recorder run``: set the environment and become the user's command. Imports no UI package and no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ anything else is a program.
 
 
 def launch(arguments: list[str]) -> NoReturn:
-    """Replace this process by the command. Exit code 2: nothing to run, or a wrong setting."""
+    """Replace this process by the command; exit with code 2 if there is no command, or if a setting is wrong."""
     environ, rest = split_assignments(arguments)
     if not rest or rest[0] in ("-h", "--help"):
         print(USAGE, end="", file=sys.stdout if rest else sys.stderr)
@@ -40,7 +40,7 @@ def launch(arguments: list[str]) -> NoReturn:
 
 
 def split_assignments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return this process's environment with the leading ``NAME=VALUE``, and the words after them."""
+    """Return this process's environment with the leading ``NAME=VALUE`` words in it, and the words after them."""
     environ = dict(os.environ)
     rest = list(arguments)
     while rest and "=" in rest[0] and rest[0].partition("=")[0].isidentifier():
@@ -50,7 +50,7 @@ def split_assignments(arguments: Sequence[str]) -> tuple[dict[str, str], list[st
 
 
 def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
-    """Change `environ` so that it records, and return the command that the words mean.
+    """Change `environ` so that the command is recorded, and return the command that the words mean.
 
     Raises:
         ConfigError: a setting is wrong, or torch could not start the recorder.

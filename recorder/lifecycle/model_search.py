@@ -1,7 +1,7 @@
-"""Finds which model is recorded: the model around a module, whether it is trained, and rules that match nothing.
+"""Finds the model to record: the model around a module, whether it is trained, and rules that match nothing.
 
-The live objects of the process and the optimizers that were made before there is a root say so. Nothing here may run a
-module or read a tensor's values.
+The search uses the live objects of the process, and optimizers that were made before there is a root. Nothing here may
+run a module or read a tensor's values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..system.processes import instances_of
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector: it would take seconds among the million small objects that 50,000 modules get."""
+    """Pause the garbage collector, which would take seconds among the million small objects for 50,000 modules."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -40,11 +40,11 @@ def collector_paused() -> Iterator[None]:
 
 
 def model_around(module: nn.Module) -> nn.Module:
-    """Return the outermost live module that contains a module and is trained as a whole, or the module itself.
+    """Return the outermost live module that contains a module and is completely trained, or the module itself.
 
-    So a module has one path, whether the program calls it or a model around it first, and on every rank. A model whose
-    trainable parameters the optimizers hold only in part is not trained as a whole: it may be another rank's stage.
-    Where two models share the module, neither counts. Transparent wrappers change no path and are not looked for.
+    As a result a module has one path on every rank, whether the program calls it or a model around it first. A model
+    of which optimizers have only some trainable parameters is not completely trained: it may be another rank's stage.
+    If two models share the module, neither counts. Transparent wrappers change no path and are not looked for.
     """
     live = gc.get_objects()
     trained = {
@@ -80,7 +80,7 @@ def _is_trained_whole(model: nn.Module, trained: Container[int]) -> bool:
 
 
 def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:
-    """Return a sentence for each rule that matches no module of a model, whatever its ranks."""
+    """Return a sentence for each rule that matches no module of a model, whatever the rule's ranks."""
     selection = RuleSelection(rules, 0)
     nodes = tree.walk(model)
     for node in nodes:
@@ -89,7 +89,7 @@ def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:
 
 
 def is_only_model(model: nn.Module) -> bool:
-    """Whether no other model can become a root on any rank: each rank of a pipeline has its part, and a GAN has two."""
+    """Whether no other model can become a root on any rank: pipeline ranks have different parts, and a GAN has two."""
     num_ranks = topology.read().world_size
     data_parallel = find_data_parallel(model, wrappers_around(model)) if num_ranks > 1 else None
     if num_ranks > 1 and (data_parallel is None or len(data_parallel["ranks"]) < num_ranks):
@@ -104,17 +104,17 @@ def is_only_model(model: nn.Module) -> bool:
 
 
 _MAX_LIVE_SCANS = 5
-"""Scans of all objects for optimizers (0.03 s for 361,000 objects) before a process without one is left alone."""
+"""The scans of all objects for optimizers (0.03 s for 361,000 objects) before a process without one is left alone."""
 
 
 class EarlyOptimizers:
-    """The optimizers that live before the first root. The training thread calls it."""
+    """The optimizers that live before the first root. Training threads call the methods."""
 
     def __init__(self, events: Events, *, closure_returned: Callable[[Optimizer], None]) -> None:
         """Look for nothing yet.
 
         Args:
-            events: takes a line where an optimizer steps and nothing was recorded.
+            events: takes a line if an optimizer steps and nothing was recorded.
             closure_returned: called when the closure of a step returns, in which the first root may have run.
         """
         self.has_stepped = False
@@ -135,25 +135,25 @@ class EarlyOptimizers:
         ]
 
     def unwatch_steps(self) -> None:
-        """Take the hooks away. Idempotent."""
+        """Take the hooks off. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def hold(self, parameters: Collection[int]) -> bool:
-        """Whether one of them trains a parameter; parameters are given by their `id`."""
+        """Whether one of the optimizers trains a parameter; parameters are given by their `id`."""
         if not self.live and self._num_scans < _MAX_LIVE_SCANS:
             self._num_scans += 1
             self.live = find_live()
         return any(id(p) in parameters for o in self.live for group in o.param_groups for p in group["params"])
 
     def take(self) -> list[Optimizer]:
-        """Return them to who knows them from now on; none is held here any longer."""
+        """Return the optimizers to a caller that keeps them from now on; no optimizer is kept here any longer."""
         live, self.live = self.live or find_live(), []
         return live
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wrap the closure of a step: the first forward may run in it."""
+        """Wrap the closure of a step, because the first forward may run in the closure."""
         if os.getpid() != self._pid or torch.compiler.is_compiling():
             return None
         return wrap_closure(args, kwargs, lambda: self._closure_returned(optimizer))

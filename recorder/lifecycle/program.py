@@ -1,6 +1,6 @@
-"""What a training program gives the recorder: scalars, taps and steps, also before the recording, and values of graphs.
+"""The values that a training program gives the recorder: scalars, taps, steps, and the values of taps in graphs.
 
-Training threads call this module, also the threads that run a graph. Nothing here may raise into training.
+Training threads call this module, and so do threads that run a graph. Nothing here may raise into training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..taps.graphs import is_traced
 
 _EARLY_EVENT = "before_first_call"
 _MAX_SHOWN = 100
-"""Letters of a name in a message."""
+"""The most letters of a name in a message."""
 
 
 class ProgramRecorder(Protocol):
@@ -38,12 +38,12 @@ class ProgramRecorder(Protocol):
 
 
 class ProgramCalls:
-    """The calls of a program: handed to the capture once there is one, and counted before."""
+    """The calls of a program: passed on to the capture once there is one, and only counted before."""
 
     def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
         self.first_step: int | None = None
-        """The step that the program has named before there was a root."""
+        """The step that the program has named before there was a root; None if it has named no step."""
 
     def tap(self, name: str, tensor: Any) -> None:
         """Record a tensor for `recorder.tap`, under the module whose forward is running."""
@@ -83,7 +83,7 @@ class ProgramCalls:
             self._failed(f"scalar {_shown(name)}", error)
 
     def _came_early(self, site: str, name: str) -> None:
-        """Count what the program gives before the recording begins, if a rule asks for it."""
+        """Count a value that the program gives before the recording begins, if a rule asks for the value."""
         recorder = self._recorder
         rules = recorder.settings.rules
         is_asked = any(site in one.site and one.matches_name(str(name)) for one in rules)
@@ -94,7 +94,7 @@ class ProgramCalls:
         recorder.events.add(_EARLY_EVENT, f"{text}; recorder.attach(model) begins it earlier", key=what)
 
     def _failed(self, what: str, error: Exception) -> None:
-        """Count an exception of the recorder's own in a call of the program's; training goes on."""
+        """Count an exception of the recorder in a call by the program; training goes on."""
         if (capture := self._recorder.capture) is not None:
             capture.hook_failed(what, error)
             return
@@ -103,7 +103,7 @@ class ProgramCalls:
         self._recorder.events.add("hook_error", f"{what} failed: {type(error).__name__}: {one_line(error)}", key=what)
 
     def name_step(self, number: int) -> None:
-        """Name the step for `recorder.step`: before the recording begins, the one that it begins with."""
+        """Name the step for `recorder.step`; before the recording begins, name the step that it begins with."""
         try:
             step = int(number)
             if abs(step) >= MAX_COUNT:
@@ -128,7 +128,7 @@ class ProgramCalls:
 
 
 def _shown(name: object) -> str:
-    """Return what the program gave as a message may have it: short, and also where its class cannot show it."""
+    """Return the program's value for a message: short, and safe even if its class fails to show it."""
     text = one_line(name)
     return f"'{text[:_MAX_SHOWN]}{'...' * (len(text) > _MAX_SHOWN)}'"
 
@@ -153,12 +153,12 @@ class RootMaker(Protocol):
 
 
 class GraphTaps:
-    """Hands values and gradients of taps to the rows of the capture, and finds or makes their root."""
+    """Passes values and gradients of taps to the rows of the capture, and finds or makes their root."""
 
     def __init__(self, recorder: RootMaker) -> None:
         self._recorder = recorder
         self._stand_ins: list[nn.Module] = []
-        """Empty modules that stand for roots whose own module nobody sees."""
+        """Empty modules in place of the modules of roots whose own calls are not seen."""
 
     def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None:
         """Record a value that an op in a graph shows."""
@@ -200,7 +200,7 @@ class GraphTaps:
             self._recorder.capture.hook_failed(f"tap {name!r}", error)
 
     def _root_without_module(self, where: str) -> Root | None:
-        """Make a root for a tap of a model whose own call nobody sees, or of a loaded artefact."""
+        """Make a root for a tap of a model whose own call is not seen, or of a loaded artefact."""
         if is_data_worker():
             return None
         model = module_taps.model_of(where)

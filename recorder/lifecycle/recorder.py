@@ -1,6 +1,6 @@
 """The recorder, which joins capture to the writer from the first root call to the end of the process.
 
-Nothing starts before the first root call: a launcher's agent, a data loader's worker and a
+Nothing starts before the first root call, because a launcher's agent, a data loader's worker and a
 compile worker import torch too. Nothing here may raise into training.
 """
 
@@ -52,17 +52,17 @@ from .summary import Estimate, FinalSummary, Summary
 
 _logger = logging.getLogger("recorder")
 _MAX_RENEWALS = 20
-"""Looks for modules that came after the first call, at steps that update parameters of unknown origin."""
+"""The most looks for modules that came after the first call, at steps that update parameters of unknown origin."""
 _START_PATIENCE_S = 1.0
-"""How long the first forward waits for the writer to make its directory, if the settings let it wait so long."""
+"""The longest time that the first forward waits for the writer to make its directory, if the settings allow it."""
 _LAST_S = 5.0
-"""How long the writer may go on after the third interrupt."""
+"""The time for which the writer may go on after the third interrupt."""
 _NUM_TRIES = 3
-"""How often ending the recording is tried when interrupts break it off."""
+"""The number of tries to end the recording when interrupts break it off."""
 
 
 class Recorder:
-    """One recording: armed at ``import torch`` or by `attach`, running from the first root call, then closed."""
+    """One recording: made at ``import torch`` or by `attach`, running from the first root call, then closed."""
 
     def __init__(
         self, loaded: Loaded, *, version: str, by_flag: bool, on_change: Callable[[Recorder, bool], None]
@@ -72,7 +72,7 @@ class Recorder:
         Args:
             loaded: the settings in force.
             version: the version of the package.
-            by_flag: True where the environment asks for the recording, False where the program does.
+            by_flag: True if the environment asks for the recording, False if the program does.
             on_change: called when this recorder begins to record (True) and when it is over (False).
 
         Raises:
@@ -90,9 +90,9 @@ class Recorder:
         self.events = Events()
         self.capture: Capture | None = None
         self.commands: Commands | None = None
-        """What the run is told while it is under way; from the start of the recording on."""
+        """The commands that are sent to the run while it is under way; None before the recording starts."""
         self._carrier: Carrier | None = None
-        """Carries commands between nodes; None where the ranks have no common name for the run."""
+        """The carrier of commands between nodes; None if the ranks have no common name for the run."""
         self._pid = os.getpid()
         self._on_change = on_change
         self._lock = threading.RLock()
@@ -101,7 +101,7 @@ class Recorder:
         self._writer: Any = None
         self._description: Description | None = None
         self._estimate: Estimate | None = None
-        """Only rank 0 has an estimate."""
+        """The estimate of bytes, which only rank 0 has."""
         self._termination: TerminationWatch | None = None
         self._is_closed = False
         self._early = EarlyOptimizers(self.events, closure_returned=self._closure_returned)
@@ -109,13 +109,13 @@ class Recorder:
         self.graph_taps = GraphTaps(self)
         self._num_optimizers = 0
         self._num_judged = 0
-        """The number of module paths that patterns were compared with last."""
+        """The number of module paths at the last comparison with the patterns of the rules."""
         self._num_renewals = 0
         self._turned_down = (0, "")
-        """The largest module that ran under no root, by its number of parameters."""
+        """The largest module that ran under no root: its number of parameters and its class name."""
         self._manifest_key: object = None
         self._last_manifest: Mapping[str, Any] = {}
-        """The manifest as the capture was closed, when there were still modules to describe."""
+        """The manifest from just before the capture was closed, while there were still modules to describe."""
         self._next_status_s = 0.0
         self.discovery = Discovery(self) if by_flag else None
         if by_flag:
@@ -190,7 +190,7 @@ class Recorder:
         return self.add_root(model, None)
 
     def _stop_for_rules(self, module: nn.Module) -> None:
-        """Stop the launch for a rule that can match nothing, which is a wrong setting; only before the first step."""
+        """Stop the launch if a rule can match nothing, which is a wrong setting; only before the first step."""
         if self.settings.roots == "any" or self._early.has_stepped:
             return
         with collector_paused():
@@ -222,7 +222,7 @@ class Recorder:
     # -- roots ----------------------------------------------------------------------------------------------------
 
     def add_root(self, module: nn.Module, name: str | None) -> Root:
-        """Start if this is the first root, and put hooks on it."""
+        """Start the recording if this is its first root, and put hooks on the root."""
         with self._lock:
             if self.capture is None:
                 try:
@@ -326,14 +326,14 @@ class Recorder:
         with blocked_in_new_threads():
             writer.start()
         self._on_change(self, True)
-        # A disk that takes nothing is reported before the first step; a disk that is merely slow holds nothing up.
+        # A disk that takes nothing is reported before the first step; a merely slow disk delays nothing.
         patience_s = self.settings.wait_s_per_step if self.settings.policy == "wait" else 0.0
         until_s = time.monotonic() + min(_START_PATIENCE_S, patience_s)
         while writer.last_progress_s == began_s and time.monotonic() < until_s:
             time.sleep(0.001)
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Ask for the steps around one to be written; see `Triggers.ask`."""
+        """Ask for the steps around one step to be written; see `Triggers.ask`."""
         self._ring.ask(kind, reason, step=step)
 
     def ask_for_error(self, error: BaseException) -> None:
@@ -341,7 +341,7 @@ class Recorder:
         self.ask("exception", f"{type(error).__name__}: {one_line(error)}")
 
     def _undo_start(self) -> None:
-        """Take a failed start back (no memory for the pool, or no thread): training goes on without a recording."""
+        """Undo a failed start (no memory for the pool, or no thread); training goes on without a recording."""
         self._is_closed = True
         self._early.unwatch_steps()
         self._forget_start()
@@ -390,7 +390,7 @@ class Recorder:
         return self._description.writer(self.capture, self._optimizers, self.events, self.commands)
 
     def _saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Look at records that have their statistics. Called on the writer thread."""
+        """Pass on records that have their statistics. Called on the writer thread."""
         if self.capture is not None:
             self.capture.nonfinite.saw(records, measured)
         if self._estimate is not None:
@@ -432,7 +432,7 @@ class Recorder:
         return manifest
 
     def _before_last(self) -> None:
-        """Look for triggers a last time: what waits in the ring goes otherwise. Called on the writer thread."""
+        """Look for triggers for the last time, before the waiting values are lost. Called on the writer thread."""
         try:
             if not self._ring.has_triggers or self.capture is None or self.commands is None:
                 return
@@ -456,7 +456,7 @@ class Recorder:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _optimizer_made(self, optimizer: Optimizer) -> None:
-        """Look for roots again: a new optimizer may train a model that is not known yet."""
+        """Look for roots again, because a new optimizer may train a model that is not known yet."""
         if self.discovery is not None and not self.discovery.is_on and not self._is_closed:
             self.discovery.start()
 
@@ -485,7 +485,7 @@ class Recorder:
             discovery.stop()
 
     def _check_patterns(self, capture: Capture) -> None:
-        """Report rules that match nothing, once for each state of the model: discovery may stay on at every step."""
+        """Report rules that match nothing, once for each number of modules, as discovery may stay on at every step."""
         paths = self._module_paths()
         if len(paths) != self._num_judged:
             self._num_judged = len(paths)
@@ -509,7 +509,7 @@ class Recorder:
     # -- what attachments ask --------------------------------------------------------------------------------------
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until everything seen so far is on disk; return False where the deadline came first."""
+        """Wait until everything seen so far is on disk; return False if the deadline came first."""
         if self.capture is not None:
             self.capture.fetch()
         return self._writer is None or bool(self._writer.drain(deadline_s))
@@ -537,9 +537,9 @@ class Recorder:
         self.events.say(is_last=True)
 
     def _at_exit(self) -> None:
-        """End the recording with the interpreter. A second Ctrl-C costs no row, a third one rows that take longer.
+        """End the recording with the interpreter. A second Ctrl-C costs no row, a third one the rows that take longer.
 
-        However often it comes, the ledger is closed.
+        The ledger is closed however often Ctrl-C comes.
         """
         if os.getpid() != self._pid:
             return
@@ -595,7 +595,7 @@ class Recorder:
             self._termination.uninstall()
 
     def _say_why_nothing(self) -> None:
-        """Say why there was no root, on rank 0 of a program that has neither failed nor left the work to others."""
+        """Log why there was no root, on rank 0 of a program that neither failed nor left the work to others."""
         if self._turned_down[0]:
             self.events.add(
                 "no_root",
@@ -647,7 +647,7 @@ class Recorder:
             self._sum_up(self.capture, report.ledger, until_s)
 
     def _stop_carrying(self) -> None:
-        """Have what was sent last carried to the other nodes, once the writer sends no more."""
+        """Let the carrier bring the last commands to the other nodes, once the writer sends no more."""
         if self._carrier is not None:
             self._carrier.close()
 
@@ -672,7 +672,7 @@ class Recorder:
         )
 
     def hold_signals(self) -> None:
-        """Hold signals back before a fork, until `TerminationWatch.release`."""
+        """Block signals before a fork, until `TerminationWatch.release`."""
         if self._termination is not None:
             self._termination.hold()
 

@@ -1,10 +1,10 @@
-"""The ring of a rank, from the rules that keep one to the triggers that have it written.
+"""The ring of a rank, from the rules that keep a ring to the triggers that have it written.
 
-`RingWatch` puts together memory for the ring out of the pool, `Triggers`, and the rules of `recorder check` that may be
-triggers. Whoever sees a reason to write the ring asks `Triggers`, on any thread, and nothing else happens there. The
-writer thread names the window of steps, has its own ring write it, and sends the other ranks a command; no rank waits.
-A rank that learns of the command too late says which steps it has given up. Nothing here may touch a tensor, wait, or
-raise into training.
+`RingWatch` joins the memory for the ring, `Triggers`, and the rules of `recorder check` that may be triggers. Code that
+sees a reason to write the ring asks `Triggers`, on any thread, and does nothing else. The writer thread names the
+window of steps, has its own ring write them, and sends the other ranks a command; no rank waits. A rank that learns of
+the command too late reports the steps that it has given up. Nothing here may touch a tensor, wait, or raise into
+training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .commands import Commands
 
 
 class RingWatch:
-    """What the ring of one rank is written for. Any thread may `ask`; the writer thread does the rest."""
+    """The reasons for which one rank's ring is written. Any thread may `ask`; the writer thread does the rest."""
 
     def __init__(self, loaded: Loaded) -> None:
         """Do nothing before `start`.
@@ -44,9 +44,9 @@ class RingWatch:
         self._settings = loaded.settings
         self._thresholds, self._own_rules = check_settings(loaded)
         self._triggers: Triggers | None = None
-        """What the ring is written for; None where no rule keeps one."""
+        """The triggers for which the ring is written; None if no rule keeps a ring."""
         self._has_ring = False
-        """Whether this rank has a ring, and the triggers were not told that it is off."""
+        """Whether this rank has a ring, and `Triggers.turn_off` was not called."""
         self._checks: LiveChecks | None = None
         self._current_step: Callable[[], int | None] = lambda: None
 
@@ -66,15 +66,15 @@ class RingWatch:
         events: Events,
         current_step: Callable[[], int | None],
     ) -> RingMemory | None:
-        """Prepare for triggers where a rule keeps a ring on some rank; return this rank's own memory for one.
+        """Prepare for triggers if a rule keeps a ring on some rank; return this rank's memory for its ring, or None.
 
         Args:
             rank: this rank.
-            world_size: how many ranks there are.
+            world_size: the number of ranks.
             pool: the memory of all records, of which the ring takes a share.
-            writer: holds the ring's records, and writes them.
-            commands: tell the other ranks, and are told by them.
-            events: takes a line for each trigger that leaves less than it should.
+            writer: keeps the ring's records, and writes them.
+            commands: sends commands to the other ranks, and receives theirs.
+            events: takes a line for each trigger that writes less than it should.
             current_step: returns the step under way; None before there is one.
         """
         settings = self._settings
@@ -101,24 +101,24 @@ class RingWatch:
         return self._make_memory(pool, window, writer) if has_ring else None
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Ask for the steps around one, by default the one under way, to be written; see `Triggers.ask`."""
+        """Ask for the steps around a step, by default the current one, to be written; see `Triggers.ask`."""
         if self._triggers is not None:
             self._triggers.ask(kind, reason, step=self._current_step() if step is None else step)
 
     def saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Look at records that have their statistics. Writer thread."""
+        """Pass on records that have their statistics. Writer thread."""
         if self._checks is not None:
             for staged, its in zip(records, measured, strict=True):
                 self._checks.saw(staged, its)
 
     def look(self, capture: Capture) -> None:
-        """Have what was asked for written, and tell the other ranks. Writer thread."""
+        """Have the steps that were asked for written, and notify the other ranks. Writer thread."""
         if self._triggers is not None:
             self._look_whether_off(capture)
             self._triggers.look(capture.clock.step)
 
     def end(self, capture: Capture, commands: Commands) -> None:
-        """Look for the last time: what waits in the ring goes otherwise. Writer thread."""
+        """Look for triggers for the last time, before the waiting values are lost. Writer thread."""
         if self._triggers is None:
             return
         if self._checks is not None:
@@ -136,13 +136,13 @@ class RingWatch:
         return RingMemory(part, window, is_wanted=writer.is_wanted)
 
     def _found(self, finding: Finding) -> None:
-        """Ask for the steps around what a rule of `recorder check` finds. Writer thread."""
+        """Ask for the steps around a finding of a rule of `recorder check`. Writer thread."""
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 
     def _look_whether_off(self, capture: Capture) -> None:
-        """Tell triggers that the ring is off, as capture finds out when the first step is over."""
+        """Notify the triggers if capture has turned the ring off, as it may when the first step is over."""
         if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
             self._has_ring = False
             self._triggers.turn_off()
@@ -151,24 +151,24 @@ class RingWatch:
 _logger = logging.getLogger("recorder")
 _MAX_TEXT = 200
 _MAX_ASKED = 64
-"""The most triggers that wait for the writer thread, which looks five times a second; more are only counted."""
+"""The most triggers that wait for the writer thread, which looks five times a second; others are only counted."""
 _DUE = ("exception", "signal", "user")
-"""Triggers that count however soon they come: the process ends, or a person asks."""
+"""The triggers that count however soon they follow another, because the process ends or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
-"""Ranks that see the same at once take turns to tell the others, as spread out as multiples of the golden ratio are, so
-that most hear of it before they would send. Two ranks take no time; 4,096 have 4 s, and about 20 of them send."""
+"""Ranks that see the same reason at once notify the others in turn, at times spaced like multiples of the golden ratio,
+so that most ranks learn of it before they would send. Of 4,096 ranks, within 4 s, about 20 send."""
 MISSED_EVENT = "trigger_missed"
 PASSED_EVENT = "trigger_passed"
 OWN_RULE = "own rule"
-"""What asks because a rule of the user's has found something, whatever the user calls it."""
+"""The kind of trigger for a finding of the user's own rule, whatever the name of the rule."""
 _ALWAYS = ("program", "user", OWN_RULE)
 
 
 class Sender(Protocol):
-    """What sends a command to all ranks, and takes answers."""
+    """An object that sends a command to all ranks, and takes answers."""
 
     def look(self) -> None:
-        """Hear at once of what others have sent."""
+        """Look at once for commands that other ranks have sent."""
 
     def send(self, command: Command) -> Command: ...
 
@@ -178,7 +178,7 @@ class Sender(Protocol):
 
 
 class DumpWriter(Protocol):
-    """The writer, as far as triggers need it."""
+    """The part of the writer that triggers need."""
 
     def dump(self, dump: Dump) -> None: ...
 
@@ -187,11 +187,11 @@ class _Asked(NamedTuple):
     kind: str
     reason: str
     step: int | None
-    """None for the step that is under way when the writer thread looks."""
+    """The step in question; None for the step that is under way when the writer thread looks."""
 
 
 class _Unsent(NamedTuple):
-    """A trigger of which the other ranks are to be told."""
+    """A trigger of which the other ranks are to be notified."""
 
     due_s: float
     command: Command
@@ -199,7 +199,7 @@ class _Unsent(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """A command of which this rank has more to say once its window is over."""
+    """A command that this rank will answer again once the command's window is over."""
 
     command: Command
     dump: Dump
@@ -223,13 +223,13 @@ class Triggers:
         """Begin without a reason to write anything.
 
         Args:
-            settings: which triggers count, and how often.
+            settings: says which triggers count, and how often.
             rank: this rank.
-            world_size: how many ranks may see the same reason at the same time.
+            world_size: the number of ranks, which may all see the same reason at the same time.
             window: the steps around a trigger.
-            channel: the writer, with the ring; None where the rules keep a ring on other ranks alone.
-            sender: tells the other ranks.
-            events: takes a line for each trigger that leaves less than it should.
+            channel: the writer, with the ring; None if the rules keep a ring on other ranks only.
+            sender: notifies the other ranks.
+            events: takes a line for each trigger that writes less than it should.
             clock: a monotonic clock in seconds.
         """
         self._settings = settings
@@ -239,7 +239,7 @@ class Triggers:
         self._window = window
         self._channel = channel
         self._why_nothing = "no rule keeps a ring on this rank"
-        """Why this rank writes nothing, where it has no channel."""
+        """The reason why this rank writes nothing while it has no channel."""
         self._sender = sender
         self._events = events
         self._clock = clock
@@ -250,15 +250,15 @@ class Triggers:
         self._quiet_until_s = float("-inf")
         self._step: int | None = None
         self._stepped_s: float | None = None
-        """When the step changed last; None before it has, because a first step compiles and may take its time."""
+        """The time of the last step change; None before it, because a first step compiles and may be slow."""
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Ask for the steps around one to be written. Any thread; never waits.
+        """Ask for the steps around a step to be written. Any thread; never waits.
 
         Args:
-            kind: a word of `config.TRIGGERS`, `OWN_RULE`, or ``program`` or ``user`` where somebody asks on purpose.
-            reason: why, for people; anything that can be shown, or not.
-            step: the step in question; None for the one under way.
+            kind: a word of `config.TRIGGERS`, `OWN_RULE`, or ``program`` or ``user`` for a deliberate request.
+            reason: the reason, for people; any object, even one that cannot be shown.
+            step: the step in question; None for the step under way.
         """
         if kind not in _ALWAYS and kind not in self._words:
             return
@@ -268,12 +268,12 @@ class Triggers:
         self._asked.append(_Asked(kind, one_line(reason)[:_MAX_TEXT] or kind, step))
 
     def turn_off(self) -> None:
-        """Write nothing from now on, because the ring cannot hold its steps; other ranks are told as before."""
+        """Write nothing from now on, because the ring has no room for its steps; other ranks are notified as before."""
         self._channel = None
         self._why_nothing = "the ring is off, because it cannot hold its steps"
 
     def look(self, step: int) -> None:
-        """Name the windows of what was asked for, and tell the other ranks. Writer thread.
+        """Name the windows of the triggers that were asked for, and notify the other ranks. Writer thread.
 
         Args:
             step: the step under way.
@@ -286,7 +286,7 @@ class Triggers:
         self._look_at_dumps()
 
     def take(self, command: Command) -> None:
-        """Do what another rank or a person has sent. Writer thread.
+        """Carry out a command that another rank or a person has sent. Writer thread.
 
         Raises:
             CommandError: the window is larger than the ring's, or there were too many; the text is the answer.
@@ -313,7 +313,7 @@ class Triggers:
         self._sender.answer(command, IN_FORCE, since=dump.first_step, until=dump.last_step)
 
     def end(self, step: int) -> None:
-        """Look for the last time: no record follows. Writer thread, before the ring lets its steps go, and after."""
+        """Look for the last time: no record follows. Writer thread, before the ring lets its steps pass, and after."""
         self.look(step)
         self._send_due(float("inf"))
         self._look_at_dumps(is_last=True)
@@ -341,7 +341,7 @@ class Triggers:
         self._events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
 
     def _send_due(self, now: float) -> None:
-        """Tell the other ranks, unless one of them was first to see the same."""
+        """Notify the other ranks, unless one of them was first to see the same reason."""
         due = [unsent for unsent in self._unsent if unsent.due_s <= now]
         self._unsent = [unsent for unsent in self._unsent if unsent.due_s > now]
         for _, command, dump in due:
@@ -354,7 +354,7 @@ class Triggers:
                     self._events.add("trigger_unsent", text, key=str(dump.time_ns))
 
     def _known(self, first: int, last: int) -> Dump | None:
-        """Return the dump that has these steps anyway."""
+        """Return the dump whose window includes these steps; None if there is no such dump."""
         return next((dump for dump in self._dumps if dump.first_step <= first and last <= dump.last_step), None)
 
     def _write(self, dump: Dump) -> None:
@@ -369,7 +369,7 @@ class Triggers:
             log.say(_logger, logging.WARNING, "%s: %s: %s (%s)", self._by, said, dump.reason, dump.by)
 
     def _look_at_dumps(self, *, is_last: bool = False) -> None:
-        """Say what became of dumps, once their windows are over."""
+        """Report the result of each dump, once its window is over."""
         for answered in list(self._answered):
             command, dump = answered
             if not dump.has_begun or dump.num_due or not (dump.is_over or is_last):

@@ -1,9 +1,9 @@
-"""Handles signals that end the process: data in memory reaches the disk first, and the process ends as it would have.
+"""Handles signals that end the process: data in memory is written first, and the process ends as without the recorder.
 
-A signal is taken over only where its action is the default one, and no program notices: one that asks is told SIG_DFL.
-Ignored signals and the handlers of others, in Python or in C, are never touched; where a Python handler runs, a thread
-of ours flushes the data beside it. The main thread may be stuck in a collective and never run a handler: then that
-thread ends the process, by the same signal.
+A signal is taken over only if its action is the default one, and the program cannot notice: `signal.getsignal` returns
+SIG_DFL. Ignored signals and handlers of other code, in Python or in C, are never touched; when a Python handler runs, a
+thread of the recorder flushes the data at the same time. If the main thread is stuck in a collective and never runs a
+handler, that thread ends the process, by the same signal.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from types import FrameType
 from ..system.processes import Descriptor
 
 _ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2})
-"""Signals by which launchers and schedulers announce the end, or ask for a checkpoint before it."""
+"""The signals by which launchers and schedulers announce the end, or ask for a checkpoint before it."""
 _STOP = 0
 _MAIN_THREAD_GRACE_S = 0.5
-"""How long the watching thread leaves the main thread to run its handler."""
+"""The time that the watching thread gives the main thread to run its handler."""
 _NAP_S = 0.05
-"""How long the watching thread sleeps after each wake-up, so that a profiler's timer does not keep it busy."""
+"""The time that the watching thread sleeps after each wake-up, so that a profiler's timer does not keep it busy."""
 _SIGACTION_BYTES = 512
-"""More bytes than any system's ``struct sigaction``, which begins with the handler."""
+"""A size above that of any system's ``struct sigaction``, which begins with the handler."""
 
 _OF_THREADS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP})
-"""Signals that a thread causes by itself, which must not be blocked."""
+"""The signals that a thread causes by itself, which must not be blocked."""
 
 _leftover_pipes: list[_Pipe] = []
-"""Pipes that somebody may still make the wake-up descriptor again; reused, and never closed."""
+"""The pipes that other code may still make the wake-up descriptor again; they are reused, and never closed."""
 _masks: dict[int, set[signal.Signals]] = {}
 
 
 class _Pipe:
-    """The pipe that wakes the watching thread. The program may have closed either end and reused its number."""
+    """The pipe that wakes the watching thread. The program may have closed either end and reused the end's number."""
 
     def __init__(self) -> None:
         self.read_end, self.write_end = map(Descriptor.of, os.pipe())
@@ -52,7 +52,7 @@ class _Pipe:
         return self.read_end.is_ours and self.write_end.is_ours
 
     def read(self) -> bytes:
-        """Return the bytes that have come, or wait for the next; empty where the pipe is gone."""
+        """Return the bytes that have come, or wait for bytes; empty if the pipe is gone."""
         with contextlib.suppress(OSError):
             if self.read_end.is_ours:
                 return os.read(self.read_end, 4096)
@@ -80,7 +80,7 @@ class _Pipe:
 class _Handler(int):
     """A handler that equals SIG_DFL, so that `signal.getsignal` and `signal.signal` answer as without the recorder.
 
-    A program that looks whether a signal is free, or calls the handler before its own, does what it would do.
+    A program that checks whether a signal is free, or calls the old handler before its own, behaves as usual.
     """
 
     watch: TerminationWatch | None = None
@@ -98,9 +98,9 @@ def _die_of(number: int) -> None:
 
 
 def _action(number: int) -> int:
-    """Return the address of a signal's handler as the kernel has it; 0 is the default action, 1 is to ignore.
+    """Return the address of a signal's handler from the kernel; 0 is the default action, 1 ignores the signal.
 
-    Python does not know of handlers that C code installs, as `faulthandler.register` does.
+    Python does not know of handlers that C code installs, such as those of `faulthandler.register`.
     """
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
     if ctypes.CDLL(None).sigaction(int(number), None, action) != 0:
@@ -128,8 +128,8 @@ class TerminationWatch:
             finish: does what `flush` does and ends the recording, because the process is about to end.
             deadline_s: the time for `finish`; the process ends soon after, whatever `finish` does.
             ending: called with the signal just before `finish`; it must not wait.
-            trigger: a signal that calls `triggered`, and ends the process no more than the program has it end.
-            triggered: called on a thread of ours or in the main thread, perhaps twice; it must not wait.
+            trigger: a signal that calls `triggered`, and ends the process only if the program has it end the process.
+            triggered: called on a thread of the recorder or in the main thread, perhaps twice; it must not wait.
         """
         self._flush = flush
         self._finish = finish
@@ -138,7 +138,7 @@ class TerminationWatch:
         self._trigger = trigger
         self._triggered = triggered
         self._handlers: dict[int, tuple[_Handler, int]] = {}
-        """Our handler of each signal, with the address that the kernel has for it."""
+        """The recorder's handler of each signal, with the address that the kernel has for the handler."""
         self._pipe: _Pipe | None = None
         self._thread: threading.Thread | None = None
         self._is_ending = self._is_main_ending = False
@@ -188,7 +188,7 @@ class TerminationWatch:
         _die_of(number)
 
     def _watch(self) -> None:
-        """Run the watching thread: end the process for a signal of ours, flush for one that the program handles."""
+        """Run the watching thread: end the process for a signal taken over, flush for one that the program handles."""
         pipe = self._pipe
         assert pipe is not None
         while numbers := pipe.read():
@@ -216,7 +216,7 @@ class TerminationWatch:
         if not self._is_ending:  # the main thread is stuck, perhaps in a collective
             self._is_ending = True
             self._ending(number)
-            # Not in this thread: a log handler may hang on a lock that the main thread holds.
+            # Another thread runs it, because a log handler may hang on a lock that the main thread holds.
             ender = threading.Thread(target=self._finish, name="recorder-end", daemon=True)
             with contextlib.suppress(RuntimeError):
                 ender.start()
@@ -227,7 +227,7 @@ class TerminationWatch:
         _die_of(number)
 
     def uninstall(self) -> None:
-        """Give handlers and wake-up descriptor back, unless the program has set others since."""
+        """Give handlers and wake-up descriptor back, unless the program has replaced them since."""
         if self._is_ending or self._pipe is None:
             return
         self._give_back_handlers()
@@ -252,12 +252,12 @@ class TerminationWatch:
         for number, (handler, action) in self._handlers.items():
             handler.watch = None
             if _signal.getsignal(number) is handler and _action(number) == action:
-                # The kernel first: Python warns of a signal that comes while its handler is being taken away.
+                # The kernel's handler is reset first: Python warns of a signal that comes while a handler is removed.
                 ctypes.CDLL(None).signal(int(number), 0)
                 signal.signal(number, signal.SIG_DFL)
 
     def abandon(self) -> None:
-        """Restore the default actions in a forked child, without a byte into the parent's pipe."""
+        """Restore the default actions in a forked child, without writing a byte into the parent's pipe."""
         if self._pipe is None:
             return
         with contextlib.suppress(ValueError):
@@ -280,9 +280,9 @@ class TerminationWatch:
 
 
 def unhandled_exception() -> BaseException | None:
-    """Return the exception that ends the program, as the interpreter has it once no handler took it; no hook needed.
+    """Return the exception that ends the program, which the interpreter keeps if no handler took it; needs no hook.
 
-    Where somebody types the program line by line, an exception ends a line alone.
+    In an interactive session the result is None, because an exception ends one line only.
     """
     if hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__"):
         return None
@@ -292,7 +292,7 @@ def unhandled_exception() -> BaseException | None:
 
 @contextlib.contextmanager
 def replaced_interrupts(handle: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C call a function, where it would raise KeyboardInterrupt, while the interpreter ends."""
+    """Let Ctrl-C call a function instead of raising KeyboardInterrupt, while the interpreter ends."""
     is_replaced = False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         with contextlib.suppress(ValueError):  # not the main thread
@@ -307,9 +307,9 @@ def replaced_interrupts(handle: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def blocked_in_new_threads() -> Iterator[None]:
-    """Let threads that are started in the block take no signal that is sent to the process.
+    """Let threads that are started in the block receive no signal that is sent to the process.
 
-    Else a signal that a program blocks, for example while it writes a checkpoint, goes to a thread of the recorder.
+    Otherwise a signal that a program blocks, as during a checkpoint, would go to a thread of the recorder.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_THREADS)
     try:
@@ -319,7 +319,7 @@ def blocked_in_new_threads() -> Iterator[None]:
 
 
 def _release_wakeup(write_end: int) -> bool:
-    """Clear the wake-up descriptor if it is ours; return whether it was."""
+    """Clear the wake-up descriptor if it belongs to the recorder; return whether it did."""
     current = signal.set_wakeup_fd(-1)
     if current not in (-1, write_end):
         signal.set_wakeup_fd(current)

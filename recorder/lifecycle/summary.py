@@ -1,7 +1,7 @@
-"""The first and the last words of a recording: an estimate after the first recorded step, and two lines at the end.
+"""The first and last lines that a recording logs: an estimate after the first recorded step, and two lines at the end.
 
-The estimate says how many bytes the rules will have written by later steps; it counts the records of the first step on
-the writer thread. Rank 0 says all of this from what that rank knows itself. Nothing here may call a collective, read a
+The estimate predicts how many bytes the rules will have written by later steps; it counts the records of the first step
+on the writer thread. Rank 0 logs all of this from its own data. Nothing here may call a collective, read a
 file of another rank, or touch a tensor.
 """
 
@@ -35,7 +35,7 @@ class Summary:
     """The word for the run in a command, quoted for a shell."""
     world_size: int
     last_step: int | None
-    """The last step of which a row was written."""
+    """The last step with a written row."""
     ledger: Mapping[str, Any]
     """The final accounts."""
     nonfinite: tuple[int, str, str] | None
@@ -44,9 +44,9 @@ class Summary:
     waited_s: float
     longest_wait_s: float
     is_asked_for: bool
-    """True where a rule is for rank 0."""
+    """True if a rule is for rank 0."""
     num_dumps: int = 0
-    """How often a trigger had rank 0 write its ring."""
+    """The number of triggers that made rank 0 write its ring."""
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -90,8 +90,8 @@ class FinalSummary:
         """Begin without a name of the run.
 
         Args:
-            dir_setting: the folder of runs, as the setting `dir` has it.
-            is_default: True for the folder that commands look into by themselves.
+            dir_setting: the folder of runs, which is the value of the setting `dir`.
+            is_default: True for the folder that commands search by default.
         """
         self._folder = Path(dir_setting)
         self._is_default = is_default
@@ -116,13 +116,13 @@ class FinalSummary:
 def name_in_commands(run_dir: Path, name: str, folder: Path, *, is_default: bool) -> str:
     """Return the word for a run in a command that is typed where the program was started.
 
-    The word is the run's name, or its path where another run has that name.
+    The word is the run's name, or its path if another run has the same name.
 
     Args:
         run_dir: the directory of the run.
         name: the name of the run.
-        folder: the folder of runs, as the setting `dir` has it.
-        is_default: True for the folder that commands look into by themselves.
+        folder: the folder of runs, which is the value of the setting `dir`.
+        is_default: True for the folder that commands search by default.
     """
     others = [run_dir.parent / name] + [run_dir.parent.parent / name] * is_default
     if any(path != run_dir and os.path.lexists(path) for path in others):
@@ -131,7 +131,7 @@ def name_in_commands(run_dir: Path, name: str, folder: Path, *, is_default: bool
 
 
 def quoted(path: Path) -> str:
-    """Return a path quoted for a shell, without anything that a terminal would obey."""
+    """Return a path quoted for a shell, without control characters that a terminal would obey."""
     text = str(path)
     if text.isprintable():
         return shlex.quote(text)
@@ -141,11 +141,11 @@ def quoted(path: Path) -> str:
 
 
 ROW_BYTES = 100
-"""Bytes of a row of statistics on disk; 85 to 110 were measured."""
+"""The bytes of a row of statistics on disk; 85 to 110 were measured."""
 HISTOGRAM_BYTES = 40
-"""Bytes that a histogram adds to a row on disk; 37 to 46 were measured."""
+"""The bytes that a histogram adds to a row on disk; 37 to 46 were measured."""
 UNIT_BYTES = 19
-"""Bytes that the sums of one unit add to a row on disk."""
+"""The bytes that the sums of one unit add to a row on disk."""
 _AHEAD = (100, 1000)
 """The numbers of steps ahead for which the estimate gives bytes."""
 
@@ -160,7 +160,7 @@ class Estimate:
         self._first: int | None = None
         self._num_rows: Counter[str] = Counter()
         self._num_bytes: Counter[tuple[str, int]] = Counter()
-        """Bytes of what the first step kept beside its rows, by the site and the bit of `keep`."""
+        """The bytes that the first step kept besides its rows, by the site and the bit of `keep`."""
         self._num_looked_at = 0
         """The number of rows at the last call of `look`."""
         self._is_over = False
@@ -187,7 +187,7 @@ class Estimate:
             self._num_bytes[site, KEEP_UNITS] += 0 if isinstance(sides, str) else UNIT_BYTES * sides.num
 
     def look(self, step: int) -> str | None:
-        """Return the estimate, once: when the first step is over, and no record of it came since the last call.
+        """Return the estimate, once: when the first step is over, and none of its records came since the last call.
 
         Args:
             step: the current step.
@@ -208,7 +208,7 @@ class Estimate:
         return f"at these rules {self._whose}{how} {at_first}, {' and '.join(until)}; at most {bound}"
 
     def num_bytes(self, first: int, num_steps: int) -> int:
-        """Return the bytes that `num_steps` steps write, by the counts of the first of them."""
+        """Return the bytes that `num_steps` steps from `first` on write, by the counts of the first step."""
 
         @cache
         def times(schedules: frozenset[Schedule]) -> int:

@@ -1,7 +1,7 @@
-"""Finds, checks and calls the compiled loops of `kernels.c`, or does without.
+"""Finds, checks and calls the compiled loops of `kernels.c`, if the library can be used.
 
-Everything that it offers has a pure Python twin that gives the same bits; whoever calls has that as well. Where the
-Huffman code is missing, zstd gives other bytes of the same content. Nothing here may raise where the library is
+Every function here has a pure Python twin that gives the same bits; the caller has that twin as well. Without the
+Huffman code, zstd gives other bytes of the same content. Nothing here may raise if the library is
 missing, of another version, or made for another processor.
 """
 
@@ -31,22 +31,22 @@ ABI = 11
 LEVELS = ("generic", "avx2", "avx512")
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
 _ELF_HEADER = struct.Struct("<40xQ10xHH2x")
-"""The header's fields for the table of sections: its offset, the size of an entry, and their number."""
+"""The fields of the header for the table of sections: its offset, the size of an entry, and the entries' number."""
 _KINDS = ("float32", "float64", "bfloat16", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _TABLE_8, _TABLE_16 = len(_KINDS), len(_KINDS) + 1
 _NO_STATISTICS = -1
 HELD_BYTES = 1 << 15
-"""Measured in 5 to 15 us of float32, in 200 of 8-bit floats without vector instructions: far below the 5 ms after which
-Python takes the lock away."""
+"""The bytes up to which the interpreter's lock is held: 5 to 15 us for float32, 200 us for 8-bit floats without vector
+instructions, were measured. This is far below the 5 ms after which Python takes the lock away."""
 KINDS = {name: number for number, name in enumerate(_KINDS)} | {"bool": _KINDS.index("uint8"), "float16": _TABLE_16}
 KINDS |= {f"float8_{kind}": _TABLE_8 for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
-"""Element types whose statistics the library computes, by torch's names."""
+"""The element types whose statistics the library computes, by torch's names."""
 TABLE_KINDS = frozenset(name for name, kind in KINDS.items() if kind in (_TABLE_8, _TABLE_16))
-"""Element types whose values are looked up in a table."""
+"""The element types whose values are looked up in a table."""
 
 _Bytes = npt.NDArray[np.uint8]
 _ITEMS_OF_THREAD = 1 << 16
-"""The fewest elements for which another thread pays: two chunks of `kernels.c`."""
+"""The fewest elements for which one more thread saves time: two chunks of `kernels.c`."""
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 _PID = os.getpid()
 """The process that has loaded this module. The threads of an OpenMP runtime are gone in a forked child, and a parallel
@@ -74,7 +74,7 @@ _MEASURING_ITEMS = np.dtype(
 
 
 class Weights(ctypes.Structure):
-    """The weights of a tensor's words, as `struct weights`; it keeps its arrays alive."""
+    """The weights of a tensor's words, as `struct weights`; the object keeps its arrays alive."""
 
     word_bytes: int
 
@@ -110,7 +110,7 @@ class Units(ctypes.Structure):
 
 
 class LoopsPlan:
-    """What the compiled loops measure of the tensors of one dtype and shape, which have elements. Immutable."""
+    """The results that the compiled loops compute for a dtype and shape of tensors with elements. Immutable."""
 
     __slots__ = (
         *("_kept", "item_bytes", "items", "kind", "num_bins", "num_bytes", "num_units"),
@@ -128,16 +128,16 @@ class LoopsPlan:
         num_units: int = 0,
         unit_inner: int = 0,
     ) -> None:
-        """Take what is measured.
+        """Store the results that are to be computed.
 
         Args:
             items: the number of elements.
             dtype: one of `KINDS`.
             table: the value of each bit pattern, for float16 and floats of 8 bits.
-            weights: weights of the fingerprint, where the fingerprint is wanted.
-            num_bins: the length of `numerics.histogram.NUM_BINS` where values are counted for the histogram, else 0.
+            weights: weights of the fingerprint, or None without a fingerprint.
+            num_bins: the length of `numerics.histogram.NUM_BINS` if values are counted for the histogram, else 0.
             num_units: the number of units whose values are summed, or 0.
-            unit_inner: the number of elements of one unit that lie side by side.
+            unit_inner: the number of adjacent elements of one unit.
         """
         self.items, self.kind, self.item_bytes = items, KINDS[dtype], item_bytes(dtype)
         self.num_bins, self.num_units, self.unit_inner = num_bins, num_units, unit_inner
@@ -161,7 +161,7 @@ class _OfThread(threading.local):
     """The scratch memory of one Python thread."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Take the memory; Python calls this in each thread that looks at an attribute."""
+        """Take the memory; Python calls this in each thread that reads an attribute."""
         self._take(num_bytes)
 
     def _take(self, num_bytes: int) -> None:
@@ -176,19 +176,19 @@ class _OfThread(threading.local):
 
 
 class Kernels:
-    """The loaded library. Any thread; each has scratch memory of its own."""
+    """The loaded library. Any thread may call it; each thread has its own scratch memory."""
 
     def __init__(self, path: Path = LIBRARY, level: int = -1) -> None:
-        """Load it and select the widest vectors, or those of `level`.
+        """Load the library and select the widest vectors, or those of `level`.
 
         Raises:
-            OSError: it cannot be loaded.
-            AttributeError: it lacks a function.
-            ValueError: it is of another version, or cut short.
+            OSError: the library cannot be loaded.
+            AttributeError: the library has no function of an expected name.
+            ValueError: the library is of another version, or cut short.
         """
         _check_whole(path)  # the loader maps what is missing, and a look at it ends the process
         library, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        """Held: with the interpreter's lock, which to hand over takes longer than some of the work."""
+        """`held` keeps the interpreter's lock, because to hand the lock over takes longer than some of the work."""
         if (abi := library.recorder_native_abi()) != ABI:
             raise ValueError(f"{path} has ABI {abi}: expected {ABI}")
         self.level = LEVELS[library.recorder_native_select(level)]
@@ -221,7 +221,7 @@ class Kernels:
         self._of_thread = _OfThread(int(self._scratch_bytes(0, 1)))
 
     def fingerprint(self, data: _Bytes, num_words: int, weights: Weights) -> int:
-        """Return the fingerprint at the origin of the words of contiguous bytes, at any address."""
+        """Return the fingerprint at the origin of the words of contiguous bytes, which may lie at any address."""
         measuring = _MEASURING.pack(address(data), num_words, _NO_STATISTICS, 0, weights.address, 0, 0)
         out = bytearray(_STATISTICS.size)
         measure = self._measure if len(data) > HELD_BYTES else self._measure_held
@@ -231,11 +231,11 @@ class Kernels:
     def measure_at(
         self, at: int, plan: LoopsPlan, out: int, *, num_threads: int = 1, held_bytes: int = HELD_BYTES
     ) -> None:
-        """Write the results of a plan, for a tensor that lies at an address, to another address.
+        """Write the results of a plan, for a tensor at one address, to another address.
 
         Args:
             at: the address of the contiguous elements of the tensor.
-            plan: what is measured.
+            plan: the results that are to be computed.
             out: the address of `plan.num_bytes` bytes, which are overwritten: `struct statistics`, the bins, and the
                 three sums and the zeros of the units.
             num_threads: the number of threads of the loaded OpenMP runtime that measure; the bits do not depend on it.
@@ -271,16 +271,16 @@ class Kernels:
     def measure_small(
         self, at: Sequence[int], items: Sequence[int], dtypes: Sequence[str], weights: Sequence[Weights | None]
     ) -> list[Measured]:
-        """Return statistics, and the fingerprint at the origin where there are weights, of many tensors in one call.
+        """Return statistics of many tensors in one call, with the fingerprint at the origin for tensors with weights.
 
-        The interpreter's lock is held meanwhile: the tensors have `HELD_BYTES` together, or not many more. Only the
+        The interpreter's lock is held meanwhile, so the tensors should have about `HELD_BYTES` together. Only the
         arguments are made with a Python statement for each tensor.
 
         Args:
             at: the address of each tensor.
             items: the number of elements of each tensor.
             dtypes: the dtype of each tensor, one of `KINDS` and none of `TABLE_KINDS`.
-            weights: the weights of each tensor's fingerprint; None where no fingerprint is wanted.
+            weights: the weights of each tensor's fingerprint; None for a tensor without a fingerprint.
         """
         measuring = np.zeros(len(at), _MEASURING_ITEMS)
         measuring["at"], measuring["items"], measuring["kind"] = at, items, [KINDS[dtype] for dtype in dtypes]
@@ -309,10 +309,10 @@ class Kernels:
         self._planes(address(data), items, item_bytes, planes[0], planes[-1], address(out), items)
 
     def huffman(self, data: _Bytes, item_bytes: int, plane: int, out: _Bytes) -> int:
-        """Write a byte plane as Zstandard frames to the front of `out`, by entropy coding alone: no matches are sought.
+        """Write a byte plane as Zstandard frames to the front of `out`, by entropy coding alone, without matches.
 
         Returns:
-            How many bytes of `out` they took.
+            The number of bytes of `out` that the frames take.
         """
         items = len(data) // item_bytes
         num_written = self._huffman(
@@ -329,7 +329,7 @@ class Kernels:
         of ``planes_plain``, which begins with the length of the frames.
 
         Returns:
-            How many bytes of `out` it took.
+            The number of bytes of `out` that the payload takes.
         """
         items = len(data) // item_bytes
         num_written = self._encode(
@@ -343,8 +343,8 @@ class Kernels:
         """Copy all byte planes of slices spread evenly over the data to the front of `out`, end to end.
 
         Returns:
-            How many elements they are, all where there are no more, and about how many bytes `huffman` makes of the
-            first of the planes.
+            The number of elements of the slices (all elements of short data), and the approximate number of bytes that
+            `huffman` makes of the first plane.
         """
         items = len(data) // item_bytes
         num_items = min(items, slices * slice_items)
@@ -357,20 +357,20 @@ class Kernels:
 
 
 def _measured(statistics: tuple[Any, ...], weights: Weights | None) -> Measured:
-    """Make a row's statistics of a `struct statistics`."""
+    """Return a row's statistics from the members of a `struct statistics`."""
     fingerprint, count = statistics[13:]
     known = statistics[:13] if count else (*(None,) * 10, *statistics[10:13])
-    # As `Measured(...)` makes it, in a third of the time.
+    # The result is that of `Measured(...)`, in a third of the time.
     return tuple.__new__(Measured, (*known, None if weights is None else fingerprint, None, None, None))
 
 
 @lru_cache(maxsize=1)
 def parallel_region() -> int:
-    """Return the address of `GOMP_parallel` of the OpenMP runtime that torch has loaded; 0 where there is none.
+    """Return the address of `GOMP_parallel` of the OpenMP runtime that torch has loaded; 0 if there is none.
 
     Training's threads wait in this runtime between two operations, so a measurement costs no thread of its own. The
-    runtimes of LLVM and Intel offer the function, too. Where several runtimes are loaded, only one in a folder of torch
-    counts: another one would start threads beside those of training.
+    runtimes of LLVM and Intel have the function, too. If several runtimes are loaded, only one in a folder of torch
+    counts, because another runtime would start threads in addition to those of training.
     """
     with contextlib.suppress(OSError, AttributeError):
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
@@ -392,7 +392,7 @@ def address(array: npt.NDArray[Any]) -> int:
 
 
 def _check_whole(path: Path) -> None:
-    """Check that a shared library is as long as its header says: the table of its sections comes last in it."""
+    """Check that a shared library is as long as its header says; its table of sections comes last in the file."""
     with path.open("rb") as file:
         size, header = os.fstat(file.fileno()).st_size, file.read(_ELF_HEADER.size)
     if len(header) < _ELF_HEADER.size or not header.startswith(_ELF_64_LITTLE):
@@ -421,12 +421,12 @@ def find() -> Loaded:
 
 
 def load(wanted: bool = True) -> Kernels | None:
-    """Return the library where it is wanted and there is one."""
+    """Return the library; None if it is not wanted or cannot be used."""
     return find().kernels if wanted else None
 
 
 def in_force(wanted: bool = True) -> str:
-    """Return what computes, for people and the manifest: ``compiled (avx2)``, or ``python`` and why."""
+    """Return which code computes, for people and the manifest: ``compiled (avx2)``, or ``python`` and the reason."""
     if not wanted:
         return "python (native = no)"
     library = find()

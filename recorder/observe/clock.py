@@ -1,4 +1,4 @@
-"""Clocks that give a value its time: the step, and within the step the slice of a root's forward and backward.
+"""Clocks that give a value its time: the step, and in the step the slice of a root's forward and backward.
 
 `step` counts the attempted steps of one optimizer. It advances at the first forward with gradients after such a step. A
 slice ends when a gradient has arrived at an output of the slice and the root is called again. Nothing here may touch a
@@ -21,7 +21,7 @@ class Slice:
     """One forward of a root, or several forwards before a backward; `micro_step` numbers the slices of a step.
 
     A slice counts the calls of modules and taps, so that rows have unique keys. The counts are kept here and not where
-    values are seen, because a program goes to and fro between the slices of a step, as from training to `no_grad` and
+    values are seen, because a program switches between the slices of a step, as from training to `no_grad` and
     back. In the methods, `key` names one module or one tap.
     """
 
@@ -31,14 +31,14 @@ class Slice:
         self.moment = moment
         self.has_gradient = False
         self.used: set[int] = set()
-        """The ids of parameters that the slice has used, whose local gradients are awaited."""
+        """The ids of parameters that the slice has used, whose local gradients have not arrived yet."""
         self._calls: dict[str, defaultdict[Hashable, count[int]]] = {
             "forward": defaultdict(count),
             "recompute": defaultdict(count),
         }
-        """For each phase, the numbers of the calls to come by key. Two threads never get the same number."""
+        """The counters of calls, by phase and key. Two threads never get the same number."""
         self._graphless: dict[Hashable, dict[int, int]] = {}
-        """For each key, the forward calls that made no graph, with the number of recomputes that made it later."""
+        """The forward calls that made no graph, by key, with the number of recomputes that made the graph later."""
 
     def enter(self, phase: str, key: Hashable) -> int:
         """Count a call that begins, and return its number."""
@@ -102,7 +102,7 @@ class Clock:
 
 
 class _ThreadCall(threading.local):
-    """What differs between threads, which may call one model at the same time: training and an evaluation."""
+    """The state of one thread, because training and an evaluation may call one model at the same time."""
 
     active: Slice | None = None
 
@@ -148,7 +148,7 @@ class RootClock:
         Args:
             with_grad: whether gradients are enabled.
             training: the training flag of the root's module, inside any wrapper.
-            every_call_is_a_step: True where there is no optimizer.
+            every_call_is_a_step: True if there is no optimizer.
             is_first_call: True for the first call of the root.
             micro_batch: the number of the micro-batch that a pipeline stage runs; each micro-batch is a slice.
         """
@@ -158,7 +158,7 @@ class RootClock:
         if self._num_optimizer_steps != self._clock.num_optimizer_steps:
             self._num_optimizer_steps = self._clock.num_optimizer_steps
             self._trained_modes, self._modes_of_gradients = self._modes_of_gradients or self._trained_modes, set()
-        # A forward in evaluation mode with gradients is mostly a validation, and belongs to the step before it; but a
+        # A forward in evaluation mode with gradients is mostly a validation, and belongs to the step before it. But a
         # model may be trained in evaluation mode, always or for some steps.
         is_trained = mode == "train" or "train" not in self._trained_modes
         if with_grad and not every_call_is_a_step and is_trained:
@@ -203,7 +203,7 @@ class RootClock:
         return current
 
     def recomputed(self, micro_batch: int | None = None) -> Slice:
-        """Return the slice of a recompute in a backward: that of the micro-batch where it is known, else the latest."""
+        """Return the slice of a recompute in a backward: the micro-batch's slice if known, else the latest slice."""
         if micro_batch is not None and micro_batch in self._by_micro_batch:
             return self._by_micro_batch[micro_batch]
         if self._latest is None:
@@ -212,7 +212,7 @@ class RootClock:
 
 
 def _is_for_saved_tensors() -> bool:
-    """Whether a checkpoint that is not reentrant recomputes what the forward's own graph saves."""
+    """Whether a checkpoint that is not reentrant recomputes values that the forward's own graph saves."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 

@@ -1,10 +1,10 @@
-"""Hooks on modules that do no harm: their copies are inert, and they keep their positions among the program's hooks.
+"""Hooks on modules without side effects: a copy does nothing, and hooks keep their positions among the program's hooks.
 
-A model with hooks is copied, pickled and compiled by its user. A copy or a pickle of a `Hook` is inert
+A user may copy, pickle and compile a model with hooks. A copy or a pickle of a `Hook` does nothing
 (`contextlib.nullcontext().__exit__`, which takes anything and returns None, needs no `recorder` where it is loaded).
-Code that dynamo compiled before a hook was put on runs without the hook; the functions at the end tell what dynamo has
-compiled in this process. They never import dynamo: a program that never imported dynamo has compiled nothing.
-Nothing here may raise into training.
+Code that dynamo compiled before a hook was registered runs without the hook; the functions at the end return what
+dynamo has compiled in this process. They never import dynamo: a program that never imported dynamo has compiled
+nothing. Nothing here may raise into training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DYNAMO_KNOWS_THE_ORDER = torch.__version__ >= "2.13"
 
 
 class Hook:
-    """A callable of the recorder that torch holds; a copy of the callable does nothing."""
+    """A callable of the recorder that torch registers; a copy of the callable does nothing."""
 
     __slots__ = ()
     _why_not_scripted = (
@@ -49,7 +49,7 @@ def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
     """Register a hook of a module under a number that only this process uses; return torch's handle.
 
     A pickle of the module keeps the numbers of hooks, and which numbers take kwargs or are always called. A process
-    that loads the pickle numbers its own hooks from 0: one of them with our number would be called as our hook was.
+    that loads the pickle numbers its own hooks from 0, and a hook with the recorder's number would be called like it.
     """
     handle = register(hook, **options)
     theirs, handle.id = handle.id, _FIRST_NUMBER + handle.id
@@ -64,8 +64,8 @@ def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
 def keep_first(registered: dict[int, Any]) -> None:
     """Make a hook that was registered with ``prepend`` the first entry of its dict for dynamo, too.
 
-    Dynamo of torch 2.9 counts the entries in the order in which they were added. It then looks in one hook for what it
-    read from another hook, and fails to compile.
+    Dynamo of torch 2.9 counts the entries in the order in which they were added. As a result it looks in one hook for
+    values that it read from another hook, and fails to compile.
     """
     if not _DYNAMO_KNOWS_THE_ORDER:
         others = list(registered.items())[1:]
@@ -77,9 +77,9 @@ def keep_first(registered: dict[int, Any]) -> None:
 
 
 def has_compiled(module: nn.Module, wrapper: nn.Module) -> bool:
-    """Whether dynamo holds code for a compiled module already, made without the hooks that are put on it now.
+    """Whether dynamo already has code for a compiled module, made without the hooks that are registered now.
 
-    For torch's own classes dynamo compiles a function around the forward that all of these classes share.
+    For torch's own classes dynamo compiles a function around the forward, which all of these classes share.
     """
     frames = sys.modules.get("torch._dynamo.eval_frame")
     functions: list[Any] = [type(module).forward]
@@ -95,7 +95,7 @@ def has_compiled_anything() -> bool:
 
 
 def is_compiled_already(model: nn.Module) -> bool:
-    """Whether dynamo has compiled a forward in this model already, so that no hook can enter the code any more."""
+    """Whether dynamo has already compiled a forward in this model, so that no hook can enter the code."""
     return _have_code(type(module).forward for module in model.modules())
 
 

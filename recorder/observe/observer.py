@@ -12,7 +12,7 @@ from .selection import RuleSelection
 
 
 class Observer(Protocol):
-    """The part of a recording that a hook needs. Any thread may call."""
+    """The part of a recording that a hook needs. Any thread may call the methods."""
 
     @property
     def selection(self) -> RuleSelection: ...
@@ -31,7 +31,7 @@ class Observer(Protocol):
 
     @property
     def lost(self) -> Callable[[], object]:
-        """A function that numbers a value that is neither put nor dropped. It needs no stack and no memory."""
+        """A function that numbers a value that is neither put nor dropped. The call needs no stack and no memory."""
 
     def keep_of(self, rule_set: int, call: int) -> int:
         """Return bits of KEEP_* for a rule set at this step and call."""
@@ -53,7 +53,7 @@ class Observer(Protocol):
         """Hand a tensor's values to the writer, or count them as dropped."""
 
     def site_failed(self, origin: Origin, error: Exception) -> bool:
-        """Count an error of the recorder's own at a site of a module; return whether the site is disarmed now."""
+        """Count an error of the recorder at a site of a module; return whether the site is disarmed now."""
 
     def keep_leaf_hook(self, handle: Any) -> None:
         """Take a hook on a leaf tensor, which outlives the graph; the recording removes the hook at the next step."""

@@ -1,7 +1,7 @@
 """Decides which values are kept at the current step: turns rules into one bit mask for each set of rules.
 
-The schedule is a function of the step alone, so that ranks agree without talking. At a step change the masks are
-worked out once; a hook then costs one list look-up to learn that nothing is wanted.
+The schedule is a function of the step alone, so that ranks agree without communication. At a step change the masks are
+computed once; a hook then needs one list look-up to find that nothing is wanted.
 
 For a rule that keeps sums of units, `unit_dim_of` names the dim of a value along which the units lie: neurons, channels
 or features. Units are those of the module's output. For a parameter they lie along the dim of the outputs, so that unit
@@ -24,13 +24,13 @@ from ..sites import OF_PARAMETERS, SITES, STATES
 from ..system.text import listed
 
 NOTHING = 0
-"""The rule set that never selects anything."""
+"""The rule set that selects no value."""
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
 """The end of a rule's text that keeps statistics only, as most rules do."""
 _FIRST_CALLS = 16
-"""The calls of a slice whose masks are remembered: most modules are called once."""
+"""The number of a slice's first calls whose masks are remembered; most modules are called once."""
 _MAX_COMPARED = 2000
-"""The number of paths that an unmatched pattern is compared with, to name some near it; each takes 40 us."""
+"""The most paths that an unmatched pattern is compared with to find similar ones; each comparison takes 40 us."""
 
 
 class RuleSelection:
@@ -48,20 +48,20 @@ class RuleSelection:
         self._members: list[tuple[int, ...]] = [()]
         self._class_names: dict[str, None] = {}
         self.masks: list[int] = [0]
-        """The bits of KEEP_* of each rule set at the current step; those of rule set 0 are always 0."""
+        """The bits of KEEP_* of each rule set at the current step; the bits of rule set 0 are always 0."""
         self.limited: set[int] = set()
         """The rule sets whose mask also depends on the call; `mask_at_call` returns the mask of a call."""
         self._by_name: set[int] = set()
         """The rule sets that select some names and not others."""
         self._first_calls: dict[int, int] = {}
-        """Masks at the first calls of a slice at the current step; the key is made of rule set and call."""
+        """The masks at the first calls of a slice at the current step, by a key made of rule set and call."""
         self.has_ring = False
         """Whether there is memory for values that wait for a trigger; without it rules keep no value in a ring."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
         self.extend(rules)
 
     def extend(self, rules: Sequence[Rule]) -> None:
-        """Add rules behind the present rules. Modules take the new rules once they ask for their `rule_sets` again."""
+        """Add rules after the present rules. Modules take the new rules once they ask for their `rule_sets` again."""
         self._rules = (*self._rules, *rules)
         self._on_rank += [self._rank in rule.rank for rule in rules]
         self._takes_all += [rule.module == rule.cls == ANY and not rule.leaf for rule in rules]
@@ -70,7 +70,7 @@ class RuleSelection:
         self._limits_calls += [rule.call != EVERY for rule in rules]
 
     def reschedule(self, schedules: Sequence[Schedule]) -> None:
-        """Give every rule other steps, in the order of the rules. The steps count from the next `at_step` on."""
+        """Give every rule new steps, in the order of the rules. The steps count from the next `at_step` on."""
         self._rules = tuple(
             rule if rule.steps is steps else replace(rule, steps=steps)
             for rule, steps in zip(self._rules, schedules, strict=True)
@@ -84,7 +84,7 @@ class RuleSelection:
     def rule_sets(
         self, module_path: str, class_name: str, is_leaf: bool, *, is_callable: bool = True
     ) -> Mapping[str, int]:
-        """Return for each site the rules that can select a value of a module; the rank clause does not count.
+        """Return, by site, the rules that can select a value of a module; the rank clause does not count.
 
         Modules that the same rules match share the answer, because a model may have many thousands of modules. A module
         that is not callable has parameters and buffers only.
@@ -125,7 +125,7 @@ class RuleSelection:
         return next((dim for dim in dims if dim is not None), None)
 
     def rule_set_of_name(self, site: str, name: str) -> int:
-        """Return the rules that select a tap or a scalar; neither belongs to a module."""
+        """Return the rules that select a tap or a scalar, neither of which belongs to a module."""
         return self.narrow(self.rule_sets("", "", False)[site], name)
 
     def _intern(self, members: tuple[int, ...]) -> int:
@@ -141,7 +141,7 @@ class RuleSelection:
         return known
 
     def mask_at_call(self, rule_set: int, call: int) -> int:
-        """Return what is kept of the ``call``-th call in a slice at the current step."""
+        """Return the bits of KEEP_* for the ``call``-th call in a slice at the current step."""
         key = rule_set * _FIRST_CALLS + call
         mask = self._first_calls.get(key) if call < _FIRST_CALLS else None
         if mask is None:
@@ -157,17 +157,17 @@ class RuleSelection:
         return mask & ~KEEP_RING if mask & KEEP_TENSOR or not self.has_ring else mask
 
     def at_step(self, step: int) -> None:
-        """Work out what is kept at this step."""
+        """Compute the masks of this step."""
         self._active = [rule.keep if step in rule.steps else 0 for rule in self._rules]
         self._first_calls.clear()
         self.masks[:] = [self._mask(members) for members in self._members]
 
     def keeps(self, site: str) -> bool:
-        """Whether anything of a site may be kept of any module at this step."""
+        """Whether a value of a site may be kept at this step, of any module."""
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
 
     def num_ring_steps(self, first: int, num_steps: int) -> int:
-        """Return at how many of `num_steps` steps from `first` on a rule keeps values in the ring on this rank."""
+        """Return at how many of `num_steps` steps from `first` on a rule keeps ring values on this rank."""
         schedules = {
             rule.steps
             for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
@@ -176,7 +176,7 @@ class RuleSelection:
         return sum(any(step in steps for steps in schedules) for step in range(first, first + num_steps))
 
     def asks_for(self, *sites: str) -> bool:
-        """Whether a rule keeps any of the sites on this rank, at some step."""
+        """Whether a rule keeps values of one of the sites on this rank, at some step."""
         return any(
             is_on_rank and set(sites) & set(rule.site)
             for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
@@ -234,7 +234,7 @@ def _written(rule: Rule) -> str:
 
 
 def scalar_keep(mask: int) -> int:
-    """Return what is kept of a scalar: its value as a payload without dims, and statistics, whose mean is the value."""
+    """Return the bits to keep of a scalar: its value as a payload without dims, and statistics with it as mean."""
     return KEEP_TENSOR | KEEP_STATS if mask else 0
 
 
@@ -244,12 +244,12 @@ _SECOND = 1
 
 
 def unit_dim_of(selection: RuleSelection, rule_set: int, module: nn.Module | None, site: str, name: str) -> int:
-    """Return the dim along which a value has units; a negative one counts from the last.
+    """Return the dim along which a value has units; a negative dim counts from the last dim.
 
     Args:
         selection: the rules of the recording.
         rule_set: the rules that select the value; a dim that one of these rules names is taken.
-        module: the module that the value belongs to, where it is known.
+        module: the module that the value belongs to; None if it is not known.
         site: the site of the value.
         name: the name of the value.
     """

@@ -24,14 +24,14 @@ _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
 """The levels of nesting that are searched for tensors; a deeper nest is a cycle or a mistake."""
 _MAX_OBJECTS_DEEP = 3
-"""The most plain objects inside one another that are searched, as in a cache of two caches of layers; a deeper nest is
-a program, not data."""
+"""The most plain objects inside one another that are searched, as in a cache of two caches of layers; a deeper nest
+belongs to a program, not to data."""
 _MAX_ENTERED = 4096
 """The most containers of one value before objects are no longer searched, and the most entries of a container inside an
 object that is searched."""
 _NO_DATA = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
 _NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
-"""Packages whose objects hold no data, such as the proxies of a symbolic trace."""
+"""The packages whose objects contain no data, such as the proxies of a symbolic trace."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class Node:
     module: nn.Module
     """The module that hooks go on: the innermost module of this path, or the compile wrapper around it."""
     owner: nn.Module
-    """The module inside all wrappers of this path. It holds the parameters and buffers."""
+    """The module inside all wrappers of this path, which has the parameters and buffers."""
     class_name: str
     is_leaf: bool
     is_callable: bool
-    """False where no hook can see a call: containers without a forward, such as ModuleList, scripted modules, and
+    """False if no hook can see a call: containers without a forward, such as ModuleList, scripted modules, and
     modules that torch puts into an exported program."""
     wrappers: list[nn.Module]
     """The transparent wrappers around the owner, outermost first."""
@@ -57,7 +57,7 @@ class Node:
 
 
 def own_class(module: nn.Module) -> type[Any]:
-    """Return the class that the user wrote; `fully_shard` derives a class whose name has ``FSDP`` in front."""
+    """Return the class that the user wrote; `fully_shard` derives a class whose name begins with ``FSDP``."""
     cls = type(module)
     is_sharded = cls.__name__.startswith("FSDP") and len(cls.__bases__) == 2
     return cls.__bases__[1] if is_sharded and cls.__bases__[0].__name__ == "FSDPModule" else cls
@@ -89,7 +89,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _hidden(module: nn.Module, above: Node | None) -> str | None:
-    """Return why calls of a module cannot be seen, where the kind of the module tells; else None."""
+    """Return why calls of a module cannot be seen, if the kind of the module is the reason; else None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted" if _has_forward(module) else None
     in_graph = above is not None and (above.hidden == "inlined" or isinstance(above.owner, torch.fx.GraphModule))
@@ -100,7 +100,7 @@ def _hidden(module: nn.Module, above: Node | None) -> str | None:
 
 
 def _inner_name(module: nn.Module) -> str | None:
-    """Return the name of the child that a wrapper stands for, or None where the module is no wrapper."""
+    """Return the name of the child that a wrapper wraps; None if the module is no wrapper."""
     for name in TRANSPARENT:
         if name in module._modules:
             return name
@@ -110,7 +110,7 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """Return the module inside all wrappers. Its training flag is the model's; wrappers need not follow the flag.
+    """Return the module inside all wrappers. Its training flag is the model's, which wrappers need not follow.
 
     An engine whose class is not known here counts as a wrapper if a child ``module`` is all that the engine has.
     """
@@ -125,7 +125,7 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def unwrapped(module: nn.Module) -> list[nn.Module]:
-    """Return the transparent wrappers that a module consists of, outermost first, and the module inside them last."""
+    """Return the transparent wrappers around a module, outermost first, and then the module inside them."""
     found = [module]
     while (inner := _inner_name(found[-1])) is not None and (child := found[-1]._modules[inner]) is not None:
         found.append(child)
@@ -175,7 +175,7 @@ def tensor_leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
     """Yield every tensor inside nested containers with its path, such as ``0.hidden``; a bare tensor keeps ``name``.
 
     Tuples, lists, dicts, named tuples, dataclasses and registered pytree nodes are entered. Each container is entered
-    once, because parents that know their children and children that know their parents would make paths without end.
+    once, because parents and children that refer to each other would make endless paths.
     Other objects, such as a batch of images or a cache of keys and values, are searched by their attributes, a few
     objects deep.
     """
@@ -208,7 +208,7 @@ def _nested_leaves(
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]] | None:
-    """Return the items of a container with their names; None where the value is no known container."""
+    """Return the items of a container with their names; None if the value is no known container."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return zip(value._fields, value, strict=True)
     if isinstance(value, (tuple, list)):
@@ -251,7 +251,7 @@ def _holds_no_data(cls: type) -> bool:
 
 
 class Signature:
-    """The names of the arguments of one module's forward, as the forward's signature has them."""
+    """The names of the arguments of one module's forward, from the forward's signature."""
 
     __slots__ = ("_first", "_positional", "_rest")
 

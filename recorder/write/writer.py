@@ -334,8 +334,8 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            # The thread has the priority of training: at nice 10 it starves where all cores train, until the pool is full and
-            # training waits for the writer (a step 1.53 times as long, against 1.40, and 1 GiB of memory against 0.1).
+            # The thread has training's priority: at nice 10 it starves where all cores train, until the pool is full
+            # and training waits for it (a step 1.53 times as long, against 1.40, and 1 GiB of memory against 0.1).
             target = self._resolve_dir()
             self._take_manifest()
             self._writer_directory.claim(target)

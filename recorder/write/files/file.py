@@ -209,7 +209,7 @@ class AppendFile:
         self.synced_end = 0
         """The number of bytes that a successful sync has covered."""
         self.is_sick = False
-        """True after a failed sync, which must not be repeated: the kernel may have dropped pages, and say yes."""
+        """True after a failed sync, which must not be repeated: the kernel may drop pages and report success."""
         self._disk = disk
         self._memory = memory
         self._descriptor = disk.create(path)
@@ -223,7 +223,7 @@ class AppendFile:
         return self._grain > 1
 
     def next_start(self, nbytes: int) -> int:
-        """Return where to lay out the next part, of at most `nbytes`; `append` overwrites bytes before it."""
+        """Return where to lay out the next part, of at most `nbytes`; `append` overwrites the bytes before that."""
         self._memory.reserve(HEAD_BYTES + nbytes + 2 * GRAIN_BYTES)
         return HEAD_BYTES + len(self._tail)
 
