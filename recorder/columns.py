@@ -178,7 +178,7 @@ OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, *DETAILS, "fingerprint"))
 
 
 def schema_of(minor: int) -> pa.Schema:
-    """The columns of a minor version of the format, as a file of it has them."""
+    """Return the columns of a minor version of the format, as a file of it has them."""
     fields = [pa.field(one.name, one.type, nullable=not one.is_required) for one in COLUMNS if one.since <= minor]
     return pa.schema(fields, metadata={VERSION_KEY: b"%d.%d" % (FORMAT_VERSION[0], minor)})
 
@@ -221,7 +221,7 @@ def parse_shape(text: Any) -> tuple[int, ...]:
 
 
 def note_members(note: str | None) -> dict[str, Any]:
-    """The members of a row's note, which is untrusted input; none where the text is no JSON object."""
+    """Return the members of a row's note, which is untrusted input; none where the text is no JSON object."""
     try:
         parsed = json.loads(note) if note else {}
     except (ValueError, RecursionError):
@@ -231,7 +231,7 @@ def note_members(note: str | None) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def stage_of(note: str | None) -> tuple[int | None, bool]:
-    """The stage of a pipeline that a row's note names, or None, and whether the row's value goes between stages."""
+    """Return the pipeline stage that a row's note names, or None, and whether the row's value goes between stages."""
     members = note_members(note)
     stage, mark = members.get("stage"), members.get(HANDED_ON)
     if isinstance(mark, list) and len(mark) == 2 and type(mark[0]) is int:

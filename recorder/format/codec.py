@@ -34,7 +34,7 @@ _MAX_KINDS = 1 << 16
 
 
 def max_encoded_bytes(nbytes: int) -> int:
-    """Bytes of `out` that `Encoder.encode` may need; a little more than it ever writes."""
+    """Return the bytes of `out` that `Encoder.encode` may need; a little more than it ever writes."""
     return nbytes + nbytes // 128 + 4096
 
 
@@ -106,7 +106,7 @@ class Encoder:
         return encoding, num_written
 
     def _choose(self, data: Bytes, item_bytes: int) -> tuple[str, Kernels | None]:
-        """The encoding, and the compiled loops where they compress instead of zstd.
+        """Return the encoding, and the compiled loops where they compress instead of zstd.
 
         The Huffman code leaves at least a bit of each byte: planes that are constant in a sample need not be so
         elsewhere.
@@ -141,7 +141,7 @@ class Encoder:
 
 
 def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> Bytes:
-    """The tensor's bytes, new and writable, from a payload (any contiguous buffer) that is no reference.
+    """Return the tensor's bytes, new and writable, from a payload (any contiguous buffer) that is no reference.
 
     Nothing is allocated before the payload's own sizes agree with `payload_bytes`, the bytes that must come out;
     CorruptError is raised where they do not, UnsupportedError for an unknown encoding.
@@ -182,7 +182,7 @@ def concatenate(payloads: Sequence[EncodedPayload], item_bytes: int) -> tuple[st
 
 
 def _sample(data: Bytes, item_bytes: int) -> Bytes:
-    """A few slices evenly across the data, of shape (elements, item_bytes)."""
+    """Return a few slices evenly across the data, of shape (elements, item_bytes)."""
     items = data.reshape(-1, item_bytes)
     if len(items) <= _SAMPLE_SLICES * _SAMPLE_ITEMS:
         return items

@@ -68,7 +68,7 @@ class Command:
         return self.from_step <= step and (self.to_step is None or step <= self.to_step)
 
     def encode(self) -> bytes:
-        """The text of the file. CommandError: no writer would take the command, or its text is too long."""
+        """Return the text of the file. CommandError: no writer would take the command, or its text is too long."""
         if (problem := problem_of(self)) is not None:
             raise CommandError(problem)
         members = {
@@ -94,18 +94,18 @@ class Command:
 
 
 def command_name(number: int) -> str:
-    """`000001.json`: the command of a number."""
+    """Return `000001.json`: the command of a number."""
     return f"{number:06d}.json"
 
 
 def parse_command_name(name: str) -> int | None:
-    """The number of the command in a file named by `command_name`; None for any other name."""
+    """Return the number of the command in a file named by `command_name`; None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match is not None and match[1].isascii() and 0 < int(match[1]) <= MAX_COMMANDS else None
 
 
 def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
-    """The command in untrusted JSON. CommandError: it cannot be done; the message begins with `where`."""
+    """Return the command in untrusted JSON. CommandError: it cannot be done; the message begins with `where`."""
     try:
         check_version(raw, where)
     except RunError as error:
@@ -123,7 +123,7 @@ def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
 
 
 def problem_of(command: Command) -> str | None:
-    """Why no writer would take a command; None where writers would."""
+    """Return why no writer would take a command; None where writers would."""
     if command.kind not in KINDS:
         return f"unknown kind {command.kind[:40]!r}; this version knows {', '.join(KINDS)}"
     if not 0 <= command.from_step < _MAX_STEP or (command.to_step is not None and command.to_step >= _MAX_STEP):
@@ -144,7 +144,7 @@ def problem_of(command: Command) -> str | None:
 
 
 def rules_of(command: Command) -> tuple[Rule, ...]:
-    """The rules of a command that `problem_of` accepts."""
+    """Return the rules of a command that `problem_of` accepts."""
     return parse_rules(list(command.rules))
 
 
@@ -191,13 +191,13 @@ class Answer:
     rules: tuple[str, ...] = ()
 
     def members(self) -> dict[str, Any]:
-        """The answer for a manifest; empty members are left out."""
+        """Return the answer for a manifest; empty members are left out."""
         return self.short_members() | {
             name: value for name, value in (("by", self.by), ("rules", list(self.rules))) if value
         }
 
     def short_members(self) -> dict[str, Any]:
-        """The answer for a status, which has little room."""
+        """Return the answer for a status, which has little room."""
         members = {
             "number": self.number,
             "id": self.id,
@@ -223,7 +223,7 @@ class Answer:
 
 
 def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rule]:
-    """A writer's own rules and those of `answers`, each with the steps at which it held. ConfigError: one is wrong."""
+    """Return a writer's own and sent rules, each with the steps at which it applied. ConfigError: a rule is wrong."""
     held = [answer for answer in answers if answer.since is not None and answer.state != REFUSED]
     pauses = [span for answer in held if answer.kind == PAUSE and (span := _span(answer)) is not None]
     sets = [(answer, span) for answer in held if answer.kind == SET and (span := _span(answer)) is not None]
@@ -250,7 +250,7 @@ def _span(answer: Answer) -> Span | None:
 
 
 def without(span: Span, pauses: Iterable[Span]) -> list[Span]:
-    """A span without pauses."""
+    """Return a span without pauses."""
     first, last = span
     spans: list[Span] = []
     for begin, end in sorted(pauses, key=lambda pause: pause[0]):

@@ -125,7 +125,7 @@ def _join_planes(pieces: Pieces, item_bytes: int) -> list[memoryview]:
 
 
 def _find_planes(source: memoryview, payload_bytes: int, item_bytes: int) -> list[memoryview]:
-    """The frames of each plane: every plane begins a frame."""
+    """Return the frames of each plane: every plane begins a frame."""
     planes: list[memoryview] = []
     num_items = payload_bytes // item_bytes
     begin = position = total = 0
@@ -151,7 +151,7 @@ def _write_planes(writer: PayloadWriter, data: Bytes, item_bytes: int, out: Byte
 
 
 def _top_and_rest(source: memoryview, payload_bytes: int, item_bytes: int) -> tuple[memoryview, memoryview]:
-    """The frames of plane 0, and the other planes, which are stored as they are."""
+    """Return the frames of plane 0, and the other planes, which are stored as they are."""
     top_bytes, num_items = int.from_bytes(source[:8], "little"), payload_bytes // item_bytes
     expect_bytes("payload", len(source), 8 + top_bytes + payload_bytes - num_items)
     return source[8 : 8 + top_bytes], source[8 + top_bytes :]
@@ -219,7 +219,7 @@ ENCODING_OF: Mapping[str, Encoding] = {encoding.name: encoding for encoding in A
 
 
 def encoding_of(name: str) -> Encoding:
-    """The encoding of a payload. UnsupportedError: it is unknown to this version."""
+    """Return the encoding of a payload. UnsupportedError: it is unknown to this version."""
     encoding = ENCODING_OF.get(name)
     if encoding is None:
         raise UnsupportedError(
@@ -230,7 +230,7 @@ def encoding_of(name: str) -> Encoding:
 
 
 def target_of(name: str, payload: object) -> int | None:
-    """The `seq` of the row that a reference names; None for other payloads. CorruptError: it is damaged."""
+    """Return the `seq` of the row that a reference names; None for other payloads. CorruptError: it is damaged."""
     encoding = ENCODING_OF.get(name)
     if encoding is None or encoding.target is None:
         return None
@@ -252,7 +252,7 @@ _MAGIC = 0xFD2FB528
 
 
 def compressor(level: int) -> zstandard.ZstdCompressor:
-    """A compressor whose frames carry their content size and a checksum.
+    """Return a compressor whose frames carry their content size and a checksum.
 
     Level 1 is tuned for byte planes, which gain by the entropy coder and not by matches: only long matches, found
     through a table of 64 entries. Against zstd's own level 1: 1.15 instead of 0.39 GB/s, and 33.5 instead of 36.6 %
@@ -275,7 +275,7 @@ def compressor(level: int) -> zstandard.ZstdCompressor:
 
 
 def read_frames(source: memoryview, num_bytes: int) -> Bytes:
-    """The content of frames laid end to end; raises CorruptError where it is not `num_bytes` long, or damaged.
+    """Return the content of frames laid end to end; raises CorruptError where it is not `num_bytes` long, or damaged.
 
     The sizes that the frames declare are added up before anything is decompressed; zstd checks size and checksum of
     each content.
@@ -295,7 +295,7 @@ def read_frames(source: memoryview, num_bytes: int) -> Bytes:
 
 
 def _frames(source: memoryview, num_bytes: int) -> list[tuple[memoryview, int]]:
-    """The frames laid end to end, each with its content size by its header; the sizes must come to `num_bytes`."""
+    """Return frames that lie end to end, with their declared content sizes, which must add up to `num_bytes`."""
     frames = []
     position = total = 0
     while position < len(source) and total <= num_bytes:

@@ -36,7 +36,7 @@ def fingerprint(
     offsets: tuple[int, ...] | None = None,
     kernels: Kernels | None = None,
 ) -> int:
-    """The fingerprint of a tensor, or of a chunk at `offsets` of one, as an unsigned 64-bit integer.
+    """Return the fingerprint of a tensor, or of a chunk at `offsets` of one, as an unsigned 64-bit integer.
 
     `data` are its little-endian C-order bytes, contiguous; `shape` is theirs. `kernels` are the compiled loops, if
     wanted.
@@ -56,7 +56,7 @@ def fingerprint(
 
 @lru_cache(maxsize=128)
 def compiled_weights(item_bytes: int, shape: tuple[int, ...]) -> Weights:
-    """How the compiled loops weigh the words of a tensor at its origin that is not empty; 4 MiB in all, mostly."""
+    """Return the compiled loops' weights for the words of a non-empty tensor at its origin; about 4 MiB are cached."""
     plan = _plan(_word_shape(item_bytes, shape), _COMPILED_BLOCK_ITEMS)
     return Weights(
         _weights(plan.block_shape, 0),
@@ -72,20 +72,20 @@ def _word_shape(item_bytes: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def moved(value: int, item_bytes: int, offsets: tuple[int, ...]) -> int:
-    """The fingerprint of a chunk at `offsets`, from its fingerprint at the origin."""
+    """Return the fingerprint of a chunk at `offsets`, from its fingerprint at the origin."""
     if item_bytes > _WORD_BYTES:
         offsets = (*offsets, 0)
     return value * _product_of_powers(offsets) % MODULUS
 
 
 def to_text(value: int) -> str:
-    """The text in the column `fingerprint`: 16 lowercase hexadecimal digits."""
+    """Return the text in the column `fingerprint`: 16 lowercase hexadecimal digits."""
     return f"{value % MODULUS:016x}"
 
 
 @lru_cache(maxsize=128)
 def constant(dim: int) -> int:
-    """C_d, for dim d counted from the last: the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8.
+    """Return C_d, for dim d counted from the last: the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8.
 
     Such constants have the longest cycle of powers, and the sum of n powers is divisible by 2 no more often than n is,
     so that a change of one high bit in all elements still shows.
@@ -148,12 +148,12 @@ def _dot(words: npt.NDArray[np.signedinteger], weights: _UInt64s, scratch: npt.N
 
 @lru_cache(maxsize=32)
 def _block_weights(shape: tuple[int, ...]) -> _UInt64s:
-    """Weights of a block of at most `_BLOCK_ITEMS`, kept per shape: 8 MiB in all."""
+    """Return the weights of a block of at most `_BLOCK_ITEMS`, kept per shape: 8 MiB in all."""
     return _weights(shape, 0)
 
 
 def _weights(shape: tuple[int, ...], first_dim: int) -> _UInt64s:
-    """The weight of each element of `shape` in C order; its last dim is dim `first_dim` counted from the last."""
+    """Return the weight of each element of `shape` in C order; the last dim of `shape` counts as dim `first_dim`."""
     weights = np.ones(1, np.uint64)
     for dim, length in enumerate(reversed(shape), first_dim):
         powers = np.full(length, constant(dim), np.uint64)
@@ -177,7 +177,7 @@ def flat_fingerprint(
     start: int,
     kernels: Kernels | None = None,
 ) -> int:
-    """The fingerprint of a run of elements of a flattened (C order) tensor, whose first element has number `start`.
+    """Return the fingerprint of a run of a flattened (C order) tensor, whose first element has number `start`.
 
     `data` are the run's little-endian bytes, contiguous. Each element is weighed by its position in the global tensor.
     """
@@ -192,7 +192,7 @@ def flat_fingerprint(
 def combine_fingerprints(
     fingerprints: Sequence[str | None], moves: Sequence[tuple[int, ...] | None], item_bytes: int
 ) -> str | None:
-    """The fingerprint of a tensor from those of its chunks; None where one is missing.
+    """Return the fingerprint of a tensor from those of its chunks; None where one is missing.
 
     `moves` are the offsets of each chunk whose fingerprint was taken at the origin, None where it was taken in place.
     """

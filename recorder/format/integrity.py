@@ -45,20 +45,20 @@ class BatchHeader(NamedTuple):
 def batch_metadata(
     batch: pa.RecordBatch, *, number: int, ledger: Mapping[str, object], crcs: Crcs | None = None
 ) -> dict[bytes, bytes]:
-    """The `custom_metadata` of one IPC batch, which must not be a slice; `crcs` are its checksums if known."""
+    """Return the `custom_metadata` of one IPC batch, which must not be a slice; `crcs` are its checksums if known."""
     crcs = batch_crcs(batch) if crcs is None else crcs
     return _metadata({"number": number, "rows": batch.num_rows, "ledger": dict(ledger), "crc32c": crcs})
 
 
 def batch_crcs(batch: pa.RecordBatch) -> Crcs:
-    """The checksums of a batch, which must not be a slice."""
+    """Return the checksums of a batch, which must not be a slice."""
     return {name: column_crcs(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
 
 
 def seal_metadata(
     *, number: int, num_batches: int, ledger: Mapping[str, object], has_file_crc: bool = False
 ) -> dict[bytes, bytes]:
-    """The `custom_metadata` of the last batch, of 0 rows; with `has_file_crc` the footer has the file's checksum."""
+    """Return the `custom_metadata` of the last batch, of 0 rows; `has_file_crc` says that the footer has a checksum."""
     if num_batches != number + 1:
         raise ValueError(f"the seal is batch {number} of {num_batches}: expected to be the last")
     fields = {"number": number, "rows": 0, "ledger": dict(ledger), "crc32c": {}, "num_batches": num_batches}
@@ -97,7 +97,7 @@ def check_batch(
 
 
 def read_header(metadata: Mapping[Any, Any] | None, where: str) -> BatchHeader:
-    """The `custom_metadata` of a message alone. CorruptError: it is missing, or its checksum differs."""
+    """Return the `custom_metadata` of a message alone. CorruptError: it is missing, or its checksum differs."""
     return _header(_parse(metadata, where), where)
 
 
@@ -131,7 +131,7 @@ def _header(fields: dict[str, Any], where: str) -> BatchHeader:
 
 
 def column_crcs(column: Any) -> list[int | None]:
-    """CRC32C of each buffer of a column, as `buffer_crcs`. ValueError: the column is a slice."""
+    """Return the CRC32C of each buffer of a column, as `buffer_crcs`. ValueError: the column is a slice."""
     if column.offset:
         raise ValueError("a slice of an array")
     buffers = [None if buffer is None else memoryview(buffer) for buffer in column.buffers()]
@@ -149,7 +149,7 @@ class ColumnKind(NamedTuple):
 
 @lru_cache(maxsize=64)
 def column_kind(column_type: Any) -> ColumnKind:
-    """The kind of a flat Arrow type."""
+    """Return the kind of a flat Arrow type."""
     if pa.types.is_string(column_type) or pa.types.is_binary(column_type):
         return ColumnKind(0, 4)
     if pa.types.is_large_string(column_type) or pa.types.is_large_binary(column_type):
@@ -160,7 +160,7 @@ def column_kind(column_type: Any) -> ColumnKind:
 def buffer_crcs(
     kind: ColumnKind, num_rows: int, num_nulls: int, buffers: Sequence[memoryview | None]
 ) -> list[int | None]:
-    """CRC32C of the validity bitmap (None where nothing is null), then of each further buffer, as far as it is used."""
+    """Return the CRC32C of the validity bitmap (None without nulls), then of the used part of each other buffer."""
     if num_rows == 0:
         return []
     crcs = [_crc(buffers[0], (num_rows + 7) // 8) if num_nulls else None]

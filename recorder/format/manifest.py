@@ -188,7 +188,7 @@ class Balance:
 
     @classmethod
     def read(cls, ledger: Members | None) -> Balance:
-        """The accounts in a ledger; empty ones where there is none."""
+        """Return the accounts in a ledger; empty ones where there is none."""
         if ledger is None:
             return cls()
         retired = ledger.inner("retired")
@@ -432,11 +432,11 @@ class WriterManifest(Lifetime):
         )
 
     def in_force(self, rules: Sequence[Rule]) -> list[Rule]:
-        """The writer's own rules and those it was sent, each with its steps. ConfigError: a sent rule is invalid."""
+        """Return the writer's own and sent rules, each with its steps. ConfigError: a sent rule is invalid."""
         return rules_in_force(rules, self.commands)
 
     def whole_setting(self, name: str) -> int:
-        """The value of a setting that is a whole number, else 0."""
+        """Return the value of a setting that is a whole number, else 0."""
         value = self.settings[name].value if name in self.settings else 0
         return value if type(value) is int else 0
 
@@ -453,5 +453,5 @@ def _retired_earlier(members: Members) -> RetiredEarlier:
 
 
 def _printable(text: str | None) -> str | None:
-    """A text without lone surrogates, which JSON may hold and UTF-8 may not."""
+    """Return a text without lone surrogates, which JSON may hold and UTF-8 may not."""
     return None if text is None else text.encode(errors="backslashreplace").decode()

@@ -51,12 +51,12 @@ class ShardName(NamedTuple):
 
 
 def rank_dir(rank: int) -> str:
-    """`rank=00003`: a key that `pyarrow.dataset` can read as a hive partition."""
+    """Return `rank=00003`: a key that `pyarrow.dataset` can read as a hive partition."""
     return f"rank={rank:05d}"
 
 
 def parse_rank_dir(name: str) -> int | None:
-    """The rank of a directory named by `rank_dir`; None for any other name."""
+    """Return the rank of a directory named by `rank_dir`; None for any other name."""
     match = _RANK_DIR.fullmatch(name)
     if match is None or rank_dir(int(match[1])) != name:
         return None
@@ -64,24 +64,24 @@ def parse_rank_dir(name: str) -> int | None:
 
 
 def shard_name(kind: str, number: int) -> str:
-    """`tensors-000012.arrow`: a sealed shard."""
+    """Return `tensors-000012.arrow`: a sealed shard."""
     if kind not in SHARD_KINDS:
         raise ValueError(f"shard kind {kind!r}: expected one of {SHARD_KINDS}")
     return f"{kind}-{number:06d}.arrow"
 
 
 def open_name(shard: str) -> str:
-    """`_tensors-000012.arrow.open`: the shard `shard` while it is being written."""
+    """Return `_tensors-000012.arrow.open`: the shard `shard` while it is being written."""
     return f"{_OPEN_PREFIX}{shard}{OPEN_SUFFIX}"
 
 
 def index_name(shard: str) -> str:
-    """`_tensors-000012.index`: the derived index of the sealed shard `shard`."""
+    """Return `_tensors-000012.index`: the derived index of the sealed shard `shard`."""
     return f"_{shard.removesuffix('.arrow')}.index"
 
 
 def parse_shard_name(name: str) -> ShardName | None:
-    """The parts of a name made by `shard_name` or `open_name`; None for any other name."""
+    """Return the parts of a name made by `shard_name` or `open_name`; None for any other name."""
     is_open = name.startswith(_OPEN_PREFIX) and name.endswith(OPEN_SUFFIX)
     match = _SHARD.fullmatch(name[len(_OPEN_PREFIX) : -len(OPEN_SUFFIX)] if is_open else name)
     if match is None or match[0] != shard_name(match[1], int(match[2])):
@@ -90,13 +90,13 @@ def parse_shard_name(name: str) -> ShardName | None:
 
 
 def encode_manifest(obj: Mapping[str, object]) -> bytes:
-    """The text of a manifest with at least one member: JSON that begins with the checksum of everything after it."""
+    """Return the text of a manifest with at least one member: JSON that begins with a checksum of the rest."""
     rest = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()[1:]
     return b'{"%s":"%08x",%s' % (CHECKSUM.encode(), crc32c(rest), rest)
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
-    """The object in a manifest, which is no symbolic link, no device, and no larger than `max_bytes`.
+    """Return the object in a manifest, which is no symbolic link, no device, and no larger than `max_bytes`.
 
     NotARunError is raised where there is no such regular file, and CorruptError where it is too large, holds no JSON
     object, or has another checksum.
@@ -159,7 +159,7 @@ _MAX_TEXT = 200
 
 
 def encode_status(facts: Mapping[str, object]) -> bytes:
-    """The file of a status: a manifest that a member of blanks pads to its size."""
+    """Return the file of a status: a manifest that a member of blanks pads to its size."""
     facts = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
     dropped = facts.get("dropped")
     for num_reasons, num_commands in ((_MAX_REASONS, _MAX_ANSWERS), (1, _MAX_ANSWERS), (1, 1), (0, 0)):
@@ -190,7 +190,7 @@ Made = TypeVar("Made")
 
 
 def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
-    """The JSON object in a text. CorruptError: there is none; the message begins with `where`."""
+    """Return the JSON object in a text. CorruptError: there is none; the message begins with `where`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -217,7 +217,7 @@ class Members:
         self._above = above
 
     def text(self, key: str) -> str:
-        """A text; empty by default."""
+        """Return a text; empty by default."""
         value: Any = self.raw.get(key)
         if isinstance(value, str):
             return value
@@ -225,15 +225,15 @@ class Members:
         return ""
 
     def optional_text(self, key: str) -> str | None:
-        """A text; None where there is none, and empty where it is something else."""
+        """Return a text; None where there is none, and empty where it is something else."""
         return None if self.raw.get(key) is None else self.text(key)
 
     def count(self, key: str) -> int:
-        """A whole number from 0 on that fits 63 bits; 0 by default."""
+        """Return a whole number from 0 on that fits 63 bits; 0 by default."""
         return self.optional_count(key) or 0
 
     def optional_count(self, key: str) -> int | None:
-        """A `count`; None where there is none."""
+        """Return a `count`; None where there is none."""
         value: Any = self.raw.get(key)
         if type(value) is int and 0 <= value < 1 << 63:
             return value
@@ -241,7 +241,7 @@ class Members:
         return None
 
     def number(self, key: str, below: float = 1e12) -> float:
-        """A finite number from 0 up to a bound; 0 by default."""
+        """Return a finite number from 0 up to a bound; 0 by default."""
         value: Any = self.raw.get(key)
         if type(value) in (int, float) and math.isfinite(value) and 0 <= value < below:
             return float(value)
@@ -256,27 +256,27 @@ class Members:
         return value is True
 
     def optional_flag(self, key: str) -> bool | None:
-        """A `flag`; None where it is neither true nor false."""
+        """Return a `flag`; None where it is neither true nor false."""
         self.flag(key)
         value: Any = self.raw.get(key)
         return value if isinstance(value, bool) else None
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """The texts of a list."""
+        """Return the texts of a list."""
         return tuple(self._chosen(key, lambda one: isinstance(one, str), "a list of texts"))
 
     def counts_of(self, key: str) -> dict[str, int]:
-        """The counts of an object by name, without those that are 0."""
+        """Return the counts of an object by name, without those that are 0."""
         inner = self.inner(key)
         return {} if inner is None else {name: count for name in list(inner.raw) if (count := inner.count(name))}
 
     def texts_of(self, key: str) -> dict[str, str]:
-        """The texts of an object by name."""
+        """Return the texts of an object by name."""
         inner = self.inner(key)
         return {} if inner is None else {name: text for name in list(inner.raw) if (text := inner.optional_text(name))}
 
     def ranks(self, key: str, max_ranks: int, max_rank: int) -> tuple[int, ...]:
-        """Ranks, each once; none where one cannot be a rank, or where there are too many."""
+        """Return the ranks, each once; none where one cannot be a rank, or where there are too many."""
         value: Any = self.raw.get(key)
         is_sound = isinstance(value, list) and len(value) <= max_ranks
         if is_sound and all(type(rank) is int and 0 <= rank < max_rank for rank in value):
@@ -285,7 +285,7 @@ class Members:
         return ()
 
     def inner(self, key: str) -> Members | None:
-        """An object; None where there is none."""
+        """Return an object; None where there is none."""
         value: Any = self.raw.get(key)
         if isinstance(value, dict):
             return Members(value, self._problems, key, self)
@@ -293,18 +293,18 @@ class Members:
         return None
 
     def all_inner(self, key: str) -> dict[str, Members]:
-        """The objects inside an object, by name."""
+        """Return the objects inside an object, by name."""
         inner = self.inner(key)
         objects = {name: inner.inner(name) for name in list(inner.raw)} if inner is not None else {}
         return {name: one for name, one in objects.items() if one is not None}
 
     def list_inner(self, key: str) -> list[Members]:
-        """The objects of a list."""
+        """Return the objects of a list."""
         objects = self._chosen(key, lambda one: isinstance(one, dict), "a list of objects")
         return [Members(one, self._problems, f"{key}[{number}]", self) for number, one in enumerate(objects)]
 
     def plain(self, kind: Any, *but: str) -> dict[str, Any]:
-        """The members that a dataclass has fields of plain types for, under the same names; but some."""
+        """Return the members that a dataclass has fields of plain types for, under the same names; but some."""
         return {name: read(self, name) for name, read in _plain_fields(kind) if name not in but}
 
     def _chosen(self, key: str, is_sound: Callable[[Any], bool], expected: str) -> list[Any]:
@@ -360,7 +360,7 @@ class Shared:
         """By the identity of a value, the value itself, which must live on, and the result of `make`."""
 
     def once(self, key: str, value: Any) -> Any:
-        """A value, or an equal one that this member had in an earlier manifest."""
+        """Return a value, or an equal one that this member had in an earlier manifest."""
         known = self._known.setdefault(key, [])
         same = next((one for one in known if one == value), value)
         if same is value:
@@ -368,7 +368,7 @@ class Shared:
         return same
 
     def made(self, value: Any, make: Callable[[], Made]) -> Made:
-        """The result of `make` for a value, made once."""
+        """Return the result of `make` for a value, made once."""
         known = self._made.get(id(value))
         if known is None:
             known = self._made[id(value)] = value, make()

@@ -70,7 +70,7 @@ def _in_batch_groups(
 
 
 def _mesh_ranks(chunk: RankChunk, model_groups: Groups) -> Ints:
-    """The ranks of the mesh of a chunk's placements; empty for a plain chunk, or where nothing names them."""
+    """Return the ranks of the mesh of a chunk's placements; empty for a plain chunk, or where nothing names them."""
     if chunk.global_shape is None:
         return ()
     shape, _, ranks = mesh_of(chunk)
@@ -132,7 +132,7 @@ def within(
 
 
 def renumbered(plan: Plan, numbers: Ints) -> Plan:
-    """A plan of some chunks as a plan of all chunks; `numbers` are their numbers among all."""
+    """Return a plan of some chunks as a plan of all chunks; `numbers` are their numbers among all."""
     fills = tuple(
         fill._replace(terms=tuple(Term(numbers[term.chunk], term.factor) for term in fill.terms)) for fill in plan.fills
     )
@@ -140,7 +140,7 @@ def renumbered(plan: Plan, numbers: Ints) -> Plan:
 
 
 def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
-    """The chunks that hold the same region of each tensor; None where the tensors are cut differently."""
+    """Return the chunks that hold the same region of each tensor; None where the tensors are cut differently."""
     first = {fill.region: fill.terms for fill in plans[0].fills}
     chunks_at: dict[tuple[Region, int], list[int]] = {
         (region, k): [term.chunk] for region, terms in first.items() for k, term in enumerate(terms)
@@ -179,7 +179,7 @@ class WholeTensors:
         return next((values.batch_dim() for values in self._pairs()), None)
 
     def _pairs(self) -> list[ChunkValues]:
-        """For each region, the values that all tensors have there; empty where they are cut differently."""
+        """Return for each region, the values that all tensors have there; empty where they are cut differently."""
         if len({plan.global_shape for plan in self._wholes}) > 1:
             return []
         return [self._among(some) for some in corresponding(self._wholes) or ()]
@@ -244,7 +244,7 @@ def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
 
 
 def _source(across: Plan, wholes: Sequence[Plan]) -> str:
-    """The weakest source that the layout depends on: an assumption first, then an inference, then the rows."""
+    """Return the weakest source that the layout depends on: an assumption first, then an inference, then the rows."""
     sources = [plan.source for plan in wholes]
     for word in ("override", "assumed", "inferred"):
         if word in sources or across.source == word:
@@ -253,7 +253,7 @@ def _source(across: Plan, wholes: Sequence[Plan]) -> str:
 
 
 def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoPlan:
-    """The fills of one group's tensor, moved to its place in the composed tensor."""
+    """Return the fills of one group's tensor, moved to its place in the composed tensor."""
     term = fill.terms[0]
     plan = wholes[term.chunk]
     start = fill.region.start if across.dim is not None else (0,) * len(across.global_shape)
@@ -273,7 +273,7 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
 
 
 def _reduced(fill: Fill, wholes: Sequence[Plan]) -> list[Fill] | NoPlan:
-    """The fills of the sum of several groups' tensors, region by region."""
+    """Return the fills of the sum of several groups' tensors, region by region."""
     chosen = [wholes[term.chunk] for term in fill.terms]
     if any(plan.op != "sum" for plan in chosen):
         return NoPlan("per_rank", f"a sum of what is reduced by {chosen[0].op} cannot be computed in one go")

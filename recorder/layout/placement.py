@@ -125,7 +125,7 @@ def _by_axis(
 
 
 def _region_of(chunk: RankChunk) -> Region | str:
-    """The region of the global tensor that a chunk holds, or the fault in its row."""
+    """Return the region of the global tensor that a chunk holds, or the fault in its row."""
     assert chunk.global_shape is not None
     placements = _placements(chunk)
     flat = [placement for placement in placements if placement.get("kind") == "FlatShard"]
@@ -164,7 +164,7 @@ def _region_of(chunk: RankChunk) -> Region | str:
 
 
 def _derived(chunk: RankChunk, placements: tuple[dict[str, Any], ...]) -> Region | str | None:
-    """The region that DTensor's rules derive from placements and mesh; None where these do not say."""
+    """Return the region that DTensor's rules derive from placements and mesh; None where these do not say."""
     mesh_shape, coordinate, _ = mesh_of(chunk)
     if not placements or len(mesh_shape) != len(placements) or len(coordinate) != len(placements):
         return None
@@ -248,17 +248,17 @@ def parse_placements(text: str | None) -> tuple[dict[str, Any], ...]:
 
 
 def kinds_of(text: str | None) -> tuple[str, ...]:
-    """The kinds that the column `placements` names, one for each axis of the mesh; empty for a plain tensor."""
+    """Return the kinds that the column `placements` names, one for each axis of the mesh; empty for a plain tensor."""
     return tuple(str(placement.get("kind")) for placement in parse_placements(text))
 
 
 def reduce_op(text: str | None) -> str:
-    """The operation of the ``Partial`` in the column `placements`; empty where there is none."""
+    """Return the operation of the ``Partial`` in the column `placements`; empty where there is none."""
     return next((str(p.get("reduce_op", "sum")) for p in parse_placements(text) if p.get("kind") == "Partial"), "")
 
 
 def in_words(text: str | None) -> str:
-    """The column `placements` for people: ``Shard(0) Partial(sum)``; empty for a plain tensor."""
+    """Return the column `placements` for people: ``Shard(0) Partial(sum)``; empty for a plain tensor."""
     words = []
     for placement in parse_placements(text):
         kind = str(placement.get("kind"))
@@ -268,7 +268,7 @@ def in_words(text: str | None) -> str:
 
 
 def mesh_of(chunk: RankChunk) -> Mesh:
-    """The mesh that a chunk's row names."""
+    """Return the mesh that a chunk's row names."""
     return parse_mesh(chunk.mesh)
 
 

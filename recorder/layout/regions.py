@@ -57,7 +57,7 @@ class Region(NamedTuple):
         return self.boxes[0].start if len(self.boxes) == 1 else None
 
     def as_run(self, global_shape: Ints) -> Range | None:
-        """The region as a run of the flattened tensor; None where it is none."""
+        """Return the region as a run of the flattened tensor; None where it is none."""
         if self.run is not None:
             return self.run
         if len(self.boxes) != 1:
@@ -73,23 +73,23 @@ class Region(NamedTuple):
 
 
 def whole(shape: Ints) -> Region:
-    """The region of a tensor that is not cut."""
+    """Return the region of a tensor that is not cut."""
     return box_region((0,) * len(shape), shape)
 
 
 def box_region(start: Ints, shape: Ints) -> Region:
-    """The region of a local tensor that is one box."""
+    """Return the region of a local tensor that is one box."""
     empty = math.prod(shape) == 0
     return Region(None, () if empty else (Box(start, shape, (0,) * len(shape)),), shape)
 
 
 def flat_region(start: int, numel: int) -> Region:
-    """The region of a slice of the flattened tensor."""
+    """Return the region of a slice of the flattened tensor."""
     return Region((start, start + numel), (), (numel,))
 
 
 def run_in_box(box: Region, start: int, numel: int) -> Region:
-    """The region of a slice of a flattened box."""
+    """Return the region of a slice of a flattened box."""
     offset = box.start or (0,) * len(box.local_shape)
     boxes = (
         Box(tuple(i + first for i, first in zip(inner, offset, strict=True)), shape, inner)
@@ -99,7 +99,7 @@ def run_in_box(box: Region, start: int, numel: int) -> Region:
 
 
 def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
-    """The region of a local tensor that holds, along each dim, some ranges laid end to end."""
+    """Return the region of a local tensor that holds, along each dim, some ranges laid end to end."""
     ranges = [_joined(dim) for dim in ranges]
     local_starts = [list(itertools.accumulate((stop - start for start, stop in dim), initial=0)) for dim in ranges]
     boxes = []
@@ -123,7 +123,7 @@ def _joined(ranges: Sequence[Range]) -> list[Range]:
 
 
 def shard(ranges: Sequence[Range], num_chunks: int, index: int) -> list[Range]:
-    """Chunk `index` of ranges cut as `torch.chunk` cuts: equal sizes, the last chunks shorter or empty."""
+    """Return chunk `index` of ranges cut as `torch.chunk` cuts: equal sizes, the last chunks shorter or empty."""
     total = sum(stop - start for start, stop in ranges)
     size = -(-total // num_chunks)
     begin, end = min(index * size, total), min((index + 1) * size, total)
@@ -144,7 +144,7 @@ def strided_shard(ranges: Sequence[Range], num_chunks: int, index: int, split_fa
 
 
 def flat_index(index: Ints, shape: Ints) -> int:
-    """The number of an element in the flattened (C order) tensor."""
+    """Return the number of an element in the flattened (C order) tensor."""
     flat = 0
     for i, size in zip(index, shape, strict=True):
         flat = flat * size + i
@@ -152,7 +152,7 @@ def flat_index(index: Ints, shape: Ints) -> int:
 
 
 def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | None:
-    """The numbers of two regions that share an element, or None. OverflowError: comparing them would take minutes."""
+    """Return the numbers of two regions that share an element, or None. OverflowError: a comparison takes too long."""
     runs = [region.as_run(global_shape) for region in regions]
     known = sorted((run[0], run[1], i) for i, run in enumerate(runs) if run is not None and run[0] < run[1])
     for (_, stop, i), (start, _, j) in itertools.pairwise(known):
@@ -185,7 +185,7 @@ def _boxes(region: Region, global_shape: Ints) -> list[Box]:
 
 
 def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints) -> tuple[Ints, Ints] | None:
-    """The box (start, shape) that two boxes share; None where they share nothing."""
+    """Return the box (start, shape) that two boxes share; None where they share nothing."""
     low = tuple(map(max, start, other_start))
     ends = (min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True))
     sizes = tuple(end - begin for begin, end in zip(low, ends, strict=True))
@@ -241,7 +241,7 @@ def _copy_boxes(target: Items, target_start: Ints, source: Source) -> None:
 
 
 def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:
-    """A box of a local tensor, of which the stretch from its first to its last element is fetched."""
+    """Return a box of a local tensor, of which the stretch from its first to its last element is fetched."""
     shape = source.region.local_shape
     first = flat_index(low, shape)
     last = flat_index(tuple(i + n - 1 for i, n in zip(low, sizes, strict=True)), shape)

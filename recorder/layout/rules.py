@@ -54,7 +54,7 @@ class ChunkValues(Protocol):
     """Questions about the values of some chunks; an answer may cost the reading of payloads."""
 
     def replication(self) -> Replication:
-        """How the values relate to each other over all steps."""
+        """Return how the values relate to each other over all steps."""
 
     def are_equal(self) -> bool:
         """Whether all chunks hold the same values at this step, as far as is known."""
@@ -63,7 +63,7 @@ class ChunkValues(Protocol):
         """Whether the chunks certainly hold different values at this step."""
 
     def batch_dim(self) -> int | None:
-        """The dim that is the batch at all steps whose batch is known; None where no step tells."""
+        """Return the dim that is the batch at all steps whose batch is known; None where no step tells."""
 
 
 class Unequal:
@@ -153,7 +153,7 @@ def decide_activation(
 
 
 def copies_unless(values: ChunkValues) -> NoPlan | None:
-    """The reason where tensors that are copies at other steps differ at this step."""
+    """Return the reason where tensors that are copies at other steps differ at this step."""
     return NoPlan("layout_changes", CHANGES) if values.are_unequal() else None
 
 
@@ -286,7 +286,7 @@ def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, A
 def _loss_factors(
     sizes: tuple[int, ...] | None, total: int | None, num_chunks: int, loss: str, num_expected: int
 ) -> tuple[list[float], str | None]:
-    """The factor of each chunk, and the row's word for the scale."""
+    """Return the factor of each chunk, and the row's word for the scale."""
     if loss == "sum":
         return [1.0] * num_chunks, None
     total = total or sum(sizes or ())
@@ -296,7 +296,7 @@ def _loss_factors(
 
 
 def mixed(chunks: Sequence[RankChunk]) -> NoPlan | None:
-    """The problem where only some chunks name their position, or where dtypes differ."""
+    """Return the problem where only some chunks name their position, or where dtypes differ."""
     if len({chunk.global_shape is None for chunk in chunks}) > 1:
         without = next(chunk.rank for chunk in chunks if chunk.global_shape is None)
         return NoPlan("inconsistent", f"rank {without} holds a plain tensor, other ranks hold chunks of a global one")

@@ -38,7 +38,7 @@ class Bins(NamedTuple):
 
 
 def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | None:
-    """The histogram of a row (`histogram`, `zero_count`, `nan_count`, each with `suffix`); None where it has none."""
+    """Return the histogram of a row, from three columns whose names end in `suffix`; None if the row has none."""
     data = row[f"histogram{suffix}"]
     if data is None:
         return None
@@ -50,7 +50,7 @@ def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | No
 
 
 def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
-    """The shares of each histogram in the same bins, at most `max_bins`."""
+    """Return the shares of each histogram in the same bins, at most `max_bins`."""
     used = [one.exponents[one.counts.any(axis=0)] for one in histograms]
     known = [exponents for exponents in used if len(exponents)]
     if not known:
@@ -68,9 +68,9 @@ def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
 
 
 def share_apart(a: Histogram, b: Histogram) -> float | None:
-    """The share of the values that would have to change sign or power of two to make the two distributions equal.
+    """Return the share of values that must change sign or power of two to make two distributions equal.
 
-    From 0 for the same shares to 1 where no bin has values of both. None where there are no values.
+    The share is 0 for equal distributions and 1 if no bin has values of both. The result is None without values.
     """
     if not _num_all(a) or not _num_all(b):
         return None
@@ -80,7 +80,7 @@ def share_apart(a: Histogram, b: Histogram) -> float | None:
 
 
 def subnormal_count(histogram: Histogram, dtype: str) -> int | None:
-    """How many values, zeros aside, are below the least normal number of a type; None for other types."""
+    """Return how many values, zeros aside, are below the least normal number of a type; None for other types."""
     if dtype not in NORMAL_EXPONENTS:
         return None
     return int(histogram.counts[:, histogram.exponents < NORMAL_EXPONENTS[dtype][0]].sum())
@@ -91,7 +91,7 @@ def _num_all(histogram: Histogram) -> int:
 
 
 def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
-    """The counts in the bins of `frame`, which has all bins of both, then infinities, zeros and NaN."""
+    """Return the counts in the bins of `frame`, which has all bins of both, then infinities, zeros and NaN."""
     counts = np.zeros(frame.counts.shape)
     at = histogram.first - frame.first
     counts[:, at : at + histogram.counts.shape[1]] = histogram.counts
@@ -115,7 +115,7 @@ class UnitsApart(NamedTuple):
 
 
 def units_of_row(data: bytes | None, shape: Any) -> Units | None:
-    """The units of a row, by its columns `units` and `shape`; None where it has none."""
+    """Return the units of a row, by its columns `units` and `shape`; None where it has none."""
     if data is None:
         return None
     try:
@@ -125,7 +125,7 @@ def units_of_row(data: bytes | None, shape: Any) -> Units | None:
 
 
 def units_apart(a: Units | None, b: Units | None) -> UnitsApart | None:
-    """The comparison; None where one of the two is missing."""
+    """Return the comparison; None where one of the two is missing."""
     if a is None or b is None:
         return None
     counts = (len(a), len(b), a.num_dead, b.num_dead)
@@ -189,7 +189,7 @@ class _Alike(NamedTuple):
 
 
 def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
-    """The histograms of rows of a column of bytes; null rows are not allowed."""
+    """Yield the histograms of rows of a column of bytes; null rows are not allowed."""
     for alike in _alike(column, rows, head_bytes=2):
         num_bytes = alike.data.shape[1] - _HEAD_BYTES
         if alike.second or num_bytes % (2 * alike.width) or num_bytes < 2 * alike.width:
@@ -210,7 +210,7 @@ def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
 
 
 def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], shape_of: Ints) -> Iterator[ManyUnits]:
-    """The sums of units of rows of a column of bytes; null rows are not allowed.
+    """Yield the sums of units of rows of a column of bytes; null rows are not allowed.
 
     `shapes` are shapes of tensors, None for an invalid one; `shape_of` gives, by index in the column, a row's shape.
     """
@@ -234,7 +234,7 @@ def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], 
 
 
 def _alike(column: Any, rows: Ints, head_bytes: int) -> Iterator[_Alike]:
-    """Rows of a column by the length and the beginning of their bytes, a bounded number of bytes at a time."""
+    """Yield the rows of a column, grouped by the length and beginning of their bytes, a bounded number at a time."""
     if not len(rows):
         return
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -332,7 +332,7 @@ def histogram_lines(histograms: Sequence[Histogram | None]) -> tuple[list[str], 
 
 
 def extent(bins: Bins) -> str:
-    """The magnitudes that the line shows: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
+    """Return the magnitudes that the line shows: ``|x| from 2^-20 to 2^4, 2 powers of two a character``."""
     if not any(bins.shares):
         return "of no finite value but zero"
     wide = f", {bins.exponents_per_bin} powers of two a character" if bins.exponents_per_bin > 1 else ""

@@ -29,7 +29,7 @@ _ML_DTYPES = frozenset(name for name in ITEM_BYTES if name.startswith("float8") 
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element of torch's `dtype`, named without the prefix. UnsupportedError: the name is unknown."""
+    """Return the bytes of one element of a dtype by torch's name without the prefix. UnsupportedError: unknown name."""
     try:
         return ITEM_BYTES[dtype]
     except KeyError:
@@ -54,7 +54,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Little-endian C-order bytes as an array of torch's `dtype`."""
+    """Return little-endian C-order bytes as an array of torch's `dtype`."""
     check_bytes(data, dtype, shape)
     try:
         return data.view(numpy_dtype(dtype)).reshape(shape)
@@ -69,7 +69,7 @@ def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes (start, shape) that are, in order, the elements from `start` to `stop` of the flattened tensor."""
+    """Yield in order the boxes (start, shape) that make the elements from `start` to `stop` of a flattened tensor."""
     if start >= stop:
         return
     if not shape:

@@ -105,7 +105,7 @@ class Histogram:
         return self.min is not None or not (self.zero_count or self.counts.any())
 
     def scaled(self, factor: float) -> Histogram | None:
-        """The histogram of the values times a factor; None unless the factor is a power of two: bins would mix."""
+        """Return the histogram of the values times a factor; None unless the factor is a power of two."""
         power, exponent = math.frexp(abs(factor))
         shifted = self.first + exponent - 1
         is_inside = not self.counts.size or (shifted >= LOWEST and shifted + self.counts.shape[1] - 1 <= HIGHEST)
@@ -151,7 +151,7 @@ class Histogram:
         return Bounds(max(bounds.low, self.min), min(bounds.high, self.max))
 
     def buckets(self, max_buckets: int = 1 << 16) -> tuple[npt.NDArray[np.float64], Counts]:
-        """Ascending edges, and the number of finite values between each two; for tools that draw.
+        """Return ascending edges, and the number of finite values between each two; for tools that draw.
 
         Buckets are the bins. Zeros are in the bucket between the largest negative and the least positive edge; where
         there would be too many buckets, the bins of the least magnitudes join it. NaN and infinities are in none.
@@ -187,7 +187,7 @@ class Histogram:
         return counts
 
     def to_bytes(self) -> bytes:
-        """The column's bytes in their shortest form, so that equal histograms have equal bytes."""
+        """Return the column's bytes in their shortest form, so that equal histograms have equal bytes."""
         return _packed(self.first, self.counts[0], self.counts[1], self.infinite)
 
     @classmethod
@@ -245,7 +245,7 @@ for each pattern."""
 
 
 def of_bins(dtype: str, bins: _Bins) -> bytes:
-    """The column's bytes, from the array in which the values were counted, which has no zeros and no NaN."""
+    """Return the column's bytes, from the array in which the values were counted, which has no zeros and no NaN."""
     if dtype in BY_PATTERN:
         with np.errstate(all="ignore"):
             codes = np.arange(256, dtype=np.uint8)
@@ -259,7 +259,7 @@ def of_bins(dtype: str, bins: _Bins) -> bytes:
 
 
 def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
-    """The histogram of a few distinct values, each with a count; float64 holds them exactly."""
+    """Return the histogram of a few distinct values, each with a count; float64 holds them exactly."""
     counts, infinite = np.zeros((2, 256), np.int64), np.zeros(2, np.int64)
     is_positive = (values > 0).astype(np.int64)
     np.add.at(infinite, is_positive[np.isinf(values)], times[np.isinf(values)])
@@ -270,7 +270,7 @@ def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
 
 
 def of_row(measured: Measured) -> Histogram | None:
-    """The histogram that was measured; None where there is none."""
+    """Return the histogram that was measured; None where there is none."""
     if measured.histogram is None:
         return None
     counts = {"zero_count": measured.zero_count or 0, "nan_count": measured.nan_count or 0}

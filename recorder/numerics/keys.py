@@ -42,7 +42,7 @@ class Groups(NamedTuple):
 
 
 def codes(column: Any) -> Integers:
-    """A column of texts or numbers as small integers from 0, equal where the values are; null counts as a value."""
+    """Return a column as small integers from 0 that are equal for equal values; null counts as a value."""
     if pa.types.is_floating(column.type):
         bits = column.cast(pa.float64()).fill_null(np.nan).to_numpy().view(np.int64)
         numbers = np.unique(bits, return_inverse=True)[1].reshape(-1) * 2
@@ -57,7 +57,7 @@ def codes(column: Any) -> Integers:
 
 
 def encode(column: Any) -> tuple[Integers, list[str]]:
-    """A column of texts as indices of its distinct texts, -1 for null, and these texts."""
+    """Return a column of texts as indices of its distinct texts, -1 for null, and these texts."""
     chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
     encoded = chunked.dictionary_encode().unify_dictionaries()
     pieces = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
@@ -66,7 +66,7 @@ def encode(column: Any) -> tuple[Integers, list[str]]:
 
 
 def holds(column: Any, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-    """Which rows of a column of texts pass a test, which runs once for each distinct text; null does not pass."""
+    """Return a mask of the texts in a column that pass a test, which runs once for each distinct text; null fails."""
     ids, texts = encode(column)
     return np.array([*map(test, texts), False], np.bool_)[ids]
 
@@ -86,21 +86,21 @@ def group_rows(table: Any, names: Sequence[str]) -> Groups:
 
 
 def by_distinct(table: Any, names: Sequence[str], of: Callable[..., T]) -> tuple[list[T], Integers]:
-    """What a function says of each distinct row of some columns, and for each row which of these answers is its own."""
+    """Return a function's results for the distinct rows of some columns, and the index of each row's result."""
     groups = group_rows(table, names)
     cells = (table.column(name).take(pa.array(groups.firsts)).to_pylist() for name in names)
     return [of(*row) for row in zip(*cells, strict=True)], groups.ids
 
 
 def common_ids(a: Any, b: Any, names: Sequence[str]) -> tuple[Integers, Integers]:
-    """Numbers of the rows of two tables that are equal where the rows agree in some columns, across both tables."""
+    """Return a number for each row of two tables; rows that agree in some columns have the same number."""
     both = pa.concat_tables([a.select(list(names)), b.select(list(names))])
     ids = group_rows(both, names).ids
     return ids[: a.num_rows], ids[a.num_rows :]
 
 
 def join(a: Integers, b: Integers) -> tuple[Integers, Integers]:
-    """Every pair of positions with equal numbers, by the position in `a`."""
+    """Return every pair of positions with equal numbers, by the position in `a`."""
     order = np.argsort(b, kind="stable")
     in_order = b[order]
     begins, ends = np.searchsorted(in_order, a, "left"), np.searchsorted(in_order, a, "right")
@@ -117,13 +117,13 @@ def _shifted(numbers: Integers, is_null: npt.NDArray[np.bool_]) -> Integers:
 
 
 def pack(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """One number per row, equal where all columns are; they count up in the order of the columns."""
+    """Return one number per row, equal where all columns are; they count up in the order of the columns."""
     numbers: Integers = np.unique(mix(columns), return_inverse=True)[1].reshape(-1)
     return numbers
 
 
 def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """One number per row, equal where all columns of integers are, and in their order; there are gaps.
+    """Return one number per row, equal where all columns of integers are, and in their order; there are gaps.
 
     The result may be one of the columns, so it must not be changed.
     """
@@ -148,7 +148,7 @@ def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
 
 
 def bits_of(column: Any) -> Integers:
-    """A column of numbers as integers that are equal where the values are, with NaN and null."""
+    """Return a column of numbers as integers that are equal where the values are, with NaN and null."""
     values = (column.fill_null(0) if column.null_count else column).to_numpy()
     bits: Integers = values.view(np.int64).copy()
     if column.null_count:
@@ -157,7 +157,7 @@ def bits_of(column: Any) -> Integers:
 
 
 def digest(columns: Sequence[Integers]) -> Integers:
-    """One number per row, equal where all columns are (and, one time in 2^64, where they are not)."""
+    """Return one number per row, equal where all columns are (and, one time in 2^64, where they are not)."""
     total = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -181,7 +181,7 @@ class Times(NamedTuple):
     rank: Integers
 
     def order(self) -> Integers:
-        """The order of execution.
+        """Return the order of execution.
 
         Each rank numbers its own rows, so the numbers say nothing of the order of stages: forwards pass through the
         stages upwards, backwards downwards. Micro-batches follow one another here, though they overlap in time.

@@ -62,7 +62,7 @@ class Moments:
 
 
 def measured(moments: Moments) -> Measured:
-    """The statistics of a tensor, once all its pieces are in."""
+    """Return the statistics of a tensor, once all its pieces are in."""
     count = moments.count
     counts = moments.nan_count, moments.inf_count, moments.zero_count
     if not count:
@@ -91,7 +91,7 @@ def measured(moments: Moments) -> Measured:
 
 
 def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: Flags | None = None) -> Any:
-    """A column of groups from the column of their rows, joined by `how`: `SUM`, `MIN` or `MAX`.
+    """Return a column of groups from the column of their rows, joined by `how`: `SUM`, `MIN` or `MAX`.
 
     `starts` says where each group, which has a row at least, begins in `values`; of `values` further axes hold a row's
     own list, joined element by element. `has_values` says which rows count; by default all do.
@@ -104,7 +104,7 @@ def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: F
 def merge(
     rows: Mapping[str, Floats], num_finite: npt.NDArray[Any], has_values: Flags, starts: Integers
 ) -> dict[str, Floats]:
-    """The statistics of groups of rows that share no element; what overflowed is infinite, as in a row.
+    """Return the statistics of groups of rows that share no element; what overflowed is infinite, as in a row.
 
     `rows` holds each statistic of all rows, group by group, with NaN for null; a group begins at each of `starts`. Of a
     row with `has_values`, `num_finite` elements are finite and it counts. A statistic is NaN where no row of the group
@@ -136,7 +136,7 @@ def merge(
 def combine_chunks(
     chunks: Mapping[str, Floats], numels: Floats, factors: Floats, starts: npt.NDArray[np.int64]
 ) -> Columns:
-    """Statistics of groups of chunks that share no element.
+    """Return the statistics of groups of chunks that share no element.
 
     `chunks` holds each statistic and count of all chunks, group by group, as float64 with NaN for null; a group begins
     at each of `starts`. The values of a chunk, which has so many elements (`numels`), are multiplied by its factor. A
@@ -165,17 +165,17 @@ def combine_chunks(
 
 
 def numbers(column: Any) -> Floats:
-    """A column of numbers as float64; NaN for null."""
+    """Return a column of numbers as float64; NaN for null."""
     return np.asarray(column.cast(pa.float64(), safe=False).fill_null(math.nan).to_numpy(), np.float64)
 
 
 def integers(column: Any, null: int = -1) -> Integers:
-    """A column of integers as int64."""
+    """Return a column of integers as int64."""
     return np.asarray(column.cast(pa.int64()).fill_null(null).to_numpy(), np.int64)
 
 
 def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any]:
-    """The statistics of each group, as columns of length `num_groups`; each group has a row.
+    """Return the statistics of each group, as columns of length `num_groups`; each group has a row.
 
     `table` has `numel`, the statistics and the counts; also `rows` and `rows_without` where its rows are themselves
     combined. The result has `rows`, `rows_without` (rows without statistics, which are left out), `numel` (of the other
@@ -209,7 +209,7 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
 
 
 def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
-    """How many elements are NaN, and how many infinite; a complex element is NaN if one of its parts is."""
+    """Return how many elements are NaN, and how many infinite; a complex element is NaN if one of its parts is."""
     if array.dtype.kind in "biu":
         return 0, 0
     num_nan = num_inf = 0
@@ -229,12 +229,12 @@ def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
 
 
 def added(histograms: Iterable[Histogram]) -> Histogram:
-    """The histogram of several tensors together."""
+    """Return the histogram of several tensors together."""
     return sum(histograms, Histogram())
 
 
 def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> bytes | str | None:
-    """The histogram of a tensor, from its chunks' histograms, factors and numbers of elements.
+    """Return the histogram of a tensor, from its chunks' histograms, factors and numbers of elements.
 
     None where a chunk with elements has none; a text gives any other reason why there is none.
     """
@@ -272,7 +272,7 @@ class ChunkUnits(NamedTuple):
 
 
 def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
-    """The sums over the units of a tensor, added up over its chunks; ValueError: the chunks do not fit."""
+    """Return the sums over the units of a tensor, added up over its chunks; ValueError: the chunks do not fit."""
     num = shape[dim]
     sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
     for units, ranges in pieces:

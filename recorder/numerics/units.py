@@ -36,7 +36,7 @@ class Sides(NamedTuple):
 
 
 def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
-    """The place of a tensor's units along a dim, which may count from the last; a text says why there are none."""
+    """Return the place of a tensor's units along a dim (from the last if negative), or a text why it has no units."""
     at = dim + len(shape) if dim < 0 else dim
     if not 0 <= at < len(shape):
         return f"{len(shape)} dims, none of which is {dim}"
@@ -89,7 +89,7 @@ class Units:
         return int(((self.zero_count == self.num_values) & (self.num_values > 0)).sum())
 
     def __str__(self) -> str:
-        """A line for each of the units with the largest values, and the number of dead units."""
+        """Return a line for each of the units with the largest values, and the number of dead units."""
         order = np.argsort(-self.absmax, kind="stable")[:10]
         lines = [f"{'unit':>8} {'mean':>11} {'rms':>11} {'absmax':>11} {'zero':>6}"]
         columns = (self.mean, self.rms, self.absmax)
@@ -113,14 +113,14 @@ class Units:
         )
 
     def scaled(self, factor: float) -> Units:
-        """The sums of the values times a factor."""
+        """Return the sums of the values times a factor."""
         with np.errstate(all="ignore"):
             return replace(
                 self, sum=self.sum * factor, sum_sq=self.sum_sq * factor * factor, absmax=self.absmax * abs(factor)
             )
 
     def to_bytes(self) -> bytes:
-        """The column's bytes, with counts as short as possible, so that equal sums have equal bytes."""
+        """Return the column's bytes, with counts as short as possible, so that equal sums have equal bytes."""
         return packed(self.dim, np.stack((self.sum, self.sum_sq, self.absmax)), self.zero_count)
 
     @classmethod
@@ -145,7 +145,7 @@ class Units:
 
 
 def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
-    """The column's bytes.
+    """Return the column's bytes.
 
     Args:
         dim: the dim along which the units lie.

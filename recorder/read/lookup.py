@@ -53,7 +53,7 @@ def find_tensor(
     stages: Mapping[tuple[int, str], Stage] = MappingProxyType({}),
     needs_values: bool = True,
 ) -> TensorRows:
-    """The rows of the one tensor that the question means.
+    """Return the rows of the one tensor that the question means.
 
     Args:
         rows: the run's rows.
@@ -161,7 +161,7 @@ def _of_stage(
 
 
 def several_stages(what: str, numbers: Iterable[int]) -> str:
-    """The message for modules of several pipeline stages that have one path, as the stages' own roots do."""
+    """Return the message for modules of several pipeline stages that have one path, as the stages' own roots do."""
     choices = "|".join(map(str, sorted(numbers)))
     return f"{what} is another tensor in each stage of the pipeline; choose stage={choices}"
 
@@ -189,7 +189,7 @@ def _raise_unmet(
 
 
 def module_code(rows: MetadataRows, module_path: str) -> int:
-    """The number of a module path in `rows.module_paths`. LookupFailedError: no row is of that module."""
+    """Return the number of a module path in `rows.module_paths`. LookupFailedError: no row is of that module."""
     paths = rows.module_paths()
     code = paths.code(module_path)
     if code < 0:
@@ -198,7 +198,7 @@ def module_code(rows: MetadataRows, module_path: str) -> int:
 
 
 def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
-    """Which ranks' records end, by a kill, before a step: ``rank 0's record ends in step 23``; empty if none does."""
+    """Return which ranks' records end, by a kill, before a step: ``rank 0's record ends in step 23``; else empty."""
     of_rank: dict[int, list[RecordedWriter]] = {}
     for writer in writers:
         if writer.rank is not None and rank in (None, writer.rank):
@@ -247,7 +247,7 @@ def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
 
 
 def _choices(name: str, keys: Keys) -> str:
-    """The distinct values of a column: ``step=0|1|2|...|64 (11)``."""
+    """Return the distinct values of a column: ``step=0|1|2|...|64 (11)``."""
     codes = [int(code) for code in np.unique(keys.codes)]
     shown = [keys.label(code) for code in codes]
     if keys.texts is not None:

@@ -98,7 +98,7 @@ class _Table:
         return _Table(self.data, position + self.unpack("<I", position)) if position else None
 
     def vector(self, index: int, item_bytes: int) -> memoryview:
-        """The items of a vector of scalars or structs, as bytes."""
+        """Return the items of a vector of scalars or structs, as bytes."""
         position = self.field(index)
         if not position:
             return self.data[:0]
@@ -149,7 +149,7 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
 
 
 def padding_of(metadata: pa.Buffer) -> memoryview:
-    """The bytes behind everything that the metadata of a batch says, which are zeros in a sound message."""
+    """Return the bytes behind everything that the metadata of a batch says, which are zeros in a sound message."""
     root = _root(memoryview(metadata))
     header = root.table(2)
     vectors = [vector for pair in root.tables(4) for vector in ((pair, 0, 1), (pair, 1, 1))]
@@ -162,7 +162,7 @@ def padding_of(metadata: pa.Buffer) -> memoryview:
 
 
 def block_at(source: ByteSource, offset: int) -> tuple[MessageBlock, Message] | None:
-    """The message that begins at `offset`; None at a clean end (end-of-stream mark, or the end of the file)."""
+    """Return the message that begins at `offset`; None at a clean end (end-of-stream mark, or the end of the file)."""
     if offset == source.size_bytes:
         return None
     mark, metadata_bytes = struct.unpack("<II", source.read(offset, PREFIX_BYTES))
@@ -188,7 +188,7 @@ def footer_bytes(source: ByteSource) -> int:
 
 
 def footer_blocks(source: ByteSource) -> list[MessageBlock]:
-    """The blocks of the batches by the footer of a sealed file; each block is checked only when it is read."""
+    """Return the blocks of the batches by the footer of a sealed file; each block is checked only when it is read."""
     try:
         items = list(struct.iter_unpack("<qi4xq", _footer(source).vector(3, 24)))
     except struct.error as error:
@@ -197,7 +197,7 @@ def footer_blocks(source: ByteSource) -> list[MessageBlock]:
 
 
 def footer_text(source: ByteSource, key: bytes) -> range | None:
-    """Where in a sealed file the value of a key of the footer's `custom_metadata` lies; None without the key."""
+    """Return where in a sealed file the value of a key of the footer's `custom_metadata` lies; None without the key."""
     try:
         footer = _footer(source)
         for pair in footer.tables(4):

@@ -39,7 +39,7 @@ class Keys(NamedTuple):
     """The texts that the codes number; None where the codes are the values."""
 
     def code(self, value: Any) -> int:
-        """The code of a value; a code that no row has where the value does not occur."""
+        """Return the code of a value; a code that no row has where the value does not occur."""
         if value is None:
             return NONE
         if self.texts is None:
@@ -47,7 +47,7 @@ class Keys(NamedTuple):
         return self.texts.index(value) if value in self.texts else NONE - 1
 
     def text(self, i: int) -> str:
-        """The text of the i-th row; empty for null."""
+        """Return the text of the i-th row; empty for null."""
         code = int(self.codes[i])
         return "" if code == NONE or self.texts is None else self.texts[code]
 
@@ -96,11 +96,11 @@ class MetadataRows:
                 self._forget()
 
     def column(self, name: str) -> Any:
-        """A loaded column as `pa.ChunkedArray`."""
+        """Return a loaded column as `pa.ChunkedArray`."""
         return self._columns[name]
 
     def numbers(self, name: str) -> npt.NDArray[np.int64]:
-        """An integer column as numpy."""
+        """Return an integer column as numpy."""
         if name not in self._numbers:
             column = self._columns[name]
             filled = column.fill_null(NONE) if column.null_count else column
@@ -108,7 +108,7 @@ class MetadataRows:
         return self._numbers[name]
 
     def module_paths(self) -> Keys:
-        """The module path of every row. Other columns of texts are encoded only for the rows of one module."""
+        """Return the module path of every row. Other columns of texts are encoded only for the rows of one module."""
         if self._module_paths is None:
             self._module_paths = Keys(*encode(self._columns["module_path"]))
         return self._module_paths
@@ -143,7 +143,7 @@ class MetadataRows:
         return value
 
     def shard_of(self, position: int) -> tuple[ShardRows, int]:
-        """The shard of a row, and the position of its first row."""
+        """Return the shard of a row, and the position of its first row."""
         number = int(np.searchsorted(self._starts, position, side="right")) - 1
         return self._shards[number], int(self._starts[number])
 
@@ -151,7 +151,7 @@ class MetadataRows:
         return np.searchsorted(self._starts, positions, side="right") - 1
 
     def writer_numbers(self, positions: Positions) -> npt.NDArray[np.int64]:
-        """The writer of each row, as an index into the writers."""
+        """Return the writer of each row, as an index into the writers."""
         return np.searchsorted(self._writer_starts, positions, side="right") - 1
 
     def in_order(self) -> Positions:
@@ -195,7 +195,7 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def of(cls, batches: Sequence[Any]) -> StepSizes:
-        """The sizes of the rows of some batches, which have `SIZE_COLUMNS`."""
+        """Return the sizes of the rows of some batches, which have `SIZE_COLUMNS`."""
         steps = np.concatenate([*(batch.column("step").to_numpy() for batch in batches), np.zeros(0, np.int64)])
         num_bytes = unit_bytes = np.zeros(len(steps), np.int64)
         if len(steps) and "payload_bytes" in batches[0].schema.names:
@@ -208,7 +208,7 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def sum(cls, several: Iterable[StepSizes]) -> StepSizes:
-        """The sizes of the rows of several together."""
+        """Return the sizes of the rows of several together."""
         parts = [cls(*(np.zeros(0, np.int64),) * 3), *several]
         return cls(*_by_step(*(np.concatenate(column) for column in zip(*parts, strict=True))))
 
@@ -227,7 +227,7 @@ class StepSizes(NamedTuple):
 
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
-    """A sentence for each pipeline with missing stages; a rank with several stages has a root for each."""
+    """Yield a sentence for each pipeline with missing stages; a rank with several stages has a root for each."""
     numbers_of: dict[int, set[int]] = {}
     for stage in stages.values():
         numbers_of.setdefault(stage.num_stages, set()).add(stage.number)
@@ -237,13 +237,13 @@ def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
 
 
 def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
-    """For each root that is a stage, the name of the model: the root of its first stage."""
+    """Return for each root that is a stage, the name of the model: the root of its first stage."""
     names = {stage.num_stages: root for (_, root), stage in sorted(stages.items()) if stage.number == 0}
     return {root: names.get(stage.num_stages, root) for (_, root), stage in stages.items()}
 
 
 def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
-    """The stage of each row; `NONE` where nothing names one. In a merged run the notes of the rows name it."""
+    """Return the stage of each row; `NONE` where nothing names one. In a merged run the notes of the rows name it."""
     stage_of_row: Ints = np.full(len(positions), NONE)
     writers, roots = rows.writer_numbers(positions), rows.keys("root", positions)
     for (writer, root), stage in stages.items():
@@ -280,7 +280,7 @@ class MicroBatches:
 
 
 def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
-    """The order of execution of values, given the first row of each, and its stage (`NONE` outside of pipelines)."""
+    """Return the order of execution of values, given each one's first row and stage (`NONE` outside of pipelines)."""
     phases = rows.keys("phase", at)
     nothing = np.zeros(len(at), np.int64)
     return Times(

@@ -79,7 +79,7 @@ class Payloads:
                 self._shrink()
 
     def encoded(self, position: int) -> EncodedPayload:
-        """The payload of one row as it is stored, a ``ref`` followed to its content; RunError: it is damaged."""
+        """Return the payload of one row as it is stored, a ``ref`` followed to its content; RunError: it is damaged."""
         source = self._source(position)
         try:
             encoding_of(source["encoding"])
@@ -89,12 +89,12 @@ class Payloads:
         return EncodedPayload(source["encoding"], source["data"], source["payload_bytes"])
 
     def described(self, position: int) -> tuple[npt.NDArray[np.uint8], str, str]:
-        """The bytes of one row, and its own dtype and shape as texts."""
+        """Return the bytes of one row, and its own dtype and shape as texts."""
         fields = self._fields(self._rows.shard_of(position)[0], *self._batch_row_seq(position))
         return self.decoded(position), fields["dtype"], fields["shape"]
 
     def decoded(self, position: int) -> npt.NDArray[np.uint8]:
-        """The bytes of one row, new and writable; errors as for `encoded`."""
+        """Return the bytes of one row, new and writable; errors as for `encoded`."""
         source = self._source(position)
         try:
             return decode_payload(source["encoding"], source["data"], source["payload_bytes"], source["dtype"])
@@ -105,7 +105,7 @@ class Payloads:
         return type(error)(f"{self._rows.shard_of(position)[0].path}, row seq={source['seq']}: {error}")
 
     def column(self, positions: npt.NDArray[np.int64]) -> list[Any]:
-        """The column `data` of some rows, as one Arrow array a batch; the last item is the order of the rows."""
+        """Return the column `data` of some rows, as one Arrow array a batch; the last item is the order of the rows."""
         batches, rows, seqs = (self._rows.numbers(name)[positions] for name in ("batch", "row", "seq"))
         shards = self._rows.shard_numbers(positions)
         in_file_order = np.lexsort([batches, shards])
@@ -125,7 +125,7 @@ class Payloads:
         return [*pieces, np.argsort(in_file_order)]
 
     def _source(self, position: int) -> dict[str, Any]:
-        """The fields of the row that holds the content of a row: mostly the row itself."""
+        """Return the fields of the row that holds the content of a row: mostly the row itself."""
         shard, start = self._rows.shard_of(position)
         batch, row, seq = self._batch_row_seq(position)
         fields = self._fields(shard, batch, row, seq)
@@ -149,7 +149,7 @@ class Payloads:
         return batch, row, seq
 
     def _fields(self, shard: ShardRows, batch: int, row: int, seq: int) -> dict[str, Any]:
-        """One row of the shard itself, as decoding needs it; the payload is not copied."""
+        """Return one row of the shard itself, as decoding needs it; the payload is not copied."""
         key = id(shard), batch
         rows = self._batches.get(key)
         if rows is None:
@@ -176,7 +176,7 @@ class Payloads:
 
 
 def _read(wanted: tuple[_Key, ShardRows]) -> Any:
-    """A batch; None where it is damaged, which `Payloads._fields` will report."""
+    """Return a batch; None where it is damaged, which `Payloads._fields` will report."""
     (_, batch), shard = wanted
     try:
         return shard.read(batch, _COLUMNS)
@@ -185,7 +185,7 @@ def _read(wanted: tuple[_Key, ShardRows]) -> Any:
 
 
 def _slice(column: Any, row: int) -> Any:
-    """The bytes of one row; Arrow's own scalar would copy them."""
+    """Return the bytes of one row; Arrow's own scalar would copy them."""
     if not column.is_valid()[row].as_py():
         return None
     _, offsets, content = column.buffers()
@@ -208,7 +208,7 @@ _NEEDED = ("encoding", "data", "payload_bytes", "dtype", "shape")
 
 
 def decode(row: Any) -> npt.NDArray[Any]:
-    """The tensor of one row, as numpy array; bfloat16 and the 8-bit floats have ml_dtypes' types.
+    """Return the tensor of one row, as numpy array; bfloat16 and the 8-bit floats have ml_dtypes' types.
 
     Args:
         row: a dict, a pandas Series, a tuple of `DataFrame.itertuples()`, or a pyarrow table, batch or struct of one
@@ -245,13 +245,13 @@ def decode(row: Any) -> npt.NDArray[Any]:
 
 
 def decode_payload(encoding: str, data: Any, payload_bytes: int, dtype: str) -> npt.NDArray[np.uint8]:
-    """The bytes of one row's payload (not of a ``ref``), new and writable."""
+    """Return the bytes of one row's payload (not of a ``ref``), new and writable."""
     payload = check_payload(encoding, data, payload_bytes)
     return codec.decode(encoding, payload, payload_bytes, item_bytes(dtype))
 
 
 def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
-    """The bytes of a payload. CorruptError: there are none, or `payload_bytes` is more than a row may hold."""
+    """Return the bytes of a payload. CorruptError: there are none, or `payload_bytes` is more than a row may hold."""
     if type(payload_bytes) is not int or not 0 <= payload_bytes <= PART_BYTES:
         raise CorruptError(f"payload_bytes is {payload_bytes!r}, but a row has at most {PART_BYTES}")
     try:

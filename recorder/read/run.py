@@ -180,7 +180,7 @@ class RecordedRun:
     def table(
         self, columns: Sequence[str] | None = None, filter: Any = None, *, steps: tuple[int, int] | None = None
     ) -> Any:
-        """Rows as a `pa.Table`, ordered by attempt, step, rank and seq.
+        """Return the rows as a `pa.Table`, ordered by attempt, step, rank and seq.
 
         Args:
             columns: names of columns; by default all but `data`, the payload.
@@ -226,7 +226,7 @@ class RecordedRun:
         return frame
 
     def to_long(self, statistics: Sequence[str] | None = None, filter: Any = None) -> pandas.DataFrame:
-        """Statistics as a pandas frame in long form, one value a row, ready for plotting and `pivot_table`.
+        """Return the statistics as a pandas frame in long form, one value a row, ready for plotting and `pivot_table`.
 
         Args:
             statistics: names of columns, such as ``["l2", "absmax"]``; by default all statistics and counts.
@@ -247,7 +247,7 @@ class RecordedRun:
         load_balances(self.writers)
 
     def metadata(self, writers: Sequence[RecordedWriter], steps: tuple[int, int] | None = None) -> MetadataRows:
-        """The rows of some writers; with `steps`, only from a first step up to, but not including, a last one."""
+        """Return the rows of some writers; with `steps`, only from a first step up to and without a last one."""
         return MetadataRows(writers, steps)
 
     def unknown_columns(self) -> Counter[str]:
@@ -255,7 +255,7 @@ class RecordedRun:
         return sum((writer.unknown_columns() for writer in self.writers), Counter[str]())
 
     def dataset(self) -> Any:
-        """The sealed shards as `pyarrow.dataset`, for scans that stream. Nothing that it reads is checked."""
+        """Return the sealed shards as `pyarrow.dataset`, for scans that stream. Nothing that it reads is checked."""
         import pyarrow.dataset
 
         store = store_of(self.path)
@@ -283,7 +283,7 @@ class RecordedRun:
 
 
 def _text_of(filter: Any) -> str:
-    """An expression as text; an expression that Arrow cannot show may name any column.
+    """Return an expression as text; an expression that Arrow cannot show may name any column.
 
     Arrow abbreviates long lists of values, and may cut one inside a character.
     """
@@ -304,7 +304,7 @@ def _filter(rows: MetadataRows, positions: Positions, expression: Any, names: Se
 
 
 def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The columns of a long frame, each once, by default all; raises LookupFailedError for an unknown statistic."""
+    """Return the columns of a long frame, each once, by default all. LookupFailedError: an unknown statistic."""
     chosen = tuple(dict.fromkeys(_MEASURES if names is None else names))
     for name in chosen:
         if name not in _MEASURES:
@@ -317,7 +317,7 @@ def choose_statistics(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
-    """A frame of `LONG_KEY`, `statistic` and `value`, from a table with one column for each statistic."""
+    """Return a frame of `LONG_KEY`, `statistic` and `value`, from a table with one column for each statistic."""
     tables = []
     for name in statistics:
         some = wide.filter(wide.column(name).is_valid())
@@ -378,7 +378,7 @@ class RunDump:
 
 
 def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
-    """The dumps of a run, by time. Ranks that ask for the same steps for the same reason make one dump."""
+    """Return the dumps of a run, by time. Ranks that ask for the same steps for the same reason make one dump."""
     groups: dict[tuple[int, int, int, str], list[tuple[int | None, RingDump]]] = {}
     for writer in writers:
         for dump in writer.manifest.dumps:

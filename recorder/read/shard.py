@@ -127,7 +127,7 @@ class Layout:
         return crcs
 
     def values_of(self, name: str, message: Message, body: memoryview) -> npt.NDArray[Any] | None:
-        """The integers of a column of an uncompressed message, faster than by Arrow; None if some are null."""
+        """Return the integers of a column of an uncompressed message, faster than by Arrow; None if some are null."""
         index = self._index_of[name]
         num_rows, num_nulls = message.nodes[index]
         if num_nulls or not num_rows:
@@ -164,7 +164,7 @@ class Shard:
 def open_sealed(
     path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
 ) -> tuple[Shard, BatchHeader]:
-    """A sealed shard (or an index, which has other columns) by its footer, and its seal; both must agree.
+    """Return a sealed shard (or an index, which has other columns) by its footer, and its seal; both must agree.
 
     CorruptError is raised where they do not (`salvage` may still find batches), FileNotFoundError where the file is
     gone.
@@ -185,7 +185,7 @@ def open_sealed(
 def read_layout(
     source: ByteSource, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
 ) -> tuple[Layout, MessageBlock]:
-    """The schema in the first message, compared with the registry of columns, and the block of that message.
+    """Return the schema in the first message, compared with the registry of columns, and the block of that message.
 
     Columns that are newer than the file may be missing, and there may be columns that the registry does not know. A
     kind of file may need `extra` fields and be `without` some columns of FORMAT.md. CorruptError is raised where a
@@ -266,7 +266,7 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
 
 
 def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
-    """The batch with exactly these columns; columns that it does not have are null."""
+    """Return the batch with exactly these columns; columns that it does not have are null."""
     if not columns:
         return batch.select([])
     have = set(batch.schema.names)
@@ -314,7 +314,7 @@ def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
 
 
 def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message) -> Any:
-    """The batch. Of a compressed batch only the wanted columns, since each costs its decompression."""
+    """Return the batch. Of a compressed batch only the wanted columns, since each costs its decompression."""
     if not message.is_compressed:
         return pa.ipc.read_record_batch(pa.ipc.read_message(whole), layout.schema)
     stream = pa.py_buffer(b"".join([layout.preamble, whole]))
@@ -466,7 +466,7 @@ class _Walk:
         return message[0], checked
 
     def _next_batch(self, offset: int) -> int | None:
-        """Where the next complete batch begins, at or behind `offset`."""
+        """Return where the next complete batch begins, at or behind `offset`."""
         for candidate in self._candidates(offset):
             self._candidates_left -= 1
             if self._candidates_left < 0 or self._bytes_left < 0:

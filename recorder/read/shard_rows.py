@@ -79,7 +79,7 @@ class ShardRows:
             return self._itself().read(number, columns).batch
 
     def num_rows_of(self, steps: Steps | Ranges | None) -> int:
-        """Rows of the batches that `columns` returns for the same steps."""
+        """Return the rows of the batches that `columns` returns for the same steps."""
         return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
 
     def position_of(self, seq: int) -> tuple[int, int] | None:
@@ -126,7 +126,7 @@ class ShardRows:
             self._shard = None
 
     def last_ledger(self) -> dict[str, Any]:
-        """The writer's accounts at the end of this shard; empty where they cannot be read."""
+        """Return the writer's accounts at the end of this shard; empty where they cannot be read."""
         if self._last_header is None and self.is_sealed:
             try:
                 self._last_header = open_sealed(self.path)[1]
@@ -195,7 +195,7 @@ class ShardRows:
             return self._span(number)
 
     def only(self, numbers: Sequence[int]) -> ShardRows:
-        """A view of some of the batches."""
+        """Return a view of some of the batches."""
         part = copy.copy(self)
         part._rows_of = {number: self._rows_of[number] for number in numbers if number in self._rows_of}
         return part
@@ -213,7 +213,7 @@ class ShardRows:
             self._note(self.tail_damage)
 
     def _batches_of(self, steps: Steps | Ranges | None) -> list[int]:
-        """Numbers of the batches that may hold rows of some steps."""
+        """Return the numbers of the batches that may hold rows of some steps."""
         if steps is None:
             return list(self._rows_of)
         ranges: Ranges = (steps,) if isinstance(steps[0], int) else steps
@@ -285,19 +285,19 @@ class ShardRows:
 
 
 def each_of(shards: Sequence[ShardRows], function: Callable[[ShardRows], Found]) -> Iterable[Found]:
-    """The results of a function for each shard, in order; several run at once where each waits for a store."""
+    """Return the results of a function for each shard, in order; several run at once where each waits for a store."""
     return store_of(shards[0].path).each(function, shards) if shards else ()
 
 
 def load_sealed(path: Location) -> ShardRows:
-    """The rows of a sealed shard. FileNotFoundError: it is gone."""
+    """Return the rows of a sealed shard. FileNotFoundError: it is gone."""
     rows = ShardRows(path, is_sealed=True, size_bytes=store_of(path).look_at(path).size_bytes)
     rows.find_sealed()
     return rows
 
 
 def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
-    """The rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone.
+    """Return the rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone.
 
     With `max_batches`, the rows of its first batches; `ShardRows.grow` finds the next ones.
     """
@@ -308,7 +308,7 @@ def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
 
 
 def _open_index(shard: Location, shard_bytes: int) -> Shard | None:
-    """The index of a sealed shard; None where it is missing. RunError: it is damaged, or belongs to another file."""
+    """Return the index of a sealed shard; None if it is missing. RunError: it is damaged, or of another file."""
     path = shard.with_name(index_name(shard.name))
     try:
         index = open_sealed(path, extra=POSITION_FIELDS, without=("data",))[0]

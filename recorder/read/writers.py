@@ -93,7 +93,7 @@ class RecordedWriter:
         return sum(shard.num_rows for shard in self.shards)
 
     def column(self, name: str) -> Any:
-        """A metadata column of all its rows, as `pa.ChunkedArray`."""
+        """Return a metadata column of all its rows, as `pa.ChunkedArray`."""
         batches = [batch for shard in self.shards for batch in shard.columns([name])]
         return pa.chunked_array([batch.column(name) for batch in batches], SCHEMA.field(name).type)
 
@@ -204,7 +204,7 @@ class RecordedWriter:
         return of_manifest + [damage for shard in self.shards for damage in shard.damage]
 
     def newest_shards(self) -> Iterator[ShardRows]:
-        """The last shard of each kind."""
+        """Yield the last shard of each kind."""
         seen = set()
         for shard in reversed(self.shards):
             kind = shard.path.name.lstrip("_").partition("-")[0]
@@ -221,7 +221,7 @@ class RecordedWriter:
 
 
 def find_writers(run: Location) -> list[RecordedWriter]:
-    """Every writer of a run, by rank and then by start. NotARunError: a directory cannot be listed."""
+    """Return every writer of a run, by rank and then by start. NotARunError: a directory cannot be listed."""
     store = store_of(run)
     folders = []
     for name, rank in writer_folders(run):
@@ -234,7 +234,7 @@ def find_writers(run: Location) -> list[RecordedWriter]:
 
 
 def writer_folders(run: Location) -> list[tuple[str, int | None]]:
-    """The directories of a run that hold writers, and their ranks (None: global rows). NotARunError: one is a link."""
+    """Return the run's directories of writers, with their ranks (None: global rows). NotARunError: one is a link."""
 
     def is_one(name: str) -> bool:
         return name == GLOBAL_DIR or parse_rank_dir(name) is not None
@@ -244,7 +244,7 @@ def writer_folders(run: Location) -> list[tuple[str, int | None]]:
 
 
 def list_writers(folder: Location) -> list[str]:
-    """The writers in the directory of a rank; their names may be any. NotARunError: as for `writer_folders`."""
+    """Return the writers in the directory of a rank; their names may be any. NotARunError: as for `writer_folders`."""
     return store_of(folder).list_directory(folder, directories=True, is_part=lambda name: True)
 
 
@@ -333,7 +333,7 @@ def _look(path: Location) -> tuple[float, int]:
 
 
 def as_problem(path: Location, problems: Sequence[str]) -> str | None:
-    """What is wrong with the members of a manifest, as one sentence; None where nothing is wrong."""
+    """Return what is wrong with the members of a manifest, as one sentence; None where nothing is wrong."""
     if not problems:
         return None
     more = f"; and {len(problems) - 1} more of its members are of a wrong kind" if len(problems) > 1 else ""

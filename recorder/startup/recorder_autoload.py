@@ -1,9 +1,9 @@
 """Runs at the end of ``import torch`` (entry point group ``torch.backends``) and starts `recorder` if the flag asks.
 
-It imports only `os` and `sys` while the flag is off; where the program has imported `recorder` before torch, it
-registers the op that loaded artefacts may hold. It must never break ``import torch``: every failure but a wrong setting
-is one line on stderr. A user's own ``recorder.py`` beside the script hides ours from ``import recorder``; then ours is
-loaded under another name, so that both work.
+While the flag is off it imports only `os` and `sys`, or, if the program has imported `recorder` before torch, registers
+the op that loaded artefacts may contain. It must never break ``import torch``: every failure except a wrong setting is
+one line on stderr. If a user's own ``recorder.py`` next to the script hides this package from ``import recorder``, the
+package is loaded under another name, so that both work.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Watches a program for ``recorder prove``: digests of its whole state after each optimizer step, and what it prints.
+"""Watches a program for ``recorder prove``: digests of its complete state after each optimizer step, and its output.
 
-It is loaded by the start-up hook in all runs that are compared, with the recorder and without, so that its own effect
-cancels out. It imports nothing of the package, puts no hook on a module, asks no collective, and changes no state of
+The start-up hook loads this module in all runs that are compared, with the recorder and without, so that its own effect
+cancels out. It imports nothing of the package, puts no hook on a module, issues no collective, and changes no state of
 the program. It ends the program, with exit code 0, after the steps that were asked for.
 """
 
@@ -20,10 +20,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 FOLDER = "_RECORDER_PROBE"
-"""The environment variable that names the folder which takes what was seen; `analyze.prove` sets both."""
+"""The environment variable that names the folder for the results; `analyze.prove` sets both variables."""
 STEPS = "_RECORDER_PROBE_STEPS"
 _WAIT_S = 60.0
-"""The longest wait of a rank for the others at the end: one that leaves early ends what the others wait for."""
+"""The longest wait of a rank for the other ranks at the end, because a rank that leaves early would end them."""
 _TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"))
 
@@ -39,7 +39,7 @@ def start() -> None:
 
 
 class _Probe:
-    """Counts the steps of the first optimizer that steps, and writes a line after each step of any."""
+    """Counts the steps of the first optimizer that steps, and writes a line after each step of any optimizer."""
 
     def __init__(self, folder: str, num_steps: int) -> None:
         self._folder = folder
@@ -56,7 +56,7 @@ class _Probe:
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Make the hook after the step the last one, so that it sees what others leave and ends what they have done."""
+        """Make the hook after the step the last one, so that it sees the state that other hooks leave."""
         if not torch.compiler.is_compiling():
             self._handle.remove()
             self._handle = register_optimizer_step_post_hook(self._after_step)
@@ -85,7 +85,7 @@ class _Probe:
         self._file.flush()
 
     def _end(self, rank: int, world_size: int) -> None:
-        """Wait until all ranks are here, and end the program."""
+        """Wait until all ranks have come here, and end the program."""
         open(os.path.join(self._folder, f"{rank}.done"), "w").close()
         until_s = time.monotonic() + _WAIT_S
         while time.monotonic() < until_s:
@@ -95,7 +95,7 @@ class _Probe:
         raise SystemExit(0)
 
     def _digests(self, optimizer: Any) -> dict[str, str]:
-        """Return a digest of each value, by its kind and its name with a space between."""
+        """Return the digest of each value, by its kind and its name, separated by a space."""
         seen: dict[str, str] = {}
         parameters = [
             (g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])
@@ -126,8 +126,8 @@ class _Probe:
         return seen
 
     def _find_models(self, parameters: list[tuple[int, int, Any]]) -> None:
-        """Find the outermost modules that hold the optimizer's parameters, and name those parameters."""
-        # Not isinstance: that asks a proxy for its class, which may load what it stands for.
+        """Find the outermost modules that have the optimizer's parameters, and name those parameters."""
+        # `isinstance` is not used: it asks a proxy for its class, which may load the object behind the proxy.
         instances = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
         modules = [module for module in instances if "_modules" in vars(module)]  # and not one that is being made
         inner = {id(child) for module in modules for child in module._modules.values()}
@@ -160,7 +160,7 @@ def _prefix(number: int) -> str:
 
 
 def _canonical(model: Any, name: str) -> str:
-    """Return a name without what wrappers add to it."""
+    """Return a name without the parts that wrappers add to it."""
     parts = name.split(".")
     if type(model).__name__ in _WRAPPERS:
         parts = parts[1:]
@@ -189,7 +189,7 @@ def _see(seen: dict[str, str], name: str, value: Any) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return 128 bits that stand for a tensor's type, shape and bits; of what has no bits to read, why."""
+    """Return a digest of 128 bits of a tensor's type, shape and bits, or a text why the bits cannot be read."""
     try:
         digest = hashlib.blake2b(digest_size=16)
         _add(digest, tensor.detach())

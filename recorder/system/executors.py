@@ -1,6 +1,6 @@
-"""Executors on other machines: which versions fit together, and how a Dask cluster becomes an executor.
+"""Executors on other machines: checks that versions fit together, and makes an executor of a Dask cluster.
 
-Must never start a scheduler or a worker.
+Nothing here may start a scheduler or a worker.
 """
 
 from __future__ import annotations

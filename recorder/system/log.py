@@ -1,11 +1,11 @@
 """Logs the library's lines through `logging`, but never on standard output, and without waiting.
 
-Standard output is the program's: somebody may parse it. Standard error may be a pipe that is full and that nobody
-reads: a line there must hold up neither the thread that writes nor the end of the process. Nothing here
-may change anybody's logging.
+Standard output belongs to the program, and another program may parse it. Standard error may be a full pipe that nobody
+reads: a line there must delay neither the thread that writes it nor the end of the process. Nothing here
+may change the program's logging.
 
-Any thread may add an event; only the writer thread, or whoever ends the recording, logs it, since a log handler may
-write to a slow or full disk. Whatever such a handler raises ends here.
+Any thread may add an event. Only the writer thread, or the thread that ends the recording, logs the event, because a
+log handler may write to a slow or full disk. An exception of such a handler ends here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from .processes import loaded
 
 _WINDOW_S = 300.0
-"""A `LimitedLog` counts the lines of a kind over this time."""
+"""The time over which a `LimitedLog` counts the lines of a kind."""
 
 
 def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
-    """Log a line, as `logger.log` does; what a handler would write to standard output goes to standard error.
+    """Log a line, as `logger.log` does, but write to standard error what a handler would write to standard output.
 
-    The line has the format that the handler gives it, and the handler's level and filters decide. Where another handler
-    writes the line to standard error anyway, the line appears once. Where nobody has configured logging, a line of
-    level WARNING or above goes to standard error, as Python has it, behind the name of the package. What a handler of
-    the program raises is raised here.
+    The line has the format that the handler gives it, and the handler's level and filters apply. If another handler
+    writes the line to standard error anyway, the line appears once. If logging is not configured, a line of level
+    WARNING or above goes to standard error, as Python's default does, after the name of the package. An exception of a
+    handler of the program is raised here.
     """
     if not logger.isEnabledFor(level):
         return
@@ -62,9 +62,9 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
 
 
 def _write(text: str) -> None:
-    """Write lines to standard error, at the beginning of a line also where tqdm shows a bar there.
+    """Write lines to standard error, at the beginning of a line even if tqdm shows a bar there.
 
-    A terminal shows the bar again below the lines. tqdm's own way to write takes a lock, on which a thread may wait.
+    A terminal shows the bar again below the lines. tqdm's own `write` takes a lock, on which a thread may wait.
     """
     if sys.stderr is not None:
         tqdm = loaded("tqdm.std", "tqdm")
@@ -75,7 +75,7 @@ def _write(text: str) -> None:
 
 
 class _OnStandardError(logging.Handler):
-    """Takes the place of `logging.lastResort`, whose lines do not say whose they are."""
+    """Replaces `logging.lastResort`, whose lines do not name the package."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _write(f"{self.format(record)}\n")
@@ -99,10 +99,10 @@ def tell(
 ) -> None:
     """Log lines at level INFO that the user should see without having configured logging.
 
-    Where nobody has configured it, the lines go to standard error. Elsewhere the user's levels and handlers decide,
+    If logging is not configured, the lines go to standard error. Otherwise the user's levels and handlers decide,
     except that a handler for standard output writes them to standard error. `lines` is called once there is room for
-    its lines, for which at most `deadline_s` are waited. `is_first` is called last; it returns False where another
-    thread has begun to write them.
+    its lines, for which this waits at most `deadline_s`. `is_first` is called last; it returns False if another
+    thread has begun to write the lines.
     """
     with contextlib.suppress(Exception):
         is_configured = _is_configured(logger)
@@ -129,7 +129,7 @@ def _is_configured(logger: logging.Logger) -> bool:
 
 
 class LimitedLog:
-    """A log in which each kind of message has at most so many lines in five minutes. One thread only."""
+    """A log with at most `max_lines` lines of each kind in five minutes. Only one thread may use it."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float], *, max_lines: int = 1) -> None:
         """Begin with no lines logged; at most `max_lines` of one kind are logged in five minutes of the clock."""
@@ -137,12 +137,12 @@ class LimitedLog:
         self._clock = clock
         self._max_lines = max_lines
         self._windows: dict[str, tuple[float, int]] = {}
-        """When the five minutes of each kind began, and how many lines were logged in them."""
+        """The start of the current five minutes and the number of lines logged since, by kind."""
 
     def say(
         self, kind: str, message: str, *, level: int = logging.WARNING, exception: BaseException | None = None
     ) -> bool:
-        """Log `message`, and at DEBUG where its exception happened; return whether limit and streams allow it."""
+        """Log `message`, and at DEBUG its exception's traceback; return whether the limit and the streams allow it."""
         self.begin_anew(kind)
         since_s, num_said = self._windows.get(kind, (self._clock(), 0))
         if num_said >= self._max_lines or not can_say(self._logger):
@@ -154,7 +154,7 @@ class LimitedLog:
         return True
 
     def begin_anew(self, kind: str) -> bool:
-        """Begin the next five minutes of a kind if the last are over; return whether they were."""
+        """Begin the next five minutes of a kind if the last are over; return whether they are over."""
         now = self._clock()
         if now - self._windows.get(kind, (now, 0))[0] < _WINDOW_S:
             return False
@@ -163,7 +163,7 @@ class LimitedLog:
 
 
 def can_say(logger: logging.Logger, deadline_s: float = 0.0) -> bool:
-    """Whether every stream that `logger` writes to takes a line now, or does before the deadline."""
+    """Whether every stream that `logger` writes to can take a line now, or before the deadline."""
     until_s = time.monotonic() + deadline_s
     return all(has_room(stream, max(until_s - time.monotonic(), 0.0)) for stream in _streams(logger))
 
@@ -183,7 +183,7 @@ def has_room(stream: Any, deadline_s: float) -> bool:
 
 
 def _streams(logger: logging.Logger) -> Iterator[Any]:
-    """Yield the streams that a line of `logger` is written to: standard error where it has no handlers."""
+    """Yield the streams that a line of `logger` is written to: standard error if `logger` has no handlers."""
     if not logger.hasHandlers():
         yield sys.stderr
     for handler in _handlers(logger):
@@ -193,7 +193,7 @@ def _streams(logger: logging.Logger) -> Iterator[Any]:
 
 
 def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
-    """Yield the logger's own handlers, and those of the loggers above that it hands its lines on to."""
+    """Yield the logger's own handlers, and the handlers of the ancestors to which it propagates its lines."""
     current: logging.Logger | None = logger
     while current is not None:
         yield from current.handlers
@@ -220,11 +220,11 @@ def _writes_to_stdout(handler: logging.Handler) -> bool:
 
 _logger = logging.getLogger("recorder")
 _MAX_KEPT_OF_A_KIND = 100
-"""Events of one kind that the manifest lists; later ones share a single entry with a count."""
+"""The most events of one kind that the manifest lists; later events share a single entry with a count."""
 _REST = "\0rest"
-"""The key of that single entry."""
+"""The key of the single entry for the events of a kind that are only counted."""
 _MAX_LINES = 5
-"""Lines of one kind that are logged in five minutes; one more line says how many were held back."""
+"""The most lines of one kind that are logged in five minutes; one more line gives the number held back."""
 
 
 class _HeldBack:
@@ -235,7 +235,7 @@ class _HeldBack:
     def __init__(self) -> None:
         self.num_lines = 0
         self.num_unkept = 0
-        """Events without an entry of their own that a line has already counted."""
+        """The number of events without an entry of their own that a line has already counted."""
         self.level = logging.INFO
 
 
@@ -290,7 +290,7 @@ class Events:
                 self._say_rest(kind, held)
 
     def as_list(self) -> list[dict[str, Any]]:
-        """Return all events, as the manifest lists them."""
+        """Return all events, as entries for the manifest."""
         return [dict(event) for event in list(self._kept.values())]
 
     def _say_rest(self, kind: str, held: _HeldBack) -> None:

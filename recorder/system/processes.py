@@ -1,9 +1,9 @@
-"""What the operating system says and gives: cores, imported modules, processes that run, memory, descriptors and locks.
+"""Facts and services of the operating system: cores, imported modules, processes, memory, descriptors and locks.
 
 A process number alone does not identify a process: the kernel uses numbers again, and each container has its own. A
-program that becomes a daemon closes every descriptor, also those of the recorder, and the kernel gives the numbers to
-the files that the program opens next. Must never signal a process, import a module of the program, or write to or close
-a descriptor that is no longer the recorder's.
+program that becomes a daemon closes every descriptor, even those of the recorder, and the kernel gives the numbers to
+the files that the program opens next. Nothing here may signal a process, import a module of the program, or write to
+or close a descriptor that is no longer the recorder's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..errors import WriteError
 
 _T = TypeVar("_T")
 _IMPORT_S = 1.0
-"""Less processor time than an import of torch takes, in seconds."""
+"""A processor time in seconds below that of an import of torch."""
 
 
 def available_cores() -> int:
@@ -37,8 +37,8 @@ def available_cores() -> int:
 def is_program() -> bool:
     """Whether this process runs a program of the user's, and has left the work to no child.
 
-    It is none where Python was given no file, or an installed one, as in launchers and compile workers. A launcher that
-    is a file of the user's has had children that used more processor time than an import of torch.
+    The result is False if Python was given no file, or an installed file, as in launchers and compile workers. A
+    launcher that is a user's file has had children that used more processor time than an import of torch.
     """
     main = Path(next(iter(sys.argv), ""))  # `__main__` has lost its file by the time of exit functions
     parent = loaded("multiprocessing", "parent_process")
@@ -57,10 +57,10 @@ def own_process() -> dict[str, Any]:
 
 
 def runs(host: str, pid: int, process: str | None) -> bool | None:
-    """Whether the process that wrote a manifest still runs on this host; None where that cannot be seen from here.
+    """Whether the process that wrote a manifest still runs on this host; None if this process cannot see that.
 
-    It cannot on another host, in another container, and before a boot of this one. `process` tells apart the processes
-    that had one number; None where nothing says it.
+    A process on another host, in another container or before a boot of this host cannot be seen. `process` separates
+    processes that had the same number; None if the manifest has no such text.
     """
     if host != os.uname().nodename or pid <= 0:
         return None
@@ -73,7 +73,7 @@ def runs(host: str, pid: int, process: str | None) -> bool | None:
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is such a process and it has not ended; a zombie has."""
+    """Whether there is a process of a number that has not ended; a zombie has ended."""
     if _stat(pid)[:1] == ["Z"]:
         return False
     try:
@@ -86,7 +86,7 @@ def _exists(pid: int) -> bool:
 
 
 def _realm() -> str:
-    """Return the boot of this kernel and the namespace in which it numbers processes; empty where there is no /proc."""
+    """Return the boot of this kernel and the namespace in which it numbers processes; empty without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
@@ -99,7 +99,7 @@ def _started(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none where there is no /proc, or the process is gone."""
+    """Return the fields of /proc/PID/stat from the state on; none without /proc, or if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -114,7 +114,7 @@ def loaded(module_name: str, name: str) -> Any:
 def instances_of(kind: type[_T], objects: Sequence[Any]) -> list[_T]:
     """Return the objects of a class and of classes below it, by their types alone: no lazy object is loaded.
 
-    The interpreter runs no Python for each object, so that 361,000 of them take 0.02 s and not 0.1 s.
+    The interpreter runs no Python for each object, so that 361,000 objects take 0.02 s and not 0.1 s.
     """
     kinds: list[type] = [kind]
     for one in kinds:
@@ -124,7 +124,7 @@ def instances_of(kind: type[_T], objects: Sequence[Any]) -> list[_T]:
 
 
 def comes_from_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the program raised this error while our code ran: it is not ours to catch."""
+    """Whether a signal handler of the program raised this error while our code ran, so that we must not catch it."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     codes = {code for handler in handlers if (code := getattr(handler, "__code__", None)) is not None}
     trace = error.__traceback__
@@ -140,15 +140,15 @@ _WIPE_ON_FORK = 18
 
 
 class CoreShare:
-    """Tells whether the thread that asks gets a core when it wants one; Linux alone knows."""
+    """Measures whether the calling thread gets a core when it wants one; works only on Linux."""
 
     def __init__(self) -> None:
         self._ran_ns = self._waited_ns = 0
 
     def look(self) -> float | None:
-        """Return the share of its own time that the thread did not wait for a core, since the last such answer.
+        """Return the share of its own time that the thread did not wait for a core, since the last result.
 
-        None is returned where the kernel does not tell, and until the thread has run or waited for a quarter of a
+        The result is None if the kernel does not count this, and until the thread has run or waited for a quarter of a
         second. A wait for the disk or for the interpreter's lock does not count.
         """
         try:
@@ -169,13 +169,13 @@ _MIN_NS = 250_000_000
 def private_memory(nbytes: int) -> mmap.mmap:
     """Return page-aligned memory that is empty in forked children; pages that are not touched cost nothing.
 
-    Its pages are large where the system has large ones: a direct write pins each page that it is made from.
+    The pages are large if the system has large pages, because a direct write pins each page that it reads from.
 
     Raises:
         OSError: there is no such memory left.
     """
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Not MADV_DONTFORK: a child that frees this would unmap what the kernel has since put at its address.
+    # MADV_DONTFORK is not used: a child that frees the memory would unmap what the kernel has since put at its address.
     for advice in (_WIPE_ON_FORK, mmap.MADV_HUGEPAGE):
         with contextlib.suppress(OSError):
             region.madvise(advice)
@@ -189,7 +189,7 @@ class Descriptor(int):
 
     @classmethod
     def of(cls, number: int) -> Descriptor:
-        """Return a new descriptor as a `Descriptor`; close it and raise where its file cannot be identified."""
+        """Return a new descriptor as a `Descriptor`; close it and raise if its file cannot be identified."""
         try:
             status = os.fstat(number)
         except OSError:
@@ -210,7 +210,7 @@ class Descriptor(int):
 
 
 def require_ours(descriptor: int) -> None:
-    """Raise EBADF, as the kernel does for a closed descriptor, also where the number is in use again."""
+    """Raise EBADF, as the kernel does for a closed descriptor, even if the number is in use again."""
     if isinstance(descriptor, Descriptor) and not descriptor.is_ours:
         raise OSError(errno.EBADF, "somebody else closed the descriptor")
 
@@ -231,7 +231,7 @@ def locked_folder(folder: Path, work: str) -> Iterator[None]:
 
 
 def sync_directory(path: Path | str) -> None:
-    """Make the names in a directory durable, as far as the file system can."""
+    """Make the names in a directory durable, if the file system supports this."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

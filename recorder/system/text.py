@@ -1,4 +1,4 @@
-"""Counts, lists, sizes and times as text for people, and values as JSON has them.
+"""Counts, lists, sizes and times as text for people, and values for JSON.
 
 A long list is cut, and says how many items are left out.
 """
@@ -18,19 +18,19 @@ _MAX_DEPTH = 50
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 row``, ``2,000 rows``."""
+    """Return ``1 row``, ``2,000 rows``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def listed(items: Iterable[object], most: int = 8) -> str:
-    """``a, b, c``, or ``a, b and 7 more`` where there are more than `most`."""
+    """Return ``a, b, c``, or ``a, b and 7 more`` where there are more than `most`."""
     texts = list(map(str, items))
     more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
 
 
 def steps_in_words(steps: Sequence[int], noun: str = "step") -> str:
-    """``step 3``, ``steps 0 to 49``, ``steps 0 to 90 (one in 10)``, ``steps 0 to 90 (12 of them)``; steps ascend."""
+    """Return ``step 3``, ``steps 0 to 49``, ``steps 0 to 90 (one in 10)`` or the like; the steps ascend."""
     if len(steps) < 2:
         return f"{noun} {steps[0]}" if steps else f"no {noun}"
     gap, rest = divmod(steps[-1] - steps[0], len(steps) - 1)
@@ -40,13 +40,13 @@ def steps_in_words(steps: Sequence[int], noun: str = "step") -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text, with its middle left out where it is longer than so many characters."""
+    """Return a text, with its middle left out if it has more than `most` characters."""
     half = most // 2 - 1
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def one_line(value: object) -> str:
-    """Return anything as text on one line, with nothing that a terminal would obey; also where it has no text."""
+    """Return any object as text on one line, without control characters, even if the object has no text."""
     try:
         text = str(value)
     except Exception:  # of a class of the program
@@ -55,7 +55,7 @@ def one_line(value: object) -> str:
 
 
 def named(noun: str, numbers: Sequence[object], most: int = 8) -> str:
-    """``rank 3``, ``ranks 1, 2``."""
+    """Return ``rank 3``, ``ranks 1, 2``."""
     return f"{noun}{'s' * (len(numbers) > 1)} {listed(numbers, most)}"
 
 
@@ -83,13 +83,13 @@ def printable_line(text: object) -> str:
 
 
 def printable(text: object) -> str:
-    """Return untrusted input on one line, of bounded length, without anything that a terminal would obey."""
+    """Return untrusted input on one line, of bounded length, without control characters that a terminal would obey."""
     shown = printable_line(text)
     return shown if len(shown) <= MAX_CELL else shown[: MAX_CELL - 3] + "..."
 
 
 def number(value: float | int | None) -> str:
-    """Return a statistic in few characters."""
+    """Return a statistic as a short text."""
     if value is None:
         return ""
     if isinstance(value, int):
@@ -98,7 +98,7 @@ def number(value: float | int | None) -> str:
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as a range: ``0..100 (57)`` where some between are missing."""
+    """Return sorted numbers as a range: ``0..100 (57)`` if numbers in between are missing."""
     if not numbers:
         return ""
     first, last = numbers[0], numbers[-1]
@@ -109,7 +109,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def grouped(paths: Sequence[str]) -> list[str]:
-    """Return quoted paths; those that differ in nothing but numbers are one, where every combination is there."""
+    """Return quoted paths, with one pattern for paths that differ only in numbers and have every combination."""
     groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
     for path in paths:
         parts = path.split(".")
@@ -150,7 +150,7 @@ def bytes_of_setting(value: int) -> str:
 
 
 def for_json(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON has it: keys are texts, and numbers that are not finite are null."""
+    """Return a value that JSON can represent: keys become texts, and numbers that are not finite become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if not isinstance(value, (Mapping, list, tuple)):

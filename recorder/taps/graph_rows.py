@@ -1,7 +1,7 @@
-"""Makes rows of what ops in graphs show: finds the module, the slice, and the call that a gradient belongs to.
+"""Makes rows of the values of ops in graphs: finds the module, the slice, and the call that a gradient belongs to.
 
-A graph has no hooks of ours and knows no call: an op is given a name and the text of a `Where`. Nothing here may keep
-a tensor or raise into training.
+A graph has none of the recorder's hooks and knows no call: an op has only a name and the text of a `Where`. Nothing
+here may keep a tensor or raise into training.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..sites import GRADIENT_OF
 from .module_taps import Where
 
 _MAX_CALLS = 1024
-"""Calls at one tap of one graph whose gradients can be distinguished."""
+"""The number of calls at one tap of one graph whose gradients can be distinguished."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
-"""Marks the gradient of a tap's result, which unlike a tensor hook's has no share from uses inside the module."""
+"""The note on the gradient of a tap's result, which unlike a tensor hook's has no share from uses in the module."""
 _Key = tuple[str, str, int]
-"""Name, where and number of a tap, as the ops get them."""
+"""The name, the `where` and the number of a tap, as the ops receive them."""
 
 
 class TappedModule(Protocol):
@@ -39,17 +39,17 @@ class TappedModule(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether this thread is in a call of the module whose begin its hook has seen."""
+        """Whether this thread is in a call of the module that began with the module's hook."""
 
     @property
     def is_hidden(self) -> bool:
-        """True for a module without hooks, which only its tap shows."""
+        """True for a module without hooks, whose values only its tap shows."""
 
     def unit_dim(self, rule_set: int, site: str, name: str) -> int:
-        """The dim along which a value of the module has units."""
+        """Return the dim along which a value of the module has units."""
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
-        """Note that a graph made of the module has shown its input or its output."""
+        """Note that a graph that contains the module has recorded the module's input or output."""
 
 
 class TappedRoot(Protocol):
@@ -60,22 +60,22 @@ class TappedRoot(Protocol):
 
     @property
     def modules_by_tap(self) -> Mapping[str, TappedModule]:
-        """Modules with taps, by the text of a `Where`."""
+        """The modules with taps, by the text of a `Where`."""
 
     def has_tap(self, where: str) -> bool:
         """Whether a tap is on a module of this root."""
 
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
-        """The slice and the phase of a value that a tap shows now."""
+        """Return the slice and the phase of a value that a tap shows now."""
 
     def gradient_at_tap(self, moment: Moment) -> None:
         """Note that a gradient has come to a tap."""
 
     def path_of_tap(self, name: str) -> str:
-        """The path of the module that has a tap by hand in a graph."""
+        """Return the path of the module that has a tap by hand in a graph."""
 
     def module_at(self, path: str) -> TappedModule | None:
-        """The module under hooks at a path; None without one."""
+        """Return the module under hooks at a path; None without one."""
 
     def add_tapped(self, where: Where, path: str) -> None:
         """Note that a graph shows a module."""
@@ -121,7 +121,7 @@ class _RootTap:
     gradient_rule_set: int
     gradient_origin: Origin = field(init=False)
     key: tuple[str, str, str, str] = field(init=False)
-    """The tap in the counts of a slice; a tap by hand in eager code has the same key."""
+    """The tap's name in the counts of a slice; a tap by hand in eager code has the same name."""
 
     def __post_init__(self) -> None:
         self.gradient_origin = self.origin._replace(site=GRADIENT_OF[self.origin.site])
@@ -129,7 +129,7 @@ class _RootTap:
 
 
 class TapRows:
-    """The taps that have shown a value, and the rows of what they show."""
+    """The taps that have shown a value, and the rows of their values."""
 
     def __init__(self, capture: TapObserver) -> None:
         self._capture = capture
@@ -210,7 +210,7 @@ class TapRows:
                 self._taps.clear()
 
     def root_of(self, where: str) -> TappedRoot | None:
-        """The root whose call runs, else the root whose model has this tap."""
+        """Return the root whose call runs, else the root whose model has this tap."""
         capture = self._capture
         root_calls = capture.root_calls
         if root_calls.depth and root_calls.outermost is not None:

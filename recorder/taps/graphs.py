@@ -1,8 +1,8 @@
 """Taps in code that becomes a graph: decides which tensors go through the op.
 
-The op returns a copy. A copy of a tensor that shares memory with another one that the program can reach would part the
-two: an in-place change of one would no longer show in the other. Such a tensor is shown and passed on as it is, and its
-gradient is not seen. Nothing here may change what a model computes.
+The op returns a copy. If a tensor shares memory with another tensor that the program can reach, a copy would separate
+the two: an in-place change of one would no longer show in the other. Such a tensor is shown and returned without a
+copy, and its gradient is not seen. Nothing here may change what a model computes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_for_graph(value: Any) -> bool:
 
 
 def _is_exporting() -> bool:
-    # Not `torch.compiler.is_exporting()`, which dynamo of torch 2.9 takes for true whatever it compiles.
+    # `torch.compiler.is_exporting()` is not used, because dynamo of torch 2.9 takes it for true in every compilation.
     return torch.compiler._is_exporting_flag
 
 
@@ -66,7 +66,7 @@ def _is_made_into_fx() -> bool:
 
 
 def allow_in_graph() -> None:
-    """Let dynamo put `pass_tap` into its graph as it is: only running code knows which tensors share memory."""
+    """Let dynamo put `pass_tap` into its graph without a trace: only running code knows which tensors share memory."""
     import torch._dynamo
 
     torch._dynamo.allow_in_graph(pass_tap)
@@ -74,7 +74,7 @@ def allow_in_graph() -> None:
 
 
 def _stored_names(kind: type[nn.Module]) -> list[str]:
-    """The attributes that the code of a class of modules stores."""
+    """Return the attributes that the code of a class of modules stores."""
     names: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for value in vars(base).values():
@@ -85,7 +85,7 @@ def _stored_names(kind: type[nn.Module]) -> list[str]:
 
 
 def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str) -> Any:
-    """Tap the tensors of a module's output; the same object is returned where none could be tapped."""
+    """Tap the tensors of a module's output; return the same object if no tensor could be tapped."""
     if not torch.compiler.is_compiling():
         if isinstance(output, torch.fx.Proxy):  # FX does not say whether it stands for a tensor or a tuple
             return output.tracer.create_proxy("call_function", through, (output, where), {})
@@ -124,7 +124,7 @@ def tap_argument(value: Any, name: str, where: str) -> Any:
 
 
 def _watched(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
-    """Show a tensor and return it uncopied: its module may change it in place, and its gradient is that of all uses."""
+    """Show a tensor and return it uncopied, as its module may change it in place; its gradient is that of all uses."""
     if _is_tappable(tensor):
         torch.ops.recorder.watch(tensor, name, where, 0, _with_grad())
     return tensor
@@ -142,7 +142,7 @@ def tap_by_hand(tensor: Any, name: str) -> Any:
 
 
 def through(output: Any, where: str) -> Any:
-    """Show a module's output in a graph that runs as it is, and return it without a copy."""
+    """Show a module's output in a graph that runs without compilation, and return the output without a copy."""
     if not torch.compiler.is_compiling() and is_proxy(output):
         return _map(output, "", lambda value, name: _see_proxy(value, name, where))
     return _map(output, "", lambda tensor, name: torch.ops.recorder.see(tensor, name, where))
@@ -155,14 +155,14 @@ def _see_proxy(value: Any, name: str, where: str) -> Any:
 
 
 def see_one(value: Any, name: str, where: str) -> Any:
-    """Show the tensors of a value for which FX holds a proxy, and return the value."""
+    """Show the tensors of a value for which FX has a proxy, and return the value."""
     return _map(value, name, lambda tensor, at: torch.ops.recorder.see(tensor, at, where))
 
 
 def pass_tap(
     tensor: torch.Tensor, others: Sequence[torch.Tensor], name: str, where: str, with_grad: bool
 ) -> torch.Tensor:
-    """The tensor through the op, or the tensor itself where it shares memory with one of the others."""
+    """Return the tensor after it passed the op, or the tensor itself if it shares memory with one of the others."""
     if any(_shares_memory(tensor, other) for other in others):
         torch.ops.recorder.watch(tensor, name, where, 0, with_grad)
         return tensor
@@ -204,14 +204,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _map(value: Any, name: str, visit: Callable[[Any, str], Any]) -> Any:
-    """A nested value with every tensor replaced; the same object where nothing was replaced."""
+    """Return a nested value with every tensor replaced; the same object where nothing was replaced."""
     return _mapped(value, name, visit)[0]
 
 
 def _mapped(value: Any, name: str, visit: Callable[[Any, str], Any]) -> tuple[Any, bool]:
-    """A nested value with every tensor replaced, and whether any was.
+    """Return a nested value with every tensor replaced, and whether a tensor was replaced.
 
-    Dynamo does not compare containers by identity, hence the flag.
+    The flag is needed because dynamo does not compare containers by identity.
     """
     if isinstance(value, torch.Tensor) or (not torch.compiler.is_compiling() and isinstance(value, torch.fx.Proxy)):
         new = visit(value, name)

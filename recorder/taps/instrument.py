@@ -100,7 +100,7 @@ def _checked(rule: Rule) -> Rule:
 
 
 def strip(model: _M) -> _M:
-    """Take every tap out again: off the modules of a model, and out of its graphs or an exported program.
+    """Take every tap out: off the modules of a model, and out of its graphs or an exported program.
 
     Returns:
         The same object, changed in place.
@@ -140,12 +140,12 @@ def _strip_program(program: torch.export.ExportedProgram) -> None:
 
 
 def where_of(node: Node, root: str, site: str) -> Where:
-    """The `Where` of a tap on a module."""
+    """Return the `Where` of a tap on a module."""
     return Where(root, node.path, site, node.class_name, node.is_leaf, source_line(node.owner) or "")
 
 
 def has_tap(module: nn.Module, name: str) -> bool:
-    """Whether a method of the module's class contains this very name and a call of ``tap``."""
+    """Whether a method of the module's class contains this name and a call of ``tap``."""
     codes = (getattr(value, "__code__", None) for cls in type(module).__mro__ for value in vars(cls).values())
     return any(code is not None and "tap" in code.co_names and name in code.co_consts for code in codes)
 

@@ -1,8 +1,8 @@
 """Taps on modules: forward hooks that call the op, so that values are seen in every transform of the model.
 
-The hook is a plain function whose name encodes everything it does. So it is pickled, packaged and copied by name, made
-again from its name (`__getattr__`), and has source that `torch.jit.script` can compile. In plain eager code it does
-nothing: there the recorder's own hooks see the value, without a copy. Nothing here knows a recording.
+The hook is a plain function whose name encodes everything that it does. So it is pickled, packaged and copied by name,
+made again from its name (`__getattr__`), and has source that `torch.jit.script` can compile. In eager code it does
+nothing, because there the recorder's own hooks see the value, without a copy. Nothing here knows a recording.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from . import graphs, ops
 
 _KEY = 0x7265636F72646572
 """The key of our hook in a module's dict of hooks. No counter reaches it, so no other hook can replace ours, as torch's
-own numbers do where a model is loaded from a file."""
+own numbers would when a model is loaded from a file."""
 _PREFIX = "recorder_tap_"
 MAX_NAME_LENGTH = 256
 _MAX_HOOK_BYTES = 1 << 20
@@ -40,7 +40,7 @@ _SCRIPT_NAMES = {"Tensor", "int", "float", "bool", "str", "Tuple", "List", "Dict
 
 
 _models: dict[str, weakref.ref[nn.Module]] = {}
-"""The model that was instrumented last in this process under each name."""
+"""The model that was last instrumented in this process, by the name under which it was instrumented."""
 
 
 class Where(NamedTuple):
@@ -63,7 +63,7 @@ class Where(NamedTuple):
     @classmethod
     @lru_cache(maxsize=65536)
     def from_text(cls, text: str) -> Where:
-        """Parse the text of a tap. ValueError: it is no text of ours."""
+        """Parse the text of a tap. ValueError: the text was not made by `Where.text`."""
         try:
             parsed = cls(**json.loads(text))
         except TypeError as error:
@@ -96,13 +96,13 @@ def tap_inputs_of(module: nn.Module, where: Where) -> None:
 
 
 def where_tapped(module: nn.Module) -> Iterator[Where]:
-    """The values that the taps on a module show."""
+    """Yield the values that the taps on a module show."""
     hooks: tuple[Any, ...] = (module._forward_hooks.get(_KEY), module._forward_pre_hooks.get(_KEY))
     yield from (Where.from_text(hook.where) for hook in hooks if hook is not None)
 
 
 def name_for(model: nn.Module, name: str | None) -> str:
-    """The name under which a model is instrumented.
+    """Return the name under which a model is instrumented.
 
     Raises:
         TapError: another live model has the name, or the name is no text of 1 to 256 letters.
@@ -123,7 +123,7 @@ def name_for(model: nn.Module, name: str | None) -> str:
 
 
 def model_of(where: str) -> nn.Module | None:
-    """The live model of this process that was instrumented under the name in a tap; None without one."""
+    """Return the live model of this process that was instrumented under the name in a tap; None without one."""
     reference = _models.get(Where.from_text(where).root) if where else None
     return reference() if reference is not None else None
 
@@ -151,7 +151,7 @@ class _ObjectTap:
 
     @property
     def __name__(self) -> str:
-        """Raise where `torch.jit.script`, which cannot compile this hook, asks for its name."""
+        """Raise if `torch.jit.script`, which cannot compile this hook, asks for the hook's name."""
         if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
             where = Where.from_text(self.where)
             raise TapError(
@@ -202,7 +202,7 @@ def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str
 
 
 def __getattr__(name: str) -> Any:
-    """Make the hook of this name, when a tap is put on, or when a model with taps is loaded."""
+    """Make the hook of this name, when a tap is put on a module, or when a model with taps is loaded."""
     if not name.startswith(_PREFIX):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     packed = name.removeprefix(_PREFIX).upper()
@@ -235,7 +235,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_script_type(kind: object) -> bool:
-    """Whether a text from a hook's name is one of our types, and nothing else."""
+    """Whether a text from a hook's name is one of the recorder's types for TorchScript, and nothing else."""
     try:
         tree = ast.parse(kind, mode="eval").body if isinstance(kind, str) else None
     except (SyntaxError, MemoryError):
@@ -249,9 +249,9 @@ def _is_script_type(kind: object) -> bool:
 
 
 def _scripted(value: str, kind: str, name: str, where: str) -> list[str]:
-    """Lines of TorchScript that tap the content of a variable `value` of type `kind`; `name` is an expression.
+    """Return lines of TorchScript that tap the content of a variable `value` of type `kind`; `name` is an expression.
 
-    Every tensor that a tap returns is put back into its place: TorchScript drops calls whose result nobody uses.
+    Every tensor that a tap returns is put back into its place, because TorchScript drops calls whose result is unused.
     """
     if kind == "Tensor":
         return [f"{value} = torch.ops.recorder.see({value}, {name}, {where!r})"]
@@ -289,9 +289,9 @@ def _members(kind: str) -> list[str]:
 
 
 def _script_types(module: nn.Module) -> tuple[list[str], str] | None:
-    """The types of a forward's arguments and result in TorchScript's words; an argument without a hint is a tensor.
+    """Return the types of a forward's arguments and result for TorchScript; an argument without a hint is a tensor.
 
-    None where TorchScript cannot express them, or where there are several forwards.
+    The result is None if TorchScript cannot express the types, or if there are several forwards.
     """
     if isinstance(module, nn.RNNBase):
         return None
@@ -337,7 +337,7 @@ def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Record a tensor under ``name``, and its gradient; the identity when nothing is recording.
 
     In compiled, exported and traced code the call becomes an op of the graph, if the recorder is on when the graph is
-    made; in TorchScript it always does.
+    made; in TorchScript the call always becomes an op.
 
     Raises:
         TapError: the name is no text, is empty, or has more than 256 letters.

@@ -44,7 +44,7 @@ class Sink(Protocol):
 _numbers = itertools.count(1)
 sink: Sink | None = None
 is_on = False
-"""Whether there is a sink. Dynamo guards on it, and compiles anew, with taps or without, when it has changed."""
+"""Whether there is a sink. Dynamo guards on this flag, and compiles again, with or without taps, if it has changed."""
 
 
 def set_sink(new: Sink | None) -> None:
@@ -103,7 +103,7 @@ def _watch_grad(x: torch.Tensor, name: str, where: str = "", number: int = 0, wi
 
 
 class _GraphGradientHook:
-    """Tensor hook behind `recorder::watch`, while a graph is made of the forward and the backward."""
+    """The tensor hook of `recorder::watch`, for a graph that is made of the forward and the backward."""
 
     __slots__ = ("_key",)
 
@@ -116,7 +116,7 @@ class _GraphGradientHook:
 
 @contextlib.contextmanager
 def _next_level() -> Iterator[None]:
-    """Run below autograd; under further transforms of `torch.func`, with the gradients that a forward turns off."""
+    """Run below autograd. Under further transforms of `torch.func`, enable the gradients that a forward turns off."""
     with contextlib.ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(torch.enable_grad())
@@ -244,7 +244,7 @@ def _differentiable(function: Any, op: Any) -> Any:
 
 def _batched(op: Any) -> Any:
     def batched(info: Any, in_dims: Any, x: torch.Tensor, *key: Any) -> tuple[torch.Tensor, int]:
-        """Record the batch as one value, with its dim in front."""
+        """Record the batch as one value, with its batch dim first."""
         return op(x.movedim(in_dims[0], 0), *key), 0
 
     return batched

@@ -1,8 +1,8 @@
 """`recorder.trace`: the values of a model's calls in memory, for the length of a ``with`` block.
 
-It puts hooks on the selected modules, copies what they show, and takes them off again. Nothing here may change what the
-model computes (that hooks alone keep `TransformerEncoderLayer` off its fused path in evaluation is torch's own doing),
-raise into it, write a file, or touch a recording that is under way.
+A trace puts hooks on the selected modules, copies the values that the hooks see, and takes the hooks off again. Nothing
+here may change what the model computes, raise into the model, write a file, or touch a recording that is under way.
+(Hooks of any kind keep torch's `TransformerEncoderLayer` off its fused path in evaluation.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .values import Key, TracedModule, Values
 __all__ = ["Key", "Trace", "Values", "trace"]
 
 _SEEN_SITES = (*OF_CALLS, *OF_MODULES)
-"""Sites that a module has without an optimizer, and without the program's help."""
+"""The sites that a module has without an optimizer, and without the program's help."""
 _GRADIENTS_OF_CALLS = frozenset(OF_CALLS) & frozenset(GRADIENTS)
 _NO_CLAUSES = ("rank", "steps", "keep", "unit_dim", "before", "after")
 _INLINED = "in a graph of torch.fx or torch.export, where it has no call of its own"
@@ -44,18 +44,18 @@ def trace(
 ) -> Trace:
     """Keep the values of a model's calls in memory: ``with recorder.trace(model, depth=2) as values: model(x)``.
 
-    The trace sees only calls by the thread that entered the block, but gradients wherever they are computed, also after
-    the block. Parameters and buffers are those at the begin of the block, a parameter's ``grad`` is that at its end.
+    The trace sees only calls by the thread that entered the block, but sees gradients wherever they are computed, even
+    after the block. Parameters and buffers are copied at the start of the block, a parameter's ``grad`` at its end.
     The calls of checkpointed modules count once. A recording that is under way goes on as without the trace.
 
-    Inside compiled modules nothing is seen but what the outermost takes and returns, unless the trace is entered under
-    ``torch.compiler.set_stance("force_eager")``. A function that is compiled for the first time in a block is compiled
-    again outside it.
+    Of a compiled module only the arguments and the result of the outermost call are seen, unless the trace is entered
+    under ``torch.compiler.set_stance("force_eager")``. A function that is compiled for the first time in a block is
+    compiled again outside the block.
 
     Args:
         model: any module, wrapped or not.
         select: rules as in the setting ``rules``, with the keys module, class, leaf, site, name and call.
-        depth: levels of modules below the root (which is 0) that are seen; None: all.
+        depth: the number of levels of modules below the root that are seen; None sees all levels.
         keep_graph: keep the tensors themselves, too, for `Values.live` and `Values.grad`.
 
     Raises:
@@ -97,7 +97,7 @@ def _rules(select: object) -> tuple[Rule, ...]:
 
 
 def _clauses(select: object) -> Iterator[str]:
-    """The keys of clauses that rules were written with, which `parse_rules` has accepted."""
+    """Yield the keys of clauses that rules were written with, which `parse_rules` has accepted."""
     if isinstance(select, str):
         for text in select.split(";"):
             yield from (word.partition("=")[0] for word in shlex.split(text))
@@ -113,7 +113,7 @@ def _clauses(select: object) -> Iterator[str]:
 
 
 class Trace:
-    """The context manager that `trace` returns; it is entered once, and gives `Values`."""
+    """The context manager that `trace` returns; it is entered once, and gives a `Values`."""
 
     def __init__(self, model: nn.Module, rules: tuple[Rule, ...], depth: int | None, keep_graph: bool) -> None:
         nodes = tree.walk(model)
@@ -177,7 +177,7 @@ def _depth(path: str) -> int:
 
 
 def _why_no_hooks(nodes: list[tree.Node]) -> dict[str, str]:
-    """The modules that a graph replaces, by path, with the reasons why their hooks do not run."""
+    """Return the modules that a graph replaces, by path, with the reasons why their hooks do not run."""
     compiled: list[str] = []
     reasons = {}
     for node in nodes:
@@ -211,9 +211,9 @@ class _TracedModuleHooks:
         self._sees_inputs = any(values_of(site) == "input" for site in self.seen.sites)
         self._signature: tree.Signature | None = None
         self._num_graphless = 0
-        """Calls without gradients, as a reentrant checkpoint makes them."""
+        """The number of calls without gradients, which reentrant checkpoints make."""
         self._open: dict[int, list[int | None]] = {}
-        """By thread, the calls that have begun and not ended; None for a call that is not seen."""
+        """The calls that have begun and not ended, by thread; None for a call that is not seen."""
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -236,7 +236,7 @@ class _TracedModuleHooks:
         self._handles.clear()
 
     def _guard(self, site: str, see: Callable[..., None]) -> Callable[..., None]:
-        """A hook's function that never raises into the model."""
+        """Return a hook's function that never raises into the model."""
 
         def seen(module: nn.Module, *values: Any) -> None:
             if module is not self._module or _is_tracing() is not None:
@@ -271,7 +271,7 @@ class _TracedModuleHooks:
                 self._see("output", "grad_output", name, tensor, call)
 
     def _begin(self) -> int | None:
-        """Count a call that begins; return its number, or None where the call is not seen."""
+        """Count a call that begins; return its number, or None for a call that is not seen."""
         seen = self.seen
         if _is_in_backward():
             return self._recomputed_call()
@@ -283,7 +283,7 @@ class _TracedModuleHooks:
         return seen.num_calls - 1
 
     def _recomputed_call(self) -> int | None:
-        """The call whose graph a recompute makes; None where the forward made it, or where that is unknown."""
+        """Return the call whose graph a recompute makes; None where the forward made it, or where that is unknown."""
         seen = self.seen
         seen.num_recomputed += 1
         if self._num_graphless and seen.num_calls > 1:
@@ -334,7 +334,7 @@ def _is_in_backward() -> bool:
 
 
 class _Hook(module_hooks.Hook):
-    """A callable of a trace that torch holds; while a compiler traces it, it returns at once."""
+    """A callable of a trace that torch registers; while a compiler traces the callable, it returns at once."""
 
     __slots__ = ("_see",)
     _why_not_scripted = "torch.jit.script cannot compile the hooks of a trace; script the model outside its block"
@@ -348,17 +348,17 @@ class _Hook(module_hooks.Hook):
 
 
 class _GradientArrives:
-    """Tensor hook that keeps a gradient, but not the trace, which may hold the graph that holds the hook."""
+    """The tensor hook that keeps a gradient but no reference to the trace, whose graph may refer to the hook."""
 
     __slots__ = ("_key", "_values", "handle")
     __torch_unserializable__ = True
-    """Torch must not warn that this hook is lost when a leaf is saved."""
+    """Tells torch not to warn that this hook is lost when a leaf tensor is saved."""
 
     def __init__(self, values: Values, key: Key) -> None:
         self._values = weakref.ref(values)
         self._key = key
         self.handle: Any = None
-        """Set for a hook on a leaf, which outlives the graph: the hook is removed once it has fired."""
+        """The handle of a hook on a leaf, which outlives the graph: the hook is removed once it has fired."""
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
         values = self._values()

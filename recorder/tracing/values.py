@@ -1,7 +1,7 @@
-"""The values of a trace: an ordered mapping from keys to tensors, and the questions that it answers.
+"""The values of a trace: an ordered mapping from keys to tensors, with look-ups by short keys.
 
-A `Values` holds copies of tensors, on request the tensors themselves, and the reasons why values are missing. Nothing
-here may run a module, put a hook on anything, or issue a collective, not even to show a tensor.
+A `Values` contains copies of tensors, on request the tensors themselves, and the reasons why values are missing.
+Nothing here may run a module, put a hook on anything, or issue a collective, not even to show a tensor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _MAX_ROWS = 40
 _MAX_NOTES = 5
 _MAX_KEY_WIDTH = 72
 _MAX_COMPARED = 2000
-"""So many keys are compared with a missing key, to name the nearest."""
+"""The most keys that are compared with a missing key to find the nearest keys."""
 
 
 class Key(NamedTuple):
-    """Where a tensor was seen; a look-up may leave out everything but the module path."""
+    """The place at which a tensor was seen; a look-up may leave out everything but the module path."""
 
     module_path: str
     site: str = "output"
@@ -38,13 +38,13 @@ class Key(NamedTuple):
     name: str = ""
     """The argument, the path in a nested value, or the parameter; in a look-up ``""`` also means the only value."""
     call: int = 0
-    """Counts the module's calls in the trace."""
+    """The number of the module's call in the trace, from 0."""
     repeat: int = 0
-    """Counts the tensors with this key: 1 for a second backward."""
+    """The number of the tensor among those with an otherwise equal key, from 0: 1 for a second backward."""
 
     @property
     def short(self) -> str:
-        """The shortest text that looks the value up."""
+        """The shortest text by which a look-up finds the value."""
         parts: list[object] = list(self)
         for default in (0, 0, "", "output"):
             if parts[-1] != default:
@@ -55,7 +55,7 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TracedModule:
-    """What a trace wanted to see of one module, and the calls that it saw."""
+    """The sites of one module that a trace should see, and the calls that it saw."""
 
     path: str
     class_name: str
@@ -64,9 +64,9 @@ class TracedModule:
     """The reason why the module's hooks may not run at all."""
     num_calls: int = 0
     num_calls_elsewhere: int = 0
-    """Calls in other threads."""
+    """The number of calls in other threads."""
     num_recomputed: int = 0
-    """Calls within a backward."""
+    """The number of calls within a backward."""
 
 
 class Values(Mapping[Any, torch.Tensor]):
@@ -88,10 +88,10 @@ class Values(Mapping[Any, torch.Tensor]):
         self._aliases = aliases
         self._keeps_graph = keeps_graph
         self.is_asking = False
-        """True while `grad` runs the graph: then the hooks see its answer, and no gradient of the program."""
+        """True while `grad` runs the graph, so that hooks ignore the gradients, which are not the program's."""
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
-        """Keep a copy of a tensor, or the reason why there is none. Called from any thread."""
+        """Keep a copy of a tensor, or the reason why it cannot be copied. Called from any thread."""
         try:
             copied = _copy(tensor)
             edge = None
@@ -157,10 +157,10 @@ class Values(Mapping[Any, torch.Tensor]):
     __hash__ = object.__hash__
 
     def key(self, key: Any) -> Key:
-        """The complete key that a shortened key stands for.
+        """Return the complete key that a shortened key stands for.
 
         Raises:
-            TraceKeyError: there is no such value, or several; the message names the nearest and the reason.
+            TraceKeyError: there is no such value, or several; the message names the nearest keys and the reason.
         """
         parts = (key,) if isinstance(key, str) else key
         if not isinstance(parts, tuple) or not 1 <= len(parts) <= 5 or not all(map(_fits, parts, range(5))):
@@ -216,7 +216,7 @@ class Values(Mapping[Any, torch.Tensor]):
         return [some[text] for text in near]
 
     def live(self, key: Any) -> torch.Tensor:
-        """The tensor itself with its graph, from a trace that keeps it. Later in-place operations show in it.
+        """Return the tensor itself with its graph, if the trace keeps graphs. Later in-place operations show in it.
 
         Raises:
             TraceError: the trace keeps no graph.
@@ -231,7 +231,7 @@ class Values(Mapping[Any, torch.Tensor]):
             raise TraceError("this trace holds detached copies only; use recorder.trace(model, ..., keep_graph=True)")
 
     def grad(self, y: Any, x: Any, v: torch.Tensor | None = None) -> torch.Tensor:
-        """The vector-Jacobian product of two values: what ``x`` receives where ``y`` receives ``v``.
+        """Return the vector-Jacobian product of two values: what ``x`` receives where ``y`` receives ``v``.
 
         Both values are as the trace saw them. The call may be repeated, and changes no ``.grad`` and nothing in the
         trace. Other hooks on the graph see it, as they see any `torch.autograd.grad`.
@@ -300,7 +300,7 @@ class Values(Mapping[Any, torch.Tensor]):
         return f"{len(self)} values, {sum(map(_num_bytes, self._tensors.values())):,} bytes"
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The titles, and a row for each value; of many values those in the middle are left out."""
+        """Return the titles, and a row for each value; the middle values are left out if there are many."""
         keys = list(self._tensors)
         shown = keys if len(keys) <= _MAX_ROWS else keys[: _MAX_ROWS * 3 // 4] + keys[-_MAX_ROWS // 4 :]
         rows = [_row(key, self._tensors[key]) for key in shown]
@@ -319,11 +319,11 @@ class Values(Mapping[Any, torch.Tensor]):
 
 
 class _NotKeptError(Exception):
-    """The reason why a tensor cannot be copied."""
+    """Raised for a tensor that cannot be copied, with the reason."""
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the same kind, without a graph, made so that no mode of the caller sees it."""
+    """Return a copy of the same kind, without a graph, made so that no mode of the caller sees it."""
     functorch = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(tensor):
         raise _NotKeptError("seen inside vmap, grad or another function transform, outside which it has no meaning")
