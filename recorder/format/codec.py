@@ -1,4 +1,4 @@
-"""Encodes and decodes payload bytes, and chooses the encoding that pays; never knows of dtypes, rows or files.
+"""Encodes and decodes payload bytes, and chooses the encoding that saves most; knows no dtypes, rows or files.
 
 `encodings` defines each encoding. Measured on one core (float32 activations): splitting into byte planes 9 to 16 GB/s,
 zstd on the top plane 1.1 GB/s, and the compiled Huffman code, which makes frames of the same format without a search
@@ -21,20 +21,20 @@ from .encodings import ENCODING_OF, PLANES, PLANES_PLAIN, RAW, Bytes, PayloadWri
 CODECS = ("auto", "none", "zstd")
 
 _MIN_BYTES = 16384
-"""A smaller payload is stored as it is: at 4 KiB, planes cost 22 us a row and save 7 %."""
+"""The size below which a payload is stored plainly: at 4 KiB, planes cost 22 us a row and save 7 %."""
 _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
-"""A part is compressed if its sample shrinks below this: zstd and decompression cost more than 8 % of a write."""
+"""The share of its size below which a sample must shrink for compression, which costs over 8 % of a write."""
 _MATCHES_PAY = 1.05
-"""zstd, which takes at least twice as long, is chosen where the Huffman code leaves so many times its bytes."""
+"""The factor by which the Huffman code must exceed zstd's size for zstd, which takes at least twice as long."""
 _SAMPLED_EACH = 16
-"""One of so many payloads of a kind is sampled (25 us), while the others stay within `_ALIKE` of its share."""
+"""One of this many payloads of a kind is sampled (25 us), while the others stay within `_ALIKE` of its share."""
 _ALIKE = 0.04
 _MAX_KINDS = 1 << 16
 
 
 def max_encoded_bytes(nbytes: int) -> int:
-    """Return the bytes of `out` that `Encoder.encode` may need; a little more than it ever writes."""
+    """Return the bytes of `out` that `Encoder.encode` may need, a little more than it ever writes."""
     return nbytes + nbytes // 128 + 4096
 
 
@@ -44,13 +44,13 @@ class _Known:
     def __init__(self, choice: tuple[str, Kernels | None], share: float) -> None:
         self.choice = choice
         self.share = share
-        """The encoded share of the bytes."""
+        """The encoded size as a share of the payload's bytes."""
         self.num_left = _SAMPLED_EACH - 1
-        """Payloads until the next sample."""
+        """The number of payloads until the next sample."""
 
 
 class Encoder:
-    """Compresses payloads. Not thread-safe: it holds the zstd context and 1 MiB of scratch."""
+    """Compresses payloads. Not thread-safe, because it owns the zstd context and 1 MiB of scratch."""
 
     def __init__(self, codec: str = "auto", level: int = 1, kernels: Kernels | None = None) -> None:
         if codec not in CODECS:
@@ -62,10 +62,10 @@ class Encoder:
         self._writer = PayloadWriter(level, kernels)
         self._known: dict[tuple[Hashable, int], _Known] = {}
         self.is_hurried = False
-        """True while codec `auto` stores payloads as they are, because training needs the cores more."""
+        """True while codec `auto` stores payloads unencoded, because training needs the cores more."""
 
     def stores(self, num_bytes: int) -> bool:
-        """Whether a payload of so many bytes is stored as it is, whatever its content."""
+        """Whether a payload of `num_bytes` bytes is stored unencoded, whatever its content."""
         return num_bytes < self._min_bytes
 
     def encode(self, data: Bytes, item_bytes: int, out: Bytes, kind: Hashable = None) -> tuple[str, int]:
@@ -79,7 +79,7 @@ class Encoder:
             kind: the source of `data`; payloads of one kind are similar, so not each of them is sampled.
 
         Returns:
-            The encoding, and how many bytes of `out` it took.
+            The encoding, and the number of bytes of `out` that the payload takes.
         """
         num_bytes = len(data)
         is_stored = num_bytes < self._min_bytes or (self.is_hurried and self._codec == "auto")
@@ -106,10 +106,10 @@ class Encoder:
         return encoding, num_written
 
     def _choose(self, data: Bytes, item_bytes: int) -> tuple[str, Kernels | None]:
-        """Return the encoding, and the compiled loops where they compress instead of zstd.
+        """Return the encoding, and the compiled loops if they compress instead of zstd.
 
-        The Huffman code leaves at least a bit of each byte: planes that are constant in a sample need not be so
-        elsewhere.
+        The Huffman code leaves at least one bit of each byte, because planes that are constant in a sample need not be
+        constant elsewhere.
         """
         if self._codec == "zstd":
             return PLANES if item_bytes > 1 else RAW, None
@@ -132,7 +132,7 @@ class Encoder:
         return PLANES_PLAIN if item_bytes > 1 else RAW, self._huffman if is_near else None
 
     def _sample_planes(self, data: Bytes, item_bytes: int) -> tuple[Bytes, int]:
-        """The planes of a sample, valid until the next call, and about the size of plane 0 in the Huffman code."""
+        """Return the planes of a sample, valid until the next call, and the rough Huffman-coded size of plane 0."""
         if self.kernels is None:
             return _sample(data, item_bytes).T[::-1].copy(), 0
         scratch = self._writer.scratch
@@ -143,8 +143,8 @@ class Encoder:
 def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> Bytes:
     """Return the tensor's bytes, new and writable, from a payload (any contiguous buffer) that is no reference.
 
-    Nothing is allocated before the payload's own sizes agree with `payload_bytes`, the bytes that must come out;
-    CorruptError is raised where they do not, UnsupportedError for an unknown encoding.
+    Nothing is allocated before the payload's own sizes agree with `payload_bytes`, the bytes that must come out.
+    CorruptError is raised if the sizes disagree, UnsupportedError for an unknown encoding.
     """
     source, read = memoryview(payload).cast("B"), encoding_of(encoding).read
     if read is None:
@@ -168,9 +168,9 @@ class EncodedPayload(NamedTuple):
 
 
 def concatenate(payloads: Sequence[EncodedPayload], item_bytes: int) -> tuple[str, list[memoryview]] | None:
-    """Join payloads end to end without decoding: frames and planes are laid side by side.
+    """Join payloads end to end without decoding, by placing their frames and planes one after the other.
 
-    Returns the encoding, and the pieces of ``data`` in order; None where encodings differ, or cannot be joined so.
+    Returns the encoding, and the pieces of ``data`` in order; None if encodings differ, or cannot be joined this way.
     """
     sources = [(memoryview(p.data).cast("B"), p.payload_bytes) for p in payloads if p.payload_bytes]
     encodings = {payload.encoding for payload in payloads if payload.payload_bytes} or {PLAIN}

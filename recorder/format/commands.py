@@ -1,10 +1,10 @@
-"""Commands to a run that is under way, the answers of its writers, and the rules that follow from both.
+"""Commands to a run that is under way, the answers of its writers, and the rules that result from both.
 
 A command is one small immutable file, ``_commands/000001.json``. A writer answers in its manifest and its status.
 
 A command names the steps that it is for, which lie ahead when it is sent, so that all ranks act at the same steps
-without talking to each other. It selects what is recorded, and nothing else: a command never holds a path, a size or
-code. Nothing here touches a file; `storage.commands` sends and finds them.
+without communication. A command selects what is recorded, and nothing else: it never contains a path, a size or
+code. Nothing here touches a file; `storage.commands` sends and finds commands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rundir import Members, check_version, encode_manifest
 
 COMMANDS = "_commands"
 COMMAND_BYTES = 4096
-"""A larger file is no command."""
+"""The size of the largest command; a larger file is no command."""
 MAX_COMMANDS = 4096
 """The highest number of a command in a run."""
 
@@ -45,7 +45,7 @@ class Command:
 
     kind: str
     """``set`` adds capture rules to the run's own. ``undo`` ends another command. ``pause`` stops the recording, and
-    ``resume`` ends a pause. ``dump`` keeps what memory holds of the steps."""
+    ``resume`` ends a pause. ``dump`` writes the values of the steps that wait in the ring."""
     from_step: int
     to_step: int | None = None
     rules: tuple[str, ...] = ()
@@ -54,15 +54,15 @@ class Command:
     """The number of the command that an ``undo`` ends before `from_step`."""
     reason: str = ""
     by: str = ""
-    """Who sent it, for people: a user and a host, or a rank."""
+    """The text that names the sender: a user and a host, or a rank."""
     attempt: int = 0
-    """The highest attempt of the job when it was sent: a ``dump`` is not done again after a restart."""
+    """The highest attempt of the job when the command was sent, as a ``dump`` is not repeated after a restart."""
     created_ns: int = field(default_factory=time.time_ns)
-    """When it was made, by the sender's clock."""
+    """The time at which the command was made, by the sender's clock."""
     id: str = field(default_factory=lambda: urandom(8).hex())
-    """A command that was carried twice has two numbers and one id, and is done once."""
+    """The id of the command. A command that was carried twice has two numbers and one id, and is done once."""
     number: int = 0
-    """Its number in the run, by the name of its file; 0 until it is sent."""
+    """The command's number in the run, from the name of its file; 0 until it is sent."""
 
     def includes(self, step: int) -> bool:
         return self.from_step <= step and (self.to_step is None or step <= self.to_step)
@@ -123,7 +123,7 @@ def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
 
 
 def problem_of(command: Command) -> str | None:
-    """Return why no writer would take a command; None where writers would."""
+    """Return why no writer would take a command; None for a command that writers would take."""
     if command.kind not in KINDS:
         return f"unknown kind {command.kind[:40]!r}; this version knows {', '.join(KINDS)}"
     if not 0 <= command.from_step < _MAX_STEP or (command.to_step is not None and command.to_step >= _MAX_STEP):
@@ -167,10 +167,10 @@ def _problem_of_rules(command: Command) -> str | None:
 
 WAITING, IN_FORCE, ENDED, MISSED, REFUSED = "waiting", "in force", "ended", "missed", "refused"
 STATES = (WAITING, IN_FORCE, ENDED, MISSED, REFUSED)
-"""The states of a command at a writer: its steps lie ahead; it is done now; it was done; the writer learned of it after
+"""The states of a command at a writer: its steps lie ahead; it is in force; it is over; the writer learned of it after
 all its steps; the writer refuses it. A later version may have more states."""
 _PROGRESS = (WAITING, IN_FORCE)
-"""The states that another state follows, in their order."""
+"""The states that may be followed by another state, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class Answer:
     """The first step at which this writer does it; later than the command's own if the writer learned of it late."""
     until: int | None = None
     why: str = ""
-    """Why the command was missed or refused, or what it left, as a sentence."""
+    """The reason why the command was missed or refused, or its result, as a sentence."""
     by: str = ""
     rules: tuple[str, ...] = ()
 
@@ -210,7 +210,7 @@ class Answer:
         return {name: value for name, value in members.items() if value is not None}
 
     def is_before(self, other: Answer) -> bool:
-        """Whether the writer gave this answer to a command before another answer to it."""
+        """Whether this answer of a writer came before another answer to the same command."""
         known = len(_PROGRESS)
         one, two = (_PROGRESS.index(of.state) if of.state in _PROGRESS else known for of in (self, other))
         return one < two
@@ -237,7 +237,7 @@ def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rul
 
 
 Span = tuple[int, int | None]
-"""Steps from a first to a last one; None means without an end."""
+"""The first and the last step of a span; None for a span without an end."""
 
 
 def _at(rule: Rule, spans: Sequence[Span]) -> Rule:
@@ -250,7 +250,7 @@ def _span(answer: Answer) -> Span | None:
 
 
 def without(span: Span, pauses: Iterable[Span]) -> list[Span]:
-    """Return a span without pauses."""
+    """Return the parts of a span that no pause covers."""
     first, last = span
     spans: list[Span] = []
     for begin, end in sorted(pauses, key=lambda pause: pause[0]):

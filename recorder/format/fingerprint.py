@@ -1,4 +1,4 @@
-"""64 bits of a tensor's value that add up over the chunks of a tensor, however it is cut.
+"""64 bits of a tensor's value that add up over the chunks of a tensor, however the tensor is cut.
 
 F = sum over elements of (bits as a signed integer) * product over dims of C_d ** (index along d), modulo 2**64, where d
 counts from the last dim and indices are those in the global tensor. FORMAT.md, section "Fingerprint", is the norm.
@@ -19,12 +19,12 @@ from ..numerics.dtypes import flat_boxes
 
 MODULUS = 1 << 64
 _WORD_BYTES = 4
-"""Wider elements count as words: in one 64-bit sum the sign bits of a negated tensor would cancel."""
+"""The size of a word; wider elements count as words, as the sign bits of a negated tensor cancel in a 64-bit sum."""
 _BLOCK_ITEMS = 1 << 15
-"""Elements multiplied at once: values and weights together stay in the second-level cache."""
+"""The number of elements multiplied at once; values and weights together stay in the second-level cache."""
 
 _COMPILED_BLOCK_ITEMS = 1 << 12
-"""Items of a block of the compiled loops, whose weights stay in the first-level cache."""
+"""The number of items of a block of the compiled loops, whose weights stay in the first-level cache."""
 
 _UInt64s = npt.NDArray[np.uint64]
 
@@ -38,8 +38,8 @@ def fingerprint(
 ) -> int:
     """Return the fingerprint of a tensor, or of a chunk at `offsets` of one, as an unsigned 64-bit integer.
 
-    `data` are its little-endian C-order bytes, contiguous; `shape` is theirs. `kernels` are the compiled loops, if
-    wanted.
+    `data` are the little-endian C-order bytes, contiguous, of a tensor of `shape`. `kernels` are the compiled loops, or
+    None.
     """
     if kernels is not None and len(data):
         weights = compiled_weights(item_bytes, shape)
@@ -98,12 +98,12 @@ def constant(dim: int) -> int:
 
 
 class _Plan(NamedTuple):
-    """How a tensor is cut: runs, one for each index of the outer dims, of blocks of rows of the dims inside."""
+    """The way a tensor is cut: into runs, one for each index of the outer dims, of blocks of rows of the inner dims."""
 
     block_shape: tuple[int, ...]
     outer_shape: tuple[int, ...]
     first_outer_dim: int
-    """The last outer dim, counted from the last of the tensor."""
+    """The last outer dim, counted from the tensor's last dim."""
     run_items: int
     block_step: int
     """The factor from a block's weights to those of the next block in the run."""
@@ -125,7 +125,7 @@ def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
 
 
 def _fingerprint_at_origin(words: npt.NDArray[np.signedinteger], shape: tuple[int, ...]) -> int:
-    """Sum blocks of consecutive words: complete rows along one dim, with everything of the dims after it."""
+    """Sum blocks of consecutive words: complete rows along one dim, with all elements of the dims after it."""
     if not words.size:
         return 0
     plan = _plan(shape, _BLOCK_ITEMS)
@@ -194,7 +194,7 @@ def combine_fingerprints(
 ) -> str | None:
     """Return the fingerprint of a tensor from those of its chunks; None where one is missing.
 
-    `moves` are the offsets of each chunk whose fingerprint was taken at the origin, None where it was taken in place.
+    `moves` are the offsets of each chunk whose fingerprint was taken at the origin; None if it was taken in place.
     """
     total = 0
     for text, offsets in zip(fingerprints, moves, strict=True):

@@ -1,6 +1,6 @@
-"""The metadata of each batch of a shard: number, ledger and checksums. Never touches files.
+"""The metadata of each batch of a shard: number, ledger and checksums. Nothing here touches a file.
 
-A checksum covers the bytes that a column's values need, but no padding: IPC alignment and compression do not change it.
+A checksum covers the bytes that a column's values need, without padding, so IPC alignment and compression do not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .rundir import parse_object
 METADATA_KEY = b"recorder_batch"
 METADATA_CRC_KEY = b"recorder_batch_crc32c"
 FILE_CRC_KEY = b"recorder_file_crc32c"
-"""Key in the footer's `custom_metadata`; its value is the checksum of the file, 8 hexadecimal digits."""
+"""The key of the file's checksum, 8 hexadecimal digits, in the footer's `custom_metadata`."""
 NO_DIGITS = b"00000000"
 """The digits in the place of the file's checksum while that checksum is computed."""
 
@@ -31,15 +31,15 @@ class BatchHeader(NamedTuple):
 
     number: int
     ledger: dict[str, Any]
-    """The writer's cumulative accounts, this batch included."""
+    """The writer's cumulative accounts, with this batch included."""
     crcs: Crcs
-    """CRC32C per buffer of each column; None for a validity bitmap that is not there."""
+    """The CRC32C of each buffer, by column; None for a validity bitmap that does not exist."""
     is_seal: bool
     """True for the batch of 0 rows that ends a sealed shard."""
     num_batches: int | None
-    """On the seal: batches of the shard, the seal included."""
+    """The number of batches of the shard, with the seal included; None in the header of any other batch."""
     has_file_crc: bool
-    """On the seal: the footer holds the checksum of the file."""
+    """True in the header of a seal if the footer has the checksum of the file."""
 
 
 def batch_metadata(
@@ -73,7 +73,7 @@ def check_batch(
     crcs_of: Callable[[str], list[int | None]] | None = None,
     where: str,
 ) -> BatchHeader:
-    """Compare a batch as read, all its columns or some, with what its `custom_metadata` says was written.
+    """Compare all or some columns of a batch as read with the checksums in its `custom_metadata`.
 
     `crcs_of` computes `buffer_crcs` of a column from the bytes that the batch was decoded from; by default the buffers
     of the batch are read. CorruptError: the metadata is missing or damaged, or bytes of a column changed.
@@ -139,12 +139,12 @@ def column_crcs(column: Any) -> list[int | None]:
 
 
 class ColumnKind(NamedTuple):
-    """How many bytes of its buffers a column's values need."""
+    """The number of bytes of its buffers that a column's values need."""
 
     bit_width: int
-    """Bits of a value of fixed width; 0 for texts and bytes."""
+    """The bits of a value of fixed width; 0 for texts and bytes."""
     offset_bytes: int
-    """Width of an offset of texts and bytes; 0 for others."""
+    """The bytes of an offset of texts and bytes; 0 for other types."""
 
 
 @lru_cache(maxsize=64)

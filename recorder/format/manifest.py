@@ -1,7 +1,7 @@
-"""The content of `_run.json` and `_writer.json`, each read once: `RunManifest`, `WriterManifest`. Never opens a file.
+"""The content of `_run.json` and `_writer.json`, each read once: `RunManifest`, `WriterManifest`. Opens no file.
 
-A manifest is untrusted input, and its members are looked at here and nowhere else: a member of another kind than
-FORMAT.md wants counts as missing, and `problems` says so.
+A manifest is untrusted input, and only this module reads its members: a member of another kind than FORMAT.md requires
+counts as missing, and `problems` names it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class ParallelRanks:
     """Ranks that share a root."""
 
     ranks: tuple[int, ...]
-    """In the order of the group; empty where the members cannot be ranks."""
+    """The ranks in the order of the group; empty if the members cannot be ranks."""
     kind: str = ""
     """``ddp``, ``fsdp1`` or ``fsdp2``; empty for ranks that work on the same part of the batch."""
     broadcast_buffers: bool | None = None
-    """Whether each forward begins with the first rank's buffers on all ranks; None where unknown."""
+    """Whether each forward begins with the first rank's buffers on all ranks; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,23 +71,23 @@ class RecordedModule:
     buffers: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
-    """For parameters with several names: by own name, the full name under which the parameter is recorded."""
+    """The full name under which a tied parameter is recorded, by the parameter's own name in the module."""
     non_persistent: tuple[str, ...] = ()
-    """Buffers that are in no state dict."""
+    """The buffers that are in no state dict."""
     foreign_hooks: tuple[str, ...] = ()
-    """The program's own hooks on the module: when each runs, its name and its source line."""
+    """The program's own hooks on the module, each with the time at which it runs, its name and its source line."""
     hidden: str = ""
-    """Why hooks see no call of the module; empty where they do."""
+    """The reason why hooks see no call of the module; empty if they see its calls."""
     tapped: tuple[str, ...] = ()
-    """Sites at which only graphs show the module."""
+    """The sites at which only graphs show the module."""
     has_dtensors: bool = False
     """Whether the module has parameters that are DTensors."""
     is_compiled: bool = False
-    """True where the hooks do nothing, because the module is compiled."""
+    """True if the hooks do nothing, because the module is compiled."""
     disarmed: Mapping[str, int] = field(default_factory=dict)
-    """By site, the step from which on the hooks were off, because they kept failing."""
+    """The step from which on the hooks at a site were off, because they kept failing, by site."""
     members: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that the writer says, for whoever writes it again."""
+    """All members of the writer's entry, for code that writes the entry again."""
 
     @property
     def has_values(self) -> bool:
@@ -121,12 +121,12 @@ class RecordedRoot:
     class_name: str = ""
     modules: tuple[RecordedModule, ...] = ()
     data_parallel: ParallelRanks | None = None
-    """The ranks that have other parts of the batch; None without a wrapper."""
+    """The ranks that have other parts of the batch; None without a data-parallel wrapper."""
     model_parallel: ParallelRanks | None = None
-    """The ranks that work on the same part of the batch; None where unknown."""
+    """The ranks that work on the same part of the batch; None if unknown."""
     stage: Stage | None = None
     unshared: Mapping[str, str] = field(default_factory=dict)
-    """By full name, why each rank has a parameter for itself."""
+    """The reason why each rank has its own values of a parameter, by the parameter's full name."""
     jitter: Jitter | None = None
     members: Mapping[str, Any] = field(default_factory=dict)
 
@@ -178,17 +178,17 @@ class Balance:
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     passed: int = 0
-    """Rows that were kept in memory only, because no trigger asked for their steps; no loss."""
+    """The rows that were kept in memory only, because no trigger asked for their steps; they are no loss."""
     retired_rows: int = 0
     retired_bytes: int = 0
     suspect: int = 0
-    """Written rows that may not be on the medium: a sync of their file has failed."""
+    """The written rows that may not be on the medium, because a sync of their file has failed."""
     synced: int = 0
-    """Written rows that were on the medium when the account was made; an older writer leaves 0."""
+    """The written rows that were on the medium when the account was made; an older writer leaves 0."""
 
     @classmethod
     def read(cls, ledger: Members | None) -> Balance:
-        """Return the accounts in a ledger; empty ones where there is none."""
+        """Return the accounts in a ledger; all are 0 if there is no ledger."""
         if ledger is None:
             return cls()
         retired = ledger.inner("retired")
@@ -205,12 +205,12 @@ class Balance:
 
     @property
     def num_missing(self) -> int:
-        """Rows that were numbered and are neither written, nor counted as dropped or passed."""
+        """The rows that were numbered and are neither written, nor counted as dropped or passed."""
         return self.observed - self.written - self.num_dropped - self.passed
 
     @property
     def is_possible(self) -> bool:
-        """Whether no more was removed than was ever written."""
+        """Whether the deleted rows are no more than the written rows."""
         return self.retired_rows <= self.written
 
 
@@ -232,14 +232,14 @@ class RunManifest:
     world_size: int | None = None
     created_ns: int | None = None
     merged_from: MergedFrom | None = None
-    """None unless it is the output of a merge."""
+    """The source of a merged run; None for other runs."""
     members: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     """A sentence for each member of an unexpected kind."""
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> RunManifest:
-        """Read untrusted JSON; `check_version` judges whether it is a manifest of ours at all."""
+        """Read untrusted JSON; `check_version` decides whether it is a manifest of this format at all."""
         problems: list[str] = []
         members = Members(raw, problems)
         name, source = members.optional_text("name"), members.inner("merged_from")
@@ -267,11 +267,11 @@ class Lifetime:
     writer: str = ""
     attempt: int = 0
     state: str = ""
-    """``recording``, ``closed``, or ``failed`` where its thread has given up."""
+    """``recording``, ``closed``, or ``failed`` if the writer's thread has given up."""
     host: str = ""
     pid: int = 0
     process: str | None = None
-    """Tells processes apart that had one pid."""
+    """A text that separates processes that had the same pid."""
     started_ns: int = 0
 
     @classmethod
@@ -280,7 +280,7 @@ class Lifetime:
 
     @property
     def is_running(self) -> bool | None:
-        """Whether the process still runs; None where that cannot be seen from here."""
+        """Whether the process still runs; None if this process cannot see that."""
         return runs(self.host, self.pid, self.process)
 
 
@@ -303,13 +303,13 @@ class RecordedEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingDump:
-    """The steps that a trigger asked a writer for, and what the writer wrote of them."""
+    """The steps that a trigger asked a writer for, and the rows that the writer wrote of them."""
 
     first_step: int
     last_step: int
     reason: str
     by: str
-    """Who asked: a rank, or a user and a host."""
+    """The text that names who asked: a rank, or a user and a host."""
     time_ns: int
     num_rows: int
     num_bytes: int
@@ -333,17 +333,17 @@ class RingDump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetiredEarlier:
-    """What a writer has deleted of an earlier writer of its rank."""
+    """The shards of an earlier writer of its rank that a writer has deleted."""
 
     shards: Mapping[str, Balance]
-    """By sealed name of each shard, what it held, as `retired_rows` and `retired_bytes`."""
+    """The rows and bytes of each deleted shard, as `retired_rows` and `retired_bytes`, by the shard's sealed name."""
     balance: Balance
-    """The earlier writer's accounts, where a deleted shard held the newest ones."""
+    """The earlier writer's accounts, if a deleted shard contained the newest ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedWriter:
-    """In a merged run, a writer of the source."""
+    """A writer of the source of a merged run."""
 
     rank: int | None
     writer: str
@@ -357,7 +357,7 @@ class MergedWriter:
 
     @property
     def has_lost(self) -> bool:
-        """Whether it dropped or deleted rows, or never closed."""
+        """Whether the writer dropped or deleted rows, or never closed."""
         return bool(self.balance.dropped or self.balance.retired_rows or self.state != "closed")
 
 
@@ -369,11 +369,11 @@ class WriterManifest(Lifetime):
     local_rank: int | None = None
     node_rank: int | None = None
     world_size: int = 0
-    """Ranks of the writer's launch; 0 where unknown."""
+    """The number of ranks of the writer's launch; 0 if unknown."""
     step_source: str | None = None
     balance: Balance = field(default_factory=Balance)
     retired_earlier: Mapping[str, RetiredEarlier] = field(default_factory=dict)
-    """By the name of an earlier writer."""
+    """The deleted shards of earlier writers, by the earlier writer's name."""
     restarted: str = ""
     """The error after which the writer started again; empty without one."""
     roots: tuple[RecordedRoot, ...] = ()
@@ -385,18 +385,18 @@ class WriterManifest(Lifetime):
     """The answers to commands that were sent while the run was under way, by number."""
     dumps: tuple[RingDump, ...] = ()
     autoload: bool = False
-    """True where the environment asked for the recording, and not the program."""
+    """True if the environment asked for the recording, and not the program."""
     merged_writers: tuple[MergedWriter, ...] = ()
     members: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that the manifest says, for whoever writes it again; empty where there is none."""
+    """All members of the manifest, for code that writes the manifest again; empty without a manifest."""
     problems: tuple[str, ...] = ()
     """A sentence for each member of an unexpected kind."""
 
     @classmethod
     def read(cls, raw: dict[str, Any], shared: Shared | None = None) -> WriterManifest:
-        """Read untrusted JSON, which the manifest keeps; `check_version` judges whether it is ours at all.
+        """Read untrusted JSON, which the manifest keeps; `check_version` decides whether it is of this format at all.
 
-        `shared` holds what the manifests of one run have in common.
+        `shared` keeps the equal members of the manifests of one run.
         """
         shared = shared or Shared()
         for key, value in raw.items():
@@ -436,7 +436,7 @@ class WriterManifest(Lifetime):
         return rules_in_force(rules, self.commands)
 
     def whole_setting(self, name: str) -> int:
-        """Return the value of a setting that is a whole number, else 0."""
+        """Return the value of a setting that is a whole number; 0 for other values."""
         value = self.settings[name].value if name in self.settings else 0
         return value if type(value) is int else 0
 
@@ -453,5 +453,5 @@ def _retired_earlier(members: Members) -> RetiredEarlier:
 
 
 def _printable(text: str | None) -> str | None:
-    """Return a text without lone surrogates, which JSON may hold and UTF-8 may not."""
+    """Return a text without lone surrogates, which JSON allows and UTF-8 does not."""
     return None if text is None else text.encode(errors="backslashreplace").decode()

@@ -1,9 +1,9 @@
 """The files of a run directory besides its rows: their names, the version of the format, and their JSON.
 
 Manifests are untrusted input: `Members` reads each member as the kind that is expected. A member that is missing or
-null has its default value. So has a member of another kind, which is also taken out of the object; a sentence says
-where the member was and what was expected. Needs neither numpy nor pyarrow. Must never use a name that was found on
-disk as a path.
+null has its default value. A member of another kind has its default value, too, and is taken out of the object; a
+sentence says where the member was and what was expected. Needs neither numpy nor pyarrow. A name that was found on
+disk must never be used as a path.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..sites import FORMAT_NAME, FORMAT_VERSION
 RUN_MANIFEST = "_run.json"
 WRITER_MANIFEST = "_writer.json"
 MERGE_MANIFEST = "_merge.json"
-"""In the output of a merge: the run that it is made of, and the options."""
+"""The file in the output of a merge that names the source run and the options."""
 SHARD_KINDS = ("tensors", "stats")
 MAX_MANIFEST_BYTES = 64 << 20
-"""50,000 modules with their sites need 15 MB; a larger file is not ours."""
+"""The size of the largest manifest; 50,000 modules with their sites need 15 MB, and a larger file is not ours."""
 
 CHECKSUM = "crc32c"
-"""First member of a manifest: CRC32C of all bytes after the comma that follows it."""
+"""The name of a manifest's first member: the CRC32C of all bytes after the comma that follows the member."""
 
 _CHECKSUM = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
 _RANK_DIR = re.compile(r"rank=([0-9]{5,9})")
@@ -51,7 +51,7 @@ class ShardName(NamedTuple):
 
 
 def rank_dir(rank: int) -> str:
-    """Return `rank=00003`: a key that `pyarrow.dataset` can read as a hive partition."""
+    """Return the directory of a rank, such as `rank=00003`, which `pyarrow.dataset` can read as a hive partition."""
     return f"rank={rank:05d}"
 
 
@@ -64,19 +64,19 @@ def parse_rank_dir(name: str) -> int | None:
 
 
 def shard_name(kind: str, number: int) -> str:
-    """Return `tensors-000012.arrow`: a sealed shard."""
+    """Return the name of a sealed shard, such as `tensors-000012.arrow`."""
     if kind not in SHARD_KINDS:
         raise ValueError(f"shard kind {kind!r}: expected one of {SHARD_KINDS}")
     return f"{kind}-{number:06d}.arrow"
 
 
 def open_name(shard: str) -> str:
-    """Return `_tensors-000012.arrow.open`: the shard `shard` while it is being written."""
+    """Return the name of a shard that is being written, such as `_tensors-000012.arrow.open`."""
     return f"{_OPEN_PREFIX}{shard}{OPEN_SUFFIX}"
 
 
 def index_name(shard: str) -> str:
-    """Return `_tensors-000012.index`: the derived index of the sealed shard `shard`."""
+    """Return the name of the index that is derived from a sealed shard, such as `_tensors-000012.index`."""
     return f"_{shard.removesuffix('.arrow')}.index"
 
 
@@ -98,11 +98,11 @@ def encode_manifest(obj: Mapping[str, object]) -> bytes:
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
     """Return the object in a manifest, which is no symbolic link, no device, and no larger than `max_bytes`.
 
-    NotARunError is raised where there is no such regular file, and CorruptError where it is too large, holds no JSON
+    NotARunError is raised if there is no such regular file, and CorruptError if the file is too large, contains no JSON
     object, or has another checksum.
     """
     try:
-        # O_NONBLOCK: opening a FIFO would wait for a writer, for ever.
+        # O_NONBLOCK is set because opening a FIFO would wait for a writer, for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise NotARunError(f"{path}: {error.strerror}; expected a manifest of a run") from error
@@ -120,7 +120,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """The object in a manifest called `where`. CorruptError: it holds no JSON object, or its checksum differs."""
+    """Return the object in a manifest called `where`. CorruptError: no JSON object, or its checksum differs."""
     head = _CHECKSUM.match(text)
     if head is not None and b"%08x" % crc32c(text[head.end() :]) != head[1]:
         raise CorruptError(f"{where}: its bytes are not those that were written; the checksum differs")
@@ -134,7 +134,7 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
 
 
 def check_version(raw: Mapping[str, Any], where: str) -> None:
-    """Check that a manifest is ours (else NotARunError) and of a major version that can be read (UnsupportedError)."""
+    """Raise NotARunError unless a manifest is of this format, and UnsupportedError for another major version."""
     if raw.get("format") != FORMAT_NAME:
         raise NotARunError(f"{where}: its format is {raw.get('format')!r}, expected {FORMAT_NAME!r}")
     match raw.get("version"):
@@ -150,16 +150,16 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
 
 STATUS = "_status.json"
 STATUS_BYTES = 4096
-"""The file always has this size: one block, which the kernel replaces at once wherever it can."""
+"""The size of every status file: one block, which the kernel replaces at once on most file systems."""
 OTHER_REASONS = "other"
-"""The name for drops whose reasons have no room."""
+"""The name under which a status counts drops whose own reasons have no room."""
 _MAX_REASONS = 24
 _MAX_ANSWERS = 8
 _MAX_TEXT = 200
 
 
 def encode_status(facts: Mapping[str, object]) -> bytes:
-    """Return the file of a status: a manifest that a member of blanks pads to its size."""
+    """Return the bytes of a status file: a manifest that a member of blanks pads to its size."""
     facts = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
     dropped = facts.get("dropped")
     for num_reasons, num_commands in ((_MAX_REASONS, _MAX_ANSWERS), (1, _MAX_ANSWERS), (1, 1), (0, 0)):
@@ -185,12 +185,12 @@ def _largest(dropped: Mapping[str, int], num_reasons: int) -> dict[str, int]:
 _MAX_PROBLEMS = 100
 _MAX_SHOWN = 40
 _MAX_SHARED = 8
-"""So many different values of a member are compared with each further value."""
+"""The number of different values of a member with which each further value is compared."""
 Made = TypeVar("Made")
 
 
 def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object in a text. CorruptError: there is none; the message begins with `where`."""
+    """Return the JSON object in a text. CorruptError, which begins with `where`: the text is no JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -201,9 +201,9 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 class Members:
-    """One JSON object, and its place in its file.
+    """One JSON object of a manifest, with its place in the file for messages.
 
-    `problems` takes a sentence for each member of an unexpected kind. The object `above` calls this one `key`.
+    `problems` takes a sentence for each member of an unexpected kind. The object is the member `key` of `above`.
     """
 
     __slots__ = ("_above", "_key", "_problems", "raw")
@@ -217,7 +217,7 @@ class Members:
         self._above = above
 
     def text(self, key: str) -> str:
-        """Return a text; empty by default."""
+        """Return the text of a member; empty by default."""
         value: Any = self.raw.get(key)
         if isinstance(value, str):
             return value
@@ -225,15 +225,15 @@ class Members:
         return ""
 
     def optional_text(self, key: str) -> str | None:
-        """Return a text; None where there is none, and empty where it is something else."""
+        """Return the text of a member; None for a missing member, and empty for a member that is no text."""
         return None if self.raw.get(key) is None else self.text(key)
 
     def count(self, key: str) -> int:
-        """Return a whole number from 0 on that fits 63 bits; 0 by default."""
+        """Return a member that is a whole number from 0 on that fits 63 bits; 0 by default."""
         return self.optional_count(key) or 0
 
     def optional_count(self, key: str) -> int | None:
-        """Return a `count`; None where there is none."""
+        """Return a member as `count` does, but None by default."""
         value: Any = self.raw.get(key)
         if type(value) is int and 0 <= value < 1 << 63:
             return value
@@ -241,7 +241,7 @@ class Members:
         return None
 
     def number(self, key: str, below: float = 1e12) -> float:
-        """Return a finite number from 0 up to a bound; 0 by default."""
+        """Return a member that is a finite number from 0 up to a bound; 0 by default."""
         value: Any = self.raw.get(key)
         if type(value) in (int, float) and math.isfinite(value) and 0 <= value < below:
             return float(value)
@@ -249,34 +249,34 @@ class Members:
         return 0.0
 
     def flag(self, key: str) -> bool:
-        """True or false; false by default."""
+        """Return a member that is true or false; false by default."""
         value: Any = self.raw.get(key)
         if not isinstance(value, bool):
             self._refuse(key, value, "true or false")
         return value is True
 
     def optional_flag(self, key: str) -> bool | None:
-        """Return a `flag`; None where it is neither true nor false."""
+        """Return a member as `flag` does; None if it is neither true nor false."""
         self.flag(key)
         value: Any = self.raw.get(key)
         return value if isinstance(value, bool) else None
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return the texts of a list."""
+        """Return the texts of a member that is a list."""
         return tuple(self._chosen(key, lambda one: isinstance(one, str), "a list of texts"))
 
     def counts_of(self, key: str) -> dict[str, int]:
-        """Return the counts of an object by name, without those that are 0."""
+        """Return the counts of a member that is an object, by name, without counts of 0."""
         inner = self.inner(key)
         return {} if inner is None else {name: count for name in list(inner.raw) if (count := inner.count(name))}
 
     def texts_of(self, key: str) -> dict[str, str]:
-        """Return the texts of an object by name."""
+        """Return the texts of a member that is an object, by name."""
         inner = self.inner(key)
         return {} if inner is None else {name: text for name in list(inner.raw) if (text := inner.optional_text(name))}
 
     def ranks(self, key: str, max_ranks: int, max_rank: int) -> tuple[int, ...]:
-        """Return the ranks, each once; none where one cannot be a rank, or where there are too many."""
+        """Return the ranks in a member, each once; none if an item cannot be a rank, or if there are too many."""
         value: Any = self.raw.get(key)
         is_sound = isinstance(value, list) and len(value) <= max_ranks
         if is_sound and all(type(rank) is int and 0 <= rank < max_rank for rank in value):
@@ -285,7 +285,7 @@ class Members:
         return ()
 
     def inner(self, key: str) -> Members | None:
-        """Return an object; None where there is none."""
+        """Return a member that is an object; None for any other member."""
         value: Any = self.raw.get(key)
         if isinstance(value, dict):
             return Members(value, self._problems, key, self)
@@ -293,18 +293,18 @@ class Members:
         return None
 
     def all_inner(self, key: str) -> dict[str, Members]:
-        """Return the objects inside an object, by name."""
+        """Return the objects inside a member that is an object, by name."""
         inner = self.inner(key)
         objects = {name: inner.inner(name) for name in list(inner.raw)} if inner is not None else {}
         return {name: one for name, one in objects.items() if one is not None}
 
     def list_inner(self, key: str) -> list[Members]:
-        """Return the objects of a list."""
+        """Return the objects in a member that is a list."""
         objects = self._chosen(key, lambda one: isinstance(one, dict), "a list of objects")
         return [Members(one, self._problems, f"{key}[{number}]", self) for number, one in enumerate(objects)]
 
     def plain(self, kind: Any, *but: str) -> dict[str, Any]:
-        """Return the members that a dataclass has fields of plain types for, under the same names; but some."""
+        """Return the members for a dataclass's fields of plain types, by name, except the fields in `but`."""
         return {name: read(self, name) for name, read in _plain_fields(kind) if name not in but}
 
     def _chosen(self, key: str, is_sound: Callable[[Any], bool], expected: str) -> list[Any]:
@@ -343,7 +343,7 @@ _READERS: dict[Any, Callable[[Members, str], Any]] = {
     "bool | None": Members.optional_flag,
     "tuple[str, ...]": Members.texts,
 }
-"""How a member is read that a dataclass has a field for, by the type of the field as it is written."""
+"""The function that reads a member for a dataclass's field, by the annotation of the field."""
 
 
 @lru_cache(maxsize=64)
@@ -352,15 +352,15 @@ def _plain_fields(kind: Any) -> list[tuple[str, Callable[[Members, str], Any]]]:
 
 
 class Shared:
-    """Keeps equal members of several manifests once: each of 4,096 ranks lists all ranks and all modules."""
+    """Keeps equal members of several manifests once, as each of 4,096 ranks lists all ranks and all modules."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[Any]] = {}
         self._made: dict[int, tuple[Any, Any]] = {}
-        """By the identity of a value, the value itself, which must live on, and the result of `make`."""
+        """The value itself, which must stay alive, and the result of `make`, by the identity of the value."""
 
     def once(self, key: str, value: Any) -> Any:
-        """Return a value, or an equal one that this member had in an earlier manifest."""
+        """Return a value, or the equal value that this member had in an earlier manifest."""
         known = self._known.setdefault(key, [])
         same = next((one for one in known if one == value), value)
         if same is value:

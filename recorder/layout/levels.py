@@ -1,6 +1,6 @@
-"""Plans of two levels: ranks that share a part of the batch make one tensor, and these tensors make one.
+"""Plans of two levels: ranks that share a part of the batch make one tensor, and these tensors make the global tensor.
 
-Must never treat plain tensors that differ as one, and look at values only to see whether they are equal.
+Nothing here may treat plain tensors that differ as one, or look at values except to compare them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from .rules import ChunkValues, Replication, concatenated, copies_unless, replic
 
 Groups = tuple[Ints, ...]
 Among = Callable[[Sequence[int]], ChunkValues]
-"""Returns what is known of the values of some chunks, given their numbers."""
+"""Returns what is known of the values of some chunks, given the chunks' numbers."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""Returns the dim along which plain chunks are cut that differ although their ranks share a batch."""
+"""Returns the dim along which plain chunks are cut, if the chunks differ although their ranks share a batch."""
 
 
 class BatchGroup(NamedTuple):
     """The chunks of ranks that share a part of the batch."""
 
     units: Groups
-    """The numbers of chunks that are distributed over one mesh, or of one plain chunk."""
+    """The numbers of the chunks that are distributed over one mesh, or of one plain chunk, for each unit."""
     ranks: Ints
     """The ranks that should have a chunk."""
 
@@ -98,8 +98,8 @@ def within(
 ) -> Plan | NoPlan:
     """Plan the tensor of ranks that share a part of the batch; its terms are numbers of all `chunks`.
 
-    Parameters and what belongs to them (`is_state`) are replicas unless their rows say more; the caller compares them.
-    `among` is called only where chunks might be replicas, `infer` only for plain chunks that may be none.
+    Parameters and values that belong to them (`is_state`) are replicas unless their rows say more; the caller compares
+    them. `among` is called only if chunks may be replicas, `infer` only for plain chunks that may be no replicas.
     """
     plans: list[Plan] = []
     for unit in batch_group.units:
@@ -127,12 +127,12 @@ def within(
         differ = _inferred(chunks, [unit[0] for unit in batch_group.units], infer)
         if isinstance(differ, Plan):
             return differ
-    # Nothing else tells whether constants, and values that were never finite, are chunks or copies.
+    # Nothing else shows whether constants, and values that were never finite, are chunks or copies.
     return _overlay(plans, "inferred") if replication is Replication.UNKNOWN and values.are_equal() else differ
 
 
 def renumbered(plan: Plan, numbers: Ints) -> Plan:
-    """Return a plan of some chunks as a plan of all chunks; `numbers` are their numbers among all."""
+    """Return a plan of some chunks as a plan of all chunks; `numbers` are the numbers of these chunks among all."""
     fills = tuple(
         fill._replace(terms=tuple(Term(numbers[term.chunk], term.factor) for term in fill.terms)) for fill in plan.fills
     )
@@ -140,7 +140,7 @@ def renumbered(plan: Plan, numbers: Ints) -> Plan:
 
 
 def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
-    """Return the chunks that hold the same region of each tensor; None where the tensors are cut differently."""
+    """Return the chunks with the same region of each tensor; None if the tensors are cut differently."""
     first = {fill.region: fill.terms for fill in plans[0].fills}
     chunks_at: dict[tuple[Region, int], list[int]] = {
         (region, k): [term.chunk] for region, terms in first.items() for k, term in enumerate(terms)
@@ -156,7 +156,7 @@ def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
 
 
 class WholeTensors:
-    """The values of tensors made of several chunks, compared chunk by chunk."""
+    """The values of complete tensors that are made of several chunks, compared chunk by chunk."""
 
     def __init__(self, wholes: Sequence[Plan], among: Among) -> None:
         self._wholes = wholes
@@ -179,14 +179,14 @@ class WholeTensors:
         return next((values.batch_dim() for values in self._pairs()), None)
 
     def _pairs(self) -> list[ChunkValues]:
-        """Return for each region, the values that all tensors have there; empty where they are cut differently."""
+        """Return the values that all tensors have in each region; empty if the tensors are cut differently."""
         if len({plan.global_shape for plan in self._wholes}) > 1:
             return []
         return [self._among(some) for some in corresponding(self._wholes) or ()]
 
 
 def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
-    """Plan one tensor from several copies, some perhaps with holes."""
+    """Plan one tensor from several copies, some of which may have holes."""
     plans = sorted(plans, key=lambda plan: not plan.is_complete)
     base = plans[0]
     inner = {some[0]: some for plan in plans for some in plan.copies}
@@ -216,7 +216,7 @@ def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
 
 
 def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
-    """Make one plan of two levels.
+    """Make one plan of a plan with two levels.
 
     `across` joins the groups' tensors: its terms are numbers of `wholes`, whose own terms are numbers of chunks.
     """
@@ -264,7 +264,7 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
         if inner.region.run is not None and any(start):
             return NoPlan("per_rank", "slices of a flattened tensor are no part of a batch")
         terms = tuple(
-            # A product takes a factor once.
+            # In a product only one term takes the factor.
             Term(i, factor * term.factor if plan.op != "product" or k == 0 else factor)
             for k, (i, factor) in enumerate(inner.terms)
         )

@@ -1,6 +1,6 @@
 """The plan of one tensor; and the plans of chunks whose rows name their position: DTensor's shards, FSDP1's slices.
 
-Must never trust a single chunk: its placements, mesh and offsets are compared with those of the others, and with
+No chunk is trusted alone: its placements, mesh and offsets are compared with those of the other chunks, and with
 DTensor's rules.
 """
 
@@ -28,7 +28,7 @@ from .regions import (
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 _MAX_SPLIT_FACTOR = 1 << 12
-"""Bound on the product of a row's split factors: a strided shard has a box for each combination of its cuts."""
+"""The bound on the product of a row's split factors, as a strided shard has a box for each combination of cuts."""
 _MAX_RANKS = 1 << 14
 _MAX_TEXT = 1 << 18
 
@@ -40,7 +40,7 @@ class Mesh(NamedTuple):
     coordinate: Ints
     """The position of the row's rank in the mesh."""
     ranks: Ints
-    """All ranks of the mesh, row-major; empty where the row does not name them."""
+    """All ranks of the mesh, row-major; empty if the row does not name them."""
 
 
 def plan_by_placements(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan:
@@ -125,7 +125,7 @@ def _by_axis(
 
 
 def _region_of(chunk: RankChunk) -> Region | str:
-    """Return the region of the global tensor that a chunk holds, or the fault in its row."""
+    """Return the region of the global tensor that a chunk covers, or the fault in its row."""
     assert chunk.global_shape is not None
     placements = _placements(chunk)
     flat = [placement for placement in placements if placement.get("kind") == "FlatShard"]
@@ -164,7 +164,7 @@ def _region_of(chunk: RankChunk) -> Region | str:
 
 
 def _derived(chunk: RankChunk, placements: tuple[dict[str, Any], ...]) -> Region | str | None:
-    """Return the region that DTensor's rules derive from placements and mesh; None where these do not say."""
+    """Return the region that DTensor's rules derive from placements and mesh; None if these are incomplete."""
     mesh_shape, coordinate, _ = mesh_of(chunk)
     if not placements or len(mesh_shape) != len(placements) or len(coordinate) != len(placements):
         return None
@@ -242,7 +242,7 @@ def _placements(chunk: RankChunk) -> tuple[dict[str, Any], ...]:
 
 @lru_cache(maxsize=4096)
 def parse_placements(text: str | None) -> tuple[dict[str, Any], ...]:
-    """Parse the column `placements`; empty where it is no list of objects."""
+    """Parse the column `placements`; empty if the text is no list of objects."""
     parsed = _json(text)
     return tuple(item for item in parsed if isinstance(item, dict)) if isinstance(parsed, list) else ()
 
@@ -253,7 +253,7 @@ def kinds_of(text: str | None) -> tuple[str, ...]:
 
 
 def reduce_op(text: str | None) -> str:
-    """Return the operation of the ``Partial`` in the column `placements`; empty where there is none."""
+    """Return the operation of the ``Partial`` in the column `placements`; empty without a ``Partial``."""
     return next((str(p.get("reduce_op", "sum")) for p in parse_placements(text) if p.get("kind") == "Partial"), "")
 
 
@@ -308,13 +308,13 @@ RANK_BOUND = {
     "no_layout": "it is a chunk of a tensor in which its position is not known",
     "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
 }
-"""Members of a row's note that keep its chunk with its rank, and why."""
+"""The members of a row's note that keep its chunk with its rank, each with the reason."""
 MAX_NAMED = 8
-"""Ranks that a message names."""
+"""The most ranks that a message names."""
 
 
 class RankChunk(NamedTuple):
-    """One rank's local tensor, as its row describes it. Texts are the row's JSON."""
+    """One rank's local tensor, as its row describes it. The texts are the JSON of the row."""
 
     rank: int
     dtype: str
@@ -324,24 +324,24 @@ class RankChunk(NamedTuple):
     placements: str | None = None
     mesh: str | None = None
     rank_bound: str | None = None
-    """The member of `RANK_BOUND` that its row has."""
+    """The member of `RANK_BOUND` that the row has; None without one."""
     micro_step: int = 0
 
 
 class Term(NamedTuple):
-    """A summand: the number of a chunk, and the factor of its values."""
+    """A summand: the number of a chunk, and the factor of the chunk's values."""
 
     chunk: int
     factor: float = 1.0
 
 
 class Fill(NamedTuple):
-    """A region of the global tensor and the chunks that make it; a single chunk with factor 1 is copied."""
+    """A region of the global tensor and the chunks that make it; one chunk with factor 1 is copied."""
 
     region: Region
     terms: tuple[Term, ...]
     moved: Ints | None = None
-    """The distance of the region's start from where its chunk's fingerprint has it; None where both are the same."""
+    """The distance from the place for which the chunk's fingerprint was taken to the region's start; None if 0."""
 
     @property
     def is_copy(self) -> bool:
@@ -349,28 +349,28 @@ class Fill(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The way in which chunks make one tensor."""
+    """The way in which chunks make one global tensor."""
 
     global_shape: Ints
     fills: tuple[Fill, ...]
     source: str
     op: str = "sum"
     copies: tuple[Ints, ...] = ()
-    """Groups of chunks that must hold the same values, by number; the first of a group is in a fill."""
+    """The groups of chunks that must have the same values, by number; the first of a group is in a fill."""
     scale: str | None = None
     dtype: str | None = None
-    """The dtype of the result, where it is not that of the chunks."""
+    """The dtype of the result; None if it is the dtype of the chunks."""
     is_complete: bool = True
-    """False where chunks are missing that would have covered the rest."""
+    """False if chunks are missing that would have covered the rest."""
     dim: int | None = None
-    """The dim along which batches were laid end to end."""
+    """The dim along which batches were joined end to end; None without such a dim."""
     note: tuple[tuple[str, Any], ...] = ()
-    """More members for the row's `note`."""
+    """Further members for the row's `note`."""
 
     across: Plan | None = None
-    """Where ranks share a batch: the plan that joins the groups' tensors, as if each were a single rank's."""
+    """The plan that joins the groups' tensors, as if each were a single rank's, if ranks share a batch; else None."""
     needs_all: bool = False
-    """True where a missing rank might have changed the tensor, although one rank's tensor has all its elements."""
+    """True if a missing rank might have changed the tensor, although one rank's tensor has all its elements."""
 
     @property
     def is_replica(self) -> bool:
@@ -380,10 +380,10 @@ class Plan(NamedTuple):
 
 
 class NoPlan(NamedTuple):
-    """The chunks make no single tensor, and stay with their ranks."""
+    """The reason why the chunks make no single tensor and stay with their ranks."""
 
     kind: str
-    """``per_rank``: no rule fits. ``inconsistent``: they contradict each other."""
+    """``per_rank``: no rule fits. ``inconsistent``: the chunks contradict each other."""
     why: str
 
 
@@ -393,7 +393,7 @@ def named(chunks: Sequence[RankChunk], field: str) -> str:
 
 
 def values_of_ranks(chunks: Sequence[RankChunk], value_of: Callable[[RankChunk], object]) -> str:
-    """Return a value of each rank's chunk, for messages. Of many ranks some are shown, one for each value."""
+    """Return a value of each rank's chunk, for messages. If there are many ranks, one is shown for each value."""
     values = [str(value_of(chunk)) for chunk in chunks]
     firsts = set({value: i for i, value in reversed([*enumerate(values)])}.values())
     shown = sorted([*sorted(firsts), *(i for i in range(len(chunks)) if i not in firsts)][:MAX_NAMED])

@@ -1,7 +1,7 @@
-"""Geometry of regions: which elements of a global tensor a rank's local tensor holds, and how they are copied.
+"""Geometry of regions: the elements of a global tensor that a rank's local tensor has, and how they are copied.
 
-A region is a run of the flattened global tensor (FSDP1), or boxes (DTensor shards; several where a shard is strided).
-Must never look at values, and never trust regions before `overlap` has compared them.
+A region is a run of the flattened global tensor (FSDP1), or boxes (DTensor shards; several for a strided shard).
+Nothing here may look at values, or trust regions before `overlap` has compared them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..numerics.dtypes import flat_boxes
 
 Ints = tuple[int, ...]
 Range = tuple[int, int]
-"""Begin and end (exclusive), in elements."""
+"""The begin and the end (exclusive) of a range, in elements."""
 
 
 _MAX_COMPARED = 4_000_000
-"""Pairs of boxes, which take 10 s. A mesh of 1,024 ranks with strided shards needs 100,000."""
+"""The most pairs of boxes to compare, which take 10 s. A mesh of 1,024 ranks with strided shards needs 100,000."""
 
 
 class Box(NamedTuple):
@@ -38,14 +38,14 @@ class Box(NamedTuple):
 
 
 class Region(NamedTuple):
-    """The elements of the global tensor that one local tensor holds: either `run` or `boxes`."""
+    """The elements of the global tensor that one local tensor has: either `run` or `boxes`."""
 
     run: Range | None
-    """A range of the flattened global tensor; then the local tensor has one dim."""
+    """A range of the flattened global tensor, for a local tensor with one dim; else None."""
     boxes: tuple[Box, ...]
     local_shape: Ints
     skipped: int = 0
-    """Where the local tensor is a run of a flattened box of `local_shape`: the elements before that run."""
+    """The number of elements before the run, if the local tensor is a run of a flattened box of `local_shape`."""
 
     @property
     def numel(self) -> int:
@@ -53,11 +53,11 @@ class Region(NamedTuple):
 
     @property
     def start(self) -> Ints | None:
-        """Where a single box begins; None for any other region."""
+        """The position at which a single box begins; None for any other region."""
         return self.boxes[0].start if len(self.boxes) == 1 else None
 
     def as_run(self, global_shape: Ints) -> Range | None:
-        """Return the region as a run of the flattened tensor; None where it is none."""
+        """Return the region as a run of the flattened tensor; None if the region is no run."""
         if self.run is not None:
             return self.run
         if len(self.boxes) != 1:
@@ -99,7 +99,7 @@ def run_in_box(box: Region, start: int, numel: int) -> Region:
 
 
 def ranges_region(ranges: Sequence[Sequence[Range]]) -> Region:
-    """Return the region of a local tensor that holds, along each dim, some ranges laid end to end."""
+    """Return the region of a local tensor that joins, along each dim, some ranges end to end."""
     ranges = [_joined(dim) for dim in ranges]
     local_starts = [list(itertools.accumulate((stop - start for start, stop in dim), initial=0)) for dim in ranges]
     boxes = []
@@ -185,7 +185,7 @@ def _boxes(region: Region, global_shape: Ints) -> list[Box]:
 
 
 def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints) -> tuple[Ints, Ints] | None:
-    """Return the box (start, shape) that two boxes share; None where they share nothing."""
+    """Return the box (start, shape) that two boxes share; None if they share nothing."""
     low = tuple(map(max, start, other_start))
     ends = (min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True))
     sizes = tuple(end - begin for begin, end in zip(low, ends, strict=True))
@@ -194,7 +194,7 @@ def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints)
 
 Items = npt.NDArray[Any]
 Fetch = Callable[[int, int], Items]
-"""Returns the elements of a flattened local tensor from one number up to another; called for ascending stretches."""
+"""Returns the elements of a flattened local tensor from one number up to another; called in ascending order."""
 
 
 class Source(NamedTuple):
@@ -207,7 +207,7 @@ class Source(NamedTuple):
 def assemble(out: Items, start: int, global_shape: Ints, sources: Sequence[Source]) -> None:
     """Fill `out`, the elements of the flattened global tensor from `start` on, from sources that do not overlap.
 
-    `out` is 1-D and contiguous. Elements of no source stay as they are.
+    `out` is 1-D and contiguous. Elements that no source has stay unchanged.
     """
     stop = start + len(out)
     boxed = []
@@ -241,7 +241,7 @@ def _copy_boxes(target: Items, target_start: Ints, source: Source) -> None:
 
 
 def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:
-    """Return a box of a local tensor, of which the stretch from its first to its last element is fetched."""
+    """Return a box of a local tensor; the elements from the box's first to its last one are fetched."""
     shape = source.region.local_shape
     first = flat_index(low, shape)
     last = flat_index(tuple(i + n - 1 for i, n in zip(low, sizes, strict=True)), shape)

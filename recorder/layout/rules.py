@@ -1,7 +1,7 @@
 """Decides how the local tensors of several ranks are one global tensor, or why they are not.
 
-It decides by shapes, placements and what the run knows of its ranks. Of values it only asks whether ranks have equal
-ones, over all steps, never at one step alone. A plan covers what it says: `is_complete` tells whether chunks are
+It decides by shapes, placements and what the run knows of its ranks. It reads no values, but asks whether ranks have
+equal values over all steps, never at one step only. A plan may be incomplete: `is_complete` shows whether chunks are
 missing.
 """
 
@@ -15,7 +15,7 @@ from .placement import REDUCE_OPS, Fill, NoPlan, Plan, RankChunk, Term, named, p
 from .regions import Ints, box_region, whole
 
 AS_ASKED = "as --layout says"
-"""The reason why chunks stay with their ranks where the user wants that."""
+"""The reason why chunks stay with their ranks if the user wants that."""
 CHANGES = (
     "the ranks have it alike at other steps, and not at this one: copies that came apart, or values that were never "
     "meant to be copies; --layout '...=per_rank', '...=replicate' or '...=shard(DIM)' says which"
@@ -23,27 +23,27 @@ CHANGES = (
 NO_ROOT_INPUT = "unknown: the root's input was not recorded"
 LOSSES = ("mean", "sum", "weighted")
 _NO_NUMBERS = ("float4_e2m1fn_x2",)
-"""Dtypes whose elements are pairs of numbers, which can be copied but not computed with."""
+"""The dtypes whose elements are pairs of numbers, which can be copied but not computed with."""
 
 
 class Batch(NamedTuple):
-    """The batch of a step, as far as layouts depend on it."""
+    """The facts about the batch of a step that layouts depend on."""
 
     sizes: tuple[int, ...] | None
-    """Samples of each chunk's rank; None where the root's input was not recorded."""
+    """The number of samples of each chunk's rank; None if the root's input was not recorded."""
     is_shared: bool = False
-    """True where all ranks were given the same values, so that equal values say nothing."""
+    """True if all ranks were given the same values, so that equal values show nothing."""
     factors: tuple[int, ...] = ()
-    """Rows that a sample may have where the batch is merged with other dims of the root's input."""
+    """The numbers of rows that a sample may have if the batch is merged with other dims of the root's input."""
     total: int | None = None
-    """Samples of all ranks that should have a chunk; None where unknown."""
+    """The number of samples of all ranks that should have a chunk; None if unknown."""
 
 
 class Replication(Enum):
     """How the ranks' tensors of one name relate to each other, by their values at all steps."""
 
     REPLICATED = "copies"
-    """All ranks have the same values where they could have differed."""
+    """All ranks have the same values although the values could have differed."""
     DISTINCT = "own"
     """The ranks' values differ, and no step shows that they should not."""
     UNKNOWN = "unknown"
@@ -51,23 +51,23 @@ class Replication(Enum):
 
 
 class ChunkValues(Protocol):
-    """Questions about the values of some chunks; an answer may cost the reading of payloads."""
+    """Questions about the values of some chunks; an answer may require reading payloads."""
 
     def replication(self) -> Replication:
         """Return how the values relate to each other over all steps."""
 
     def are_equal(self) -> bool:
-        """Whether all chunks hold the same values at this step, as far as is known."""
+        """Whether all chunks have the same values at this step, as far as is known."""
 
     def are_unequal(self) -> bool:
-        """Whether the chunks certainly hold different values at this step."""
+        """Whether the chunks certainly have different values at this step."""
 
     def batch_dim(self) -> int | None:
-        """Return the dim that is the batch at all steps whose batch is known; None where no step tells."""
+        """Return the dim that is the batch at all steps whose batch is known; None if no step shows it."""
 
 
 class Unequal:
-    """Values of which nothing is known."""
+    """Values about which nothing is known."""
 
     def replication(self) -> Replication:
         return Replication.DISTINCT
@@ -83,7 +83,7 @@ class Unequal:
 
 
 def decide_state(chunks: Sequence[RankChunk], *, source: str, num_expected: int) -> Plan | NoPlan:
-    """Decide parameters, gradients, buffers and optimizer state: as their own rows say, else as replicas."""
+    """Decide parameters, gradients, buffers and optimizer state by their own rows, or else as replicas."""
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision
     return _unequal_shapes(chunks) or replicas(chunks, source)
@@ -102,7 +102,7 @@ def decide_local_gradient(chunks: Sequence[RankChunk], *, num_expected: int) -> 
 def decide_activation(
     chunks: Sequence[RankChunk], *, batch: Batch, values: ChunkValues, num_expected: int
 ) -> Plan | NoPlan:
-    """Decide inputs, outputs and taps of data-parallel ranks: the batch laid end to end, or copies.
+    """Decide inputs, outputs and taps of data-parallel ranks: a batch joined end to end, or copies.
 
     A tensor that is equal on ranks with different batches does not depend on the batch, whatever its sizes. Whether it
     is equal is a property of the tensor, not of a step: see `Replication`.
@@ -153,12 +153,12 @@ def decide_activation(
 
 
 def copies_unless(values: ChunkValues) -> NoPlan | None:
-    """Return the reason where tensors that are copies at other steps differ at this step."""
+    """Return the reason if tensors that are copies at other steps differ at this step; else None."""
     return NoPlan("layout_changes", CHANGES) if values.are_unequal() else None
 
 
 def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan | None:
-    """Decide what needs no rule: chunks that name their position, that contradict each other, or that are alone."""
+    """Decide chunks that need no rule: they name their position, contradict each other, or there is only one."""
     if (problem := mixed(chunks)) is not None:
         return problem
     if chunks[0].global_shape is not None:
@@ -167,7 +167,7 @@ def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPl
 
 
 def decide_scalar(chunks: Sequence[RankChunk], values: ChunkValues) -> Plan:
-    """Plan 0-dim values: one value where all ranks agree, else their mean; then the ranks' own rows are kept too."""
+    """Plan 0-dim values: one value if all ranks agree, else their mean; then the ranks' own rows are kept too."""
     if len(chunks) == 1 or values.are_equal():
         return replicas(chunks, "inferred")
     dtype = chunks[0].dtype
@@ -188,8 +188,8 @@ def decide_gradient(
 ) -> Plan | NoPlan:
     """Decide the gradient of an activation: laid out like the activation, and scaled to the loss of the complete batch.
 
-    `chunks` are in data-parallel order. `forward` is the decision about the value itself, None where that was not
-    recorded; then `values` is what other steps say of it. `loss` says how each rank's loss reduces its samples:
+    `chunks` are in data-parallel order. `forward` is the decision about the value itself, or None if the value was not
+    recorded; then `values` describes the value at other steps. `loss` says how each rank's loss reduces its samples:
     ``mean``; ``weighted``, a mean over batches of unequal size in which each sample counts once; or ``sum``.
     """
     if (decision := _without_rule(chunks, num_expected)) is not None:
@@ -273,7 +273,7 @@ def replicas(chunks: Sequence[RankChunk], source: str) -> Plan:
 
 
 def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, Any], ...]) -> Plan:
-    """Plan chunks laid end to end along a dim, as batches are."""
+    """Plan chunks that are joined end to end along a dim, as batches are."""
     fills, position = [], 0
     for i, chunk in enumerate(chunks):
         start = tuple(position if d == dim else 0 for d in range(len(chunk.shape)))
@@ -296,7 +296,7 @@ def _loss_factors(
 
 
 def mixed(chunks: Sequence[RankChunk]) -> NoPlan | None:
-    """Return the problem where only some chunks name their position, or where dtypes differ."""
+    """Return the problem if only some chunks name their position, or if dtypes differ; else None."""
     if len({chunk.global_shape is None for chunk in chunks}) > 1:
         without = next(chunk.rank for chunk in chunks if chunk.global_shape is None)
         return NoPlan("inconsistent", f"rank {without} holds a plain tensor, other ranks hold chunks of a global one")

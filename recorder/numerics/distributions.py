@@ -80,7 +80,7 @@ def share_apart(a: Histogram, b: Histogram) -> float | None:
 
 
 def subnormal_count(histogram: Histogram, dtype: str) -> int | None:
-    """Return how many values, zeros aside, are below the least normal number of a type; None for other types."""
+    """Return the number of nonzero values below the least normal number of a type; None for other types."""
     if dtype not in NORMAL_EXPONENTS:
         return None
     return int(histogram.counts[:, histogram.exponents < NORMAL_EXPONENTS[dtype][0]].sum())
@@ -91,7 +91,7 @@ def _num_all(histogram: Histogram) -> int:
 
 
 def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
-    """Return the counts in the bins of `frame`, which has all bins of both, then infinities, zeros and NaN."""
+    """Return the counts in the bins of `frame`, which has the bins of both, then of infinities, zeros and NaN."""
     counts = np.zeros(frame.counts.shape)
     at = histogram.first - frame.first
     counts[:, at : at + histogram.counts.shape[1]] = histogram.counts
@@ -100,16 +100,16 @@ def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
 
 
 class UnitsApart(NamedTuple):
-    """The units of two values, compared."""
+    """The comparison of the units of two values."""
 
     units_a: int
     units_b: int
     units_dead_a: int
     units_dead_b: int
     units_apart: int | None
-    """How many units have different sums; None where the numbers of units or their dims differ."""
+    """The number of units with different sums; None if the numbers of units or their dims differ."""
     unit: int | None
-    """The unit whose root mean squares differ most; None where none differs."""
+    """The unit whose root mean squares differ most; None if no unit differs."""
     unit_rms_a: float | None
     unit_rms_b: float | None
 
@@ -146,46 +146,46 @@ Ints = npt.NDArray[np.int64]
 _HEAD_BYTES = 4
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _MOST_BYTES = 1 << 20
-"""Bytes of the rows that are decoded together: the results fit into a cache."""
+"""The bytes of the rows that are decoded together, so that the results fit into a cache."""
 
 
 class Histograms(NamedTuple):
     """Histograms of rows that have the same number of bins."""
 
     rows: Ints
-    """Indices in the column."""
+    """The indices of the rows in the column."""
     exponents: Ints
-    """Shape (rows, bins)."""
+    """The exponents of the bins, of shape (rows, bins)."""
     counts: Ints
-    """Shape (rows, 2, bins): of the negative values and of the positive ones."""
+    """The counts of negative and of positive values, of shape (rows, 2, bins)."""
     infinite: Ints
-    """Shape (rows, 2)."""
+    """The counts of negative and of positive infinities, of shape (rows, 2)."""
 
 
 class ManyUnits(NamedTuple):
-    """Sums of units of rows that have the same number of units."""
+    """The sums of units of rows that have the same number of units."""
 
     rows: Ints
-    """Indices in the column."""
+    """The indices of the rows in the column."""
     sum: Floats
-    """Shape (rows, units), like the next three."""
+    """The sums of the units, of shape (rows, units), which the next three fields have, too."""
     sum_sq: Floats
     absmax: Floats
     zero_count: Ints
     num_values: Ints
-    """Elements of each unit of a row."""
+    """The number of elements of each unit of a row."""
 
 
 class _Alike(NamedTuple):
-    """Rows whose bytes have one length and one beginning."""
+    """Rows whose bytes have the same length and the same beginning."""
 
     rows: Ints
     width: int
-    """Bytes of a count."""
+    """The bytes of a count."""
     second: int
-    """The byte after the width."""
+    """The byte after the width in a row's bytes."""
     data: Bytes
-    """Shape (rows, bytes)."""
+    """The bytes of the rows, of shape (rows, bytes)."""
 
 
 def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
@@ -212,7 +212,7 @@ def histograms_of(column: Any, rows: Ints) -> Iterator[Histograms]:
 def units_of(column: Any, rows: Ints, shapes: Sequence[tuple[int, ...] | None], shape_of: Ints) -> Iterator[ManyUnits]:
     """Yield the sums of units of rows of a column of bytes; null rows are not allowed.
 
-    `shapes` are shapes of tensors, None for an invalid one; `shape_of` gives, by index in the column, a row's shape.
+    `shapes` are shapes of tensors, None for an invalid one; `shape_of` has the index in `shapes` of each row's shape.
     """
     for alike in _alike(column, rows, head_bytes=_HEAD_BYTES):
         num, rest = divmod(alike.data.shape[1] - _HEAD_BYTES, 24 + alike.width)
@@ -279,9 +279,9 @@ _LOG_RATIO = 1000.0
 
 
 def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int = 24) -> str:
-    """Draw a series in at most `width` characters; where it is longer, the largest value of each bucket.
+    """Draw a series in at most `width` characters; a longer series shows the largest value of each bucket.
 
-    None and values that are not finite leave a gap. `bad`, as long as `values`, is True where a mark is drawn instead.
+    None and values that are not finite leave a gap. `bad`, as long as `values`, is True where a mark is drawn.
     """
     known = [value for value in values if value is not None and math.isfinite(value)]
     largest = max(map(abs, known), default=0.0) or 1.0

@@ -1,6 +1,6 @@
-"""The element types that rows may carry, by torch's names; bytes as arrays of these types; runs of a flattened tensor.
+"""The element types that rows may have, by torch's names; bytes as arrays of these types; runs of a flattened tensor.
 
-Never imports torch, nor ml_dtypes before it is needed.
+Nothing here imports torch, or ml_dtypes before it is needed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ITEM_BYTES: dict[str, int] = {
     **{"float8_e8m0fnu": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},
     **{"complex32": 4, "complex64": 8, "complex128": 16},
 }
-"""Bytes of one element; `float4_e2m1fn_x2` counts pairs, as torch does."""
+"""The bytes of one element; an element of `float4_e2m1fn_x2` is a pair, as in torch."""
 
 _NUMPY_SPELLING: dict[str, Any] = {"float4_e2m1fn_x2": np.uint8, "complex32": [("real", "<f2"), ("imag", "<f2")]}
-"""numpy has no such types: packed pairs stay bytes, half complex is a record of two halves."""
+"""The numpy types of torch types that numpy does not have: packed pairs stay bytes, half complex is two halves."""
 
 _ML_DTYPES = frozenset(name for name in ITEM_BYTES if name.startswith("float8") or name == "bfloat16")
 
@@ -63,7 +63,7 @@ def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> n
 
 
 def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> None:
-    """Refuse bytes that are not exactly one tensor. CorruptError: they are too few or too many."""
+    """Raise CorruptError unless the bytes are exactly as many as one tensor has."""
     if data.nbytes != math.prod(shape) * item_bytes(dtype):
         raise CorruptError(f"{data.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
 

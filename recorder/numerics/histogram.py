@@ -1,4 +1,4 @@
-"""Counts how many values of a tensor have which sign and which power of two; see "Histogram" in FORMAT.md.
+"""Counts the values of a tensor by sign and power of two; see "Histogram" in FORMAT.md.
 
 Every element type has the same bins, so histograms add up over chunks, ranks, steps and runs.
 """
@@ -22,11 +22,11 @@ from .dtypes import ITEM_BYTES, numpy_dtype
 Counts = npt.NDArray[np.int64]
 _Bins = npt.NDArray[np.uint64]
 _HEAD = struct.Struct("<BBh")
-"""Bytes of a count, 0, and the exponent of the first bin."""
+"""The head of a histogram's bytes: the bytes of a count, 0, and the exponent of the first bin."""
 LOWEST, HIGHEST = -1074, 1023
-"""The exponents of the lowest and of the highest bin that there may be."""
+"""The exponents of the lowest and of the highest possible bin."""
 _SUBNORMAL = {-127: -149, -1023: -1074}
-"""Bins that hold the subnormal values of an element type, and the exponent of the least of these."""
+"""The bins of the subnormal values of an element type, and the exponent of the least of these values."""
 NORMAL_EXPONENTS = {"float16": (-14, 15), "float8_e4m3fn": (-6, 8), "float8_e5m2": (-14, 15), "float32": (-126, 127)}
 NORMAL_EXPONENTS |= {"bfloat16": NORMAL_EXPONENTS["float32"]}
 """The exponents of a type's least normal number and of its largest numbers."""
@@ -43,18 +43,18 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histogram:
-    """Counts of values by sign and exponent. Two of them add up to the histogram of all their values."""
+    """Counts of values by sign and exponent. Two histograms add up to the histogram of all their values."""
 
     first: int = 0
     """The exponent of the first bin."""
     counts: Counts = field(default_factory=lambda: np.zeros((2, 0), np.int64))
-    """Shape (2, bins): negative values, then positive ones, with 2^exponent <= |x| < 2^(exponent + 1)."""
+    """The counts of negative and of positive values with 2^exponent <= |x| < 2^(exponent + 1), of shape (2, bins)."""
     infinite: Counts = field(default_factory=_NO_COUNTS.copy)
-    """Shape (2,): the infinite values of either sign."""
+    """The counts of negative and of positive infinities, of shape (2,)."""
     zero_count: int = 0
     nan_count: int = 0
     min: float | None = None
-    """The least finite value; None where unknown."""
+    """The least finite value; None if unknown."""
     max: float | None = None
 
     @property
@@ -64,7 +64,7 @@ class Histogram:
 
     @property
     def num_values(self) -> int:
-        """How many values there are, without NaN."""
+        """The number of values, without NaN."""
         return int(self.counts.sum() + self.infinite.sum()) + self.zero_count
 
     def __eq__(self, other: object) -> bool:
@@ -123,7 +123,7 @@ class Histogram:
         )
 
     def quantile(self, q: float) -> Bounds:
-        """The bounds of a quantile, without NaN; 0.5 is the lower median. ValueError: no value, or no such `q`."""
+        """Return the bounds of a quantile, without NaN; 0.5 is the lower median. ValueError: no values or wrong `q`."""
         if not 0 <= q <= 1:
             raise ValueError(f"q = {q}: expected a number from 0 to 1")
         if not self.num_values:
@@ -151,7 +151,7 @@ class Histogram:
         return Bounds(max(bounds.low, self.min), min(bounds.high, self.max))
 
     def buckets(self, max_buckets: int = 1 << 16) -> tuple[npt.NDArray[np.float64], Counts]:
-        """Return ascending edges, and the number of finite values between each two; for tools that draw.
+        """Return ascending edges, and the number of finite values between neighbouring edges, for tools that draw.
 
         Buckets are the bins. Zeros are in the bucket between the largest negative and the least positive edge; where
         there would be too many buckets, the bins of the least magnitudes join it. NaN and infinities are in none.
@@ -167,7 +167,7 @@ class Histogram:
         return np.maximum(edges, -np.finfo(np.float64).max), np.concatenate((negative[::-1], [middle], positive))
 
     def rebinned(self, edges: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Finite values between each two ascending edges, for drawing; values are taken to be uniform within a bin."""
+        """Return the finite values' counts between ascending edges, for drawing; values count as uniform in a bin."""
         at = np.asarray(edges, np.float64)
         if at.ndim != 1 or len(at) < 2 or not (np.diff(at) > 0).all():
             raise ValueError("edges: expected at least two ascending numbers")
@@ -187,7 +187,7 @@ class Histogram:
         return counts
 
     def to_bytes(self) -> bytes:
-        """Return the column's bytes in their shortest form, so that equal histograms have equal bytes."""
+        """Return the bytes for the column in their shortest form, so that equal histograms have equal bytes."""
         return _packed(self.first, self.counts[0], self.counts[1], self.infinite)
 
     @classmethod
@@ -233,19 +233,19 @@ def _power(exponent: int) -> float:
     return math.ldexp(1.0, exponent) if exponent <= HIGHEST else math.inf
 
 
-# How the writer counts: in an array of the element type's own, which the compiled loops fill as well.
+# The writer counts in an array whose layout depends on the element type; the compiled loops fill it as well.
 
 NUM_BINS = dict.fromkeys(("float32", "bfloat16", "float16"), 512) | {"float64": 4096}
 NUM_BINS |= dict.fromkeys(("int16", "uint16", "int32", "uint32", "int64", "uint64"), 256)
 BY_PATTERN = frozenset(name for name, size in ITEM_BYTES.items() if size == 1 and name != "float4_e2m1fn_x2")
 NUM_BINS |= dict.fromkeys(BY_PATTERN, 256)
-"""Entries of the array in which values are counted: of floats a half for each sign, by the bits of the exponent (those
-of float32, also for shorter floats); of integers a half for each sign, by the length in bits; of types of one byte one
-for each pattern."""
+"""The length of the array in which values are counted. A float type has one half for each sign, by the exponent bits of
+float32 or float64; an integer type has one half for each sign, by the length in bits; a type of one byte has one entry
+for each bit pattern."""
 
 
 def of_bins(dtype: str, bins: _Bins) -> bytes:
-    """Return the column's bytes, from the array in which the values were counted, which has no zeros and no NaN."""
+    """Return the bytes for the column, from the array in which the values were counted, without zeros and NaN."""
     if dtype in BY_PATTERN:
         with np.errstate(all="ignore"):
             codes = np.arange(256, dtype=np.uint8)
@@ -270,7 +270,7 @@ def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
 
 
 def of_row(measured: Measured) -> Histogram | None:
-    """Return the histogram that was measured; None where there is none."""
+    """Return the histogram in measured statistics; None if they have no histogram."""
     if measured.histogram is None:
         return None
     counts = {"zero_count": measured.zero_count or 0, "nan_count": measured.nan_count or 0}

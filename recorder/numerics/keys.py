@@ -1,6 +1,6 @@
-"""Rows as integers: which rows are equal in some columns, and which rows of two tables belong together.
+"""Rows as integers: finds rows that are equal in some columns, and rows of two tables that belong together.
 
-Must never loop over rows.
+Nothing here may loop over rows in Python.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SERIES_KEY = tuple(name for name in KEY if name != "step")
 
 
 _NONE = -1
-"""The stage of a row outside of pipelines."""
+"""The stage number of a row outside of pipelines."""
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
-"""Null among the bits of statistics; as a float64 it is a denormal that no statistic has."""
+"""The number for null among the bits of statistics; as a float64 it is a denormal that no statistic has."""
 
 
 class Groups(NamedTuple):
-    """Rows that agree, numbered in the order of their first rows."""
+    """Groups of rows that agree, numbered in the order of their first rows."""
 
     ids: Integers
     firsts: Integers
@@ -57,7 +57,7 @@ def codes(column: Any) -> Integers:
 
 
 def encode(column: Any) -> tuple[Integers, list[str]]:
-    """Return a column of texts as indices of its distinct texts, -1 for null, and these texts."""
+    """Return the distinct texts of a column, and the column as indices of these texts, with -1 for null."""
     chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
     encoded = chunked.dictionary_encode().unify_dictionaries()
     pieces = [chunk.indices.fill_null(-1).to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
@@ -100,7 +100,7 @@ def common_ids(a: Any, b: Any, names: Sequence[str]) -> tuple[Integers, Integers
 
 
 def join(a: Integers, b: Integers) -> tuple[Integers, Integers]:
-    """Return every pair of positions with equal numbers, by the position in `a`."""
+    """Return all pairs of positions with equal numbers in `a` and `b`, ordered by the position in `a`."""
     order = np.argsort(b, kind="stable")
     in_order = b[order]
     begins, ends = np.searchsorted(in_order, a, "left"), np.searchsorted(in_order, a, "right")
@@ -117,13 +117,13 @@ def _shifted(numbers: Integers, is_null: npt.NDArray[np.bool_]) -> Integers:
 
 
 def pack(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """Return one number per row, equal where all columns are; they count up in the order of the columns."""
+    """Return one number per row, equal for rows equal in all columns, without gaps and in the order of the columns."""
     numbers: Integers = np.unique(mix(columns), return_inverse=True)[1].reshape(-1)
     return numbers
 
 
 def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """Return one number per row, equal where all columns of integers are, and in their order; there are gaps.
+    """Return one number per row, equal for rows equal in all columns, in the order of the columns and with gaps.
 
     The result may be one of the columns, so it must not be changed.
     """
@@ -148,7 +148,7 @@ def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
 
 
 def bits_of(column: Any) -> Integers:
-    """Return a column of numbers as integers that are equal where the values are, with NaN and null."""
+    """Return a column of numbers as integers that are equal for equal values, also for NaN and null."""
     values = (column.fill_null(0) if column.null_count else column).to_numpy()
     bits: Integers = values.view(np.int64).copy()
     if column.null_count:
@@ -157,7 +157,7 @@ def bits_of(column: Any) -> Integers:
 
 
 def digest(columns: Sequence[Integers]) -> Integers:
-    """Return one number per row, equal where all columns are (and, one time in 2^64, where they are not)."""
+    """Return one number per row, equal for rows equal in all columns (and, one time in 2^64, for other rows)."""
     total = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -165,26 +165,26 @@ def digest(columns: Sequence[Integers]) -> Integers:
 
 
 class Times(NamedTuple):
-    """The columns that tell when rows were recorded; one number for each row."""
+    """The columns that show when rows were recorded, with one number for each row."""
 
     step: Integers
     mode: Integers
     is_forward: npt.NDArray[np.bool_]
     is_backward: npt.NDArray[np.bool_]
-    """Recomputed forwards are part of the backward."""
+    """True for a row of a backward, which includes recomputed forwards."""
     seq: Integers
     """The order of execution on the row's rank."""
     stage: Integers
-    """-1 outside of pipelines."""
+    """The stage of the pipeline; -1 outside of pipelines."""
     micro_step: Integers
-    """The micro-batch, for a value of a pipeline that belongs to one; else 0."""
+    """The micro-batch of a value that belongs to one micro-batch of a pipeline; else 0."""
     rank: Integers
 
     def order(self) -> Integers:
         """Return the order of execution.
 
-        Each rank numbers its own rows, so the numbers say nothing of the order of stages: forwards pass through the
-        stages upwards, backwards downwards. Micro-batches follow one another here, though they overlap in time.
+        Each rank numbers its own rows, so the numbers do not show the order of stages: forwards pass through the
+        stages upwards, backwards downwards. Micro-batches are put one after the other, though they overlap in time.
         """
         if (self.stage == _NONE).all():
             return np.lexsort([self.rank, self.seq, self.step])

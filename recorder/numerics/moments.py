@@ -27,17 +27,17 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 Columns = dict[str, npt.NDArray[Any]]
-"""Statistics by name; NaN is null."""
+"""The statistics by name; NaN is null."""
 _CHUNK_ITEMS = 1 << 16
 _JOIN = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum}
 _OF_NONE = {Combine.SUM: 0.0, Combine.MIN: math.inf, Combine.MAX: -math.inf}
-"""What rows without values contribute, by how their column is combined."""
+"""The contribution of rows without values, by how their column is combined."""
 _NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
-"""The other columns that a statistic is made of. The group has the statistic only where each row has all of them."""
+"""The other columns from which a statistic is computed. A group has the statistic only if each row has all of them."""
 
 
 class Moments:
-    """The statistics of a tensor, combined from those of its pieces, one after the other."""
+    """The statistics of a tensor, combined from the statistics of its pieces, one after the other."""
 
     def __init__(self) -> None:
         self.count = self.nan_count = self.inf_count = self.zero_count = 0
@@ -62,19 +62,19 @@ class Moments:
 
 
 def measured(moments: Moments) -> Measured:
-    """Return the statistics of a tensor, once all its pieces are in."""
+    """Return the statistics of a tensor, after all its pieces were added."""
     count = moments.count
     counts = moments.nan_count, moments.inf_count, moments.zero_count
     if not count:
         return Measured(nan_count=counts[0], inf_count=counts[1], zero_count=counts[2])
-    # Which of two zeros is the lesser depends on the processor; of the statistics none is -0.0.
+    # Which of two zeros is the lesser depends on the processor, so every zero among the statistics is made 0.0.
     low, high, total, sum_sq = moments.min + 0.0, moments.max + 0.0, moments.sum, moments.sum_sq
     if low == high:  # the mean of a constant is the constant and its standard deviation 0; rounding would say 1e-18
         mean, std = low, 0.0
     else:
         mean, std = total / count, math.sqrt(moments.deviations / count)
     l2 = math.sqrt(sum_sq)
-    # Infinities of both signs met where one is NaN: what overflowed is not a missing value.
+    # A NaN here comes from infinities of both signs that met in a sum: an overflow is not a missing value.
     return Measured(
         mean if mean == mean else math.inf,
         std if std == std else math.inf,
@@ -91,7 +91,7 @@ def measured(moments: Moments) -> Measured:
 
 
 def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: Flags | None = None) -> Any:
-    """Return a column of groups from the column of their rows, joined by `how`: `SUM`, `MIN` or `MAX`.
+    """Return a column of groups from the column of their rows, combined by `how`: `SUM`, `MIN` or `MAX`.
 
     `starts` says where each group, which has a row at least, begins in `values`; of `values` further axes hold a row's
     own list, joined element by element. `has_values` says which rows count; by default all do.
@@ -104,11 +104,11 @@ def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: F
 def merge(
     rows: Mapping[str, Floats], num_finite: npt.NDArray[Any], has_values: Flags, starts: Integers
 ) -> dict[str, Floats]:
-    """Return the statistics of groups of rows that share no element; what overflowed is infinite, as in a row.
+    """Return the statistics of groups of rows that share no element; an overflow is infinite, as in a row.
 
-    `rows` holds each statistic of all rows, group by group, with NaN for null; a group begins at each of `starts`. Of a
-    row with `has_values`, `num_finite` elements are finite and it counts. A statistic is NaN where no row of the group
-    counts, or where one that counts does not have it.
+    `rows` has each statistic of all rows, group by group, with NaN for null; a group begins at each of `starts`. Only
+    rows with `has_values` count; `num_finite` of their elements are finite. A statistic is NaN if no row of the group
+    counts, or if a row that counts does not have the statistic.
     """
     with np.errstate(all="ignore"):
         merged: dict[str, Floats] = {
@@ -138,9 +138,9 @@ def combine_chunks(
 ) -> Columns:
     """Return the statistics of groups of chunks that share no element.
 
-    `chunks` holds each statistic and count of all chunks, group by group, as float64 with NaN for null; a group begins
-    at each of `starts`. The values of a chunk, which has so many elements (`numels`), are multiplied by its factor. A
-    statistic is null where a chunk that has elements does not have it.
+    `chunks` has each statistic and count of all chunks, group by group, as float64 with NaN for null; a group begins
+    at each of `starts`. The values of a chunk, which has `numels` elements, are multiplied by its factor. A statistic
+    is null if a chunk that has elements does not have the statistic.
     """
     if not len(starts):
         return {name: np.zeros(0) for name in (*STATISTICS, *COUNTS)}
@@ -157,7 +157,7 @@ def combine_chunks(
         lows, highs = scaled["min"], scaled["max"]
         scaled |= {"min": np.where(negative, highs, lows), "max": np.where(negative, lows, highs)}
     merged = merge(scaled, num_finite, num_finite > 0, starts)
-    # One chunk alone keeps what was measured, bit by bit: a mean is not always sum / n to the last digit.
+    # A group of one chunk keeps the measured numbers, bit by bit: a mean is not always sum / n to the last digit.
     same = (np.diff([*starts, len(numels)]) == 1) & (factors[starts] == 1.0)
     for name in STATISTICS:
         merged[name] = np.where(same, chunks[name][starts], np.where(is_known, merged[name], np.nan))
@@ -175,11 +175,11 @@ def integers(column: Any, null: int = -1) -> Integers:
 
 
 def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any]:
-    """Return the statistics of each group, as columns of length `num_groups`; each group has a row.
+    """Return the statistics of each group, as columns of length `num_groups`; each group has at least one row.
 
-    `table` has `numel`, the statistics and the counts; also `rows` and `rows_without` where its rows are themselves
-    combined. The result has `rows`, `rows_without` (rows without statistics, which are left out), `numel` (of the other
-    rows), the statistics and the counts. A statistic is null for a group without finite elements, and where a row of
+    `table` has `numel`, the statistics and the counts, and also `rows` and `rows_without` if its rows are themselves
+    combined. The result has `rows`, `rows_without` (the rows without statistics, which are left out), `numel` (of the
+    other rows), the statistics and the counts. A statistic is null for a group without finite elements, and if a row of
     the group does not have it because its file has an earlier version.
     """
     order = np.argsort(groups, kind="stable")
@@ -193,7 +193,7 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
     own_counts = {name: np.where(is_known, integers(table.column(name), 0), 0) for name in COUNTS}
     numel = np.where(is_known, integers(table.column("numel")), 0)
     known = {name: numbers(table.column(name))[order] for name in STATISTICS}
-    # Complex rows have counts alone: they add to the counts, and nothing is known of their values.
+    # Complex rows have only counts: they add to the counts, but nothing is known of their values.
     finite = (numel - np.add.reduce([own_counts[name] for name in NONFINITE]))[order]
     merged = merge(known, finite, is_known[order] & ~np.isnan(known["mean"]) & (finite > 0), starts)
     columns = {name: pa.array(merged[name], pa.float64(), mask=np.isnan(merged[name])) for name in STATISTICS}
@@ -236,7 +236,7 @@ def added(histograms: Iterable[Histogram]) -> Histogram:
 def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> bytes | str | None:
     """Return the histogram of a tensor, from its chunks' histograms, factors and numbers of elements.
 
-    None where a chunk with elements has none; a text gives any other reason why there is none.
+    The result is None if a chunk with elements has no histogram; a text gives any other reason for a missing histogram.
     """
     (first, factor, _), *others = pieces
     if first is None or (not others and factor == 1.0):
@@ -252,7 +252,7 @@ def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> byte
 
 
 def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes | None]:
-    """Add up the histograms of each group of rows; None where no row of a group has one."""
+    """Add up the histograms of each group of rows; None for a group in which no row has a histogram."""
     totals: list[Histogram | None] = [None] * num_groups
     indices = np.flatnonzero(column.is_valid().to_numpy()) if column.null_count < len(column) else np.zeros(0, np.int64)
     rows = column.take(pa.array(indices, pa.int64())).to_pylist()
@@ -264,15 +264,15 @@ def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes
 
 
 class ChunkUnits(NamedTuple):
-    """Units of a chunk, and their place among the units of the tensor."""
+    """The units of a chunk, and their place among the units of the tensor."""
 
     units: Units
     ranges: Iterable[tuple[int, int, int]]
-    """First unit in the chunk, first unit in the tensor, number of units."""
+    """The ranges of the units: first unit in the chunk, first unit in the tensor, number of units."""
 
 
 def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
-    """Return the sums over the units of a tensor, added up over its chunks; ValueError: the chunks do not fit."""
+    """Return the sums over a tensor's units, added up over its chunks. ValueError: the chunks do not fit together."""
     num = shape[dim]
     sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
     for units, ranges in pieces:

@@ -1,6 +1,6 @@
 """Sums over the values of each unit of a tensor, such as a neuron, a channel or a head; see "Units" in FORMAT.md.
 
-Units are the indices along one dim. Their sums add up over chunks, ranks, steps and runs, as those of histograms do.
+Units are the indices along one dim. Their sums add up over chunks, ranks, steps and runs, as histograms do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..sites import MAX_COUNT
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 MAX_UNITS = 1 << 15
-"""A longer dim, such as a vocabulary, has no units: a row would take megabytes."""
+"""The most units of a tensor; a longer dim, such as a vocabulary, has no units, as a row would take megabytes."""
 _HEAD = struct.Struct("<BBH")
-"""The bytes of a count of zeros, the dim, and 0."""
+"""The head of the units' bytes: the bytes of a count of zeros, the dim, and 0."""
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
@@ -32,7 +32,7 @@ class Sides(NamedTuple):
     dim: int
     num: int
     inner: int
-    """Elements of one unit that lie side by side."""
+    """The number of adjacent elements of one unit."""
 
 
 def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
@@ -47,17 +47,17 @@ def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
-    """Sums over the finite values of each unit of a tensor, and how many are zero. Two such objects add up."""
+    """Sums over the finite values of each unit of a tensor, and the number of zeros. Two such objects add up."""
 
     dim: int
     sum: Floats
-    """Shape (units,), like the next three."""
+    """The sum of each unit, of shape (units,), which the next three fields have, too."""
     sum_sq: Floats
     absmax: Floats
-    """The largest magnitude; 0 where no value is finite."""
+    """The largest magnitude of each unit; 0 for a unit without finite values."""
     zero_count: Ints
     num_values: int = 0
-    """Elements of each unit, finite or not."""
+    """The number of elements of each unit, finite or not."""
 
     def __len__(self) -> int:
         return len(self.sum)
@@ -85,7 +85,7 @@ class Units:
 
     @property
     def num_dead(self) -> int:
-        """How many units are zero throughout."""
+        """The number of units whose values are all zero."""
         return int(((self.zero_count == self.num_values) & (self.num_values > 0)).sum())
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Units:
             )
 
     def to_bytes(self) -> bytes:
-        """Return the column's bytes, with counts as short as possible, so that equal sums have equal bytes."""
+        """Return the bytes for the column, with counts as short as possible, so that equal sums have equal bytes."""
         return packed(self.dim, np.stack((self.sum, self.sum_sq, self.absmax)), self.zero_count)
 
     @classmethod
@@ -145,7 +145,7 @@ class Units:
 
 
 def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
-    """Return the column's bytes.
+    """Return the bytes of units for the column.
 
     Args:
         dim: the dim along which the units lie.

@@ -38,7 +38,7 @@ def start() -> None:
 
 
 def _package() -> str:
-    """Return the name under which our package can be imported here, after importing it under another one if needed."""
+    """Return the name under which this package can be imported, after importing it under another name if needed."""
     import importlib.util
 
     own_folder = os.path.dirname(os.path.abspath(__file__))

@@ -50,7 +50,7 @@ class _Probe:
         """The identity of the optimizer that counts the steps."""
         self._num_done = 0
         self._models: list[weakref.ref[Any]] = []
-        """Held weakly: a DDP module that outlives its process group can block the end of the process."""
+        """Weak references, because a DDP module that outlives its process group can block the end of the process."""
         self._names: dict[int, str] = {}
         self._handle = register_optimizer_step_post_hook(self._after_step)
         register_optimizer_step_pre_hook(self._before_step)

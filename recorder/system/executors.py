@@ -22,12 +22,12 @@ from ..errors import ClusterError, not_installed
 
 _CONNECT_S = 10.0
 _WORKERS_S = 10.0
-"""How long a scheduler may be without a worker at first."""
+"""The time for which a scheduler may be without a worker at first."""
 _ALONE_S = 60.0
-"""How long a scheduler may be without a worker later: Dask restarts a worker that was killed within seconds."""
+"""The time for which a scheduler may be without a worker later: Dask restarts a killed worker within seconds."""
 _LOOK_S = 1.0
 _PACKAGES = ("recorder", "pyarrow", "numpy", "zstandard", "ml_dtypes")
-"""The packages whose versions decide which bytes come out."""
+"""The packages whose versions decide the bytes of the results."""
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(name: str, installed: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
-    """Raise ClusterError where a process has other versions, and so would make other bytes, than this one."""
+    """Raise ClusterError if a process has other versions than this one, and so would compute other bytes."""
     for package, own_version in wanted.items():
         their_version = installed.get(package)
         if their_version in (None, "None"):
@@ -59,11 +59,11 @@ def worker_name() -> str:
 
 
 _kept: dict[int, tuple[bytes, Any]] = {}
-"""The last question of each thread of a worker, and what the thread has made to answer it."""
+"""The last question of each thread of a worker, and the object that the thread made to answer it."""
 
 
 def keep(question: bytes, make: Callable[[], T]) -> T:
-    """Return what this thread has made for a question; make it, after dropping what it made for another question."""
+    """Return this thread's object for a question; for a new question drop the old object and make another."""
     thread = threading.get_ident()
     if thread in _kept and _kept[thread][0] == question:
         return _kept[thread][1]  # type: ignore[no-any-return]
@@ -75,7 +75,7 @@ def keep(question: bytes, make: Callable[[], T]) -> T:
 
 
 def drop_all() -> None:
-    """Drop what all threads keep: a removed run occupies the disk for as long as its shards are mapped."""
+    """Drop the objects of all threads, because a removed run occupies the disk as long as its shards are mapped."""
     _kept.clear()
     gc.collect()
 
@@ -84,7 +84,7 @@ def drop_all() -> None:
 def open_dask(address: str) -> Iterator[tuple[Executor, int]]:
     """Yield the workers of a Dask cluster as an executor, and the number of calls that they run at once.
 
-    ClusterError is raised where there is no cluster, where it has no workers, or where they are of other versions.
+    ClusterError is raised if there is no cluster, or if it has no workers or workers of other versions.
     """
     if find_spec("distributed") is None:
         raise ClusterError(not_installed("--scheduler", "distributed", "dask"))
@@ -161,7 +161,7 @@ class _DaskExecutor(Executor):
         return f"{self._address}: the scheduler of the Dask cluster is gone"
 
     def _look_after(self) -> None:
-        """Fail the calls that would wait for ever, because the cluster has lost its last worker."""
+        """Fail the pending calls once the cluster has lost its last worker, because they would wait for ever."""
         alone_s = 0.0
         while alone_s < _ALONE_S:
             if self._is_closed.wait(_LOOK_S):
@@ -177,7 +177,7 @@ class _DaskExecutor(Executor):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Dask's log lines about lost connections off the terminal; those that matter become a `ClusterError`."""
+    """Keep Dask's log lines about lost connections off the terminal; losses that matter raise a `ClusterError`."""
     import distributed
 
     assert distributed  # configures its loggers
@@ -198,7 +198,7 @@ def _connect(address: str) -> Any:
     from distributed.comm.registry import backends
 
     try:
-        # What a client finds of this by itself costs it 20 s, and a traceback when it is collected.
+        # A client needs 20 s to find these faults by itself, and writes a traceback when it is collected.
         scheme, host_port = parse_address(address)
         if scheme not in backends:
             raise ValueError(f"{scheme}:// is not known")

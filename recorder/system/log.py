@@ -86,7 +86,7 @@ _unconfigured.setFormatter(logging.Formatter("recorder: %(message)s"))
 
 
 def say(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
-    """Log a line as `log` does; what a handler of the program raises ends here: it may write to the same sick disk."""
+    """Log a line as `log` does, but ignore exceptions of the program's handlers: their disk may be sick, too."""
     with contextlib.suppress(Exception):
         log(logger, level, text, *args, exc_info=exc_info)
 

@@ -217,7 +217,7 @@ def require_ours(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, work: str) -> Iterator[None]:
-    """Lock a folder, as far as its file system can. WriteError: another process does the same `work` there."""
+    """Lock a folder, if its file system supports locks. WriteError: another process does the same `work` there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

@@ -283,7 +283,7 @@ class _TracedModuleHooks:
         return seen.num_calls - 1
 
     def _recomputed_call(self) -> int | None:
-        """Return the call whose graph a recompute makes; None where the forward made it, or where that is unknown."""
+        """Return the call whose graph a recompute makes; None if the forward made it, or if it is unknown."""
         seen = self.seen
         seen.num_recomputed += 1
         if self._num_graphless and seen.num_calls > 1:
