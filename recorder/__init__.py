@@ -1,7 +1,7 @@
 """recorder: a flight recorder for the numbers inside PyTorch training.
 
-``RECORDER=1 torchrun --nproc-per-node 2 train.py`` records an unmodified script. The functions here are for those who
-want more: `attach`, `tap`, `scalar` and `step` on the training side, `open_run` and `decode` for what was recorded.
+``RECORDER=1 torchrun --nproc-per-node 2 train.py`` records an unmodified script. Further functions are `attach`, `tap`,
+`scalar` and `step` for the training side, and `open_run` and `decode` to read a run.
 Importing this module loads neither torch nor pyarrow.
 """
 
@@ -58,7 +58,7 @@ _active: Any = None
 """The recorder that records in this process, set by `lifecycle.active`; while it is None, `tap` does nothing."""
 
 _armed: Any = None
-"""The recorder that the flag has made, until it records; set by `lifecycle.active`."""
+"""The recorder that the flag has made, until it begins to record; set by `lifecycle.active`."""
 
 _LAZY = {
     "open_run": "report.report",
@@ -91,7 +91,7 @@ def __dir__() -> list[str]:
 
 
 def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = None, **settings: object) -> Attachment:
-    """Record a model from now on; use it as a context manager, or call ``close()`` on what it returns.
+    """Record a model from now on; use the result as a context manager, or call ``close()`` on it.
 
     A no-op unless the flag ``RECORDER=1`` is set or ``enabled`` is true. Attach after wrapping (DDP, `fully_shard`) and
     before the first compiled call.
@@ -99,7 +99,7 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
     Args:
         model: the module whose call is one forward of training.
         enabled: True records without the flag, False never records; None follows the flag.
-        name: of the root; default ``model``, ``model_1``, ...
+        name: the name of the root; default ``model``, ``model_1``, ...
         **settings: any setting by name, such as ``rules="site=output keep=tensor"`` or ``dir="/scratch/run"``.
 
     Raises:
@@ -129,17 +129,17 @@ def scalar(name: str, value: Any) -> None:
 
 
 def step(number: int) -> None:
-    """Name the step by hand, at the top of each iteration; from the first call on, only these calls move it."""
+    """Name the step by hand, at the top of each iteration; from the first call on, only these calls change the step."""
     recorder = _active or _armed
     if recorder is not None:
         recorder.program.name_step(number)
 
 
 def trigger(reason: str) -> None:
-    """Have all ranks write what their ring holds of the steps around this one (rules with ``keep=ring``); never waits.
+    """Have all ranks write the ring's steps around the current one (rules with ``keep=ring``); never waits.
 
     Args:
-        reason: why, for people; it stands with the run.
+        reason: the reason, for people; the run keeps this text.
     """
     if _active is not None:
         _active.ask("program", reason)

@@ -1,6 +1,6 @@
 """The entry of the command line: `recorder` and ``python -m recorder``.
 
-Must never import a UI package for ``recorder run``, which becomes the user's training process.
+Nothing here may import a UI package for ``recorder run``, which becomes the user's training process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Run one command; its exit code is 0 fine, 1 a finding, 2 misuse or unreadable input."""
+    """Run one command, with the exit code 0 for success, 1 for a finding, and 2 for misuse or unreadable input."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["run"]:
         from .lifecycle.launch import launch

@@ -1,8 +1,8 @@
-"""The registry of columns: the type, the version and the role of each, and how a group of rows makes one value of it.
+"""The registry of columns: type, version and role of each, and how a group of rows makes one value of a column.
 
-Whoever reads, merges, groups or shows rows asks here, also for what the texts of `shape` and `note` say. A column that
-a minor version adds is one entry of `COLUMNS` and one line of FORMAT.md: readers give nulls where a file is older, and
-pass over a column that they do not know.
+Code that reads, merges, groups or shows rows uses this registry, also for the texts of `shape` and `note`. A column
+that a minor version adds is one entry of `COLUMNS` and one line of FORMAT.md: readers give nulls for an older file, and
+ignore a column that they do not know.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .records import PART_BYTES
 from .sites import FORMAT_VERSION, MAX_COUNT
 
 VERSION_KEY = b"recorder_format"
-"""Key of the schema's metadata; its value is the version of the file, such as ``1.2``."""
+"""The key of the schema's metadata whose value is the version of the file, such as ``1.2``."""
 
 MODES = ("train", "eval", "no_grad")
 PHASES = ("forward", "recompute", "backward", "optimizer")
 PLAIN = "plain"
-"""The encoding of a payload whose bytes are those of the tensor."""
+"""The encoding of a payload that consists of the tensor's bytes."""
 SCOPES = ("local", "reduced", "unsharded", "final")
 
 
@@ -35,36 +35,36 @@ class Role(Enum):
     """The purpose of a column."""
 
     KEY = "key"
-    """Tells one value of a rank from all others in an attempt."""
+    """The column identifies one value of a rank in an attempt, together with the other columns of this role."""
     LAYOUT = "layout"
-    """Which piece of a global tensor the row holds, or of a large tensor of its rank."""
+    """The column says which piece of a global tensor, or of a large tensor of its rank, the row has."""
     STATISTIC = "statistic"
-    """A number of type float64 that is computed from the elements."""
+    """The column is a number of type float64 that is computed from the elements."""
     COUNT = "count"
-    """The number of elements that have a property."""
+    """The column is the number of elements that have a property."""
     DETAIL = "detail"
-    """Bytes that say more about the elements than single numbers do."""
+    """The column has bytes that describe the elements in more detail than single numbers."""
     PAYLOAD = "payload"
-    """The elements, and how they are encoded."""
+    """The column has the elements, or says how they are encoded."""
     ABOUT = "about"
-    """Another fact about the value or the row."""
+    """The column is another fact about the value or the row."""
 
 
 class Combine(Enum):
     """How rows of several pieces, ranks or steps make one value of a column."""
 
     FIRST = "first"
-    """As in the first of them."""
+    """The value is that of the first row."""
     NOTHING = "nothing"
-    """Null, or 0 in a column without nulls: it means nothing for the global tensor."""
+    """The value is null, or 0 in a column without nulls, because it means nothing for the global tensor."""
     ANEW = "anew"
-    """Worked out of more than this column, where global rows are made (`globalview.view`)."""
+    """The value is computed from more than this column, where global rows are made (`globalview.view`)."""
     SUM = "sum"
-    """They add. Lists are added element by element."""
+    """The values are added. Lists are added element by element."""
     MIN = "min"
     MAX = "max"
     MOMENTS = "moments"
-    """Combined by a formula over several statistics, in `numerics.moments`."""
+    """The value is computed by a formula over several statistics, in `numerics.moments`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +73,27 @@ class Column:
 
     name: str
     type: Any
-    """A flat Arrow type."""
+    """The type of the column, a flat Arrow type."""
     role: Role
     combine: Combine
     _: KW_ONLY
     since: int = 0
-    """The minor version that added it: a file of an earlier version has no such column, and readers give nulls."""
+    """The minor version that added the column; files of earlier versions lack it, and readers give nulls."""
     is_required: bool = False
-    """Never null. A column that a minor version adds cannot be."""
+    """True if the column is never null, which a column that a minor version adds cannot be."""
     lowest: int | None = 0
-    """The least that a whole number may be; None where it is no count."""
+    """The least value of a whole number in the column; None for a column that is no count."""
     highest: int = MAX_COUNT - 1
     degree: int = 1
-    """Where all elements are multiplied with a factor, a statistic grows with this power of the factor."""
+    """The power of a factor with which a statistic grows if all elements are multiplied by the factor."""
     has_sign: bool = True
     """Whether a negative factor changes the sign of a statistic."""
     is_nonfinite: bool = False
-    """Whether a count is of elements that the statistics leave out."""
+    """Whether the column counts elements that the statistics leave out."""
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """The least and the greatest value of a column of whole numbers that counts; None for others."""
+        """The least and the greatest value of a column of whole numbers that counts; None for other columns."""
         if self.lowest is None or not pa.types.is_integer(self.type):
             return None
         return self.lowest, min(self.highest, (1 << self.type.bit_width - 1) - 1)
@@ -153,7 +153,7 @@ COLUMNS = (
     Column("data", pa.large_binary(), _PAYLOAD, Combine.ANEW),
     Column("time_ns", _INT64, _ABOUT, Combine.FIRST, is_required=True, lowest=None),
 )
-"""All columns, in the order in which files have them. FORMAT.md says what each means."""
+"""All columns, in the order of the files. FORMAT.md defines the meaning of each column."""
 
 COLUMN_OF: Mapping[str, Column] = {column.name: column for column in COLUMNS}
 STATISTIC_COLUMNS = tuple(column for column in COLUMNS if column.role is Role.STATISTIC)
@@ -163,28 +163,28 @@ DETAILS = tuple(column.name for column in COLUMNS if column.role is Role.DETAIL)
 NONFINITE = tuple(column.name for column in COLUMNS if column.is_nonfinite)
 PAYLOAD = tuple(column.name for column in COLUMNS if column.role is Role.PAYLOAD)
 KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
-"""The columns of `Role.KEY`: what names a value of one rank in one attempt (FORMAT.md, section "Time")."""
+"""The columns of `Role.KEY`, which identify a value of one rank in one attempt (FORMAT.md, section "Time")."""
 MEASURED = "nan_count"
-"""The column that is null wherever no element was looked at; a row may lack others for reasons of their own."""
+"""The column that is null in every row whose elements were not read; other columns may be null for other reasons."""
 TIME_ORDER = ("attempt", "step", "rank", "seq")
-"""The columns by which rows are ordered in time: the order of rows in a file is not the order of time."""
+"""The columns by which rows are ordered in time, because the order of rows in a file is not the order of time."""
 HANDED_ON = "between_stages"
-"""The member of a note that names the stage and the number of stages, of a value that goes between stages."""
+"""The member of a note, for a value that goes between stages, with the stage and the number of stages."""
 _MAX_SHAPE_TEXT = 4096
 _MAX_NUMEL = 1 << 48
-"""Bound on the product of the sizes that are not 0, so that the elements of many ranks together fit an int64."""
+"""The bound on the product of the nonzero sizes, so that the elements of many ranks together fit an int64."""
 OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, *DETAILS, "fingerprint"))
-"""Columns that describe the complete local tensor, which only part 0 has."""
+"""The columns that describe the complete local tensor and that only part 0 has."""
 
 
 def schema_of(minor: int) -> pa.Schema:
-    """Return the columns of a minor version of the format, as a file of it has them."""
+    """Return the schema of a minor version of the format, as a file of that version has it."""
     fields = [pa.field(one.name, one.type, nullable=not one.is_required) for one in COLUMNS if one.since <= minor]
     return pa.schema(fields, metadata={VERSION_KEY: b"%d.%d" % (FORMAT_VERSION[0], minor)})
 
 
 SCHEMA = schema_of(FORMAT_VERSION[1])
-"""One row per observed tensor (or per part of a large one)."""
+"""The schema of the newest version, with one row per observed tensor (or per part of a large tensor)."""
 SCHEMAS = tuple(
     schema_of(minor)
     for minor in range(FORMAT_VERSION[1], -1, -1)
@@ -193,18 +193,18 @@ SCHEMAS = tuple(
 """The schemas of all versions that differ in their columns, newest first."""
 
 METADATA_COLUMNS = tuple(name for name in SCHEMA.names if name != "data")
-"""The schema of an index, which holds all columns but the payload."""
+"""The columns of an index, which are all columns except the payload."""
 
 
 def lacks_rightly(schema: pa.Schema, column: Column) -> bool:
-    """Whether a file of this schema is of a version that did not have the column yet."""
+    """Whether a file of this schema is of a version before the one that added the column."""
     version: bytes = (schema.metadata or {}).get(VERSION_KEY, b"")
     minor = version.partition(b".")[2]
     return column.since > (int(minor) if minor.isdigit() else 0)
 
 
 def parse_shape(text: Any) -> tuple[int, ...]:
-    """Return the shape that a column holds as text; raises CorruptError where it is no JSON list of sizes."""
+    """Return the shape in a column's text; raises CorruptError if the text is no JSON list of sizes."""
     if not isinstance(text, str) or len(text) > _MAX_SHAPE_TEXT:
         raise CorruptError("shape is no short text")
     try:
@@ -221,7 +221,7 @@ def parse_shape(text: Any) -> tuple[int, ...]:
 
 
 def note_members(note: str | None) -> dict[str, Any]:
-    """Return the members of a row's note, which is untrusted input; none where the text is no JSON object."""
+    """Return the members of a row's note, which is untrusted input; none if the text is no JSON object."""
     try:
         parsed = json.loads(note) if note else {}
     except (ValueError, RecursionError):

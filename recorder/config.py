@@ -1,8 +1,8 @@
-"""Settings: where each comes from, what is allowed, and what is in force.
+"""Settings: their sources, their allowed values, and the settings in force.
 
 Precedence: default < file (``RECORDER_CONFIG``) < environment (``RECORDER_<NAME>``) < argument. The environment is read
-here and in `capture.topology`, nowhere else. Nothing here may import torch or pyarrow: a wrong setting stops a launch
-before any of them is needed.
+here and in `capture.topology`, nowhere else. Nothing here may import torch or pyarrow, because a wrong setting stops a
+launch before any of them is needed.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ FLAG = "RECORDER"
 CONFIG_FILE = "RECORDER_CONFIG"
 PREFIX = "RECORDER_"
 CHECKED_MARK = "_RECORDER_CHECKED"
-"""Set by the first process that found the settings valid; under it a wrong setting is one line, not a stop."""
+"""The mark of the first process that found the settings valid; under it a wrong setting is one line, not a stop."""
 
 PLACEHOLDER = "SET_ME"
-"""The text that the templates of `deploy/` hold where only their user knows the value."""
+"""The text in the templates of `deploy/` for a value that only their user knows."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
 """The names that a run may have."""
 LATEST = "latest"
-"""The name that no run may have, because the command line calls the newest run so."""
+"""The name that no run may have, because commands use it for the newest run."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 _SPARSER = "0:10,10:100:10,100::50"
-"""The steps of the default rules. A small program takes a third longer, or twice as long at worst, for a step at which
-all modules are looked at; hence so few."""
+"""The steps of the default rules. There are few such steps, because a step at which all modules are recorded takes a
+small program a third longer, or twice as long at worst."""
 _SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(
     f"site=output,grad_output,tap steps={_SPARSER} keep=stats;"
@@ -49,7 +49,7 @@ DEFAULT_RULES = parse_rules(
     "site=scalar keep=stats"
 )
 TRIGGERS = ("exception", "signal", "hang", "nonfinite", "spike", "jump")
-"""What the ring may be written for without being asked: how a process ends, steps that do not come, rules of check."""
+"""The triggers that need no request: how a process ends, a step that does not come, and rules of `recorder check`."""
 NO_TRIGGER = "none"
 DEFAULT_TRIGGERS = ",".join(TRIGGERS)
 TRIGGER_SIGNALS = ("SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -70,8 +70,8 @@ PRESETS = {
     "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram,units"),
     "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),
 }
-"""Rules by name: the fewest, those that find the first NaN at its step, those that write what happened just before a
-trigger, all, and those that `diff` is surest with."""
+"""The rules by preset: the fewest rules, those that find the first NaN at its step, those that write the steps before a
+trigger, all rules, and those with which `diff` is surest."""
 
 
 def _setting(default: object, doc: str, *choices: str) -> Any:
@@ -209,7 +209,7 @@ RANGES: tuple[tuple[str, float, float], ...] = (
 _LONGEST_LOOK_S = 2.0
 _SMALLEST_POOL_BYTES = 1 << 20
 _STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-"""Matches the beginning of the URL of an object store; pathlib makes one slash of two."""
+"""The pattern of the beginning of an object store's URL, in which pathlib makes one slash of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The settings in force, and where each came from."""
+    """The settings in force, and the source of each."""
 
     settings: Settings
     sources: Mapping[str, str]
@@ -240,7 +240,7 @@ class Loaded:
 
 
 def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the flag asks for recording; raises ConfigError where the flag is neither on nor off."""
+    """Whether the flag asks for recording; raises ConfigError if the flag is neither on nor off."""
     value = (os.environ if environ is None else environ).get(FLAG, "").strip().lower()
     if value in OFF:
         return False
@@ -250,12 +250,12 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def is_native_wanted() -> bool:
-    """Whether the environment lets a program that only reads use the compiled loops; anything but a no is a yes."""
+    """Whether the environment lets a program that only reads use the compiled loops; only a no forbids it."""
     return os.environ.get("RECORDER_NATIVE", "").strip().lower() not in OFF[1:]
 
 
 def load_settings(arguments: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Loaded:
-    """Read file, environment and arguments into one `Loaded`; raises ConfigError for what cannot be used."""
+    """Read file, environment and arguments into one `Loaded`; raises ConfigError for a wrong setting."""
     environ = os.environ if environ is None else environ
     known = {item.name: item for item in fields(Settings)}
     layers: list[tuple[str, Mapping[str, object]]] = []
@@ -295,8 +295,8 @@ def load_settings(arguments: Mapping[str, object] | None = None, environ: Mappin
 def check_dir(loaded: Loaded) -> None:
     """Check that run directories can be made where `dir` says, as far as that can be known without making any.
 
-    A file system that does not answer passes the check: it holds the program up for two seconds, and the writer finds
-    out.
+    A file system that does not answer passes the check, after a delay of two seconds; the writer will find the
+    problem.
 
     Raises:
         ConfigError: no directory can ever be made there.
@@ -324,10 +324,10 @@ def _problems_of_dir(wanted: Path) -> Iterator[str]:
 
 
 def _why_unusable(path: Path) -> str | None:
-    """Return why no directory can be made at a path, which may be missing; None where it can, or a parent decides."""
+    """Return why no directory can be made at a path, which may be missing; None if it can, or if a parent decides."""
     try:
         if not path.is_dir():
-            # What a link leads to is not there, and a directory is never made through it.
+            # The target of the link is missing, and a directory is never made through a link.
             return "is no directory" if os.path.lexists(path) else None
         if os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             return None
@@ -337,7 +337,7 @@ def _why_unusable(path: Path) -> str | None:
 
 
 def read_toml(path: str, what: str) -> Mapping[str, Any]:
-    """Read a TOML file; raises ConfigError, whose message calls the file `what`, where that fails."""
+    """Read a TOML file; raises ConfigError, whose message calls the file `what`, if that fails."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

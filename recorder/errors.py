@@ -21,7 +21,7 @@ A message says where, what, what was expected and what to do.
 
 
 class RecorderError(Exception):
-    """Base of every error below; catch it to catch them all."""
+    """The base of every error of the package; catch it to catch them all."""
 
 
 class ConfigError(RecorderError, ValueError):
@@ -52,11 +52,11 @@ class WriteError(RecorderError):
 
 
 class CommandError(RecorderError):
-    """A command cannot be sent to a run that is under way, or a file in the place of one holds none."""
+    """A command cannot be sent to a run that is under way, or a file in the place of a command is none."""
 
 
 class StoreError(RecorderError):
-    """An object store cannot be reached, refuses the credentials, or has changed. It says nothing about the run."""
+    """An object store cannot be reached, refuses the credentials, or has changed. This says nothing about the run."""
 
     def __init__(self, message: str, kind: str = "failed") -> None:
         """Keep a word for the kind of failure.
@@ -98,11 +98,11 @@ def not_installed(what: str, package: str, extra: str) -> str:
 
 
 def install_line(extra: str = "", *, is_upgrade: bool = False) -> str:
-    """Return the line that installs this package, with an extra of it: out of its clone where it came from one.
+    """Return the line that installs this package with an extra, from the package's clone if it was installed from one.
 
     The line of an upgrade updates the clone first.
     """
-    # Here, because every process that records loads this module.
+    # The imports are here, because every process that records loads this module.
     import contextlib
     import json
     import os

@@ -1,6 +1,6 @@
-"""The records that cross from capture to the writer: `Staged`, a tensor already copied to host memory, with its key.
+"""The records that go from capture to the writer: `Staged`, a tensor already copied to host memory, with its key.
 
-Left of it is torch, right of it none. Nothing here may hold a tensor, a module or anything of the autograd graph.
+Capture uses torch, and the writer does not. Nothing here may refer to a tensor, a module or the autograd graph.
 The types are named tuples: immutable like frozen dataclasses, and a third of the cost to make on the training thread
 (0.5 us against 1.9 us for the fields of `Staged`).
 """
@@ -22,20 +22,20 @@ KEEP_FINGERPRINT = 4
 KEEP_HISTOGRAM = 8
 """The histogram column is written, and the statistics, which say how many values are zero or NaN."""
 KEEP_REPLAY = 16
-"""What a call of the module needs to be run again is written at site ``call``, with its values and gradients."""
+"""The data that a replay of the module's call needs is written at site ``call``, with its values and gradients."""
 KEEP_UNITS = 32
 """The column of sums for each unit is written, and the statistics."""
 KEEP_RING = 64
 """The payload waits in memory for a trigger, and is written only then. Never with `KEEP_TENSOR`."""
 KEEP_VALUES = KEEP_TENSOR | KEEP_RING
-"""What needs the values themselves in host memory."""
+"""The bits that need the values themselves in host memory."""
 KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
-"""What says something of the values, and so nothing of a sum of which a value is one summand."""
+"""The bits for numbers about the values, which say nothing about a sum of which the value is one summand."""
 
 SMALL_BYTES = 1 << 12
 """A tensor of at most this size is copied in the hook, and the writer measures many such records with one call."""
 PART_BYTES = 32 << 20
-"""A payload above this becomes several rows, so that memory stays bounded (bytes)."""
+"""The size in bytes above which a payload becomes several rows, so that memory stays bounded."""
 
 
 def kind_of(keep: int, site: str) -> str:
@@ -52,44 +52,44 @@ class Block(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """The number of these bytes."""
+        """The number of the block's bytes."""
 
     @property
     def address(self) -> int:
-        """Where they begin in memory."""
+        """The address of the block's first byte."""
 
     def release(self) -> None:
         """Give the bytes back to the pool. Called once, from any thread; `data` must not be touched afterwards."""
 
 
 class LostError(Exception):
-    """The bytes of a value will never arrive; its text is the drop reason, its cause what happened."""
+    """The bytes of a value will never arrive; the error's text is the drop reason, its cause the original error."""
 
 
 class Ready(Protocol):
     """The completion of a copy into a block that was not over when the record was made."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait on the writer thread; True once the bytes have arrived, False where they may still come.
+        """Wait on the writer thread; return True once the bytes have arrived, False while they may still come.
 
         Raises:
-            LostError: they will never come.
+            LostError: the bytes will never come.
         """
 
 
 class Origin(NamedTuple):
-    """Where a value comes from; made once for a leaf at a site and shared by all its records."""
+    """The place that a value comes from; made once for a leaf at a site and shared by all its records."""
 
     root: str
     module_path: str
     site: str
     name: str
     unit_dim: int = -1
-    """The dim along which the units of the value lie; a negative one counts from the last."""
+    """The dim along which the units of the value lie; a negative dim counts from the last dim."""
 
 
 class Moment(NamedTuple):
-    """When a value was seen; one per slice of a step, shared by all records of it."""
+    """The time at which a value was seen; one object per slice of a step, shared by all records of the slice."""
 
     step: int
     micro_step: int | None
@@ -97,27 +97,27 @@ class Moment(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The part of a global tensor that a rank holds; made once for a parameter. Texts are JSON, as in the row."""
+    """The part of a global tensor that a rank has; made once for a parameter. Texts are JSON, as in the row."""
 
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...] | None
-    """Elements, one per dim; None where the chunk is no box of the global tensor."""
+    """The offset in elements along each dim; None if the chunk is no box of the global tensor."""
     placements: str
     mesh: str
     layout_source: str
     flat_start: int | None = None
     """The number of the first element of a chunk that is a run of the flattened (C order) global tensor."""
     flat_shape: tuple[int, ...] | None = None
-    """The shape of the box, at `offsets` of the global tensor, where the chunk is a run of the flattened box."""
+    """The shape of the box, at `offsets` of the global tensor, if the chunk is a run of the flattened box."""
 
 
 class Staged(NamedTuple):
     """One observed tensor in host memory that training can no longer change, and what to keep of it."""
 
     seq: int
-    """Number of its first row in this writer; rows of its further parts follow."""
+    """The number of the record's first row in this writer; the rows of further parts follow."""
     num_parts: int
-    """The number of rows that it becomes: 1, or where the payload is kept the number of its parts of `PART_BYTES`."""
+    """The number of the record's rows: 1, or if the payload is kept the number of its parts of `PART_BYTES`."""
     origin: Origin
     moment: Moment
     phase: str
@@ -129,21 +129,21 @@ class Staged(NamedTuple):
     shape: tuple[int, ...]
     chunk: Chunk | None
     keep: int
-    """Bits of KEEP_*."""
+    """The bits of KEEP_*."""
     block: Block
     ready: Ready | None
-    """None where the copy is complete already."""
+    """The pending copy; None if the copy is complete already."""
     note: str | None
     """JSON text for the row's ``note``, or None."""
     time_ns: int
-    """Wall clock of the capture, nanoseconds since the epoch."""
+    """The wall clock time of the capture, in nanoseconds since the epoch."""
     measured: Callable[[npt.NDArray[np.uint8], Chunk | None], Measured] | None = None
-    """Set where the tensor was measured before. It turns `block.data`, which need not hold the values then, and `chunk`
-    into statistics and fingerprint once `ready` is over."""
+    """The function that turns `block.data`, which need not be the values then, and `chunk` into statistics and
+    fingerprint once `ready` is over; None if the tensor was not measured before."""
 
 
 class Measured(NamedTuple):
-    """Statistics of one tensor over its finite values; None where they cannot be had (empty, or no numbers)."""
+    """The statistics of one tensor over its finite values; None if they do not exist (no elements, or no numbers)."""
 
     mean: float | None = None
     std: float | None = None
@@ -159,17 +159,17 @@ class Measured(NamedTuple):
     inf_count: int | None = None
     zero_count: int | None = None
     fingerprint: int | None = None
-    """Unsigned 64-bit; of the local tensor moved to its position in the global one where offsets are known."""
+    """The unsigned 64-bit fingerprint of the local tensor, at its position in the global tensor if that is known."""
     note: str | None = None
     """The reason why statistics are missing, such as ``no_statistics:complex64``."""
     histogram: bytes | None = None
-    """As the column has it."""
+    """The bytes of the column `histogram`."""
     units: bytes | None = None
-    """As the column has it."""
+    """The bytes of the column `units`."""
 
 
 class Measure(Protocol):
-    """Computes statistics and fingerprint; runs on the writer thread, handed over by `capture`."""
+    """Computes statistics and fingerprint on the writer thread; `capture` provides the function."""
 
     def __call__(
         self,

@@ -1,9 +1,9 @@
 """The grammar of selection: patterns of names, schedules of numbers, and rules made of both, with the one matcher.
 
-What is recorded and what a command selects are written alike: `doctor` judges by the same code what should have been
-recorded. Patterns are a tuple of texts. Each is a glob over the whole name, or ``re:`` and a regular expression over
-the whole name; a name that is written out is matched, whatever it means as a glob. A leading ``!`` excludes; where all
-patterns exclude, everything else is chosen. Nothing here may import torch or pyarrow.
+The rules of a recording and of a command have the same grammar, and `doctor` uses the same code to find values that
+should have been recorded. Patterns are a tuple of texts. Each is a glob over the complete name, or ``re:`` and a
+regular expression over the complete name; a pattern that equals the name always matches. A leading ``!`` excludes; if
+all patterns exclude, everything else is chosen. Nothing here may import torch or pyarrow.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEEPS = {
     "replay": KEEP_TENSOR | KEEP_REPLAY,
     "ring": KEEP_RING,
 }
-"""The bits of each word that a rule's ``keep`` may hold."""
+"""The bits of each word that a rule's ``keep`` may have."""
 ON = ("1", "true", "yes", "on")
 OFF = ("", "0", "false", "no", "off")
 ANY = ("*",)
@@ -89,12 +89,12 @@ def checked(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def matches_expression(expression: str, name: str) -> bool:
-    """Whether a regular expression of the user's matches a whole name; Python's own may take for ever with some."""
+    """Whether a user's regular expression matches a complete name; Python may take for ever with some expressions."""
     return re.fullmatch(expression, name) is not None
 
 
 Expressions = Callable[[str, str], bool]
-"""Matches a regular expression with a name: `matches_expression`, unless the expression is untrusted input."""
+"""A function that matches a regular expression with a name: `matches_expression`, unless the input is untrusted."""
 
 
 def matches(patterns: tuple[str, ...], name: str, expressions: Expressions = matches_expression) -> bool:
@@ -123,7 +123,7 @@ def choose(patterns: tuple[str, ...], names: Collection[str]) -> list[str]:
 
 @lru_cache(maxsize=256)
 def sides(patterns: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the patterns that include, and those that exclude without their ``!``."""
+    """Return the patterns that include, and the patterns that exclude, without their ``!``."""
     return [p for p in patterns if not p.startswith("!")] or list(ANY), [p[1:] for p in patterns if p.startswith("!")]
 
 
@@ -134,7 +134,7 @@ def _matches_one(pattern: str, name: str, expressions: Expressions) -> bool:
 
 
 def nearest(text: str, names: Collection[str], cutoff: float = 0.5) -> list[str]:
-    """Return up to three names that somebody may have meant: those with the same end, else those that look alike."""
+    """Return up to three names that a user may have meant: names with the same end, or else names that look alike."""
     ends = [name for name in names if text and name.endswith("." + text.lstrip("."))]
     return ends[:_MAX_LISTED] or difflib.get_close_matches(
         text, list(names)[:_MAX_COMPARED], n=_MAX_LISTED, cutoff=cutoff
@@ -142,7 +142,7 @@ def nearest(text: str, names: Collection[str], cutoff: float = 0.5) -> list[str]
 
 
 def hint(text: str, names: Collection[str], otherwise: str = "") -> str:
-    """Return the end of a message that has the nearest names: ``; nearest is 'layers.0'``. `otherwise` without any."""
+    """Return the end of a message with the nearest names, ``; nearest is 'layers.0'``, or else `otherwise`."""
     near = nearest(text, names)
     listed = ", ".join(map(repr, near))
     return f"; nearest {'is' if len(near) == 1 else 'are'} {listed}" if near else otherwise
@@ -152,7 +152,7 @@ def hint(text: str, names: Collection[str], otherwise: str = "") -> str:
 class Schedule:
     """A set of whole numbers (steps or ranks): a union of slices, single numbers and powers of two.
 
-    It is a function of the number alone, so that all ranks agree without talking.
+    The set is a function of the number alone, so that all ranks agree without communication.
     """
 
     text: str
@@ -185,7 +185,7 @@ class Schedule:
 
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int | None, int]]) -> Schedule:
-        """Make one of slices, with the text that `parse` reads; one of no slices holds no number and has no text."""
+        """Make a schedule of slices, with the text that `parse` reads; without slices it has no number and no text."""
         made = tuple(slices)
         words = [
             f"{start}:{'' if stop is None else stop}{'' if stride == 1 else f':{stride}'}"
@@ -221,7 +221,7 @@ EVERY = Schedule.parse("::1")
 
 
 class RingWindow(NamedTuple):
-    """The steps around a trigger that a ring writes, that of the trigger among them."""
+    """The steps around a trigger that a ring writes, including the trigger's own step."""
 
     before: int
     after: int
@@ -229,30 +229,30 @@ class RingWindow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One selection: which values, at which steps, and what to keep; several that match keep all they ask for."""
+    """One selection: which values, at which steps, and what to keep; several rules that match keep all they ask for."""
 
     module: tuple[str, ...] = ANY
     """Patterns of module paths; ``''`` is the root."""
     cls: tuple[str, ...] = ANY
     """Patterns of class names (key ``class``)."""
     leaf: bool = False
-    """Only modules without children."""
+    """True if the rule selects only modules without children."""
     site: tuple[str, ...] = SITES
     name: tuple[str, ...] = ANY
     """Patterns of leaf names: the argument, the path in a nested output, the parameter."""
     rank: Schedule = EVERY
     steps: Schedule = EVERY
     call: Schedule = EVERY
-    """Numbers of a module's calls within a micro-step; an evaluation loop is many calls of one step."""
+    """The numbers of a module's calls within a micro-step; an evaluation loop has many calls in one step."""
     keep: int = KEEP_STATS
     unit_dim: int | None = None
-    """The dim along which units lie, where ``keep=units`` is not to take the one that the module's class has."""
+    """The dim along which units lie for ``keep=units``; None for the dim of the module's class."""
     before: int = 4
-    """With ``keep=ring``, the number of steps before a trigger that are written."""
+    """The number of steps before a trigger that are written, for ``keep=ring``."""
     after: int = 2
-    """With ``keep=ring``, the number of steps after a trigger that are written."""
+    """The number of steps after a trigger that are written, for ``keep=ring``."""
     written: str = field(default="", compare=False, repr=False)
-    """The rule as its user wrote it, for messages; empty where it was not text."""
+    """The rule as its user wrote it, for messages; empty for a rule that was not text."""
 
     KEYS: ClassVar = (
         "module", "class", "leaf", "site", "name", "rank", "steps", "call", "keep", "unit_dim", "before", "after"
@@ -377,7 +377,7 @@ def _rule_from_table(table: Mapping[str, object], grammar: _Grammar) -> Rule:
 
 
 def _value_of(key: str, value: object, grammar: _Grammar) -> object:
-    """Return what one key of a rule says, in the type of the field of `Rule`.
+    """Return the value of one key of a rule, in the type of the field of `Rule`.
 
     Raises:
         ValueError: the value makes no sense; the text says why.
@@ -418,7 +418,7 @@ def _known(key: str, named: tuple[str, ...], allowed: Sequence[str], offered: Se
 
 
 def _contradictions(chosen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each key that another key of its rule speaks against, and why."""
+    """Yield each key that another key of its rule contradicts, and the reason."""
     keep = chosen.get("keep", 0)
     if keep & KEEP_REPLAY and chosen["site"] != OF_REPLAY:
         yield "site", f"keep=replay is of {', '.join(OF_REPLAY)}; leave site out, or write a rule for each"
@@ -433,7 +433,7 @@ def _contradictions(chosen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def ring_window(rules: Iterable[Rule]) -> RingWindow | None:
-    """Return the window of the rules that keep a ring; None where none does.
+    """Return the window of the rules that keep a ring; None if no rule keeps a ring.
 
     Raises:
         ConfigError: two rules have different windows; a recording has one ring.
@@ -466,6 +466,6 @@ def read_boolean(name: str, raw: object) -> bool:
 
 
 def did_you_mean(word: str, choices: Sequence[str]) -> str:
-    """Return the end of a message that has the choice nearest to a word; empty where none is near."""
+    """Return the end of a message with the choice nearest to a word; empty if no choice is near."""
     near = difflib.get_close_matches(word, choices, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

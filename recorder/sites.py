@@ -1,8 +1,8 @@
-"""The version of the format, and the registry of sites: where in a training step a value was seen, and what follows.
+"""The version of the format, and the registry of sites: the places in a training step at which values are seen.
 
-Code that records, expects, compares or shows values asks here. A site that a minor version adds is one entry of
-`ALL_SITES` and one line of FORMAT.md, beside the hook that records it. This module imports nothing of the package and
-no third party: settings name sites, and are read before any of them.
+Code that records, expects, compares or shows values uses this registry. A site that a minor version adds is one entry
+of `ALL_SITES` and one line of FORMAT.md, and the hook that records it. This module imports nothing of the package and
+no third party, because settings name sites and are read first.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ FORMAT_NAME = "recorder"
 FORMAT_VERSION = (1, 3)
 """The major and the minor version of the format. Readers refuse another major version and accept any minor one."""
 MAX_COUNT = 1 << 53
-"""Bound on every whole number of a row: float64 holds them exactly, and sums and products with a width fit int64."""
+"""The bound on every whole number of a row: float64 is exact up to it, and sums and products with a width fit int64."""
 
 
 class Kind(Enum):
     """The kind of the values at a site."""
 
     ACTIVATION = "activation"
-    """A value of the batch, or a gradient of one: each rank has those of its samples."""
+    """A value of the batch, or a gradient of such a value: each rank has the values of its samples."""
     STATE = "state"
     """A value that outlives the step, or its gradient: ranks have replicas of it, or chunks."""
     NUMBER = "number"
@@ -31,7 +31,7 @@ class Kind(Enum):
 
 
 class Expected(Enum):
-    """The values that `doctor` expects where a rule selects a site of a module."""
+    """The values that `doctor` expects if a rule selects a site of a module."""
 
     CALL = "call"
     """A value at each step at which the module is called."""
@@ -50,22 +50,22 @@ class Site:
     name: str
     kind: Kind
     phase: str
-    """The phase in which its values are usually seen; there are others, such as ``recompute``."""
+    """The phase in which the site's values are usually seen; other phases, such as ``recompute``, occur."""
     expected: Expected
     gradient: str | None = None
-    """The site that holds the gradients of its values; its own name where the phase tells them apart."""
+    """The site of the gradients of the site's values; the site's own name if the phase separates the two."""
     is_gradient: bool = False
-    """True where all its values are gradients."""
+    """True if all values of the site are gradients."""
     is_updated: bool = False
-    """True where the optimizer's step writes its values."""
+    """True if the optimizer's step writes the site's values."""
     is_given: bool = False
-    """True where the program hands its values in, so that no module has made them."""
+    """True if the program passes the site's values in, so that no module has computed them."""
     is_of_optimizer: bool = False
-    """True where the optimizer holds its values, and not the module: without an optimizer there are none."""
+    """True if the optimizer has the site's values, and not the module: without an optimizer there are none."""
     is_selectable: bool = True
-    """False where rules do not name it: its rows come with what a rule keeps."""
+    """False if rules do not name the site, whose rows come with values that a rule keeps."""
     since: int = 0
-    """The minor version of the format that added it."""
+    """The minor version of the format that added the site."""
 
 
 ALL_SITES = (
@@ -110,7 +110,7 @@ ALL_SITES = (
 SITES = tuple(site.name for site in ALL_SITES if site.is_selectable)
 """The sites that rules and questions name."""
 CALL = "call"
-"""The site of what a call needs besides its arguments, for a replay: facts as JSON text, parameters, buffers."""
+"""The site of the data that a replay of a call needs besides its arguments: facts as JSON, parameters, buffers."""
 OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")
 """The sites whose tensors a replay is made of and compared with."""
 SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}
@@ -123,15 +123,15 @@ GIVEN = tuple(site.name for site in ALL_SITES if site.is_given)
 UPDATED = tuple(site.name for site in ALL_SITES if site.is_updated)
 OF_CALLS = tuple(site.name for site in ALL_SITES if site.expected is Expected.CALL)
 VALUES_OF_CALLS = tuple(site for site in OF_CALLS if site not in GRADIENTS)
-"""The sites of what a call takes and returns."""
+"""The sites of the values that a call takes and returns."""
 OF_PARAMETERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.PARAMETER)
 OF_BUFFERS = tuple(site.name for site in ALL_SITES if site.expected is Expected.BUFFER)
 OF_PROGRAM = tuple(site.name for site in ALL_SITES if site.expected is Expected.NOTHING)
-"""The sites of values that the program names: no module tree lists them."""
+"""The sites of values that the program names and that no module tree lists."""
 LASTING = tuple(site for site in STATES if site not in GRADIENTS)
 """The sites of values that stay from step to step."""
 OF_MODULES = tuple(site.name for site in ALL_SITES if site.kind is Kind.STATE and not site.is_of_optimizer)
-"""The sites of state that a module itself holds, and of its gradients."""
+"""The sites of state that a module itself has, and of the state's gradients."""
 HELD_BY_MODULES = tuple(site for site in OF_MODULES if site not in GRADIENTS)
 GRADIENT_OF: Mapping[str, str] = {site.name: site.gradient for site in ALL_SITES if site.gradient}
 """The site of the gradients, by the site of the values."""
@@ -140,7 +140,7 @@ VALUE_OF: Mapping[str, str] = {gradient: name for name, gradient in GRADIENT_OF.
 
 
 def values_of(site: str) -> str:
-    """Return the site of the values whose gradients `site` holds; `site` itself where it holds no gradients."""
+    """Return the site of the values whose gradients `site` has; `site` itself if it has no gradients."""
     return VALUE_OF.get(site, site)
 
 
@@ -155,10 +155,10 @@ def is_loss(site: str, name: str) -> bool:
 
 
 def may_mask(site: str, name: str) -> bool:
-    """Whether a program may mean the infinities of a value, as it does in an attention mask; it never means a NaN.
+    """Whether a program may want infinities in a value, as in an attention mask; a NaN is never wanted.
 
-    A gradient, a state of the optimizer or a loss is never infinite on purpose. Whoever judges whether values are
-    finite asks here: the warning of a training, `recorder first` and the rule `nonfinite` of `recorder check`.
+    A gradient, a state of the optimizer or a loss is never infinite on purpose. All code that checks whether values are
+    finite uses this function: the warning of a training, `recorder first` and the rule `nonfinite` of `recorder check`.
     """
     known = SITE_OF.get(site)
     return known is None or not (known.is_gradient or known.is_of_optimizer or is_loss(site, name))

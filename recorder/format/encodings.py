@@ -244,7 +244,7 @@ def target_of(name: str, payload: object) -> int | None:
 Bytes = npt.NDArray[np.uint8]
 
 FRAME_BYTES = 1 << 20
-"""Content of a frame at most: bounds the scratch, and keeps a piece in the cache between split and compression."""
+"""The most content of a frame; it bounds the scratch, and a piece stays in cache between split and compression."""
 _JOIN_ITEMS = 1 << 15
 """The number of elements that are joined at a time, so that they stay within the cache."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}

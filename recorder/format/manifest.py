@@ -51,7 +51,7 @@ class ParallelRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jitter:
-    """What the setting `jitter` moved of a root."""
+    """The values of a root that the setting `jitter` moved."""
 
     moved: tuple[str, ...]
     """``inputs``, ``embeddings``, or nothing."""

@@ -47,7 +47,7 @@ class Replication(Enum):
     DISTINCT = "own"
     """The ranks' values differ, and no step shows that they should not."""
     UNKNOWN = "unknown"
-    """The values were never seen, or are NaN, constant or repeated, as copies and batches both may be."""
+    """The values were never seen, or are NaN, constant or repeated, which both copies and batches may be."""
 
 
 class ChunkValues(Protocol):

@@ -25,7 +25,7 @@ class Bins(NamedTuple):
     """Shares of the values of several tensors by magnitude, in the same bins."""
 
     first: int
-    """The exponent of the first bin: its values are from 2^first on."""
+    """The exponent of the first bin, whose values begin at 2^first."""
     exponents_per_bin: int
     shares: list[list[float]]
     """For each tensor, the share of all its values that lies in each bin; the lists have one length, which is 0 where
@@ -115,7 +115,7 @@ class UnitsApart(NamedTuple):
 
 
 def units_of_row(data: bytes | None, shape: Any) -> Units | None:
-    """Return the units of a row, by its columns `units` and `shape`; None where it has none."""
+    """Return the units of a row, by its columns `units` and `shape`; None for a row without units."""
     if data is None:
         return None
     try:
@@ -125,7 +125,7 @@ def units_of_row(data: bytes | None, shape: Any) -> Units | None:
 
 
 def units_apart(a: Units | None, b: Units | None) -> UnitsApart | None:
-    """Return the comparison; None where one of the two is missing."""
+    """Return the comparison of the units of two values; None if one of the two has no units."""
     if a is None or b is None:
         return None
     counts = (len(a), len(b), a.num_dead, b.num_dead)
@@ -274,7 +274,7 @@ def _counts(data: Bytes, width: int) -> Ints:
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
-"""The mark where a tensor held a NaN or an infinity."""
+"""The mark for a tensor with a NaN or an infinity."""
 _LOG_RATIO = 1000.0
 
 

@@ -47,7 +47,7 @@ class Moments:
     def merge(
         self, count: int, low: float, high: float, total: float, deviations: float, sum_abs: float, sum_fourth: float
     ) -> None:
-        """Take in the `count` > 0 finite values of a piece; `deviations` are squared, from the piece's own mean."""
+        """Add a piece of `count` > 0 finite values; `deviations` is the sum of squares from the piece's own mean."""
         self.min, self.max = min(self.min, low), max(self.max, high)
         mean = total / count
         away = mean - self.mean

@@ -1,1 +1,1 @@
-"""Reading recorded runs. Must never import `write`, `capture` or, but for `Run.tensor`, torch."""
+"""Reading recorded runs. Nothing here may import `write`, `capture` or, except for `Run.tensor`, torch."""

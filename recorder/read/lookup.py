@@ -1,6 +1,6 @@
 """Finds the one tensor that a question means, in the newest attempt.
 
-Must never answer with one of several tensors; the message says what there is to choose from.
+Nothing here may answer with one of several tensors; the message lists the choices.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .writers import RecordedWriter
 QUALIFIERS = (
     "site", "step", "name", "rank", "micro_step", "call", "repeat", "mode", "phase", "root", "scope", "attempt",
 )  # fmt: skip
-"""Columns that, with the module path, identify a tensor of a run; in the order in which choices are listed."""
+"""The columns that, with the module path, identify a tensor of a run, in the order in which choices are listed."""
 LOOKUP_COLUMNS = (*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS)
 _OF_RANKS = ("rank", "attempt")
-"""Columns in which the rows of one global tensor may differ; which attempt counts was decided before."""
+"""The columns in which the rows of one global tensor may differ; the attempt is chosen before."""
 _MAX_CHOICES = 8
 
 
@@ -33,13 +33,13 @@ class TensorRows(NamedTuple):
     """The rows of the one tensor that a question means."""
 
     positions: Positions
-    """The row, or its parts in order; where several ranks are meant, part 0 of each."""
+    """The position of the row, or of its parts in order; if several ranks are meant, of part 0 of each."""
     related: Positions
-    """All rows of the module at that step."""
+    """The positions of all rows of the module at that step."""
     is_merged: bool
     what: str
     is_micro_batch: bool = False
-    """Whether one micro-batch of a pipeline is asked for; then `related` has no other."""
+    """Whether one micro-batch of a pipeline is asked for; then `related` has rows of no other micro-batch."""
 
 
 def find_tensor(
@@ -59,8 +59,8 @@ def find_tensor(
         rows: the run's rows.
         writers: the run's writers, as `rows` numbers them.
         module_path: exact path of the module.
-        question: value by qualifier; None where a qualifier is left open.
-        counts: by position, whether a row counts; given where the rows of several ranks are one tensor.
+        question: value by qualifier; None for a qualifier that is left open.
+        counts: whether a row counts, by position; given if the rows of several ranks are one tensor.
         has_micro_batches: True for a pipeline: its micro-batches are one tensor too, and its stages' roots one model.
         stages: pipeline stages by writer and root; the rows of a merged run name their stages themselves.
         needs_values: leave out rows without a payload.
@@ -120,7 +120,7 @@ def _answering(
 ) -> tuple[Positions, str]:
     given = {name: value for name in QUALIFIERS if (value := question.get(name)) is not None}
     positions = of_module
-    # Numbers first: a module has rows of thousands of steps, and texts cost the most.
+    # Numbers are compared first, as a module has rows of thousands of steps, and texts cost the most.
     for name in sorted(given, key=lambda name: name in TEXT_COLUMNS):
         keys = rows.keys(name, positions)
         try:
@@ -212,9 +212,9 @@ def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None 
 
 
 def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions) -> Positions:
-    """Drop what a later writer of the same rank recorded again.
+    """Drop the rows of steps that a later writer of the same rank has recorded again.
 
-    Where steps were merely counted, equal steps of two attempts are different steps, and only the newest attempt
+    If steps were merely counted, equal steps of two attempts are different steps, and only the newest attempt
     counts.
     """
     numbers = rows.writer_numbers(positions)
@@ -247,7 +247,7 @@ def _parts(rows: MetadataRows, positions: Positions, what: str) -> Positions:
 
 
 def _choices(name: str, keys: Keys) -> str:
-    """Return the distinct values of a column: ``step=0|1|2|...|64 (11)``."""
+    """Return the distinct values of a column, such as ``step=0|1|2|...|64 (11)``."""
     codes = [int(code) for code in np.unique(keys.codes)]
     shown = [keys.label(code) for code in codes]
     if keys.texts is not None:

@@ -1,7 +1,7 @@
-"""The framing of Arrow IPC: where each message lies and which sizes it declares, read before Arrow allocates.
+"""The framing of Arrow IPC: the place and the declared sizes of each message, read before Arrow allocates.
 
 pyarrow shows neither the offset of a batch in a file, nor its declared sizes, nor its metadata without decoding it.
-The tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). Must never trust an offset.
+The tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). No offset is trusted.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from ..storage.untrusted_files import ByteSource
 
 MAGIC = b"ARROW1"
 TAIL_BYTES = 4 + len(MAGIC)
-"""The length of the footer and the magic, at the very end of a sealed file."""
+"""The bytes of the footer's length and the magic, at the very end of a sealed file."""
 FIRST_MESSAGE = 8
-"""Offset of the first message in an IPC file: the magic and two bytes of padding."""
+"""The offset of the first message in an IPC file, after the magic and two bytes of padding."""
 PREFIX_BYTES = 8
 CONTINUATION = 0xFFFFFFFF
 
 MAX_METADATA_BYTES = 1 << 20
-"""Bound on everything before the body of one message; ours take less than 20 KiB."""
+"""The bound on everything before the body of one message; the recorder's messages have less than 20 KiB there."""
 MAX_BATCH_BYTES = 1 << 30
-"""Bound on one batch in memory. Ours hold at most 40 MiB of payload, and their metadata columns."""
+"""The bound on one batch in memory. The recorder's batches have at most 40 MiB of payload, and metadata columns."""
 
 _MAX_RATIO = 128
-"""Bytes of a compressed batch for each on disk: columns that are all constants come to 13. A bomb has thousands."""
+"""The most bytes of a compressed batch for each byte on disk; constant columns reach 13, a zip bomb thousands."""
 _MIN_DECLARED_BYTES = 1 << 20
 _MAX_PAIRS = 64
-"""Pairs of custom metadata in one message; ours have two. Many could share their bytes, and take long to read."""
+"""The most pairs of custom metadata in a message; ours have two. Many pairs could share bytes and be slow to read."""
 
 _VERSION_5 = 4
 """Message.fbs counts from V1 = 0. Before V5 a batch could be compressed, and say so in its custom metadata alone."""
@@ -43,11 +43,11 @@ BATCH_MESSAGE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageBlock:
-    """Where one message lies in its file."""
+    """The place of one message in its file."""
 
     offset: int
     metadata_bytes: int
-    """With prefix and padding: the body begins this far behind `offset`."""
+    """The bytes of the metadata with prefix and padding; the body begins this far after `offset`."""
     body_bytes: int
 
     @property
@@ -56,14 +56,14 @@ class MessageBlock:
 
 
 class Message(NamedTuple):
-    """What a message says of itself. Only that its fields lie within its own bytes is verified."""
+    """The declared content of a message. Only that its fields lie within its own bytes is verified."""
 
     kind: int
     body_bytes: int
     nodes: tuple[tuple[int, int], ...]
-    """Rows of each column of a batch, and how many of them are null."""
+    """The number of rows and of nulls of each column of a batch."""
     buffers: tuple[tuple[int, int], ...]
-    """Offset in the body and length of each buffer of a batch, in Arrow's order."""
+    """The offset in the body and the length of each buffer of a batch, in Arrow's order."""
     is_compressed: bool
     custom_metadata: dict[bytes, bytes]
 
@@ -84,7 +84,7 @@ class _Table:
         return value
 
     def field(self, index: int) -> int:
-        """Position of a field's value, 0 where the field is absent."""
+        """Return the position of a field's value; 0 for an absent field."""
         entry = 4 + 2 * index
         offset = self.unpack("<H", self.vtable + entry) if entry < self.vtable_bytes else 0
         return self.position + offset if offset else 0
@@ -149,7 +149,7 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
 
 
 def padding_of(metadata: pa.Buffer) -> memoryview:
-    """Return the bytes behind everything that the metadata of a batch says, which are zeros in a sound message."""
+    """Return the bytes after all declared content of a batch's metadata, which are zeros in a sound message."""
     root = _root(memoryview(metadata))
     header = root.table(2)
     vectors = [vector for pair in root.tables(4) for vector in ((pair, 0, 1), (pair, 1, 1))]
@@ -178,7 +178,7 @@ def block_at(source: ByteSource, offset: int) -> tuple[MessageBlock, Message] | 
 
 
 def footer_bytes(source: ByteSource) -> int:
-    """Size of the footer of a sealed file, which lies in front of its last 10 bytes."""
+    """Return the size of the footer of a sealed file, which lies before the file's last 10 bytes."""
     if source.size_bytes < FIRST_MESSAGE + TAIL_BYTES:
         raise CorruptError(f"{source.where}: {source.size_bytes} bytes are too few for a sealed shard")
     num_bytes, magic = struct.unpack("<i6s", source.read(source.size_bytes - TAIL_BYTES, TAIL_BYTES))
@@ -188,7 +188,7 @@ def footer_bytes(source: ByteSource) -> int:
 
 
 def footer_blocks(source: ByteSource) -> list[MessageBlock]:
-    """Return the blocks of the batches by the footer of a sealed file; each block is checked only when it is read."""
+    """Return the blocks of the batches from the footer of a sealed file; each block is checked only when it is read."""
     try:
         items = list(struct.iter_unpack("<qi4xq", _footer(source).vector(3, 24)))
     except struct.error as error:
@@ -216,14 +216,14 @@ def _footer(source: ByteSource) -> _Table:
 
 
 def check_block(block: MessageBlock, source: ByteSource) -> None:
-    """Refuse a block of a footer that does not lie within the file, or is larger than any of ours."""
+    """Raise CorruptError for a footer's block that lies outside the file, or is larger than any of the recorder's."""
     is_sane = block.offset >= FIRST_MESSAGE and PREFIX_BYTES < block.metadata_bytes <= MAX_METADATA_BYTES
     if not is_sane or not 0 <= block.body_bytes <= MAX_BATCH_BYTES or block.end > source.size_bytes:
         raise CorruptError(f"{source.where}: the footer lists a batch at byte {block.offset} that cannot be there")
 
 
 def check_declared_sizes(buffers: Sequence[tuple[int, int]], body: pa.Buffer, where: str) -> None:
-    """Refuse compressed buffers that declare more than `MAX_BATCH_BYTES` together, or than `body` can honestly hold."""
+    """Raise CorruptError if compressed buffers declare more than `MAX_BATCH_BYTES` together, or than `body` can be."""
     total_bytes = 0
     for offset, length in buffers:
         if 0 < length < 8:

@@ -1,6 +1,6 @@
 """The metadata rows of a run as columns, read on first use; the sizes of steps; the pipeline stages.
 
-A row is known by its position: shards in the order of their writers, rows in file order. No Python loop runs over rows.
+A row is identified by its position: shards in the order of their writers, rows in file order. No loop runs over rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]
 NONE = -1
-"""Null in columns of counts, which are never negative."""
+"""The number for null in columns of counts, which are never negative."""
 _FEW_CHUNKS = 64
 POSITION_COLUMNS = ("seq", "batch", "row")
 """The columns that lead from a row to its payload."""
@@ -34,12 +34,12 @@ class Keys(NamedTuple):
     """A column as numbers that are equal where the values are equal."""
 
     codes: npt.NDArray[np.int64]
-    """`NONE` for null."""
+    """The number for the value of each row; `NONE` for null."""
     texts: list[str] | None
-    """The texts that the codes number; None where the codes are the values."""
+    """The texts that the codes number; None if the codes are the values."""
 
     def code(self, value: Any) -> int:
-        """Return the code of a value; a code that no row has where the value does not occur."""
+        """Return the code of a value; a code that no row has if the value does not occur."""
         if value is None:
             return NONE
         if self.texts is None:
@@ -58,7 +58,7 @@ class Keys(NamedTuple):
 
 
 class MetadataRows:
-    """Every column but the payload, over all shards; with `steps`, only of batches that may hold these steps."""
+    """All columns except the payload, over all shards; with `steps`, only of batches that may contain these steps."""
 
     def __init__(self, writers: Sequence[RecordedWriter], steps: Steps | Ranges | None = None) -> None:
         self._steps = steps
@@ -114,19 +114,19 @@ class MetadataRows:
         return self._module_paths
 
     def take(self, name: str, positions: Positions) -> Any:
-        """Some rows of a metadata column, as `pa.ChunkedArray`."""
+        """Return some rows of a metadata column, as `pa.ChunkedArray`."""
         column = self._columns[name]
         if (positions[1:] < positions[:-1]).any():
             return pc.take(column, pa.array(positions))
         if len(positions) == len(column) and (positions[1:] > positions[:-1]).all():
-            # One writer's rows in file order are in the order of time. A copy: a mapped file may change later.
+            # One writer's rows in file order are in time order. They are copied, as a mapped file may change later.
             return pa.chunked_array([pa.concat_arrays([chunk, chunk[:0]]) for chunk in column.chunks], column.type)
         ends = self._chunk_ends[name]
         chunk_numbers = np.searchsorted(ends, positions, side="right")
         used = np.flatnonzero(np.bincount(chunk_numbers))  # numpy 2.4's `unique` hashes: 7 ms for 200,000
         if len(used) > _FEW_CHUNKS:
             return pc.take(column, pa.array(positions))
-        # Arrow joins all chunks of a column before it takes a row of it: 0.2 ms for a short text of a million rows.
+        # Arrow joins all chunks of a column before it takes a row: 0.2 ms for short texts of a million rows.
         starts = [0, *ends]
         pieces = [column.chunk(n).take(pa.array(positions[chunk_numbers == n] - starts[n])) for n in used.tolist()]
         return pa.chunked_array(pieces, column.type)
@@ -155,7 +155,7 @@ class MetadataRows:
         return np.searchsorted(self._writer_starts, positions, side="right") - 1
 
     def in_order(self) -> Positions:
-        """All positions by `TIME_ORDER`, which file order is not."""
+        """Return all positions in the order of `TIME_ORDER`, which differs from file order."""
         keys = [self.numbers(name) for name in reversed(TIME_ORDER)]
         return np.lexsort(keys).astype(np.int64, copy=False)
 
@@ -164,7 +164,7 @@ Ints = npt.NDArray[np.int64]
 SIZE_COLUMNS = ("step", "units", "payload_bytes")
 """The columns that `StepSizes.of` reads; without `payload_bytes` every step has 0 bytes."""
 _ROW_BYTES = 350
-"""Bytes of a row in memory, without its column `units`."""
+"""The bytes of a row in memory, without its column `units`."""
 
 
 def _by_step(steps: Ints, *columns: Ints) -> list[Ints]:
@@ -190,7 +190,7 @@ class StepSizes(NamedTuple):
 
     steps: Ints
     rows: Ints
-    """A row with sums of units counts as the number of rows that take as much memory."""
+    """The number of rows of each step; a row with sums of units counts as the rows that take as much memory."""
     bytes: Ints
 
     @classmethod
@@ -208,12 +208,12 @@ class StepSizes(NamedTuple):
 
     @classmethod
     def sum(cls, several: Iterable[StepSizes]) -> StepSizes:
-        """Return the sizes of the rows of several together."""
+        """Return the sizes of the rows of several `StepSizes` together."""
         parts = [cls(*(np.zeros(0, np.int64),) * 3), *several]
         return cls(*_by_step(*(np.concatenate(column) for column in zip(*parts, strict=True))))
 
     def cut(self, max_rows: int, max_bytes: int | None = None) -> Iterator[StepRange]:
-        """Half-open ranges that cover the steps, ascending; only a range of a single step may exceed the bounds."""
+        """Yield half-open ranges that cover the steps, ascending; only a range of one step may exceed the bounds."""
         first, end, num_rows, num_bytes = None, 0, 0, 0
         for step, more_rows, more_bytes in zip(*(column.tolist() for column in self), strict=True):
             is_full = num_rows + more_rows > max_rows or (max_bytes is not None and num_bytes + more_bytes > max_bytes)
@@ -237,13 +237,13 @@ def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
 
 
 def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
-    """Return for each root that is a stage, the name of the model: the root of its first stage."""
+    """Return the name of the model, which is the root of its first stage, for each root that is a stage."""
     names = {stage.num_stages: root for (_, root), stage in sorted(stages.items()) if stage.number == 0}
     return {root: names.get(stage.num_stages, root) for (_, root), stage in stages.items()}
 
 
 def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
-    """Return the stage of each row; `NONE` where nothing names one. In a merged run the notes of the rows name it."""
+    """Return the stage of each row; `NONE` if no stage is named. In a merged run the rows' notes name the stage."""
     stage_of_row: Ints = np.full(len(positions), NONE)
     writers, roots = rows.writer_numbers(positions), rows.keys("root", positions)
     for (writer, root), stage in stages.items():
@@ -261,11 +261,11 @@ class MicroBatches:
 
     def __init__(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
         self.stage: Ints = np.full(len(chosen), NONE)
-        """`NONE` outside of pipelines, and for the numbers of a step, which belong to the program."""
+        """The stages; `NONE` outside of pipelines, and for the numbers of a step, which belong to the program."""
         self.micro_step: Ints = np.zeros(len(chosen), np.int64)
-        """0 outside of pipelines."""
+        """The micro-batches; 0 outside of pipelines."""
         self.key: Ints = rows.numbers("micro_step")[chosen].copy()
-        """The micro-step by which values differ; in a pipeline they do not differ by it."""
+        """The micro-step that separates values of a step; in a pipeline all micro-batches have the same."""
         if stages:
             self._fill(rows, chosen, stages)
 

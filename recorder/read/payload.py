@@ -1,4 +1,4 @@
-"""Leads from a row to its payload and its array: the batch of the row, checked, and the row that a ``ref`` names.
+"""Leads from a row to its payload and its array, through the row's checked batch and the row that a ``ref`` names.
 
 `decode` also serves readers that hold a single row and no run.
 """
@@ -29,9 +29,9 @@ from .shard_rows import ShardRows
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8
 _MAX_REMOTE_BYTES = 1 << 30
-"""Bound on batches that come from an object store, which take memory; batches on a disk are mapped."""
+"""The bound on batches from an object store, which take memory; batches on a disk are mapped."""
 _AT_ONCE = 16
-"""Batches that are requested before their sizes are looked at."""
+"""The number of batches that are requested before their sizes are known."""
 _BATCH_BYTES = 8 << 20
 """The size of most batches, unless a single row is larger."""
 _Key = tuple[int, int]
@@ -48,7 +48,7 @@ class Payloads:
         """Rows are asked for in the order of time, so the next row mostly lies in the same batch of its writer."""
 
     def prepare(self, positions: Sequence[int]) -> None:
-        """Read the batches of rows that will be asked for, several at once where each costs a request to a store."""
+        """Read the batches of rows that will be asked for, several at once if each costs a request to a store."""
         if not positions or not self._is_remote:
             return
         of_shard: dict[int, list[tuple[_Key, ShardRows]]] = {}
@@ -63,7 +63,7 @@ class Payloads:
                     break
                 known.append((key, shard))
         num_brought_bytes = 0
-        # The first of each shard opens it.
+        # The first batch of each shard opens the shard.
         for wanted in (
             [some[0] for some in of_shard.values() if some],
             [one for some in of_shard.values() for one in some[1:]],
@@ -79,7 +79,7 @@ class Payloads:
                 self._shrink()
 
     def encoded(self, position: int) -> EncodedPayload:
-        """Return the payload of one row as it is stored, a ``ref`` followed to its content; RunError: it is damaged."""
+        """Return one row's payload as it is stored, or the payload that its ``ref`` names. RunError: it is damaged."""
         source = self._source(position)
         try:
             encoding_of(source["encoding"])
@@ -125,7 +125,7 @@ class Payloads:
         return [*pieces, np.argsort(in_file_order)]
 
     def _source(self, position: int) -> dict[str, Any]:
-        """Return the fields of the row that holds the content of a row: mostly the row itself."""
+        """Return the fields of the row that has the content of a row, mostly of the row itself."""
         shard, start = self._rows.shard_of(position)
         batch, row, seq = self._batch_row_seq(position)
         fields = self._fields(shard, batch, row, seq)
@@ -176,7 +176,7 @@ class Payloads:
 
 
 def _read(wanted: tuple[_Key, ShardRows]) -> Any:
-    """Return a batch; None where it is damaged, which `Payloads._fields` will report."""
+    """Return a batch; None for a damaged batch, which `Payloads._fields` will report."""
     (_, batch), shard = wanted
     try:
         return shard.read(batch, _COLUMNS)
@@ -194,7 +194,7 @@ def _slice(column: Any, row: int) -> Any:
 
 
 def is_same(payloads: Payloads, tensors: Sequence[Sequence[int]]) -> bool:
-    """Whether tensors, each given by the positions of its parts, hold the same bytes."""
+    """Whether tensors, each given by the positions of its parts, have the same bytes."""
     payloads.prepare([position for tensor in tensors for position in tensor])
     first, *others = tensors
     return all(
@@ -251,7 +251,7 @@ def decode_payload(encoding: str, data: Any, payload_bytes: int, dtype: str) -> 
 
 
 def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
-    """Return the bytes of a payload. CorruptError: there are none, or `payload_bytes` is more than a row may hold."""
+    """Return the bytes of a payload. CorruptError: there are none, or `payload_bytes` is more than a row may have."""
     if type(payload_bytes) is not int or not 0 <= payload_bytes <= PART_BYTES:
         raise CorruptError(f"payload_bytes is {payload_bytes!r}, but a row has at most {PART_BYTES}")
     try:

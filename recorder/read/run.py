@@ -1,6 +1,6 @@
-"""What the ranks of one run wrote: writers, rows as a table, one rank's tensor, dumps and commands.
+"""The records of the ranks of one run: writers, rows as a table, one rank's tensor, dumps and commands.
 
-Must never write, and imports pandas only inside the method that gives a frame. Commands are untrusted input.
+Nothing here may write, or import pandas outside the method that returns a frame. Commands are untrusted input.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ _MAX_HOOKED = 5
 LONG_KEY = (
     "step", "rank", "root", "module_path", "site", "name", "micro_step", "call", "repeat", "mode", "phase",
 )  # fmt: skip
-"""Columns that, with `statistic`, identify a value of a long frame."""
+"""The columns that, with `statistic`, identify a value of a long frame."""
 _MEASURES = (*STATISTICS, *COUNTS)
 
 
 class RecordedRun:
-    """What the ranks of one run wrote: its writers and their rows, as they were when the run was opened.
+    """The records of the ranks of one run: its writers and their rows, as they were when the run was opened.
 
     `run.run.Run` is the public class: it adds the questions about complete tensors.
     """
 
     def __init__(self, path: Location, manifest: RunManifest, writers: Sequence[RecordedWriter] | None = None) -> None:
-        """Look at a run. A growing run is given its `writers`, which have some of its rows."""
+        """Open a run. A growing run is given its `writers`, which have some of its rows."""
         self.path: OpenLocation = path
-        """A `pathlib.Path`, or an `ObjectPath` for a run in an object store."""
+        """The run's directory: a `pathlib.Path`, or an `ObjectPath` for a run in an object store."""
         self.manifest = manifest
         self.is_merged = manifest.merged_from is not None
         """True for the output of a merge, whose rows are global tensors already."""
@@ -60,7 +60,7 @@ class RecordedRun:
         if self._manifest_problem:
             _logger.warning("%s", self._manifest_problem)
         self.writers: tuple[RecordedWriter, ...] = tuple(find_writers(path) if writers is None else writers)
-        """Process lifetimes by rank and start, with manifests, accounts and shards as they were found."""
+        """The writers by rank and start, with manifests, accounts and shards as they were found."""
         self._rows = MetadataRows(self.writers)
         self._payloads = Payloads(self._rows, len(self.writers))
 
@@ -70,28 +70,28 @@ class RecordedRun:
 
     @property
     def name(self) -> str:
-        """The setting `name` of the recording, else the name of the directory."""
+        """The setting `name` of the recording, or else the name of the directory."""
         return self.manifest.name or self.path.name
 
     @property
     def started_ns(self) -> int:
-        """Wall-clock time at which its first writer began, else its directory was made; 0 where both are unknown."""
+        """The wall-clock time at which the first writer began, else the directory was made; 0 if both are unknown."""
         started_ns = min((writer.started_ns for writer in self.writers if writer.started_ns), default=0)
         return started_ns or self.manifest.created_ns or 0
 
     @property
     def version(self) -> tuple[int, int]:
-        """Major and minor version of the format."""
+        """The major and the minor version of the format."""
         return self.manifest.version
 
     @property
     def world_size(self) -> int | None:
-        """Ranks that the run was started with; None where the manifest does not say."""
+        """The number of ranks that the run was started with; None if the manifest does not have it."""
         return self.manifest.world_size
 
     @property
     def problems(self) -> list[str]:
-        """What is damaged on disk and missing from the rows; one message each, logged when it is found.
+        """A message for each thing that is damaged on disk and missing from the rows; each is logged when it is found.
 
         Manifests and footers are checked on opening, a column when it is first read, a payload when it is asked for
         (which raises). `recorder verify` reads everything.
@@ -101,7 +101,7 @@ class RecordedRun:
 
     @property
     def endings(self) -> list[str]:
-        """A sentence for each writer that did not close and is not at work, with the first step that is missing."""
+        """A sentence for each writer that neither closed nor is at work, with the first step that is missing."""
         return [writer.ending for writer in self.writers if writer.state == "unclosed"]
 
     @property
@@ -110,23 +110,23 @@ class RecordedRun:
 
     @cached_property
     def jitter(self) -> int:
-        """The seed with which `jitter` moved the inputs of the run on purpose; 0 where it did not."""
+        """The seed with which `jitter` moved the inputs of the run on purpose; 0 for a run without jitter."""
         return next(filter(None, (writer.manifest.whole_setting("jitter") for writer in self.writers)), 0)
 
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
-        """The names of what `jitter` moved, ``inputs`` or ``embeddings``; None where no manifest says it."""
+        """The names of the values that `jitter` moved, ``inputs`` or ``embeddings``; None if no manifest names them."""
         moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
         return tuple(moved) if self._jitter_facts else None
 
     @cached_property
     def jitter_eps(self) -> float:
-        """The largest relative change that `jitter` made to an element; 0 where no manifest says it."""
+        """The largest relative change that `jitter` made to an element; 0 if no manifest has it."""
         return max((fact.eps for fact in self._jitter_facts), default=0.0)
 
     @property
     def dumps(self) -> list[RunDump]:
-        """The steps that triggers wrote out of the ring, by time."""
+        """The steps that triggers had written out of the ring, by time."""
         return dumps_of(self.writers)
 
     @cached_property
@@ -141,18 +141,18 @@ class RecordedRun:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """Ranks that left a writer, with or without rows."""
+        """The ranks that have a writer, with or without rows."""
         return sorted({writer.rank for writer in self.writers if writer.rank is not None})
 
     @cached_property
     def steps(self) -> list[int]:
-        """Steps that have a row."""
+        """The steps that have a row."""
         self._rows.load(["step"])
         return [int(step) for step in np.unique(self._rows.numbers("step"))]
 
     @cached_property
     def module_paths(self) -> list[str]:
-        """Modules that have a row, in the order in which they were first recorded."""
+        """The modules that have a row, in the order in which they were first recorded."""
         self._rows.load(["module_path", "rank", "seq"])
         codes, texts = self._rows.module_paths()
         in_time = codes[np.lexsort([self._rows.numbers("rank"), self._rows.numbers("seq")])]
@@ -161,12 +161,12 @@ class RecordedRun:
 
     @cached_property
     def modules(self) -> dict[tuple[str, str], RecordedModule]:
-        """Modules by root and path, recorded or not, as the writers describe them."""
+        """The modules by root and path, recorded or not, as the writers describe them."""
         return read_modules(self.writers)
 
     @property
     def foreign_hooks(self) -> str:
-        """The modules that carry hooks of the program, with the hooks, for people; empty where none does."""
+        """A text about the modules that have hooks of the program, and about these hooks; empty if there are none."""
         hooked = (
             f"{one.path!r} ({', '.join(one.foreign_hooks)})" for one in self.modules.values() if one.foreign_hooks
         )
@@ -174,7 +174,7 @@ class RecordedRun:
 
     @cached_property
     def known_paths(self) -> dict[str, None]:
-        """Modules with rows, modules that the writers know, and the modules around both, in the order of the tree."""
+        """The modules with rows, the modules that the writers know, and the modules around both, in tree order."""
         return list_paths((path for _, path in self.modules), self.module_paths)
 
     def table(
@@ -185,7 +185,7 @@ class RecordedRun:
         Args:
             columns: names of columns; by default all but `data`, the payload.
             filter: a `pyarrow.compute` expression over metadata columns, such as ``pc.field("step") < 10``.
-            steps: only the rows from the first step up to, but not including, the last; other batches are not read.
+            steps: only the rows from the first step up to, but not including, the last; no other batches are read.
 
         Raises:
             LookupFailedError: there is no such column, or the filter cannot be applied.
@@ -196,7 +196,7 @@ class RecordedRun:
                 near = difflib.get_close_matches(name, SCHEMA.names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; columns are {', '.join(SCHEMA.names)}"
                 raise LookupFailedError(f"no column {name!r}{hint}")
-        # Only columns whose name occurs in the filter are read; for one that names a column by its index, all are.
+        # Only columns whose name occurs in the filter are read; all are read for a filter that has a column's index.
         text = "" if filter is None else _text_of(filter)
         filtered = [name for name in METADATA_COLUMNS if name in text or "FieldPath" in text]
         metadata = [name for name in names if name != "data"]
@@ -219,7 +219,7 @@ class RecordedRun:
         return pa.Table.from_arrays([columns_of[name] for name in names], schema=schema)
 
     def to_pandas(self, columns: Sequence[str] | None = None, filter: Any = None) -> pandas.DataFrame:
-        """Metadata rows as a pandas frame; arguments as for `table`. ImportError: pandas is not installed."""
+        """Return metadata rows as a pandas frame; arguments as for `table`. ImportError: pandas is not installed."""
         if importlib.util.find_spec("pandas") is None:
             raise ImportError(not_installed("Run.to_pandas", "pandas", "analysis"))
         frame: pandas.DataFrame = self.table(columns, filter).to_pandas()
@@ -243,7 +243,7 @@ class RecordedRun:
         return to_long(self.table([*LONG_KEY, *chosen], filter), chosen)
 
     def load_balances(self) -> None:
-        """Read the accounts of the writers, at once where each waits for a store."""
+        """Read the accounts of the writers, several at once if each waits for a store."""
         load_balances(self.writers)
 
     def metadata(self, writers: Sequence[RecordedWriter], steps: tuple[int, int] | None = None) -> MetadataRows:
@@ -251,11 +251,11 @@ class RecordedRun:
         return MetadataRows(writers, steps)
 
     def unknown_columns(self) -> Counter[str]:
-        """Columns of a later version of the format, which are ignored, and how many rows have them."""
+        """Return the ignored columns of a later version of the format, and the number of rows that have each."""
         return sum((writer.unknown_columns() for writer in self.writers), Counter[str]())
 
     def dataset(self) -> Any:
-        """Return the sealed shards as `pyarrow.dataset`, for scans that stream. Nothing that it reads is checked."""
+        """Return the sealed shards as `pyarrow.dataset`, for scans that stream. The dataset checks no checksums."""
         import pyarrow.dataset
 
         store = store_of(self.path)
@@ -263,10 +263,10 @@ class RecordedRun:
         return pyarrow.dataset.dataset(paths, schema=SCHEMA, format="ipc", filesystem=store.filesystem)
 
     def rank_tensor(self, positions: Positions, what: str) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-        """Bytes, dtype and shape of one rank's tensor, whose rows are its parts in order; `what` names it in messages.
+        """Return bytes, dtype and shape of one rank's tensor from the rows of its parts, in order; messages say `what`.
 
-        LookupFailedError is raised where parts were not recorded, and CorruptError where parts are damaged or
-        contradict each other.
+        LookupFailedError is raised if parts were not recorded, and CorruptError if parts are damaged or contradict
+        each other.
         """
         parts = [self._payloads.described(position) for position in positions.tolist()]
         _, dtype, shape = parts[0]
@@ -333,11 +333,11 @@ def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
 
 _MAX_LISTED = 5
 _MAX_DEPTH = 200
-"""Levels of a module tree; the parents of a deeper path are not listed."""
+"""The most levels of a module tree; the parents of a deeper path are not listed."""
 
 
 def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], RecordedModule]:
-    """Modules by root and path, in the order of `named_modules()`, as the newest writer describes them."""
+    """Return the modules by root and path, in the order of `named_modules()`, as the newest writer describes them."""
     return {
         (root.name, module.path): module
         for writer in writers
@@ -347,7 +347,7 @@ def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], Rec
 
 
 def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]:
-    """Paths of modules and of the modules around them, in the order of the tree."""
+    """Return the paths of modules and of the modules around them, in the order of the tree."""
     paths: dict[str, None] = {"": None}
     for path in (*known, *recorded):
         if path not in paths:
@@ -367,7 +367,7 @@ class RunDump:
     last_step: int
     reason: str
     by: str
-    """Who asked first: a rank, or a user and a host."""
+    """The text that names who asked first: a rank, or a user and a host."""
     time_ns: int
     ranks: tuple[int, ...]
     """The ranks that learned of the trigger."""
@@ -403,14 +403,14 @@ def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
 
 
 class SentCommands(NamedTuple):
-    """The commands of a run by number, and a sentence for each file that should hold one and does not."""
+    """The commands of a run by number, and a sentence for each file that should be a command and is not."""
 
     sound: tuple[Command, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
     def num_beside_dumps(self) -> int:
-        """How many commands asked for something else than a dump of the ring."""
+        """The number of commands that asked for something else than a dump of the ring."""
         return sum(command.kind != DUMP for command in self.sound)
 
 

@@ -1,8 +1,8 @@
 """Reads the batches of one shard: decoded by Arrow, then checked, and only then returned.
 
 A sealed shard has a footer. A shard that is being written, was left by a kill, or is damaged, is salvaged: its bytes
-after the first 8 are an IPC stream. Must never return a column whose checksum was not compared, and never write:
-repairing is another tool's job.
+after the first 8 are an IPC stream. Nothing here may return a column whose checksum was not compared, or write,
+because repairing is another tool's job.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _BOUNDS = {column.name: column.bounds for column in COLUMNS if column.bounds} | 
 _SIGNED = {bits: np.dtype(f"i{bits // 8}") for bits in (32, 64)}
 _UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (4, 8)}
 _MAX_BATCHES = 1 << 31
-"""An index names a batch by an int32."""
+"""The bound on the number of batches, as an index names a batch by an int32."""
 
 
 ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, StopIteration, UnicodeDecodeError)
-"""What pyarrow raises over damaged bytes."""
+"""The exceptions that pyarrow raises for damaged bytes."""
 
 
 class CheckedBatch(NamedTuple):
@@ -63,11 +63,11 @@ class CheckedBatch(NamedTuple):
     batch: Any
     header: BatchHeader
     whole: Any
-    """The message as it is in the file; bytes of columns that were not asked for may be zeros."""
+    """The message as it is in the file; the bytes of columns that were not asked for may be zeros."""
 
 
 class Layout:
-    """A schema, and which buffers of a message belong to which column."""
+    """A schema, and the buffers of a message that belong to each column."""
 
     def __init__(self, schema: Any, extra: tuple[Any, ...] = ()) -> None:
         self.schema = schema
@@ -89,7 +89,7 @@ class Layout:
         return sorted(self._index_of[name] for name in columns)
 
     def buffers_of(self, indices: Sequence[int], message: Message, where: str) -> list[tuple[int, int]]:
-        """Offset and length, in the body, of the buffers of some columns."""
+        """Return the offset in the body and the length of each buffer of some columns."""
         if len(message.nodes) != len(self.names):
             raise CorruptError(f"{where}: has {len(message.nodes)} columns, its schema {len(self.names)}")
         starts = self._starts
@@ -110,7 +110,7 @@ class Layout:
     def crcs_of(self, message: Message, body: memoryview) -> Callable[[str], list[int | None]]:
         """Compute checksums for `check_batch` from an uncompressed message, whose buffers `buffers_of` has checked.
 
-        To get the same bytes through Arrow takes five times as long for a column of a few rows.
+        The same bytes through Arrow take five times as long for a column of a few rows.
         """
         starts = self._starts
         kinds, index_of, nodes, buffers = self._kinds, self._index_of, message.nodes, message.buffers
@@ -137,7 +137,7 @@ class Layout:
 
 
 class Shard:
-    """The batches of one file by number, without the seal. A salvaged file may miss some."""
+    """The batches of one file by number, without the seal. A salvaged file may have gaps in its numbers."""
 
     def __init__(
         self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, MessageBlock]
@@ -151,7 +151,7 @@ class Shard:
         return self._layout.schema
 
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
-        """Some checked columns of one batch, null where the file has none. CorruptError: the batch is damaged."""
+        """Return some checked columns of one batch, null if the file has none. CorruptError: the batch is damaged."""
         with self._open_source() as source:
             if number not in self.blocks:
                 raise CorruptError(f"{source.where}: batch {number} is missing or damaged")
@@ -166,7 +166,7 @@ def open_sealed(
 ) -> tuple[Shard, BatchHeader]:
     """Return a sealed shard (or an index, which has other columns) by its footer, and its seal; both must agree.
 
-    CorruptError is raised where they do not (`salvage` may still find batches), FileNotFoundError where the file is
+    CorruptError is raised if they disagree (`salvage` may still find batches), FileNotFoundError if the file is
     gone.
     """
     with store_of(path).open_sealed(path) as source:
@@ -188,8 +188,8 @@ def read_layout(
     """Return the schema in the first message, compared with the registry of columns, and the block of that message.
 
     Columns that are newer than the file may be missing, and there may be columns that the registry does not know. A
-    kind of file may need `extra` fields and be `without` some columns of FORMAT.md. CorruptError is raised where a
-    column is missing or has another type, UnsupportedError for a type that no version 1 file may have.
+    kind of file may need `extra` fields and be `without` some columns of FORMAT.md. CorruptError is raised if a column
+    is missing or has another type, UnsupportedError for a type that no version 1 file may have.
     """
     schema_message = block_at(source, FIRST_MESSAGE)
     if schema_message is None or schema_message[1].kind != SCHEMA_MESSAGE:
@@ -224,7 +224,7 @@ def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ..
 
 
 def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns: Sequence[str]) -> CheckedBatch:
-    """Read, decode and check some columns of one batch; the bytes of the others are not touched."""
+    """Read, decode and check some columns of one batch; the bytes of the other columns are not touched."""
     check_block(block, source)
     where = f"{source.where}, batch at byte {block.offset}"
     prefixed = source.read(block.offset, block.metadata_bytes)
@@ -233,7 +233,7 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
     message = parse_message(prefixed.slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
-    # `attempt` shows how many rows there really are, and compresses best.
+    # `attempt` shows the true number of rows, and compresses best.
     read = [name for name in columns if layout.has(name) or name not in COLUMN_OF] or ["attempt"]
     is_all = read == layout.names
     indices = layout.indices(read)
@@ -281,7 +281,7 @@ def _crcs_without_nulls(
 ) -> list[int | None] | None:
     """Compute what `buffer_crcs` does for a column without nulls, in half the time; None where its answer would differ.
 
-    `buffers` are offset in the body and length of each buffer but the validity bitmap.
+    `buffers` are the offset in the body and the length of each buffer except the validity bitmap.
     """
     start, size = buffers[0]
     if not kind.offset_bytes:
@@ -298,7 +298,7 @@ def _crcs_without_nulls(
 
 
 def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
-    """Refuse numbers that no recorder can have counted, before anything is computed with them."""
+    """Raise CorruptError for numbers that no recorder can have counted, before they are used."""
     if not len(values):
         return
     lowest, highest = _BOUNDS[name]
@@ -314,7 +314,7 @@ def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
 
 
 def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message) -> Any:
-    """Return the batch. Of a compressed batch only the wanted columns, since each costs its decompression."""
+    """Return the batch; of a compressed batch only the wanted columns, because each column costs its decompression."""
     if not message.is_compressed:
         return pa.ipc.read_record_batch(pa.ipc.read_message(whole), layout.schema)
     stream = pa.py_buffer(b"".join([layout.preamble, whole]))
@@ -323,7 +323,7 @@ def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message
 
 
 def _num_buffers(column_type: Any) -> int:
-    """Buffers of a flat column in a message; 0 for a type that is not flat."""
+    """Return the number of buffers of a flat column in a message; 0 for a type that is not flat."""
     types = pa.types
     with_offsets = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
     if any(is_kind(column_type) for is_kind in with_offsets):
@@ -333,33 +333,33 @@ def _num_buffers(column_type: Any) -> int:
 
 _SCAN_BYTES = 4 << 20
 _MAX_CANDIDATES = 10_000
-"""Offsets at which a batch is tried behind damage; with `_MAX_REREADS` the bound on the cost of hostile bytes."""
+"""The most offsets tried for a batch after damage; with `_MAX_REREADS` this bounds the cost of hostile bytes."""
 _MAX_REREADS = 4
-"""How many bytes may be read in vain behind damage, in multiples of the file's bytes on the disk."""
+"""The most bytes that may be read in vain after damage, as a multiple of the file's bytes on the disk."""
 _MAX_PADDING_BYTES = 64
-"""Some writers pad the metadata of a message to a multiple of so many bytes."""
+"""The multiple of bytes to which some writers pad the metadata of a message."""
 _AGAIN_S = 0.01
-"""A reader may see half a batch for so long, while the kernel drops the cached page that a direct write replaces."""
+"""The time for which a reader may see half a batch, while the kernel drops the page that a direct write replaces."""
 
 
 @dataclass(slots=True)
 class Salvaged:
-    """What could be read of a shard without its footer."""
+    """The parts of a shard that could be read without its footer."""
 
     layout: Layout = field(default_factory=lambda: Layout(SCHEMA))
     blocks: dict[int, MessageBlock] = field(default_factory=dict)
-    """Every batch whose metadata columns passed all checks, by number and in file order."""
+    """The batches whose metadata columns passed all checks, by number and in file order."""
     rows_of: dict[int, int] = field(default_factory=dict)
     last_header: BatchHeader | None = None
     """The header of the last batch, or of the seal."""
     num_trailing_bytes: int = 0
-    """Bytes behind the last complete batch, neither zeros nor a batch: a write that was cut, or `tail_damage`."""
+    """The bytes after the last complete batch, neither zeros nor a batch: a write that was cut, or `tail_damage`."""
     damage: list[str] = field(default_factory=list)
-    """A message for each stretch of bytes that was skipped in front of the last complete batch."""
+    """A message for each range of bytes that was skipped before the last complete batch."""
     tail_damage: str = ""
-    """Why the trailing bytes are no write that was cut; empty where they are one, or may be a writer's at work."""
+    """The reason why the trailing bytes are no write that was cut; empty if they are or may be one."""
     end: int = 0
-    """Where the last complete batch ends; 0 where not even the schema was read."""
+    """The end of the last complete batch; 0 if not even the schema was read."""
 
     @property
     def is_sealed(self) -> bool:
@@ -369,10 +369,10 @@ class Salvaged:
 def salvage(
     open_source: Callable[[], ByteSource], after: Salvaged | None = None, max_batches: int | None = None
 ) -> Salvaged:
-    """Read up to the last complete batch whose metadata columns are as written, past damage that a batch follows.
+    """Read up to the last complete batch whose metadata columns are unchanged, past damage that a batch follows.
 
-    With `after`, what was read of the file before, only later batches are read; `max_batches` bounds them.
-    FileNotFoundError is raised where the file is gone.
+    With `after`, the result of an earlier read of the file, only later batches are read; `max_batches` bounds their
+    number. FileNotFoundError is raised if the file is gone.
     """
     with open_source() as source:
         walk = _Walk(source, max_batches)
@@ -381,7 +381,7 @@ def salvage(
 
 
 class _Walk:
-    """One way through the batches of a stream, from its beginning to the seal or to where nothing follows."""
+    """One pass over the batches of a stream, from its beginning to the seal, or to the last batch without a seal."""
 
     def __init__(self, source: ByteSource, max_batches: int | None) -> None:
         self.source = source
@@ -417,7 +417,7 @@ class _Walk:
                 offset = following
 
     def _read_schema(self) -> bool:
-        """Find the schema, or the first batch where the schema is damaged; False where nothing follows."""
+        """Find the schema, or the first batch if the schema is damaged; return False if no batch follows."""
         offset = FIRST_MESSAGE
         if self.source.size_bytes <= offset:
             return False
@@ -446,7 +446,7 @@ class _Walk:
             )
 
     def _take(self, offset: int) -> int:
-        """Keep the batch at `offset` and return where the next one begins."""
+        """Keep the batch at `offset` and return the offset of the next batch."""
         block, checked = self._read(offset)
         self.found.last_header = checked.header
         if not self.found.is_sealed:
@@ -466,7 +466,7 @@ class _Walk:
         return message[0], checked
 
     def _next_batch(self, offset: int) -> int | None:
-        """Return where the next complete batch begins, at or behind `offset`."""
+        """Return the offset of the next complete batch, at or after `offset`."""
         for candidate in self._candidates(offset):
             self._candidates_left -= 1
             if self._candidates_left < 0 or self._bytes_left < 0:
@@ -479,7 +479,7 @@ class _Walk:
         return None
 
     def _candidates(self, offset: int) -> Iterator[int]:
-        """Multiples of 8 at which a message could begin: the continuation mark and a possible length."""
+        """Yield the multiples of 8 at which a message could begin: the continuation mark and a possible length."""
         for start, num_bytes in self._pieces(offset + -offset % 8):
             num_bytes -= num_bytes % 8
             words = np.frombuffer(self.source.read(start, num_bytes), "<u4").reshape(-1, 2)
@@ -488,19 +488,19 @@ class _Walk:
                 yield start + 8 * int(index)
 
     def _is_zero_from(self, offset: int) -> bool:
-        """Whether nothing but the zero tail of aligned writes follows."""
+        """Whether only the zero tail of aligned writes follows."""
         pieces = self._pieces(offset)
         return not any(np.frombuffer(self.source.read(*piece), np.uint8).any() for piece in pieces)
 
     def _pieces(self, offset: int) -> Iterator[tuple[int, int]]:
-        """Offset and size of pieces of the data on the disk, from `offset` on."""
+        """Yield the offset and size of each piece of the data on the disk, from `offset` on."""
         for extent in self.source.data_ranges(offset):
             for start in range(extent.start, extent.stop, _SCAN_BYTES):
                 yield start, min(_SCAN_BYTES, extent.stop - start)
 
 
 def is_cut_write(source: ByteSource, offset: int) -> bool:
-    """Whether the file ends inside the message that begins at `offset`, and the part that is there is sound."""
+    """Whether the file ends inside the message that begins at `offset`, and the existing part is sound."""
     rest_bytes: int = source.size_bytes - offset
     prefix = bytes(source.read(offset, min(PREFIX_BYTES, rest_bytes)))
     if rest_bytes < PREFIX_BYTES:
@@ -517,7 +517,7 @@ def is_cut_write(source: ByteSource, offset: int) -> bool:
         read_header(message.custom_metadata, source.where)
     except CorruptError:
         return held_bytes < metadata_bytes
-    # The metadata is complete. A length that claims more was not cut, it is damaged.
+    # The metadata is complete, so a length that claims more bytes comes from damage and not from a cut.
     padding = padding_of(metadata)
     last = max((start + size for start, size in message.buffers), default=0)
     is_sound = not any(padding) and metadata_bytes - (held_bytes - len(padding)) < _MAX_PADDING_BYTES

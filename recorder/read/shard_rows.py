@@ -1,6 +1,6 @@
 """The metadata rows of one shard (everything but payloads), and the way from a row to its batch.
 
-Rows come from the index where it fits the shard, else from the shard. Must never return a column unchecked.
+Rows come from the index if it fits the shard, else from the shard. No column is returned unchecked.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from .shard import Layout, Salvaged, Shard, open_sealed, salvage
 logger = logging.getLogger(__name__)
 
 POSITION_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
-"""Further columns of an index: the number of the batch in the shard, and of the row in the batch."""
+"""The further columns of an index: the number of the batch in the shard, and of the row in the batch."""
 _POSITION_NAMES = tuple(field.name for field in POSITION_FIELDS)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
-"""From a first step up to, but not including, a last one."""
+"""A first step, and a last step that is not included."""
 Ranges = tuple[Steps, ...]
 _MAX_CHUNKS = 32
-"""More chunks of a column are joined: each large tensor is a batch, and every chunk costs Arrow time."""
+"""The number of chunks above which a column's chunks are joined, because every chunk costs Arrow time."""
 
 
 class ShardRows:
-    """The metadata rows of one shard, in file order, read by column. `num_rows` shrinks where damage is found."""
+    """The metadata rows of one shard, in file order, read by column. `num_rows` shrinks if damage is found."""
 
     def __init__(self, path: Location, *, is_sealed: bool, size_bytes: int) -> None:
         self.path: OpenLocation = path
         self.is_sealed = is_sealed
         self.size_bytes = size_bytes
         self.num_trailing_bytes = 0
-        """Bytes behind the last complete batch of a shard without footer; zeros are not counted."""
+        """The bytes after the last complete batch of a shard without footer; zeros are not counted."""
         self.tail_damage = ""
         """Why the trailing bytes are no write that was cut; empty where they may be one, or the writer is at work."""
         self.damage: list[str] = []
-        """What could not be read and is missing from the rows; grows as columns are read."""
+        """A message for each part that could not be read and is missing from the rows; grows as columns are read."""
         self._index: Shard | None = None
         self._shard: Shard | None = None
         self._last_header: BatchHeader | None = None
         self._rows_of: dict[int, int] = {}
-        """The rows of each batch, of the index or of the shard, whichever is read."""
+        """The number of rows of each batch, of the index if it is read, else of the shard."""
         self._spans: dict[int, Steps | None] = {}
         """The steps of each batch; None for a batch that cannot be read."""
         self._salvaged: Salvaged | None = None
@@ -62,7 +62,7 @@ class ShardRows:
 
     @property
     def name(self) -> ShardName | None:
-        """The parts of the file's name; None where it is no name of a shard."""
+        """The parts of the file's name; None if the name is no name of a shard."""
         return parse_shard_name(self.path.name)
 
     @property
@@ -74,16 +74,16 @@ class ShardRows:
         return self._index is not None
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
-        """Checked columns of one batch of the shard itself, also payloads. CorruptError: the batch is damaged."""
+        """Return checked columns of one batch of the shard itself, also payloads. CorruptError: it is damaged."""
         with self._said_if_gone():
             return self._itself().read(number, columns).batch
 
     def num_rows_of(self, steps: Steps | Ranges | None) -> int:
-        """Return the rows of the batches that `columns` returns for the same steps."""
+        """Return the number of rows of the batches that `columns` returns for the same steps."""
         return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
 
     def position_of(self, seq: int) -> tuple[int, int] | None:
-        """Batch and row of the row with a `seq`; None where there is none, or several."""
+        """Return batch and row of the row with a `seq`; None if there is no such row, or several."""
         for batch in self.columns(("seq", "batch", "row")):
             (at,) = np.nonzero(batch.column("seq").to_numpy() == seq)
             if len(at):
@@ -92,7 +92,7 @@ class ShardRows:
         return None
 
     def columns(self, names: Sequence[str], steps: Steps | Ranges | None = None) -> list[Any]:
-        """Metadata columns (also `batch` and `row`) as checked Arrow batches, of all or of some steps.
+        """Return metadata columns (also `batch` and `row`) as checked Arrow batches, of all or of some steps.
 
         A batch that is damaged in one of the columns is dropped from the rows. NotARunError: as for `read`.
         """
@@ -115,18 +115,18 @@ class ShardRows:
         return pa.Table.from_batches(batches).combine_chunks().to_batches()  # type: ignore[no-any-return]
 
     def unknown_columns(self) -> list[str]:
-        """Columns that this version does not know and ignores. NotARunError: as for `read`."""
+        """Return the columns that this version does not know and ignores. NotARunError: as for `read`."""
         with self._said_if_gone():
             names = (self._index or self._itself()).schema.names
         return [name for name in names if name not in COLUMN_OF and name not in _POSITION_NAMES]
 
     def release(self) -> None:
-        """Unmap a sealed shard until the next read: mapped pages count as memory of the process."""
+        """Unmap a sealed shard until the next read, because mapped pages count as memory of the process."""
         if self.is_sealed:
             self._shard = None
 
     def last_ledger(self) -> dict[str, Any]:
-        """Return the writer's accounts at the end of this shard; empty where they cannot be read."""
+        """Return the writer's accounts at the end of this shard; empty if they cannot be read."""
         if self._last_header is None and self.is_sealed:
             try:
                 self._last_header = open_sealed(self.path)[1]
@@ -135,7 +135,7 @@ class ShardRows:
         return self._last_header.ledger if self._last_header else {}
 
     def find_sealed(self) -> None:
-        """Find the rows of a sealed shard. FileNotFoundError: it is gone."""
+        """Find the rows of a sealed shard. FileNotFoundError: the shard is gone."""
         why = ""
         try:
             self._index = _open_index(self.path, self.size_bytes)
@@ -169,7 +169,7 @@ class ShardRows:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing will be written behind the batches that were found."""
+        """Whether no batch will be written after the batches that were found."""
         return self.is_sealed or (self._salvaged is not None and self._salvaged.is_sealed)
 
     def grow(self, max_batches: int) -> list[int]:
@@ -187,7 +187,7 @@ class ShardRows:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the batches whose rows are known, in file order."""
+        """Return the numbers of the batches whose rows are known, in file order."""
         return list(self._rows_of)
 
     def steps_of(self, number: int) -> Steps | None:
@@ -201,19 +201,19 @@ class ShardRows:
         return part
 
     def forget(self, number: int) -> None:
-        """Drop a batch that a follower of a growing run is done with."""
+        """Drop a batch that the follower of a growing run no longer needs."""
         self._rows_of.pop(number, None)
         self._spans.pop(number, None)
 
     def note_tail(self, is_at_work: bool) -> None:
-        """Judge the trailing bytes, now that it is known whether the writer may be at work on them."""
+        """Classify the trailing bytes, now that it is known whether the writer may be at work on them."""
         if self.tail_damage and is_at_work:
             self.tail_damage = ""
         elif self.tail_damage:
             self._note(self.tail_damage)
 
     def _batches_of(self, steps: Steps | Ranges | None) -> list[int]:
-        """Return the numbers of the batches that may hold rows of some steps."""
+        """Return the numbers of the batches that may contain rows of some steps."""
         if steps is None:
             return list(self._rows_of)
         ranges: Ranges = (steps,) if isinstance(steps[0], int) else steps
@@ -285,12 +285,12 @@ class ShardRows:
 
 
 def each_of(shards: Sequence[ShardRows], function: Callable[[ShardRows], Found]) -> Iterable[Found]:
-    """Return the results of a function for each shard, in order; several run at once where each waits for a store."""
+    """Return the results of a function for each shard, in order; several run at once if each waits for a store."""
     return store_of(shards[0].path).each(function, shards) if shards else ()
 
 
 def load_sealed(path: Location) -> ShardRows:
-    """Return the rows of a sealed shard. FileNotFoundError: it is gone."""
+    """Return the rows of a sealed shard. FileNotFoundError: the shard is gone."""
     rows = ShardRows(path, is_sealed=True, size_bytes=store_of(path).look_at(path).size_bytes)
     rows.find_sealed()
     return rows
@@ -299,7 +299,7 @@ def load_sealed(path: Location) -> ShardRows:
 def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
     """Return the rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone.
 
-    With `max_batches`, the rows of its first batches; `ShardRows.grow` finds the next ones.
+    With `max_batches`, only the first batches are read; `ShardRows.grow` finds the next ones.
     """
     open_path = path.with_name(open_name(path.name))
     rows = ShardRows(open_path, is_sealed=False, size_bytes=store_of(open_path).look_at(open_path).size_bytes)

@@ -1,6 +1,6 @@
 """One writer's directory: its manifest and its shards, as they were found.
 
-Must never follow a symbolic link, and never read more into a name than `format.rundir` does.
+Nothing here may follow a symbolic link, or read more into a name than `format.rundir` does.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ logger = logging.getLogger(__name__)
 
 GLOBAL_DIR = "global"
 _NUM_TRIES = 10
-"""A shard may be sealed or retired between listing and opening, several times in a row where shards are small; the
-next listing has its new name."""
+"""The most tries to open a shard, which may be sealed or retired between listing and opening, several times in a row
+if shards are small; the next listing has its new name."""
 _QUIET_S = 60.0
-"""A writer on another host counts as dead once its files have not changed for so many seconds."""
+"""The time in seconds without a change of its files after which a writer on another host counts as dead."""
 
 
 class RecordedWriter:
-    """One process lifetime: its manifest and the shards that it left."""
+    """The lifetime of one writing process: its manifest and the shards that it left."""
 
     def __init__(
         self, directory: Location, rank: int | None, shards: list[ShardRows], shared: Shared | None = None
     ) -> None:
-        """Read the manifest; `shared` holds what the manifests of one run have in common."""
+        """Read the manifest; `shared` keeps the equal members of the manifests of one run."""
         self.directory: OpenLocation = directory
         self.name = directory.name
         self.rank = rank
-        """None in a merged run."""
+        """The rank of the writer; None in a merged run."""
         self.shards = shards
         self.manifest = WriterManifest()
         self.manifest_problem: str | None = None
         self.retired_later: list[RetiredEarlier] = []
-        """The notes of later writers of the rank about shards of this writer that they have deleted."""
+        """The notes of later writers of the rank about the shards of this writer that they have deleted."""
         path, store = directory / WRITER_MANIFEST, store_of(directory)
         try:
             store.look_at(path)
@@ -85,7 +85,7 @@ class RecordedWriter:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its steps were merely counted from 0, so that they cannot be joined with those of another attempt."""
+        """Whether the writer's steps merely count from 0, so that they cannot be joined with another attempt's."""
         return self.manifest.step_source == COUNTED
 
     @property
@@ -93,12 +93,12 @@ class RecordedWriter:
         return sum(shard.num_rows for shard in self.shards)
 
     def column(self, name: str) -> Any:
-        """Return a metadata column of all its rows, as `pa.ChunkedArray`."""
+        """Return a metadata column of all rows of the writer, as `pa.ChunkedArray`."""
         batches = [batch for shard in self.shards for batch in shard.columns([name])]
         return pa.chunked_array([batch.column(name) for batch in batches], SCHEMA.field(name).type)
 
     def unknown_columns(self) -> Counter[str]:
-        """Columns that this version does not know and ignores, and how many rows have them."""
+        """Return the columns that this version does not know and ignores, and the number of rows that have each."""
         counts = Counter[str]()
         for shard in self.shards:
             counts += Counter(dict.fromkeys(shard.unknown_columns(), shard.num_rows))
@@ -106,18 +106,18 @@ class RecordedWriter:
 
     @property
     def shard_bytes(self) -> int:
-        """Size of the shards when they were opened."""
+        """The bytes of the shards when they were opened."""
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
     def disk_bytes(self) -> int:
-        """Size of everything in the directory now, indexes and manifest included."""
+        """Return the bytes of all files in the directory now, indexes and manifest included."""
         names = store_of(self.directory).list_directory(self.directory, directories=False)
         return sum(_look(self.directory / name)[1] for name in names)
 
     @cached_property
     def balance(self) -> Balance:
-        """The newest accounts: from the manifest, the last batch of a shard, or the last status."""
+        """The newest accounts, from the manifest, the last batch of a shard, or the last status."""
         balances = [self.manifest.balance]
         balances += [Balance.read(Members(shard.last_ledger())) for shard in self.newest_shards()]
         balances += [
@@ -138,7 +138,7 @@ class RecordedWriter:
 
     @cached_property
     def retired_shards(self) -> dict[tuple[str, int], Balance]:
-        """Its shards that a later writer has deleted, by kind and number, with how much they held."""
+        """The writer's shards that a later writer has deleted, by kind and number, with their rows and bytes."""
         retired = {}
         present = {name[:2] for shard in self.shards if (name := parse_shard_name(shard.path.name))}
         for note in self.retired_later:
@@ -157,7 +157,7 @@ class RecordedWriter:
 
     @cached_property
     def _status(self) -> dict[str, Any]:
-        """The last status of a writer whose manifest does not say that it closed; empty where there is none."""
+        """Return the last status of a writer whose manifest does not say that it closed; empty without a status."""
         if self.manifest.state == "closed":
             return {}
         try:
@@ -170,7 +170,7 @@ class RecordedWriter:
 
     @property
     def _last_words(self) -> dict[str, Any] | None:
-        """The status of a writer that closed on a disk which took no new manifest any more; else None.
+        """Return the status of a writer that closed on a disk which took no new manifest any more; else None.
 
         A status is rewritten in place, which needs less of a disk than a new file.
         """
@@ -178,13 +178,13 @@ class RecordedWriter:
 
     @cached_property
     def last_step(self) -> int | None:
-        """The largest step of its rows; None without rows."""
+        """The largest step of the writer's rows; None without rows."""
         steps = [pc.max(batch.column("step")).as_py() for shard in self.shards for batch in shard.columns(["step"])]
         return max((step for step in steps if step is not None), default=None)
 
     @property
     def ending(self) -> str:
-        """Where the record of an ``unclosed`` writer stops, as a sentence; empty for any other state."""
+        """A sentence about the end of the record of an ``unclosed`` writer; empty for any other state."""
         if self.state != "unclosed":
             return ""
         who = "global" if self.rank is None else f"rank {self.rank}"
@@ -193,13 +193,13 @@ class RecordedWriter:
         end = "there are no rows of it" if self.last_step is None else f"the record ends in step {self.last_step}"
         num_lost = self.balance.num_missing
         rows = "1 row that was on its way is" if num_lost == 1 else f"{num_lost} rows that were on their way are"
-        # What was seen after the last flush is in no account.
+        # Values that were seen after the last flush are in no account.
         lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
         return f"{who} (writer {self.name}): {how}; {end}{lost}"
 
     @property
     def problems(self) -> list[str]:
-        """What is damaged and missing from the rows; one message each."""
+        """A message for each thing that is damaged and missing from the rows."""
         of_manifest = [self.manifest_problem] if self.manifest_problem else []
         return of_manifest + [damage for shard in self.shards for damage in shard.damage]
 
@@ -249,7 +249,7 @@ def list_writers(folder: Location) -> list[str]:
 
 
 def _find_copies(writers: list[RecordedWriter]) -> None:
-    """Report the directory of a writer that was copied under another name: its rows are there twice."""
+    """Report a writer's directory that was copied under another name, so that its rows appear twice."""
     lifetimes: dict[tuple[Any, ...], list[RecordedWriter]] = {}
     for writer in writers:
         its = writer.manifest
@@ -266,7 +266,7 @@ def _find_copies(writers: list[RecordedWriter]) -> None:
 
 
 def _share_notes(writers: list[RecordedWriter]) -> None:
-    """Give each writer the notes of later writers of its rank about what they have deleted."""
+    """Give each writer the notes of later writers of its rank about the shards that they have deleted."""
     of_rank: dict[int | None, dict[str, RecordedWriter]] = {}
     for writer in writers:
         of_rank.setdefault(writer.rank, {})[writer.name] = writer
@@ -283,7 +283,7 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
 
 
 def load_balances(writers: Iterable[RecordedWriter]) -> None:
-    """Read the accounts of several writers, at once where each waits for a store."""
+    """Read the accounts of several writers, at once if each waits for a store."""
     shards = [shard for writer in writers for shard in writer.newest_shards()]
     for _ in each_of(shards, ShardRows.last_ledger):
         pass  # the shard keeps the result
@@ -312,19 +312,19 @@ def _load_shard(directory: Location, kind: str, number: int, is_open: bool) -> S
 
 
 def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
-    """Kind, number and whether the shard is open; each shard once, in the order of the numbers."""
+    """Return kind, number and openness of each shard, once, in the order of the numbers."""
     is_open_by_key: dict[tuple[int, str], bool] = {}
     store = store_of(directory)
     for name in store.list_directory(directory, directories=False, is_part=lambda name: bool(parse_shard_name(name))):
         if shard := parse_shard_name(name):
             key = (shard.number, shard.kind)
-            # A shard that was sealed a moment ago may still have both names.
+            # A shard that was sealed a moment ago may still have its open name, too.
             is_open_by_key[key] = shard.is_open and is_open_by_key.get(key, True)
     return [(kind, number, is_open) for (number, kind), is_open in sorted(is_open_by_key.items())]
 
 
 def _look(path: Location) -> tuple[float, int]:
-    """When a file changed, in seconds, and its size in bytes; zeros where there is none."""
+    """Return the time of a file's last change in seconds, and its size in bytes; zeros for a missing file."""
     try:
         found = store_of(path).look_at(path)
     except OSError:
@@ -333,7 +333,7 @@ def _look(path: Location) -> tuple[float, int]:
 
 
 def as_problem(path: Location, problems: Sequence[str]) -> str | None:
-    """Return what is wrong with the members of a manifest, as one sentence; None where nothing is wrong."""
+    """Return a sentence about the problems of a manifest's members; None if there are no problems."""
     if not problems:
         return None
     more = f"; and {len(problems) - 1} more of its members are of a wrong kind" if len(problems) > 1 else ""

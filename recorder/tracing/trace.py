@@ -221,8 +221,8 @@ class _TracedModuleHooks:
             self.seen.why_no_hooks = ""
         if set(OF_CALLS).isdisjoint(self.seen.sites) or self.seen.why_no_hooks:
             return
-        # As in a recording: the arguments as the forward sees them, its output before other hooks change it. No more
-        # hooks than needed: what is first compiled within the block is guarded by each.
+        # As in a recording, the arguments are seen as the forward sees them, and its output before other hooks change
+        # it. There are no more hooks than needed, because a first compilation within the block is guarded by each.
         if self._sees_inputs:
             before = _Hook(self._guard("input", self._before))
             self._handles.append(self._module.register_forward_pre_hook(before, with_kwargs=True))
