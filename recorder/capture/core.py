@@ -248,9 +248,8 @@ class Capture:
                 return
             kind = "cpu" if local.is_cpu else local.device.type  # reading `device.type` costs 0.3 us
             stager = self._stagers.get(kind) or self._stager(kind)
-            nbytes = (
-                local.numel() * local.itemsize
-            )  # `Tensor.nbytes` wraps at 2^64 bytes: expanded tensors have as many
+            # `Tensor.nbytes` wraps at 2^64 bytes, and expanded tensors have as many.
+            nbytes = local.numel() * local.itemsize
             plan = None
             if nbytes > stager.copied_bytes and not keep & KEEP_VALUES:
                 plan = stager.plan(local, chunk, keep, origin.unit_dim)
@@ -263,7 +262,7 @@ class Capture:
         except Exception as error:
             self.site_failed(origin, error)
             return
-        parts = 1 if nbytes <= PART_BYTES else _num_parts(nbytes, keep)
+        parts = _num_parts(nbytes, keep)
         if keep & KEEP_RING:
             block = self._take_in_ring(nbytes, moment)
         else:

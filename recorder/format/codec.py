@@ -62,11 +62,7 @@ class Encoder:
         self._writer = PayloadWriter(level, kernels)
         self._known: dict[tuple[Hashable, int], _Known] = {}
         self.is_hurried = False
-        """True while codec `auto` stores payloads unencoded, because training needs the cores more."""
-
-    def stores(self, num_bytes: int) -> bool:
-        """Whether a payload of `num_bytes` bytes is stored unencoded, whatever its content."""
-        return num_bytes < self._min_bytes
+        """True while payloads are stored as they are, because training needs the cores more."""
 
     def encode(self, data: Bytes, item_bytes: int, out: Bytes, kind: Hashable = None) -> tuple[str, int]:
         """Write the payload of `data` to the front of `out`.
@@ -74,15 +70,15 @@ class Encoder:
         Args:
             data: the tensor's little-endian C-order bytes, contiguous, a multiple of `item_bytes` long.
             item_bytes: bytes of one element.
-            out: at least `max_encoded_bytes(len(data))` long, or as long as `data` where it `stores` that; bytes behind
-                the payload are undefined.
+            out: at least `max_encoded_bytes(len(data))` long, or as long as `data` if the payload is stored; the bytes
+                behind the payload are undefined.
             kind: the source of `data`; payloads of one kind are similar, so not each of them is sampled.
 
         Returns:
             The encoding, and the number of bytes of `out` that the payload takes.
         """
         num_bytes = len(data)
-        is_stored = num_bytes < self._min_bytes or (self.is_hurried and self._codec == "auto")
+        is_stored = self.is_hurried or num_bytes < self._min_bytes
         if len(out) < (needed := num_bytes if is_stored else max_encoded_bytes(num_bytes)):
             raise ValueError(f"out holds {len(out)} bytes, {needed} may be needed")
         if is_stored:

@@ -90,8 +90,10 @@ class Leaves:
         self._known: dict[tuple[Leaf, ChunkKeys | None], Replication] = {}
         self._varying: dict[tuple[str, str, str], bool] = {}
         self._dims: dict[Leaf, int | None] = {}
+        self._kin: dict[Leaf, list[Leaf]] | None = None
+        """The leaves that differ in mode and call alone, by the leaf without mode and call; None until asked for."""
         self._of_kin: dict[Leaf, list[BatchDims]] = {}
-        """A few moments of leaves that differ in mode and call alone, by the leaf without them."""
+        """A few moments of these leaves, by the leaf without mode and call."""
         self._cuts: dict[tuple[Leaf, ChunkKeys], set[int]] = {}
 
     def replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
@@ -113,12 +115,16 @@ class Leaves:
         return self._dims[leaf]
 
     def _moments_of_kin(self, leaf: Leaf) -> list[BatchDims]:
+        """A few moments of the leaves that differ from a leaf in mode and call alone."""
+        if self._kin is None:
+            self._kin = {}
+            sample, _, _ = self._load()
+            for one in sample.leaves if sample is not None else ():
+                self._kin.setdefault(one._replace(mode="", call=0), []).append(one)
         kin = leaf._replace(mode="", call=0)
         if kin not in self._of_kin:
-            sample, _, _ = self._load()
-            leaves = () if sample is None else sample.leaves
-            all_ = (one for other in leaves if other._replace(mode="", call=0) == kin for one in self._moments(other))
-            self._of_kin[kin] = list(islice(all_, _MAX_LOOKED_AT))
+            moments = (moment for one in self._kin.get(kin, ()) for moment in self._moments(one))
+            self._of_kin[kin] = list(islice(moments, _MAX_LOOKED_AT))
         return self._of_kin[kin]
 
     def cut_dims(self, leaf: Leaf, chunks: ChunkKeys) -> set[int]:

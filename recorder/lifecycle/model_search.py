@@ -166,8 +166,8 @@ class EarlyOptimizers:
             "no_root",
             f"not recording: {type(optimizer).__name__} stepped, but no module with its parameters was seen to run "
             "(compiled in place or inside a function, or called through .forward()); recorder.instrument(model) before "
-            "it is compiled, or recorder.attach(model) before the first step; of a program without any torch.nn.Module "
-            "nothing is recorded, not even what recorder.scalar is given: make its tensors the parameters of one",
+            "it is compiled, or recorder.attach(model) before the first step; a program without a torch.nn.Module "
+            "cannot be recorded, not even with recorder.scalar: make its tensors the parameters of a module",
         )
         self._events.say()
         self.unwatch_steps()

@@ -652,22 +652,18 @@ class Recorder:
             self._carrier.close()
 
     def _say_if_step_never_moved(self, capture: Capture) -> None:
-        optimizers = self._optimizers
-        by_call = capture.every_call_is_a_step or capture.clock.source == "user"
-        if (
-            optimizers is None
-            or by_call
-            or (optimizers.num_steps and (optimizers.num_steps == 1 or capture.clock.has_moved))
-        ):
+        clock = capture.clock
+        if self._optimizers is None or capture.every_call_is_a_step or clock.source == "user" or clock.has_moved:
+            return
+        num_steps = self._optimizers.num_steps
+        if num_steps == 1:
             return
         why = "no optimizer stepped"
-        if optimizers.num_steps:
-            why = (
-                f"optimizers stepped {optimizers.num_steps} times, and no forward with gradients was seen after a step"
-            )
+        if num_steps:
+            why = f"optimizers stepped {num_steps} times, and no forward with gradients was seen after a step"
         self.events.add(
             "step_never_advanced",
-            f"{why}, so every value is of step {capture.clock.step}; recorder.step(n) names steps",
+            f"{why}, so every value is of step {clock.step}; recorder.step(n) names steps",
             level=logging.INFO,
         )
 

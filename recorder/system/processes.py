@@ -139,6 +139,10 @@ _WIPE_ON_FORK = 18
 """MADV_WIPEONFORK (Linux 4.14), which `mmap` does not name."""
 
 
+_MIN_NS = 250_000_000
+"""The time that a thread must have run or waited before `CoreShare` judges it, nanoseconds."""
+
+
 class CoreShare:
     """Measures whether the calling thread gets a core when it wants one; works only on Linux."""
 
@@ -161,9 +165,6 @@ class CoreShare:
             return None
         self._ran_ns, self._waited_ns = ran_ns, waited_ns
         return ran / (ran + waited)
-
-
-_MIN_NS = 250_000_000
 
 
 def private_memory(nbytes: int) -> mmap.mmap:

@@ -112,15 +112,14 @@ class RowBatch:
 
     def add(self, staged: Staged, measured: Measured) -> None:
         """Add a row without a payload."""
+        self._extend([*measured, *staged, *_NO_PAYLOAD], [self._ends[-1]])
         self._detail_bytes += 0 if measured.units is None else len(measured.units)
-        self._add(staged, measured, _NO_PAYLOAD, self._ends[-1])
 
     def add_all(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
         """Add rows without payloads and units; no Python statement runs per row."""
-        cells = zip(measured, records, itertools.repeat(_NO_PAYLOAD))
-        self._cells.extend(itertools.chain.from_iterable(itertools.chain.from_iterable(cells)))
-        self._num_rows += len(records)
-        self._ends += [self._ends[-1]] * len(records)
+        rows = zip(measured, records, [_NO_PAYLOAD] * len(records), strict=True)
+        cells = list(itertools.chain.from_iterable(itertools.chain.from_iterable(rows)))
+        self._extend(cells, [self._ends[-1]] * len(records))
 
     def add_part(self, staged: Staged, measured: Measured, part: int) -> bool:
         """Encode one part of the payload, and add the part's row; the row of part 0 has the statistics.
@@ -140,16 +139,21 @@ class RowBatch:
         encoding, nbytes = self._encoder.encode(data, item_bytes, self._payload[begin:], staged.origin)
         end = begin + nbytes
         crc = crc32c(self._payload[begin:end].data, self._payload_crc)  # while it is in cache
-        cells = part, start // item_bytes, encoding, len(data)
-        self._detail_bytes += 0 if part or measured.units is None else len(measured.units)
-        self._add(staged, NOT_MEASURED if part else measured, cells, end)
+        its = NOT_MEASURED if part else measured
+        self._extend([*its, *staged, part, start // item_bytes, encoding, len(data)], [end])
+        self._detail_bytes += 0 if its.units is None else len(its.units)
         self._payload_crc = crc
         return True
 
-    def _add(self, staged: Staged, measured: Measured, of_payload: tuple[Any, ...], end: int) -> None:
-        self._num_rows += 1
-        self._cells += (*measured, *staged, *of_payload)
-        self._ends.append(end)
+    def _extend(self, cells: list[Any], ends: list[int]) -> None:
+        """Add complete rows; where memory runs out the batch is left as it was."""
+        try:
+            self._cells += cells
+            self._ends += ends
+        except MemoryError:
+            del self._cells[self._num_rows * len(_CELLS) :], self._ends[self._num_rows + 1 :]
+            raise
+        self._num_rows += len(ends)
 
     def build(self) -> BuiltBatch:
         """Build the batch, which borrows the payload buffer, so that it must be written before `clear`."""

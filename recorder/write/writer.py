@@ -406,17 +406,17 @@ class Writer:
             item = self._next_item()
         self._put_back = item
         self._nap_s = _LONG_NAP_S
-        drop_reason, num_left = WRITER_ERROR, len(records)
+        kind, drop_reason, num_left = kind_of(first.keep, first.origin.site), WRITER_ERROR, len(records)
         try:
             if self._clock() > self._abandon_after_s:
                 self._refusal = drop_reason = ABANDONED
                 return
-            if (refusal := self._refuses(kind_of(first.keep, first.origin.site))) is not None:
+            if (refusal := self._refuses(kind)) is not None:
                 drop_reason = refusal
                 return
             measured = self._measured_together(records)
             self._saw(records, measured)
-            shards = self._writer_directory.shards_by_kind[kind_of(first.keep, first.origin.site)]
+            shards = self._writer_directory.shards_by_kind[kind]
             while num_left:
                 start = len(records) - num_left
                 try:

@@ -44,6 +44,10 @@ _MAX_NAMES = 20
 _NO_STEPS = Schedule("", ())
 _LIGHT_BYTES = 4 << 20
 """The bytes of memory for a batch without payloads; the memory grows if a batch needs more."""
+_LOOK_S = 0.2
+"""The time after which the writer looks again whether training uses every core."""
+_CROWDED, _FREE = 0.75, 0.9
+"""Shares of `CoreShare` below which payloads are stored unencoded, and above which they are encoded again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +61,6 @@ class RunTarget:
     attempt: int
     named: Callable[[str], None] = lambda name: None
     """Called on the writer thread with the name of the run, which the run's first writer decides."""
-
-
-_LOOK_S = 0.2
-_CROWDED, _FREE = 0.75, 0.9
-"""Shares of `CoreShare` below which payloads are stored unencoded, and above which they are encoded again."""
 
 
 class WriterDirectory:
@@ -96,6 +95,7 @@ class WriterDirectory:
         self._encoder: Encoder | None = None
         self._cores = CoreShare()
         self._next_look_s = 0.0
+        """The time on the clock at which the writer looks at the cores again."""
         self._num_names_left = _MAX_NAMES
         self._status = StatusFile(disk, clock)
 

@@ -9,7 +9,7 @@ import pytest
 from crc32c import crc32c
 
 from recorder.format.codec import Encoder
-from recorder.records import KEEP_TENSOR, Measured, Staged
+from recorder.records import KEEP_STATS, KEEP_TENSOR, Measured, Staged
 from recorder.write import rows
 from recorder.write.rows import NOT_MEASURED, RowBatch
 from tests.rigs.fakes import fake_staged
@@ -33,6 +33,29 @@ def test_a_record_that_finds_no_memory_leaves_the_batch_as_it_was(monkeypatch: p
     assert built.payload is not None
     assert built.payload.values.tolist() == [2] * 8
     assert built.crcs["data"][2] == crc32c(built.payload.values.tobytes())
+
+
+class _EndOfMemory(list[Any]):
+    """A list that finds no memory to grow."""
+
+    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]  # unlike `__add__`, it never returns
+        raise MemoryError
+
+
+@pytest.mark.parametrize("where", ["_cells", "_ends"])
+def test_small_records_that_find_no_memory_leave_the_batch_as_it_was(where: str) -> None:
+    batch = RowBatch(attempt=0, rank=0, encoder=Encoder(), batch_bytes=1 << 20)
+    small = [fake_staged(np.zeros(2, np.float32), keep=KEEP_STATS, seq=seq) for seq in range(3)]
+    batch.add_all(small[:1], [NOT_MEASURED])
+    kept = getattr(batch, where)
+    setattr(batch, where, _EndOfMemory(kept))
+    with pytest.raises(MemoryError):
+        batch.add_all(small, [NOT_MEASURED] * 3)
+    setattr(batch, where, kept)
+    with pytest.raises(ValueError, match="zip"):
+        batch.add_all(small, [NOT_MEASURED] * 2)
+    batch.add_all(small[1:], [NOT_MEASURED] * 2)
+    assert batch.build().batch.column("seq").to_pylist() == [0, 1, 2]
 
 
 def test_a_batch_is_full_at_its_bytes_and_empty_once_it_is_cleared() -> None:

@@ -37,6 +37,7 @@ from recorder.sites import FORMAT_VERSION
 from recorder.system.processes import CoreShare
 from recorder.write.files import shard as shard_module
 from recorder.write.files.file import PageMemory
+from recorder.write.rows import MAX_ROWS
 from recorder.write.writer import RunTarget
 from tests.rigs.fakes import FaultyDisk, fake_measure, fake_staged
 from tests.rigs.waiting import PATIENCE_S, wait_until
@@ -798,6 +799,21 @@ def test_small_records_that_are_measured_together_make_the_rows_of_records_measu
     rows = _write_small_and_large(Rig(tmp_path / "together", measure_small=together))
     assert len(rows) == 312 and sum(sizes) > 290 and max(sizes) > 20
     assert rows == _write_small_and_large(Rig(tmp_path / "alone"))
+
+
+def test_more_small_records_than_a_batch_holds_are_all_written(tmp_path: Path) -> None:
+    def first_values(records: Sequence[Staged]) -> list[Measured]:
+        return [Measured(mean=float(one.block.data.view(np.float32)[0])) for one in records]
+
+    rig = Rig(tmp_path, measure_small=first_values)
+    for number in range(MAX_ROWS + 300):
+        rig.put(np.full(2, number, np.float32), step=number // 3000, keep=KEEP_STATS)
+    rig.start()
+    assert rig.close().is_complete
+    rig.assert_blocks_are_released()
+    rows = rig.rows()
+    assert [row["seq"] for row in rows] == list(range(MAX_ROWS + 300))
+    assert all(row["mean"] == row["seq"] and row["step"] == row["seq"] // 3000 for row in rows)
 
 
 def test_where_measuring_together_fails_each_record_is_measured_alone(tmp_path: Path) -> None:

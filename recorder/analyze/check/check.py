@@ -9,6 +9,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from ...checks.rows import SeriesKey
 from ...checks.rule import Finding, Replicas, Rule, Setting, Severity
 from ...checks.rules.comparing import Replica, Width
 from ...errors import ConfigError
+from ...rules import Rule as RecordingRule
 from ...rules import parse_rules
 from ...run.notes import left_out
 from ...run.reply import Reply, StateLine, Table, table_of
@@ -112,7 +114,7 @@ def check(
 
 
 def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
-    """Leave out the advice to add a rule that the run has already; say so where the model has no buffers."""
+    """Leave out the advice to add a rule if a rule of the run selects all of it; say if the model has no buffers."""
     modules = run.modules.values()
     has_no_buffers = any(one.params for one in modules) and not any(one.buffers for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
@@ -121,12 +123,16 @@ def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
         (wanted,) = parse_rules(one.setting, takes_unknown_sites=True) or (None,)
         if wanted is not None and wanted.site == ("buffer",) and has_no_buffers:
             one = one._replace(why="the model has no buffers", setting="")
-        elif wanted is not None and any(
-            r.keep & wanted.keep == wanted.keep and set(wanted.site) <= set(r.site) for r in rules
-        ):
+        elif wanted is not None and any(_selects_all(rule, wanted) for rule in rules):
             one = one._replace(setting="")
         told.append(one)
     return told
+
+
+def _selects_all(rule: RecordingRule, wanted: RecordingRule) -> bool:
+    """Whether a rule selects all that another one does, which selects sites whole: at every step and on every rank."""
+    is_asked_for = rule.keep & wanted.keep == wanted.keep and set(wanted.site) <= set(rule.site)
+    return is_asked_for and replace(rule, site=wanted.site, keep=wanted.keep) == wanted
 
 
 def _learnt(

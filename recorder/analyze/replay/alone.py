@@ -223,7 +223,7 @@ def _from_factory(text: str) -> nn.Module:
     try:
         factory = getattr(importlib.import_module(where), name)
     except (Exception, SystemExit) as error:
-        is_unknown = not where or not name or (isinstance(error, AttributeError) and error.args[0].endswith(repr(name)))
+        is_unknown = not where or not name or (isinstance(error, AttributeError) and error.name == name)
         if is_unknown or (isinstance(error, ModuleNotFoundError) and f"{where}.".startswith(f"{error.name}.")):
             raise CannotReplay(
                 f"--factory {text}: {type(error).__name__}: {error}; expected MODULE:FUNCTION"

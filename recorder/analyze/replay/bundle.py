@@ -245,15 +245,14 @@ def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
 
     def parts() -> Iterator[str | StateLine]:
         num_of = Counter((one.module, one.rank) for one in results)
-        calls_of: dict[tuple[str, str], list[str]] = {}
+        calls_of: dict[tuple[str, str, str], list[str]] = {}
         for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_REPRODUCED)):
             where = f"{printable(repr(one.module))}, rank {one.rank}"
             where += f", micro-step {one.micro_step}, call {one.call}" * (num_of[one.module, one.rank] > 1)
-            why = one.why if one.verdict == CANNOT_TELL else f"{where}: {one.why}"  # a reason is said once
-            calls_of.setdefault((one.verdict, why), []).append(where)
-        for (verdict, why), calls in calls_of.items():
+            own = "" if one.verdict == CANNOT_TELL else where  # a reason not to judge is said once for all its calls
+            calls_of.setdefault((one.verdict, one.why, own), []).append(where)
+        for (verdict, why, _), calls in calls_of.items():
             of_calls = f" ({counted(len(calls), 'call')})" if len(calls) > 1 else ""
-            why = why if verdict == CANNOT_TELL else why.removeprefix(f"{calls[0]}: ")
             text = f"{listed(calls)}{of_calls}: {verdict}: {printable(why)}"
             yield StateLine(_STATES.get(verdict, "ok"), text)
         num_open = sum(one.verdict == CANNOT_TELL for one in results)

@@ -190,6 +190,17 @@ def test_a_rule_that_is_in_force_is_not_advised(tmp_path: Path, has_buffers: boo
     assert told["dead_units"].setting == "site=output keep=units"
 
 
+@pytest.mark.parametrize("rule", ["site=buffer keep=stats steps=0", "site=buffer module=down keep=stats"])
+def test_a_rule_that_selects_a_part_is_advised_in_full(tmp_path: Path, rule: str) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run, 0)
+    writer.add_shard([rows_of(0, 3)])
+    module = {"path": "up", "class": "Linear", "params": ["weight"], "buffers": ["mean"]}
+    writer.finish(rules=[rule], roots=[{"name": "model", "modules": [module]}])
+    told = {one.rule: one for one in check(recorder.open_run(run)).unjudged}
+    assert told["running_statistics"].setting == "site=buffer keep=stats"
+
+
 def test_replicas_are_a_warning_where_nothing_says_that_ranks_share_a_model(tmp_path: Path) -> None:
     (one,) = check(replicas(tmp_path / "run"), ["replica"]).findings
     assert one.severity is Severity.WARNING and "neither DDP nor FSDP" in one.detail
