@@ -63,6 +63,8 @@ class Encoder:
         self._known: dict[tuple[Hashable, int], _Known] = {}
         self.is_hurried = False
         """True while payloads are stored as they are, because training needs the cores more."""
+        self.has_rested = False
+        """Whether a payload was stored as it is for that reason."""
 
     def encode(self, data: Bytes, item_bytes: int, out: Bytes, kind: Hashable = None) -> tuple[str, int]:
         """Write the payload of `data` to the front of `out`.
@@ -78,10 +80,12 @@ class Encoder:
             The encoding, and the number of bytes of `out` that the payload takes.
         """
         num_bytes = len(data)
-        is_stored = self.is_hurried or num_bytes < self._min_bytes
+        is_small = num_bytes < self._min_bytes
+        is_stored = is_small or self.is_hurried
         if len(out) < (needed := num_bytes if is_stored else max_encoded_bytes(num_bytes)):
             raise ValueError(f"out holds {len(out)} bytes, {needed} may be needed")
         if is_stored:
+            self.has_rested |= not is_small
             return PLAIN, self._writer.copy(data, out)
         known = None if kind is None else self._known.get((kind, item_bytes))
         encoding, huffman = self._choose(data, item_bytes) if known is None else known.choice

@@ -664,7 +664,7 @@ class Recorder:
         self.events.add(
             "step_never_advanced",
             f"{why}, so every value is of step {clock.step}; recorder.step(n) names steps",
-            level=logging.INFO,
+            level=logging.WARNING if num_steps else logging.INFO,
         )
 
     def hold_signals(self) -> None:

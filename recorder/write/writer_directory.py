@@ -22,6 +22,7 @@ from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, index_name, open_name, rank_dir, read_json
 from ..rules import Schedule
 from ..sites import FORMAT_NAME, FORMAT_VERSION
+from ..system.log import tell
 from ..system.processes import CoreShare
 from .files.file import Disk, PageMemory
 from .files.ipc import IpcFormat
@@ -44,6 +45,7 @@ _MAX_NAMES = 20
 _NO_STEPS = Schedule("", ())
 _LIGHT_BYTES = 4 << 20
 """The bytes of memory for a batch without payloads; the memory grows if a batch needs more."""
+_RESTS = "tensors are stored without compression while training uses every core (codec=auto)"
 _LOOK_S = 0.2
 """The time after which the writer looks again whether training uses every core."""
 _CROWDED, _FREE = 0.75, 0.9
@@ -94,6 +96,7 @@ class WriterDirectory:
         self._io: str | None = None
         self._encoder: Encoder | None = None
         self._cores = CoreShare()
+        self._has_said_rest = False
         self._next_look_s = 0.0
         """The time on the clock at which the writer looks at the cores again."""
         self._num_names_left = _MAX_NAMES
@@ -343,15 +346,11 @@ class WriterDirectory:
             return
         self._next_look_s = now + _LOOK_S
         share = self._cores.look()
-        if share is None:
-            return
-        if share < _CROWDED and not self._encoder.is_hurried:
-            self._notices.say(
-                "codec",
-                "training uses every core: tensors are stored without compression while it does (codec=auto)",
-                level=logging.INFO,
-            )
-        self._encoder.is_hurried = share < (_FREE if self._encoder.is_hurried else _CROWDED)
+        if share is not None:
+            self._encoder.is_hurried = share < (_FREE if self._encoder.is_hurried else _CROWDED)
+        if self._encoder.has_rested and not self._has_said_rest:
+            self._has_said_rest = self._is_manifest_stale = True
+            tell(logging.getLogger(__name__), lambda: [_RESTS], 0.0)
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
         """Write the manifest; return whether it is on the disk."""
@@ -364,6 +363,7 @@ class WriterDirectory:
             "ledger": self._ledger.snapshot(),
             **({"retired_earlier": self._retired_earlier} if self._retired_earlier else {}),
             **({"io": self._io} if self._io else {}),
+            **({"codec": _RESTS} if self._has_said_rest else {}),
             **({"restarted": self._restarted} if self._restarted else {}),
             **({"dumps": [dump.members() for dump in self.dumps]} if self.dumps else {}),
             **more,

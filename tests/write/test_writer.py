@@ -845,7 +845,10 @@ def test_the_writer_naps_long_behind_small_records(
     assert naps[0] == nap_s
 
 
-def test_the_codec_rests_while_training_uses_every_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_codec_rests_while_training_uses_every_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="recorder")
     answer: list[float | None] = [None]
     looks: list[float | None] = []
 
@@ -864,3 +867,5 @@ def test_the_codec_rests_while_training_uses_every_core(tmp_path: Path, monkeypa
     rig.close()
     encoded, *hurried, again = [row["encoding"] for row in rig.rows()]
     assert hurried == ["plain", "plain"] and encoded == again != "plain"
+    assert len([one for one in caplog.records if "while training uses every core" in one.getMessage()]) == 1
+    assert "every core" in rig.manifest()["codec"]
