@@ -36,31 +36,31 @@ RULES: tuple[type[Rule], ...] = (
     Initialisation, Dead, Saturated, Attention, Objectives, OutlierRank, Replica, Data, RunningStatistics, DeadUnits,
     OutlierUnits, LowPrecision, Width, Unusual, Invariant,
 )  # fmt: skip
-"""All rules that the recorder brings."""
+"""All rules that come with the recorder."""
 ENTRY_POINTS = "recorder.checks"
-"""The group of entry points by which a package adds rules: each names a subclass of `Rule`."""
+"""The group of entry points by which an installed package adds rules: each names a subclass of `Rule`."""
 _OWN = "rule"
-"""The tables of a TOML file that define rules of the user's."""
+"""The key of the TOML tables that define a user's own rules."""
 _OWN_KEYS = ("name", "site", "module", "statistic", "above", "below", "records", "severity")
 _STATISTICS = (
     "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "nan_count", "inf_count", "zero_count", "numel"
 )  # fmt: skip
 _MAX_BYTES = 1 << 20
-"""A larger file is none that a person wrote."""
+"""The largest settings file that is read; no person writes a larger file."""
 
 Thresholds = dict[str, dict[str, float]]
-"""Numbers in place of the defaults, by rule and setting."""
+"""Numbers that replace the defaults of thresholds, by rule and setting."""
 
 
 class OwnThreshold(StreakRule):
-    """The base of rules that a user writes as a table: a statistic above or below a number."""
+    """The base of rules that a user writes as a TOML table: a statistic must not be above, or below, a number."""
 
     advice = "it is a rule of yours"
     modules: ClassVar[tuple[str, ...]] = ("*",)
     statistic: ClassVar[str]
     limit = "limit"
     sign: ClassVar[float]
-    """1 for above, -1 for below."""
+    """1 for a limit from above, -1 for a limit from below."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.site in self.sites and matches(self.modules, key.module_path)
@@ -71,7 +71,7 @@ class OwnThreshold(StreakRule):
 
 
 class _Unmade(Rule):
-    """Takes the place of a rule whose construction raised; it raises the same exception at the end of the run."""
+    """Stands in for a rule whose constructor raised an error, and raises the same error at the end of the run."""
 
     sentence = "It could not be made."
     sites, columns = (), ()
@@ -89,7 +89,7 @@ def read_assignment(text: str, rules: Iterable[type[Rule]]) -> tuple[str, str, f
     """Parse a threshold as a person types it: ``spike.sigmas=8``.
 
     Raises:
-        ConfigError: the text is no assignment, or there is no such rule or setting; the message names the nearest.
+        ConfigError: the text is no assignment, or there is no such rule or setting; the message names the nearest one.
     """
     name, equals, value = text.partition("=")
     rule, dot, setting = name.strip().partition(".")
@@ -99,10 +99,10 @@ def read_assignment(text: str, rules: Iterable[type[Rule]]) -> tuple[str, str, f
 
 
 def read_table(table: Mapping[str, Any], where: str) -> tuple[Thresholds, list[type[Rule]]]:
-    """Parse the thresholds and the user's rules in a table of a TOML file.
+    """Parse the thresholds and the user's own rules in a table of a TOML file.
 
     Raises:
-        ConfigError: a rule, a setting, a key or a value is wrong; the message names the nearest.
+        ConfigError: a rule, a setting, a key or a value is wrong; the message names the nearest valid name.
     """
     own: list[type[Rule]] = []
     for one in _tables(table.get(_OWN, []), where):
@@ -122,10 +122,10 @@ def read_table(table: Mapping[str, Any], where: str) -> tuple[Thresholds, list[t
 
 
 def find_rule(name: str, rules: Iterable[type[Rule]], where: str = "") -> type[Rule]:
-    """The rule of a name.
+    """Return the rule with this name.
 
     Raises:
-        ConfigError: there is no rule of that name; the message names the nearest.
+        ConfigError: there is no rule with this name; the message names the nearest rule.
     """
     known = {rule.name: rule for rule in rules}
     if name not in known:
@@ -137,9 +137,9 @@ def make_rules(
     rules: Iterable[type[Rule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None,
     other_widths: Sequence[Sizes] = (), replicas: Replicas | None = None,
 ) -> list[Rule]:  # fmt: skip
-    """Make rules, which have seen nothing yet, and give them what is known of sound runs, other widths and replicas.
+    """Construct rules, and give them what is known of sound runs, of other widths and of the replicas.
 
-    Where a rule cannot be made, a rule that reports the error takes its place.
+    A rule that cannot be constructed is replaced by a rule that reports the error.
     """
     made: list[Rule] = []
     for rule in rules:
@@ -148,7 +148,7 @@ def make_rules(
             one.normal, one.other_widths, one.replicas = normal, other_widths, replicas
             if not hasattr(one, "why_not_judged"):
                 raise TypeError("its __init__ does not call that of Rule")
-        except Exception as error:  # a user's rule may raise anything, and the other rules go on
+        except Exception as error:  # a user's rule may raise anything, and the other rules must still run
             unmade: type[_Unmade] = type(rule.name, (_Unmade,), {"name": rule.name})
             one = unmade(catalog)
             one.error = error
@@ -225,10 +225,10 @@ def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> t
 
 
 def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type[Rule]]]:
-    """Return the thresholds and the rules of a file.
+    """Return the thresholds and the user's own rules in a file.
 
     Raises:
-        ConfigError: it cannot be read, is no TOML, or names what no rule has; the message names the nearest.
+        ConfigError: the file cannot be read, is no TOML, or has an unknown name; the message names the nearest one.
     """
     try:
         with open(path, "rb") as file:
@@ -238,7 +238,7 @@ def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply") from None
-    except ValueError as error:  # of TOML, of UTF-8, or of an integer with thousands of digits
+    except ValueError as error:  # an error of TOML, of UTF-8, or of an integer with thousands of digits
         raise ConfigError(f"{path}: is no TOML: {error}") from None
     if table is None:
         raise ConfigError(f"{path}: is larger than {_MAX_BYTES} bytes; expected thresholds and rules in TOML")
@@ -246,7 +246,7 @@ def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type
 
 
 def check_settings(loaded: Loaded) -> tuple[Thresholds, list[type[Rule]]]:
-    """Return the thresholds and the rules of the file that the setting `check_settings` names; none where it is empty.
+    """Return the thresholds and rules in the file that the setting `check_settings` names; nothing where it is empty.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong.

@@ -1,7 +1,7 @@
-"""The engine: feeds rules with the rows of complete steps, and collects their findings. Knows of no file and no torch.
+"""The engine feeds rules with the rows of complete steps, and collects their findings. It uses no file and no torch.
 
-`recorder check`, a live page and a writer thread use it alike. A rule that raises becomes one warning, and the other
-rules go on.
+`recorder check`, a live page and a writer thread all use the engine. A rule that raises an error becomes one warning,
+and the other rules continue.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .rows import Catalog, Rows, SeriesKey, concatenate
 from .rule import Finding, Rule, Severity
 
 _MAX_FINDINGS = 5_000
-"""Findings of a rule that are kept, one rank and one value each; the others are counted."""
+"""The most findings of one rule that are kept, each for one value on one rank. Further findings are only counted."""
 _ENDLESS = 20_000_000
-"""Findings after which a rule is left out: 4,096 ranks with a thousand values each have fewer."""
+"""The number of findings after which a rule is stopped: 4,096 ranks with a thousand values each have fewer."""
 
 
 class Unjudged(NamedTuple):
@@ -29,38 +29,38 @@ class Unjudged(NamedTuple):
     rule: str
     why: str
     setting: str
-    """The rule of recording with which the next run can be judged; empty where no setting helps."""
+    """A recording rule under which the next run can be judged; empty where no recording rule helps."""
 
 
 class Verdict(NamedTuple):
-    """The findings of all rules, and the rules that could not judge."""
+    """The findings of all rules, and the rules that could not judge the run."""
 
     findings: list[Finding]
-    """The worst first; equal findings of several ranks are one."""
+    """The findings, the most severe first. Equal findings of several ranks are joined into one."""
     unjudged: list[Unjudged]
     num_more: dict[str, int]
-    """By rule, how many findings were counted and not kept."""
+    """By rule, the number of findings that were counted but not kept."""
 
 
 class Engine:
-    """Feeds rules. `add` the rows in the order of steps, then `finish`."""
+    """Feeds rules with rows. Call `add` with the rows in the order of steps, and then `finish`."""
 
     def __init__(self, rules: Sequence[Rule], catalog: Catalog) -> None:
         self._rules = list(rules)
         self._catalog = catalog
         self._pending: list[Rows] = []
-        """Rows of the last step, which may not be complete."""
+        """The rows of the last step, which may not be complete yet."""
         self._has_rows: set[str] = set()
         self._lacking: dict[str, set[str]] = {rule.name: set(rule.columns) for rule in rules}
-        """By rule, the columns that have had no value yet."""
+        """By rule, the columns that have had no value so far."""
         self._failed: set[str] = set()
         self._findings: dict[str, list[Finding]] = {rule.name: [] for rule in rules}
         self._num_more: dict[str, int] = {}
         self.last_step = -1
-        """The last step that rules have judged."""
+        """The last step that the rules have judged."""
 
     def add(self, rows: Rows) -> None:
-        """Take the next rows, by step; the rows of the last step wait until a row of a later step comes."""
+        """Take the next rows, ordered by step. The rows of the last step wait until a row of a later step comes."""
         if not len(rows):
             return
         self._pending.append(rows)
@@ -73,7 +73,7 @@ class Engine:
         self._feed(all_rows.take(slice(0, num_complete)))
 
     def finish(self) -> Verdict:
-        """Judge the last step, as there are no more rows, and return what was found."""
+        """Judge the last step, because no more rows come, and return what was found."""
         self.flush()
         for rule in self._rules:
             if rule.name not in self._failed and not self._lacking[rule.name]:
@@ -81,13 +81,13 @@ class Engine:
         return Verdict(self.take(), list(self._unjudged()), self._num_more)
 
     def flush(self) -> None:
-        """Let the rules judge the last step: all its rows are there."""
+        """Let the rules judge the last step, whose rows are complete."""
         if self._pending:
             self._feed(concatenate(self._pending))
             self._pending = []
 
     def take(self) -> list[Finding]:
-        """The findings since this was last called, the worst first."""
+        """Return the findings since the last call, the most severe first."""
         findings = [one for some in self._findings.values() for one in some]
         for some in self._findings.values():
             some.clear()
@@ -104,7 +104,7 @@ class Engine:
             own = rows if wanted.all() else rows.take(wanted)
             self._has_rows.add(rule.name)
             lacking = self._lacking[rule.name]
-            # Statistics leave out elements that are not finite: a row of such elements has none, and lacks nothing.
+            # A tensor without a finite element has no statistics, which does not mean that the run has no such column.
             is_nan = bool((own["nan_count"] > 0).any())
             lacking -= {name for name in lacking if not np.isnan(own[name]).all() or (is_nan and "." not in name)}
             if not lacking:
@@ -122,13 +122,13 @@ class Engine:
                 num_more = self._num_more[rule.name] = self._num_more.get(rule.name, 0) + 1
                 if num_more >= _ENDLESS:
                     raise RuntimeError("it says one thing after the other without an end")
-        except Exception as error:  # a user's rule may raise anything, and the other rules go on
+        except Exception as error:  # a user's rule may raise anything, and the other rules must still run
             self._fail(rule, error)
 
     def _is_wanted(self, rule: Rule, key: SeriesKey) -> bool:
         try:
             return bool(rule.wants(key))
-        except Exception as error:  # as above
+        except Exception as error:  # a user's rule may raise anything here, too
             self._fail(rule, error)
             return False
 
@@ -161,7 +161,7 @@ class Engine:
 
 
 def is_finding(one: object) -> bool:
-    """Whether an object that a rule yielded is a finding that can be printed: a user's rule may yield anything."""
+    """Return whether an object that a rule yielded is a printable finding: a user's rule may yield anything."""
     if not isinstance(one, Finding):
         return False
     texts = (one.rule, one.root, one.module_path, one.site, one.name, one.what, one.measure, one.advice, one.detail)
@@ -176,7 +176,7 @@ def is_finding(one: object) -> bool:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings with equal findings of several ranks on one value joined; the worst first, then by step."""
+    """Join equal findings of several ranks on one value, and sort by severity, the worst first, then by step."""
     worst_of: dict[tuple[object, ...], Finding] = {}
     for one in findings:
         key = (one.rule, one.severity, one.step, one.since, one.root, one.module_path, one.site, one.name, one.what)

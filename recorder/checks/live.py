@@ -1,19 +1,19 @@
-"""A few cheap rules in the writer thread of a rank, while it trains: non-finite values, spikes, jumps, and the user's.
+"""Cheap rules that run in the writer thread during training: non-finite values, spikes, jumps, and the user's rules.
 
-`LiveChecks` takes the statistics that the writer measures anyway, one record at a time, and calls back with findings:
+`LiveChecks` takes the statistics that the writer measures anyway, one record at a time, and passes on the findings:
 
     checks = LiveChecks(rank=0, on_finding=print, thresholds=thresholds, own=own)
-    checks.saw(staged, measured)  # the writer's callback `saw`, with each record
-    checks.finish()               # on the writer thread once no record follows: the last step is judged, too
+    checks.saw(staged, measured)  # the writer calls `saw` with each record
+    checks.finish()               # on the writer thread, when no record follows: judges the last step, too
 
-`book.read_table(table, where)` makes `thresholds` and `own` of a table of TOML. `on_finding` is called on the thread
-that calls `saw`, at the first record of a later step: rules see complete steps, because only the end of a step shows
-whether `GradScaler` skipped it. Each finding is reported once; a rule that raises is a finding of its own, and the
-other rules go on. The last step of a training that is killed is not judged.
+`book.read_table(table, where)` makes `thresholds` and `own` from a TOML table. `on_finding` is called on the thread
+that calls `saw`, at the first record of a later step: rules take complete steps, because only the end of a step shows
+whether `GradScaler` skipped the step. Each finding is reported once. A rule that raises an error is reported as a
+finding, and the other rules continue. The last step of a training that is killed is not judged.
 
-The rules are those of `recorder check`, and so are pure. This module must never raise, read a tensor or a file, or
-keep more than the statistics of one step. A record without statistics costs one comparison. Rules that packages install
-are left out: nobody can stop a rule that does not end, and the writer would wait for it.
+The rules are those of `recorder check`. This module must never raise an error, read a tensor or a file, or keep more
+than the statistics of one step. A record without statistics costs one comparison. Rules from installed packages are
+left out: nobody can stop a rule that does not end, and the writer would wait for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .rules.curves import Jump, Spike
 from .rules.values import NonFinite
 
 LIVE_RULES: tuple[type[Rule], ...] = (NonFinite, Spike, Jump)
-"""Cheap rules: each costs a few additions for each record, and remembers a few numbers for each value."""
+"""The cheap rules: each costs a few additions for each record, and remembers a few numbers for each value."""
 _ALWAYS = ("nan_count", "inf_count")
 _UNWANTED = -1
 
@@ -43,13 +43,13 @@ _log = logging.getLogger("recorder")
 
 
 class LiveChecks:
-    """Rules over the records of one rank, step by step. One thread calls it."""
+    """Applies rules to the records of one rank, step by step. Only one thread may call it."""
 
     def __init__(
         self, *, rank: int, on_finding: Callable[[Finding], None], rules: Sequence[type[Rule]] = LIVE_RULES,
         thresholds: Thresholds | None = None, own: Sequence[type[Rule]] = (),
     ) -> None:  # fmt: skip
-        """`own` are rules of the user's, each with a statistic and a limit; `thresholds` of other rules do nothing."""
+        """Take the user's own rules (`own`), each a statistic and a limit. Thresholds of rules not used do nothing."""
         made = [*rules, *own]
         self._rank = rank
         self._on_finding = on_finding
@@ -60,30 +60,30 @@ class LiveChecks:
         self._names = tuple(name for name in names if name in Measured._fields)
         self._numbers = attrgetter(*self._names)
         self._lanes: dict[tuple[object, ...], int] = {}
-        """The lane of each series, by its names; `_UNWANTED` where no rule reads it."""
+        """The lane of each series, by the names of the series; `_UNWANTED` where no rule reads the series."""
         self._step = 0
         self._rows: list[tuple[object, ...]] = []
-        """Lane, number of elements and statistics of each record of the current step."""
+        """The lane, number of elements and statistics of each record of the current step."""
         self._is_off = False
 
     def saw(self, staged: Staged, measured: Measured) -> None:
-        """Take in the statistics of a record; if it is the first of a later step, judge the step before it."""
+        """Take the statistics of a record. The first record of a later step has the rules judge the step before."""
         if measured.nan_count is None or self._is_off:
             return
         try:
             self._add(staged, measured)
-        except Exception as error:  # nothing here may end the recording
+        except Exception as error:  # an error here must not end the recording
             self._turn_off(error)
 
     def finish(self) -> None:
-        """Judge the last step. `Rule.finish` is not called: its findings are about complete runs."""
+        """Judge the last step. `Rule.finish` is not called, because it judges complete runs."""
         if self._is_off:
             return
         try:
             self._judge()
             self._engine.flush()
             self._report()
-        except Exception as error:  # as above
+        except Exception as error:  # an error here must not end the recording
             self._turn_off(error)
 
     def _add(self, staged: Staged, measured: Measured) -> None:
@@ -92,7 +92,7 @@ class LiveChecks:
             self._judge()
             self._step = step
         elif step < self._step:
-            return  # the value comes after its step was judged, and rules take steps in order
+            return  # the rules have judged this step already, and take steps in order
         key = (staged.origin, staged.moment.mode, staged.phase, staged.scope)
         lane = self._lanes.get(key)
         if lane is None:
@@ -101,7 +101,7 @@ class LiveChecks:
             self._rows.append((lane, math.prod(staged.shape), *self._numbers(measured)))
 
     def _lane(self, staged: Staged) -> int:
-        """The lane of the record's series on this rank; `_UNWANTED` where no rule reads it."""
+        """Return the lane of the record's series on this rank; `_UNWANTED` where no rule reads the series."""
         if staged.phase == "recompute":
             return _UNWANTED
         key = SeriesKey(*staged.origin[:4], staged.moment.mode, staged.phase, staged.scope or "")

@@ -1,8 +1,8 @@
 """What rules know from other runs: what was normal in sound runs, and how large outputs are at other widths.
 
-`Normal` holds the range of each statistic by value and by phase of training, and what held in every record. A *phase*
-is a range of steps: 0 to 7, 8 to 15, 16 to 31, and so on, each twice as long as the last. The memory of `Normal` grows
-with the values of the model, the statistics and the logarithm of the steps, never with the ranks. Knows of no file.
+`Normal` holds the range of each statistic, by value and phase of training, and conditions that held in every record. A
+*phase* is a range of steps: 0 to 7, 8 to 15, 16 to 31, and so on, each twice as long as the one before. The memory
+grows with the values, the statistics and the logarithm of the steps, not with the ranks. No file is opened.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from ..sites import SKIPPED
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, as_exact_floats, grouped, previous
 
 _FIRST_PHASE = 8
-"""Steps of the first phase: enough of them for a standard deviation."""
+"""The number of steps in the first phase, large enough for a standard deviation."""
 _NUM_PHASES = 24
 _STATE = ("param", "buffer", "optim")
-"""Sites of values that only a step changes."""
+"""The sites of values that only a training step changes."""
 _TINY = 1e-30
 _BY_CHANCE = ("grad_scale", SKIPPED)
-"""Scalars that a single overflow, which is a matter of chance, may halve."""
+"""Scalars that a single overflow, which happens by chance, may halve."""
 
 
 class Statistic(NamedTuple):
-    """A number that is compared with what was normal."""
+    """A number that is compared with its normal range."""
 
     name: str
     is_log: bool
     """Whether the number is the decimal logarithm of the named quantity."""
     floor: float
-    """The least standard deviation that counts as normal: a change of the seed alone causes as much."""
+    """The least standard deviation that counts as normal: another random seed alone causes as much."""
     floor_of_one: float = 0.0
-    """Added to the floor for a tensor of one element; for n elements, this divided by the root of n is added."""
+    """The share of the floor that falls with size: a tensor of n elements adds this number over the root of n."""
     only_above: bool = False
-    """Whether a number below the normal range is fine."""
+    """Whether a number below the normal range is no finding."""
 
 
 STATISTICS = (
@@ -56,29 +56,29 @@ HELD = ("equal on all ranks", "different on all ranks", "changes from record to 
 """Conditions that a value may fulfil in every record."""
 _EQUAL, _DIFFERENT, _CHANGES, _STAYS = range(len(HELD))
 _LEAST_HELD = 8
-"""Records in which a condition has to hold before it is expected of other runs."""
+"""The number of records in which a condition must hold before it is expected of other runs."""
 
 
 class Numbers(NamedTuple):
-    """One statistic of some rows."""
+    """One statistic, for the rows that have it."""
 
     statistic: int
     rows: Integers
-    """The indices of the rows."""
+    """The indices of the rows that have the statistic."""
     values: Floats
 
 
 class Ranges(NamedTuple):
-    """What was normal for some rows; NaN where nothing is known."""
+    """The normal ranges of a statistic, one for each row; NaN where nothing is known."""
 
     low: Floats
     high: Floats
     spread: Floats
-    """The unit in which a distance from these bounds is measured: a standard deviation, enlarged for small samples."""
+    """The unit of a distance from `low` or `high`: a standard deviation, enlarged for small samples."""
 
 
 class Measures:
-    """The statistics of rows, as they are learnt and judged. Rows come lane by lane, complete steps at a time."""
+    """Computes the statistics that are learnt and judged. It takes complete steps, with the rows sorted by lane."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -86,7 +86,7 @@ class Measures:
         self._before, self._last = Memory(), Memory()
 
     def numbers(self, rows: Rows) -> Iterator[Numbers]:
-        """Each statistic of the rows that have it."""
+        """Yield each statistic, for the rows that have it."""
         is_scalar, is_loss = rows.at("scalar"), rows.where("loss", lambda key: key.is_loss)
         with np.errstate(all="ignore"):
             rms = np.where(is_scalar, np.nan, rows.rms)
@@ -104,7 +104,7 @@ class Measures:
             yield self._over_ranks(rows, rms)
 
     def held(self, rows: Rows) -> Iterator[tuple[int, Integers, Flags]]:
-        """For each condition of `HELD`, the rows that show whether it holds, and whether it does."""
+        """Yield, for each condition of `HELD`, the indices of the rows that can show it, and whether it holds there."""
         is_candidate = rows.at("input", *_STATE, "grad") & rows.where("once", lambda key: key.phase != "recompute")
         indices = np.flatnonzero(is_candidate & ~np.isnan(rows["sum_sq"]))
         rows = rows.take(indices)
@@ -132,14 +132,14 @@ class Measures:
         yield _DIFFERENT, indices[apart], num_values[ids[apart]] >= num_parts[ids[apart]]
 
     def _peers(self, rows: Rows) -> tuple[Integers, Integers, Integers]:
-        """By row its group of rows that are one value on several ranks; by group its first row, and its ranks."""
+        """Group rows of one value on several ranks: return each row's group, each group's first row and its ranks."""
         starts = np.flatnonzero(np.r_[True, (np.diff(rows.lanes) != 0) | (np.diff(rows.steps) != 0)])
         turns = np.arange(len(rows)) - np.repeat(starts, np.diff(np.r_[starts, len(rows)]))
         ids, firsts = grouped(rows.series, self._catalog.peers_of[rows.lanes], rows.steps, turns)
         return ids, firsts, np.bincount(ids)
 
     def _over_ranks(self, rows: Rows, rms: Floats) -> Numbers:
-        """The distance of the largest from the smallest rank, at the rank that is farthest from the median."""
+        """Return the distance between the largest and the smallest rank, at the rank farthest from the median."""
         of_rank = rows.where("of a rank", lambda key: key.differs_by_batch)
         (indices,) = np.nonzero((rms > _TINY) & of_rank)
         if not len(indices):
@@ -161,32 +161,32 @@ _HOLDS, _ASKED = range(2)
 
 
 class Normal:
-    """What was normal in some sound runs. `learn` one after the other, then ask."""
+    """What was normal in some sound runs. Learn the runs one after the other, and then ask."""
 
     def __init__(self) -> None:
         self._number_of: dict[SeriesKey, int] = {}
         self._sums: Floats = np.zeros((len(_EMPTY), 0, len(STATISTICS), _NUM_PHASES))
-        """By `_COUNT` to `_HIGH`, series, statistic and phase."""
+        """The sums, of shape (`_COUNT` to `_HIGH`, series, statistic, phase)."""
         self._held: Integers = np.zeros((2, 0, len(HELD)), np.int64)
-        """By `_HOLDS` or `_ASKED`, series and condition, a number of records."""
+        """Numbers of records, of shape (`_HOLDS` or `_ASKED`, series, condition)."""
         self._num_runs_with: Integers = np.zeros(0, np.int64)
-        """By series, the number of runs that have it."""
+        """By series, the number of runs that have the series."""
         self.num_runs = 0
         self.last_step = -1
         self.said: set[tuple[str, str, str, str, str]] = set()
-        """The findings of rules on the sound runs themselves: rule, root, module, site and name."""
-        self._grow(1)  # room that an unknown series, -1, may look at where no sound run has a row
+        """The findings of rules on the sound runs themselves, as rule, root, module, site and name."""
+        self._grow(1)  # the row that index -1, an unknown series, refers to where no sound run has a row
 
     def __len__(self) -> int:
         return len(self._number_of)
 
     def learner(self, catalog: Catalog) -> Learner:
-        """An object that takes in the rows of one more sound run."""
+        """Return an object that takes the rows of one more sound run."""
         self.num_runs += 1
         return Learner(self, catalog)
 
     def numbers(self, keys: list[SeriesKey], *, is_new: bool = False) -> Integers:
-        """The numbers of series here; -1 for a series that no sound run has, unless new ones are taken in."""
+        """Return the numbers of series. An unknown series has -1, or gets a number where `is_new` is True."""
         if is_new:
             for key in keys:
                 self._number_of.setdefault(key, len(self._number_of))
@@ -194,10 +194,10 @@ class Normal:
         return np.array([self._number_of.get(key, -1) for key in keys], np.int64)
 
     def ranges(self, series: Integers, numbers: Numbers, steps: Integers, numels: Floats) -> Ranges:
-        """What was normal for a statistic of rows, by the numbers that their series have here.
+        """Return the normal range of a statistic for each row; `series` has the numbers that `numbers()` gave.
 
         Values of the phases before and after are normal, too: a sound training may be half or twice as fast. Few
-        records and few runs say little of how far apart two sound runs may be, so with fewer the range is wider.
+        records or runs say little about how far apart two sound runs may be, so fewer of them make the range wider.
         """
         statistic, phases = STATISTICS[numbers.statistic], phase_of(steps)
         here = self._sums[:, series, numbers.statistic, phases]
@@ -215,16 +215,16 @@ class Normal:
         return Ranges(np.where(is_known, low, np.nan), np.where(is_known, high, np.nan), spread)
 
     def always(self, series: Integers, what: int) -> Flags:
-        """By series, whether a condition held in every record of every sound run, and in enough records."""
+        """Return, for each series, whether a condition held in every sound run's every record, and often enough."""
         holds, asked = self._held[:, series, what]
         return np.asarray((series >= 0) & (asked >= _LEAST_HELD) & (holds == asked))
 
     def in_every_run(self) -> list[SeriesKey]:
-        """The series that each sound run has."""
+        """Return the series that every sound run has."""
         return [key for key, number in self._number_of.items() if self._num_runs_with[number] == self.num_runs]
 
     def add(self, series: Integers, numbers: Numbers, steps: Integers) -> None:
-        """Take in a statistic of rows of a sound run."""
+        """Learn a statistic of rows of a sound run."""
         at = series, np.full(len(series), numbers.statistic), phase_of(steps)
         for which, values in ((_COUNT, 1.0), (_SUM, numbers.values), (_SQUARE, numbers.values**2)):
             np.add.at(self._sums[which], at, values)
@@ -232,7 +232,7 @@ class Normal:
         np.maximum.at(self._sums[_HIGH], at, numbers.values)
 
     def add_held(self, series: Integers, what: int, holds: Flags) -> None:
-        """Take in whether a condition held in rows of a sound run."""
+        """Learn in which rows of a sound run a condition held."""
         for which, own in ((_HOLDS, series[holds]), (_ASKED, series)):
             self._held[which, :, what] += np.bincount(own, minlength=self._held.shape[1])
 
@@ -250,7 +250,7 @@ class Normal:
 
 
 class Learner:
-    """Takes in the rows of one sound run, complete steps at a time."""
+    """Learns the rows of one sound run. Each call takes complete steps."""
 
     def __init__(self, normal: Normal, catalog: Catalog) -> None:
         self._normal, self._catalog = normal, catalog
@@ -276,13 +276,13 @@ class Learner:
 
 
 def phase_of(steps: Integers) -> Integers:
-    """The phase of training that each step belongs to."""
+    """Return the phase of training that each step belongs to."""
     phases = np.log2(np.maximum(steps, _FIRST_PHASE // 2)).astype(np.int64) - int(np.log2(_FIRST_PHASE)) + 1
     return np.asarray(np.minimum(phases, _NUM_PHASES - 1))
 
 
 def steps_of(phase: int) -> tuple[int, int]:
-    """The first and the last step of a phase."""
+    """Return the first and the last step of a phase."""
     return (0 if phase == 0 else _FIRST_PHASE << (phase - 1)), (_FIRST_PHASE << phase) - 1
 
 
@@ -296,7 +296,7 @@ def _known(statistic: int, values: Floats) -> Numbers:
 
 
 class Sizes:
-    """How large outputs were over the first steps of a run, and the shapes of its parameters."""
+    """The sizes of outputs over the first steps of a run, and the shapes of the run's parameters."""
 
     def __init__(self, catalog: Catalog, steps: int) -> None:
         self._catalog = catalog
@@ -305,9 +305,9 @@ class Sizes:
         self._sums: dict[SeriesKey, tuple[float, int]] = {}
 
     def add(self, rows: Rows) -> bool:
-        """Take in the next rows, by step, and return whether later rows may count.
+        """Take the next rows, ordered by step, and return whether later rows may count.
 
-        Only the second half of the first steps counts, because weights have hardly moved before it.
+        Only the second half of the first steps counts, because the weights have hardly moved before.
         """
         if self._first is None:
             self._first = int(rows.steps[0])
@@ -325,17 +325,17 @@ class Sizes:
 
     @property
     def outputs(self) -> dict[SeriesKey, float]:
-        """By output, the mean binary logarithm of its root mean square."""
+        """By output, the mean base-2 logarithm of its root mean square."""
         return {key: total / num for key, (total, num) in self._sums.items()}
 
     @property
     def shapes(self) -> dict[tuple[str, str, str], tuple[int, ...]]:
-        """The shape of each parameter, by root, module and name."""
+        """The shape of each parameter, by root, module path and name."""
         series = zip(self._catalog.series, self._catalog.about, strict=True)
         return {(key.root, key.module_path, key.name): about.shape for key, about in series if key.site == "param"}
 
     def width(self, base: Sizes) -> float:
-        """The width of the model over that of `base`: the most frequent ratio of parameter dims that differ."""
+        """Return this model's width over that of `base`: the most frequent ratio of parameter sizes that differ."""
         shapes = base.shapes
         ratios = [
             size / shapes[key][index]
@@ -348,19 +348,19 @@ class Sizes:
 
 
 EXACT = ("sum", "sum_sq", "min", "max")
-"""Statistics that agree for equal tensors; tensors that differ in one element hardly ever agree in all of them."""
+"""Statistics that agree for equal tensors. Tensors that differ in one element hardly ever agree in all of them."""
 
 
 class Movement:
-    """Changes of values from record to record, relative to their size."""
+    """Measures how far values move from record to record, relative to their size."""
 
     def __init__(self) -> None:
         self._norm, self._sum, self._step = Memory(), Memory(), Memory()
 
     def ratio(self, rows: Rows) -> Floats:
-        """By row, the change of the value per step since the last record, over its norm; NaN where it is unknown.
+        """Return, for each row, the change per step since the last record over the value's norm; NaN where unknown.
 
-        The changes of the norm and of the sum are a lower bound of the change. Rows come lane by lane.
+        The change is a lower bound, made from the changes of the norm and of the sum. The rows are sorted by lane.
         """
         lanes, steps = rows.lanes, rows.steps.astype(np.float64)
         is_finite = np.nan_to_num(rows["nan_count"]) + np.nan_to_num(rows["inf_count"]) == 0

@@ -1,7 +1,7 @@
-"""The rows of statistics that rules are fed, as columns of numbers, and the catalog of what each row is about.
+"""The rows of statistics that rules read, as columns of numbers, and the catalog that says what each row is about.
 
-A *series* is a value over the steps; a *lane* is a series on one rank, and has a number. Rules remember numbers by
-lane, so that memory grows with the model and the ranks, and never with the steps. This module knows of no file.
+A *series* is one value over the steps. A *lane* is a series on one rank, and has a number. Rules keep numbers by lane,
+so that memory grows with the model and the ranks, but not with the steps. This module must never open a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 
 
 
 class SeriesKey(NamedTuple):
-    """The names of a series."""
+    """The names that identify a series."""
 
     root: str
     module_path: str
@@ -32,42 +32,42 @@ class SeriesKey(NamedTuple):
     mode: str
     phase: str
     scope: str
-    """Empty where the row has none."""
+    """The scope of a gradient; empty where a row has no scope."""
 
     @property
     def is_loss(self) -> bool:
-        """Whether the series is a scalar that is called a loss."""
+        """Whether the series is a scalar whose name says that it is a loss."""
         return is_loss(self.site, self.name)
 
     @property
     def differs_by_batch(self) -> bool:
-        """Whether the value depends on the rank's own batch, so that data-parallel ranks may be compared by it."""
+        """Whether the value depends on the rank's own batch, so that data-parallel ranks can be compared by it."""
         return self.site in ("output", "grad_output") or self.is_loss or (self.site == "grad" and self.scope == "local")
 
 
 class About(NamedTuple):
-    """Further facts about a series, from its first row."""
+    """Further facts about a series, taken from its first row."""
 
     dtype: str
     shape: tuple[int, ...]
     whole_numel: int = 0
-    """Elements of the complete tensor, where each rank has a chunk of a parameter or its gradient; else 0."""
+    """The number of elements of the complete tensor, where each rank has a chunk of a parameter or gradient; else 0."""
 
 
 class ModuleFacts(NamedTuple):
-    """Facts about a module that its values do not show."""
+    """Facts about a module that its recorded values do not show."""
 
     class_name: str
     sites: tuple[str, ...]
-    """The sites at which a rule of the recording selects values of the module."""
+    """The sites at which a recording rule selects values of the module."""
 
 
 class Catalog:
-    """The series and lanes that have appeared so far, by number; a catalog only grows."""
+    """The series and lanes that have appeared so far, by number. Nothing is ever removed from a catalog."""
 
     def __init__(self, modules: Mapping[tuple[str, str], ModuleFacts] | None = None) -> None:
         self.modules = dict(modules or {})
-        """Facts about modules, by root and path; only modules that are known have an entry."""
+        """Facts about modules, by root and path; modules that nothing is known of have no entry."""
         self.series: list[SeriesKey] = []
         self.about: list[About] = []
         self._whole_numel = np.zeros(0)
@@ -75,17 +75,17 @@ class Catalog:
         self._number_of: dict[SeriesKey, int] = {}
         self._lane_of: dict[int, int] = {}
         self.series_of: Integers = np.zeros(0, np.int64)
-        """By lane."""
+        """The number of the series of each lane."""
         self.rank_of: Integers = np.zeros(0, np.int64)
-        """By lane; -1 for a value of all ranks."""
+        """The rank of each lane; -1 for a value of all ranks."""
         self.part_of: Integers = np.zeros(0, np.int64)
-        """By lane, the part of the batch that its rank works on: ranks with the same number share one part."""
+        """By lane, the part of the batch that its rank works on. Ranks with the same number share one part."""
         self.peers_of: Integers = np.zeros(0, np.int64)
-        """By lane, a number that is equal on ranks that hold the same piece of the model, and so may be compared."""
+        """By lane, a number that is equal on ranks that hold the same piece of the model and so can be compared."""
 
     @property
     def whole_numel(self) -> Floats:
-        """By series, the elements of the complete tensor where each rank has a chunk of it, else 0."""
+        """By series, the number of elements of the complete tensor where each rank has a chunk of it; else 0."""
         new = self.about[len(self._whole_numel) :]
         if new:
             self._whole_numel = np.append(self._whole_numel, [float(about.whole_numel) for about in new])
@@ -96,20 +96,20 @@ class Catalog:
         return len(self.series_of)
 
     def key_of(self, lane: int) -> SeriesKey:
-        """The names of the series of a lane."""
+        """Return the names of the series of a lane."""
         return self.series[int(self.series_of[lane])]
 
     def about_of(self, lane: int) -> About:
-        """The dtype and shape of the series of a lane."""
+        """Return the dtype and shape of the series of a lane."""
         return self.about[int(self.series_of[lane])]
 
     def class_of(self, key: SeriesKey) -> str:
-        """The class of the module that a series belongs to; empty where the class is not known."""
+        """Return the class name of the module that a series belongs to; empty where the class is not known."""
         module = self.modules.get((key.root, key.module_path))
         return "" if module is None else module.class_name
 
     def mark(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
-        """By series, whether `is_one` is true of it; `is_one` is called once for each series and name."""
+        """Return, for each series, whether `is_one` is true; each series is asked once for each `name`."""
         known = self._marks.get(name, np.zeros(0, np.bool_))
         if len(known) < len(self.series):
             new = [is_one(key) for key in self.series[len(known) :]]
@@ -117,12 +117,12 @@ class Catalog:
         return known
 
     def find(self, key: SeriesKey, rank: int) -> int | None:
-        """The lane of a series on a rank; None where the rank has no row of the series."""
+        """Return the lane of a series on a rank; None where the rank has no row of the series."""
         series = self._number_of.get(key)
         return None if series is None else self._lane_of.get(series * _MAX_RANK + rank + 1)
 
     def number(self, key: SeriesKey, about: About) -> int:
-        """The number of a series; a series that is new gets the next number."""
+        """Return the number of a series. A new series gets the next number."""
         if key not in self._number_of:
             self._number_of[key] = len(self.series)
             self.series.append(key)
@@ -132,10 +132,10 @@ class Catalog:
     def lanes(
         self, series: Integers, ranks: Integers, parts: Integers | None = None, peers: Integers | None = None
     ) -> Integers:
-        """The lanes of rows, by the numbers of their series and by their ranks, -1 for all ranks.
+        """Return the lane of each row, from the number of its series and from its rank (-1 for all ranks).
 
-        `part_of` and `peers_of` say what `parts` and `peers` are; by default each rank works on a part of the batch of
-        its own, and all ranks hold the same piece of the model.
+        `part_of` and `peers_of` say what `parts` and `peers` are. By default each rank works on its own part of the
+        batch, and all ranks hold the same piece of the model.
         """
         mixed, firsts, inverse = np.unique(series * _MAX_RANK + ranks + 1, return_index=True, return_inverse=True)
         known = [self._lane_of.get(one, -1) for one in mixed.tolist()]
@@ -153,7 +153,7 @@ class Catalog:
 
 
 class Rows:
-    """Rows of complete steps, by step and then in each rank's order of execution. A selection copies no column."""
+    """Rows of complete steps, by step and then by each rank's order of execution. A selection copies no column."""
 
     __slots__ = ("_indices", "_numbers", "_taken", "catalog", "lanes", "steps")
 
@@ -161,9 +161,10 @@ class Rows:
         self, catalog: Catalog, steps: Integers, lanes: Integers, numbers: Mapping[str, Floats],
         indices: Integers | None = None,
     ) -> None:  # fmt: skip
-        """Rows with these steps and lanes, which are the rows `indices` of the columns in `numbers`, by default all.
+        """Make rows with these steps and lanes; their columns are `numbers` at the rows `indices` (by default all).
 
-        The columns are statistics, counts and `numel`, NaN where a row has none. A column that the run lacks is absent.
+        The columns are statistics, counts and `numel`, NaN where a row has no value. Columns that no row has are
+        absent.
         """
         self.catalog, self.steps, self.lanes = catalog, steps, lanes
         self._numbers, self._indices = numbers, indices
@@ -173,7 +174,7 @@ class Rows:
         return len(self.steps)
 
     def __getitem__(self, name: str) -> Floats:
-        """A column; NaN in every row where the run has no such column."""
+        """Return a column; every element is NaN where the run does not have the column."""
         if name not in self._taken:
             column = self._numbers.get(name)
             if column is None:
@@ -185,7 +186,7 @@ class Rows:
 
     @property
     def names(self) -> list[str]:
-        """The columns that the run has."""
+        """The names of the columns that the run has."""
         return list(self._numbers)
 
     @property
@@ -197,19 +198,19 @@ class Rows:
         return np.asarray(self.catalog.rank_of[self.lanes])
 
     def where(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
-        """By row, whether `is_one` is true of its series; `is_one` is called once for each series and name."""
+        """Return, for each row, whether `is_one` is true of its series; each series is asked once for each `name`."""
         return np.asarray(self.catalog.mark(name, is_one)[self.series])
 
     def at(self, *sites: str) -> Flags:
-        """By row, whether its value is of one of these sites."""
+        """Return, for each row, whether its value is of one of these sites."""
         return self.where(f"at {sites}", lambda key: key.site in sites)
 
     def are_float(self) -> Flags:
-        """By row, whether the elements of its value are floating-point numbers."""
+        """Return, for each row, whether its value consists of floating-point numbers."""
         return np.array(["float" in about.dtype for about in self.catalog.about], np.bool_)[self.series]
 
     def take(self, chosen: Flags | Integers | slice) -> Rows:
-        """Some of the rows; a column is copied once it is asked for."""
+        """Return some of the rows. A column is copied only when it is asked for."""
         if isinstance(chosen, np.ndarray) and chosen.dtype == np.bool_:
             chosen = np.flatnonzero(chosen)
         if self._indices is not None:
@@ -219,18 +220,18 @@ class Rows:
         return Rows(self.catalog, self.steps[chosen], self.lanes[chosen], self._numbers, indices)
 
     def by_lane(self) -> Rows:
-        """The rows lane by lane, and by time within each lane."""
+        """Return the rows sorted by lane, and by time within each lane."""
         return self.take(np.argsort(self.lanes, kind="stable"))
 
     @property
     def rms(self) -> Floats:
-        """The root mean square of the finite elements of each row's value; for a chunk that of all chunks together."""
+        """By row, the root mean square of the finite elements; for a chunk, that of all chunks of the tensor."""
         num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
 
     def over_chunks(self, values: Floats) -> Floats:
-        """The values, where each row of a chunk gets the sum over the chunks of all ranks at that step.
+        """Return the values, but replace that of each chunk by the sum over the chunks of all ranks at the same step.
 
         The sum is NaN where a chunk is missing.
         """
@@ -246,7 +247,7 @@ class Rows:
         return values
 
     def fingerprints(self, names: Sequence[str]) -> npt.NDArray[np.uint64]:
-        """By row, a hash of up to four columns: rows whose columns are equal have equal hashes."""
+        """Return, for each row, a hash of up to four columns: rows whose columns are equal have equal hashes."""
         hashes = np.zeros(len(self), np.uint64)
         for name, prime in zip(names, _PRIMES, strict=True):
             hashes = (hashes ^ (self[name] + 0.0).view(np.uint64)) * prime
@@ -255,7 +256,7 @@ class Rows:
 
 
 def concatenate(some: Sequence[Rows]) -> Rows:
-    """Rows one after the other; at least one batch, and all of one catalog."""
+    """Join batches of rows, at least one, which must have the same catalog."""
     if len(some) == 1:
         return some[0]
     names = dict.fromkeys(name for rows in some for name in rows.names)
@@ -265,7 +266,7 @@ def concatenate(some: Sequence[Rows]) -> Rows:
 
 
 class Memory:
-    """One number for each lane, kept from one batch of rows to the next. The lanes may be any numbers from 0 on."""
+    """One number for each lane, kept from one batch of rows to the next. Any numbers from 0 on can serve as lanes."""
 
     def __init__(self, initial: float = np.nan) -> None:
         self._initial = initial
@@ -280,7 +281,7 @@ class Memory:
         self._values[lanes] = values
 
     def of(self, lane: int) -> float:
-        """The number of one lane."""
+        """Return the number of one lane."""
         return float(self._values[lane]) if lane < len(self._values) else self._initial
 
     def _grow(self, lanes: Integers) -> None:
@@ -290,22 +291,22 @@ class Memory:
 
 
 def as_exact_floats(hashes: npt.NDArray[np.uint64]) -> Floats:
-    """The upper 53 bits of hashes, which a float holds exactly, so that a `Memory` can keep them."""
+    """Return the upper 53 bits of hashes. A float holds 53 bits exactly, so that a `Memory` can keep them."""
     return (hashes >> np.uint64(11)).astype(np.float64)
 
 
 def begins(lanes: Integers) -> Flags:
-    """By row, whether it is the first of its lane; rows come lane by lane."""
+    """Return, for each row, whether it is the first row of its lane; the rows are sorted by lane."""
     return np.r_[True, lanes[1:] != lanes[:-1]] if len(lanes) else np.zeros(0, np.bool_)
 
 
 def ends(lanes: Integers) -> Flags:
-    """By row, whether it is the last of its lane; rows come lane by lane."""
+    """Return, for each row, whether it is the last row of its lane; the rows are sorted by lane."""
     return np.r_[lanes[1:] != lanes[:-1], True] if len(lanes) else np.zeros(0, np.bool_)
 
 
 def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """By row, the value before it in its lane; rows come lane by lane, and `memory` keeps the last value of each."""
+    """Return the value before each row in its lane. Rows are sorted by lane; `memory` keeps each lane's last value."""
     before = np.r_[np.nan, values[:-1]] if len(values) else values
     is_first, is_last = begins(lanes), ends(lanes)
     before[is_first] = memory[lanes[is_first]]
@@ -314,7 +315,7 @@ def previous(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
-    """By row, the first value of its lane; rows come lane by lane, and `memory` keeps the first value of each."""
+    """Return, for each row, the first value of its lane. Rows are sorted by lane; `memory` keeps the first values."""
     firsts = np.flatnonzero(begins(lanes))
     new = firsts[np.isnan(memory[lanes[firsts]])]
     memory[lanes[new]] = values[new]
@@ -322,7 +323,7 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """By row, the number of flagged rows in a row in its lane that end with it; rows come lane by lane."""
+    """Return, for each row, how many consecutive rows of its lane up to it are flagged; the rows are sorted by lane."""
     indices = np.arange(len(lanes))
     firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
@@ -335,15 +336,15 @@ def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
 
 
 class Streaks:
-    """Finds the first time in each lane that a condition holds for some records in a row."""
+    """Finds the first time in each lane at which a condition has held for some records in a row."""
 
     def __init__(self, reported: Memory | None = None) -> None:
-        """`reported` is 1 for each lane that was reported; two objects that share it report a lane once together."""
+        """Take the lanes that were reported, as 1. Two objects that share `reported` report each lane only once."""
         self._lengths, self._since = Memory(0.0), Memory()
         self._reported = Memory(0.0) if reported is None else reported
 
     def lengths(self, lanes: Integers, steps: Integers, flags: Flags) -> tuple[Integers, Floats]:
-        """By row, for how many records the condition has held, and since which step; rows come lane by lane."""
+        """Return, by row, for how many records and since which step the condition has held; rows are sorted by lane."""
         lengths = streaks(lanes, flags, self._lengths)
         indices = np.arange(len(lanes))
         firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
@@ -356,9 +357,9 @@ class Streaks:
     def reached(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float
     ) -> Iterator[tuple[int, int, int | None]]:
-        """By lane, the first row at which the condition has held for `records` records; rows come lane by lane.
+        """Yield each lane's first row at which the condition has held for `records` records; rows are sorted by lane.
 
-        Yields the row, for how many records the condition has held, and since which step, None for one record.
+        The result has the row, for how many records the condition has held, and since which step (None for one record).
         """
         lengths, since = self.lengths(lanes, steps, flags)
         new = np.flatnonzero((lengths >= records) & (self._reported[lanes] == 0))
@@ -372,18 +373,18 @@ class Spells:
     """Finds conditions that hold for a long time, once in each lane, and remembers whether they ended later."""
 
     def __init__(self, weight: float = 1.0) -> None:
-        """Once a condition was reported, one record without it outweighs `weight` records with it."""
+        """Once a condition is reported, one record without it counts as much as `weight` records with it."""
         self._streaks, self._was_long = Streaks(), Memory(0.0)
         self._weight = weight
         self._balance = Memory()
-        """Records with the condition less `weight` times the records without it, since the spell began; NaN before."""
+        """By lane, the records with the condition less `weight` times those without, since it began; NaN before."""
 
     def begun(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float, lasting: Floats
     ) -> Iterator[tuple[int, int]]:
-        """Rows at which the condition has held long enough, and since which step; once more where it ended in between.
+        """Yield the rows at which the condition has held long enough, and since which step; also when it comes back.
 
-        Rows come lane by lane. Long enough are `records` records in a row and, by row, `lasting` steps.
+        Rows are sorted by lane. Long enough means `records` records in a row, and, by row, `lasting` steps.
         """
         lengths, since = self._streaks.lengths(lanes, steps, flags)
         is_long = (lengths >= records) & (steps - since + 1 >= lasting)
@@ -405,21 +406,21 @@ class Spells:
         self._balance[lanes[is_last]] = balance[is_last]
 
     def has_ended(self, lane: int) -> bool:
-        """Whether the records without the condition, by their weight, outnumber those with it since it was reported."""
+        """Return whether the weighted records without the condition outnumber those with it, since it was reported."""
         return self._balance.of(lane) < 0
 
 
 def grouped(*columns: Integers) -> tuple[Integers, Integers]:
-    """For each row the number of its group of rows that agree in all columns, and the first row of each group.
+    """Number the groups of rows that agree in all columns: return the group of each row, and each group's first row.
 
-    Groups are in the order of their numbers in the columns, the first column before the second.
+    The groups are sorted by the columns' numbers, by the first column first.
     """
     ids = np.zeros(len(columns[0]), np.int64)
     span = 1
     for column in columns:
         low = int(column.min()) if len(column) else 0
         width = int(column.max()) - low + 1 if len(column) else 1
-        if span * width >= 1 << 62:  # keep the mixed number within 64 bits
+        if span * width >= 1 << 62:  # keeps the combined number within 64 bits
             distinct, ids = np.unique(ids, return_inverse=True)
             span = len(distinct)
         ids = ids * width + (column - low)

@@ -1,7 +1,7 @@
-"""What a rule is: a name, a sentence, the statistics it reads, its thresholds, and the findings it makes.
+"""The base classes of rules. A rule has a name, a sentence, the statistics that it reads, and its thresholds.
 
-A rule is fed the rows of complete steps in the order of steps, and yields findings. It must never remember more than a
-few numbers for each lane. This module knows of no file.
+A rule takes the rows of complete steps in the order of steps, and yields findings. It must never remember more than a
+few numbers for each lane (a value on one rank). This module must never open a file.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, begins
 
 _MOST_WAITING = 5_000
-"""Findings that wait for the end of the run; no sound training has as many."""
+"""The most findings that a rule holds back until the end of the run; no sound training has as many."""
 
 
 class Severity(IntEnum):
     """How bad a finding is."""
 
     NOTE = 0
-    """Worth knowing; a sound training may have it."""
+    """A finding that is worth knowing, and that a sound training may have, too."""
     WARNING = 1
-    """Probably a mistake."""
+    """A finding that probably shows a mistake."""
     ERROR = 2
-    """The training is broken."""
+    """A finding that shows that the training is broken."""
 
     @property
     def word(self) -> str:
@@ -44,11 +44,11 @@ class Setting:
     default: float
     unit: str
     source: str
-    """Where the default comes from."""
+    """Where the default comes from: a publication, another tool, or a measurement."""
 
 
 CALIBRATED = "calibrated on sound trainings"
-"""The source of a threshold that was measured here."""
+"""The source of a threshold that was measured on trainings known to be sound."""
 
 
 class Finding(NamedTuple):
@@ -62,19 +62,19 @@ class Finding(NamedTuple):
     site: str
     name: str
     ranks: tuple[int, ...]
-    """Empty for a value of all ranks."""
+    """The ranks that hold the value; empty for a value that all ranks have in common."""
     what: str
-    """What is wrong, in words, without the number."""
+    """What is wrong, in words and without the measured number."""
     measure: str
-    """What `value` and `threshold` measure."""
+    """The name of the quantity that `value` and `threshold` are numbers of."""
     value: float
     threshold: float
     advice: str
-    """What to do next."""
+    """What the user should do next."""
     detail: str = ""
-    """Further numbers, in words, that make the finding plainer."""
+    """Further numbers, in words, that explain the finding."""
     since: int | None = None
-    """The step since which it holds, where a rule waits for some records in a row before it reports at `step`."""
+    """The step at which the condition began, where the rule waits for some records in a row; None elsewhere."""
 
     @property
     def first_step(self) -> int:
@@ -83,11 +83,11 @@ class Finding(NamedTuple):
 
 
 class Replicas(NamedTuple):
-    """What a comparison of the ranks' replicas found: a rule sees numbers, which cannot show that bits are equal."""
+    """The result of comparing the ranks' replicas. A rule sees statistics, which cannot show that bits are equal."""
 
     findings: Sequence[Finding]
     why_not_compared: str
-    """Empty where at least one replica was compared."""
+    """Why no replica could be compared; empty where at least one was."""
     notes: Sequence[str] = ()
 
 
@@ -101,54 +101,54 @@ class Rule(ABC):
     sites: ClassVar[tuple[str, ...]]
     """The sites whose values the rule reads."""
     columns: ClassVar[tuple[str, ...]]
-    """The statistics that the rule reads of each value."""
+    """The names of the statistics that the rule reads."""
     keep: ClassVar[str] = "stats"
-    """What the recording has to keep so that there are these columns."""
+    """The `keep` that a recording rule must ask for, so that the run has these columns."""
     needs: ClassVar[str] = ""
-    """What the run has to contain, in words, where `sites` and `keep` do not say it."""
+    """What the run must contain, in words; empty where `sites` and `keep` say all of it."""
     settings: ClassVar[tuple[Setting, ...]] = ()
     advice: ClassVar[str]
-    """What to do next."""
+    """What the user should do next."""
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
-        """`catalog` says what the lanes of all rows are; `thresholds` has the settings that are not the defaults."""
+        """Take the catalog of all lanes, and the values of the settings that are not the defaults."""
         self.catalog = catalog
         self.thresholds = {one.name: one.default for one in self.settings} | dict(thresholds or {})
         self.normal: Normal | None = None
-        """What was normal in sound runs, where the user named any."""
+        """What was normal in sound runs; None where the user named no sound run."""
         self.other_widths: Sequence[Sizes] = ()
-        """Runs of the same training at other widths, where the user named any."""
+        """The sizes of outputs in runs of the same training at other widths; empty where the user named no such run."""
         self.replicas: Replicas | None = None
-        """What the comparison of the replicas found, where somebody compared them."""
+        """The result of comparing the replicas; None where nobody compared them."""
         self.why_not_judged = ""
         """Why the rule judged nothing although the run has its columns, for example too few records."""
         self.set_up()
 
     def set_up(self) -> None:  # noqa: B027 (a rule need not remember anything)
-        """Make what the rule remembers; `catalog` and `thresholds` are there."""
+        """Create the state of the rule; `catalog` and `thresholds` are set already."""
 
     @classmethod
     def default(cls, setting: str) -> float:
-        """The default of a setting."""
+        """Return the default of a setting."""
         return next(one.default for one in cls.settings if one.name == setting)
 
     def wants(self, key: SeriesKey) -> bool:
-        """Whether the rule reads the rows of a series."""
+        """Return whether the rule reads the rows of a series."""
         return key.site in self.sites
 
     @abstractmethod
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Look at the next rows of series that the rule wants: complete steps, and at least one row."""
+        """Judge the next rows: at least one row, complete steps, and only series that the rule wants."""
 
     def finish(self) -> Iterable[Finding]:
-        """The findings that can be made once there are no more rows."""
+        """Return the findings that only the end of the run can show."""
         return ()
 
     def finding(
         self, lane: int, step: int, what: str, measure: str, value: float, threshold: float,
         severity: Severity | None = None, since: int | None = None,
     ) -> Finding:  # fmt: skip
-        """A finding on the value of a lane."""
+        """Return a finding on the value of a lane."""
         rank = int(self.catalog.rank_of[lane])
         return Finding(
             self.name, self.severity if severity is None else severity, int(step), *self.catalog.key_of(lane)[:4],
@@ -158,15 +158,15 @@ class Rule(ABC):
 
 
 class StreakRule(Rule):
-    """A rule with a condition that each row fulfils or not; some records in a row that do are a finding.
+    """A rule that reports a lane once its condition has held for some records in a row.
 
-    It reports each lane once.
+    Each lane is reported at most once.
     """
 
     what: ClassVar[str]
     measure: ClassVar[str]
     limit: ClassVar[str]
-    """The setting that the number is compared with."""
+    """The name of the setting that the measured number is compared with."""
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         self._streaks, self._counts = Streaks(), Memory(0.0)
@@ -175,15 +175,15 @@ class StreakRule(Rule):
 
     @property
     def records(self) -> int:
-        """For how many records in a row the condition has to hold."""
+        """The number of records in a row for which the condition must hold."""
         return int(self.thresholds.get("records", 1))
 
     @abstractmethod
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """For each row, whether the condition holds, and the number; rows come lane by lane."""
+        """Return, for each row, whether the condition holds, and the measured number. The rows are sorted by lane."""
 
     def severity_of(self, lane: int) -> Severity:
-        """How bad a finding is for the value of a lane."""
+        """Return the severity of a finding on this lane."""
         return self.severity
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -203,7 +203,7 @@ class StreakRule(Rule):
         return ()
 
     def _count(self, lanes: Integers) -> None:
-        """Note the largest number of records of a lane, up to as many as are needed."""
+        """Update the largest number of records that a lane has had, until it is as large as the rule needs."""
         if self._most < self.records:
             starts = np.flatnonzero(begins(lanes))
             counts = np.diff(np.r_[starts, len(lanes)]) + self._counts[lanes[starts]]
@@ -212,7 +212,7 @@ class StreakRule(Rule):
 
 
 class PartsRule(Rule):
-    """A rule that finds one thing in several ways, each of which is a rule of the same name and settings."""
+    """A rule made of parts. Each part is a rule with the same name and settings that finds the fault in its own way."""
 
     parts: ClassVar[tuple[type[StreakRule], ...]]
 
@@ -229,7 +229,7 @@ class PartsRule(Rule):
                 yield from part.add(own)
 
     def finish(self) -> Iterator[Finding]:
-        """Explain why no part could judge, where none could."""
+        """Set `why_not_judged` where no part could judge the run."""
         for part in self._parts:
             yield from part.finish()
         why = [part.why_not_judged for part in self._parts]
@@ -237,22 +237,22 @@ class PartsRule(Rule):
 
 
 class WaitingFindings:
-    """Findings on spells that wait for the end of the run, which tells whether the spell ended; if so, it is a note."""
+    """Findings held back until the end of the run. A finding whose condition has ended by then becomes a note."""
 
     def __init__(self, ended: str, spells: Sequence[Spells]) -> None:
-        """`ended` is what a finding says further where its spell ended; `keep` is given the number of a spell."""
+        """Take the words that are added where a condition has ended, and the spells that `keep` refers to by index."""
         self._ended, self._spells = ended, spells
         self._findings: dict[tuple[int, int], Finding] = {}
 
     def keep(self, lane: int, one: Finding, number: int = 0) -> Iterator[Finding]:
-        """Let a finding on a lane wait, in place of an earlier one; where too many wait, yield it now."""
+        """Hold back a finding on a lane, in place of an earlier one. Yield it at once where too many are held back."""
         if len(self._findings) < _MOST_WAITING or (number, lane) in self._findings:
             self._findings[number, lane] = one
         else:
             yield one
 
     def finish(self) -> Iterator[Finding]:
-        """All findings that waited."""
+        """Yield all findings that were held back."""
         for (number, lane), one in self._findings.items():
             if self._spells[number].has_ended(lane):
                 one = one._replace(severity=Severity.NOTE, what=one.what + self._ended)

@@ -1,4 +1,4 @@
-"""Rules on module outputs: dead and saturated outputs, dead and outlying units, attention, low precision."""
+"""Rules on the outputs of modules: dead and saturated outputs, dead and outlying units, attention, low precision."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Dead(StreakRule):
     advice = "look at the bias and the scale of what comes before, and at the learning rate"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the share of zeros. Masks, which are no floats, and single numbers may well be zero."""
+        """Judge by the share of zeros. Single numbers, and masks that are no floats, may well be zero."""
         share = np.nan_to_num(rows["zero_count"] / np.maximum(rows["numel"], 1))
         is_judged = rows.are_float() & (rows["numel"] >= _LEAST_ELEMENTS)
         return (share >= self.thresholds["share"]) & is_judged, share
 
 
 class Saturated(StreakRule):
-    """A sigmoid or tanh that is near its ends in nearly all elements."""
+    """The output of a sigmoid or tanh that is near the ends of its range in nearly all elements."""
 
     name = "saturated"
     sentence = "A sigmoid or a tanh is near its ends in nearly all elements, record after record."
@@ -53,7 +53,7 @@ class Saturated(StreakRule):
     advice = "scale down what comes before, or normalise it"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the mean derivative, which the sums give: 1 - y^2 for a tanh, 4 y (1 - y) for a sigmoid."""
+        """Judge by the mean derivative, computed from the sums: 1 - y^2 for a tanh, 4 y (1 - y) for a sigmoid."""
         is_tanh = rows.where("tanh", lambda key: self.catalog.class_of(key) in _TANH)
         is_sigmoid = rows.where("sigmoid", lambda key: self.catalog.class_of(key) in _SIGMOID)
         count = np.maximum(rows["numel"], 1)
@@ -63,7 +63,7 @@ class Saturated(StreakRule):
 
 
 class DeadUnits(StreakRule):
-    """Units of a layer that no sample activates."""
+    """Units of a layer that hardly any sample activates."""
 
     name = "dead_units"
     sentence = "Most units of a layer are zero in more than 99 % of their values, record after record."
@@ -92,7 +92,7 @@ class DeadUnits(StreakRule):
 
 
 class OutlierUnits(StreakRule):
-    """Units far larger than the others: massive activations."""
+    """Units that are far larger than the other units of their layer, known as massive activations."""
 
     name = "outlier_units"
     sentence = "A unit is many times larger than the units of its layer usually are."
@@ -114,7 +114,7 @@ _MIN_POSITIONS = 4
 
 
 class _Attention(Rule):
-    """What the rule and its parts have in common."""
+    """The members that the rule `attention` and its parts have in common."""
 
     name = "attention"
     sentence = "Attention has logits that are too large, or nearly all its weight on single positions."
@@ -127,7 +127,7 @@ class _Attention(Rule):
     advice = "normalise or clip queries and keys, or lower the learning rate of their weights"
 
     def is_softmax(self, key: SeriesKey) -> bool:
-        """Whether a value is of a softmax of attention. Other softmaxes, such as a classifier's, may well be sure."""
+        """Return whether the value is of an attention softmax. Others, such as a classifier's, may be certain."""
         is_attention = "attention" in key.module_path or "attn" in key.module_path
         return is_attention and self.catalog.class_of(key) == "Softmax"
 
@@ -141,7 +141,7 @@ class _Logits(_Attention, StreakRule):
         return is_tap or (key.site == "input" and self.is_softmax(key))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the maximum of finite elements, so that a mask does not count."""
+        """Judge by the maximum of the finite elements, so that a mask of infinities does not count."""
         return rows["max"] > self.thresholds["logit"], rows["max"]
 
 
@@ -155,7 +155,7 @@ class _Entropy(_Attention, StreakRule):
         return key.site == "tap" and _WEIGHTS.fullmatch(key.name) is not None
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the mean square of the weights of a row: the weights of a row add up to 1, so the sum counts the rows."""
+        """Judge by the mean square of the weights. Each query's weights add up to 1, so the sum counts queries."""
         num_positions = np.array([about.shape[-1] if about.shape else 0 for about in self.catalog.about], np.int64)
         with np.errstate(all="ignore"):
             entropy = -np.log(rows["sum_sq"] / rows["sum"])
@@ -164,7 +164,7 @@ class _Entropy(_Attention, StreakRule):
 
 
 class Attention(_Attention, PartsRule):
-    """Attention that saturates: its gradients vanish, or its logits overflow."""
+    """Attention that saturates, so that its gradients vanish or its logits overflow."""
 
     needs = (
         "needs weights or logits of attention: a Softmax module, MultiheadAttention with need_weights, or "
@@ -177,7 +177,7 @@ _SCALE = re.compile(r"(.*[._])?scale(_inv)?")
 
 
 class _Precision(Rule):
-    """What the rule and its parts have in common."""
+    """The members that the rule `low_precision` and its parts have in common."""
 
     name = "low_precision"
     sentence = "Values lie where their type has few bits left, or at its end, as those of float16 and float8 may."
@@ -228,7 +228,7 @@ class _Scale(_Precision, StreakRule):
 
 
 class LowPrecision(_Precision, PartsRule):
-    """Values that their type can hardly hold, above all float16 and float8."""
+    """Values that their type can hardly represent, above all in float16 and float8."""
 
     columns = (*_Low.columns, *_High.columns)
     parts = (_Low, _High, _Scale)

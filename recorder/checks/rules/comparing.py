@@ -1,7 +1,7 @@
 """Rules that compare ranks with each other, and a training with sound runs of it or with runs at other widths.
 
-With mu-parametrisation, outputs are as large in a wide model as in a narrow one, at the beginning and after a few
-steps, and so the best learning rate is the same for all widths. The rule `width` checks this.
+With mu-parametrisation, the outputs of a wide and of a narrow model are equally large, at the beginning and after a few
+steps, and so one learning rate is best for all widths. The rule `width` checks whether outputs are equally large.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Str
 from ..rule import CALIBRATED, Finding, PartsRule, Rule, Setting, Severity, StreakRule, WaitingFindings
 
 _LEAST_DEVIATION = 0.01
-"""Least standard deviation of logarithms: peers that agree to better than 1 % do so by chance."""
+"""The least standard deviation of logarithms: peers that agree to better than 1 % do so by chance."""
 
 
 class Replica(Rule):
-    """Parameters, gradients or optimizer state that ranks share, and that are not bitwise equal."""
+    """Parameters, gradients or optimizer states that ranks share, and that are not bitwise equal."""
 
     name = "replica"
     sentence = "A parameter, a gradient or an optimizer state differs between ranks that share it."
@@ -29,7 +29,7 @@ class Replica(Rule):
     advice = "find what one rank did without the others; `recorder first` shows what each rank holds"
 
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Find nothing: the caller compares the replicas, because numbers cannot show that bits are equal."""
+        """Find nothing: `finish` reports the caller's comparison. Statistics cannot show that bits are equal."""
         return ()
 
     def finish(self) -> Iterable[Finding]:
@@ -63,7 +63,7 @@ class OutlierRank(StreakRule):
         return key.differs_by_batch
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the distance from the median of the peers, in units of the peers' usual distance."""
+        """Judge by the distance from the median of the peers, in units of the peers' usual distance."""
         peers = self.catalog.peers_of[rows.lanes]
         ids, firsts = grouped(rows.series, peers, rows.steps)
         num_ranks = num_distinct(ids, rows.ranks, len(firsts))
@@ -87,13 +87,13 @@ class OutlierRank(StreakRule):
 
 
 def num_distinct(ids: Integers, ranks: Integers, num_groups: int) -> Integers:
-    """How many ranks each group has."""
+    """Return the number of ranks in each group."""
     _, firsts = grouped(ids, ranks)
     return np.bincount(ids[firsts], minlength=num_groups)
 
 
 def medians(groups: Integers, values: Floats) -> Floats:
-    """The median of each group; of an even number of values the lower of the two in the middle."""
+    """Return the median of each group; for an even number of values, the lower of the two in the middle."""
     order = np.lexsort((values, groups))
     counts = np.bincount(groups)
     starts = np.cumsum(counts) - counts
@@ -101,7 +101,7 @@ def medians(groups: Integers, values: Floats) -> Floats:
 
 
 class _Variance(Rule):
-    """What the rule and its parts have in common."""
+    """The members that the rule `running_statistics` and its parts have in common."""
 
     name = "running_statistics"
     sentence = "The running variance of a batch norm goes on leaping long after the beginning, or is apart over ranks."
@@ -154,21 +154,21 @@ class _Apart(_Variance, StreakRule):
 
 
 class RunningStatistics(_Variance, PartsRule):
-    """Running statistics of a batch norm with which evaluation will differ from training."""
+    """The running statistics of a batch norm, where they will make evaluation differ from training."""
 
     parts = (_Leaping, _Apart)
 
 
 _NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"
 _SEVERITIES = (Severity.ERROR, Severity.WARNING, Severity.WARNING, Severity.WARNING)
-"""By condition: replicas that differ are an error."""
+"""The severity for each condition of `HELD`: replicas that differ are an error."""
 _LEAST_STEPS = 3
 _LEAST_SPAN = 2.0
-"""The least ratio of the widest to the narrowest run."""
+"""The least ratio of the widest to the narrowest model among the runs."""
 
 
 class BaselineRule(Rule):
-    """The base of rules that compare with what was normal in sound runs."""
+    """The base of rules that compare a run with what was normal in sound runs."""
 
     def set_up(self) -> None:
         self.measures = Measures(self.catalog)
@@ -176,7 +176,7 @@ class BaselineRule(Rule):
         self._is_known = False
 
     def numbers(self, rows: Rows) -> Integers:
-        """By row, the number of its series in `Normal`."""
+        """Return, for each row, the number that `Normal` has for its series."""
         assert self.normal is not None
         new = self.catalog.series[len(self._series) :]
         if new:
@@ -194,10 +194,10 @@ class BaselineRule(Rule):
 
 
 class Unusual(BaselineRule):
-    """A statistic that is far from its range at this phase of sound trainings.
+    """A statistic that is far from its normal range at this phase of training.
 
-    All sound trainings pass through the same stages, but one may be a stage behind the others. So a finding has to last
-    for a share of the training so far, and a statistic that came back to normal later is a note.
+    All sound trainings pass through the same stages, but one may be a stage behind another. So a finding must last for
+    a share of the training so far, and a finding on a statistic that came back to normal is only a note.
     """
 
     name = "unusual"
@@ -231,7 +231,7 @@ class Unusual(BaselineRule):
                     yield from self._waiting.keep(lane, one, own.statistic)
 
     def finish(self) -> Iterator[Finding]:
-        """Report what was found; a statistic that came back to normal is a note."""
+        """Report the findings that were held back. A statistic that came back to normal is only a note."""
         super().finish()
         yield from self._waiting.finish()
 
@@ -261,7 +261,7 @@ class Unusual(BaselineRule):
 
 
 class Invariant(BaselineRule):
-    """A condition that held in each record of every sound run, and does not hold here."""
+    """A condition that held in each record of every sound run, and that does not hold in this run."""
 
     name = "invariant"
     sentence = (
@@ -294,7 +294,7 @@ class Invariant(BaselineRule):
                 )  # fmt: skip
 
     def finish(self) -> Iterator[Finding]:
-        """Report gradients that every sound run has, that the recording asks for, and that are not here."""
+        """Report gradients that every sound run has, that the recording asks for, and that this run lacks."""
         super().finish()
         if self.normal is None or len(self._steps) < _LEAST_STEPS:
             return
@@ -311,7 +311,7 @@ class Invariant(BaselineRule):
 
 
 class Width(Rule):
-    """Outputs that grow with the width of the model: another width needs another learning rate."""
+    """Outputs that grow with the width of the model, so that another width needs another learning rate."""
 
     name = "width"
     sentence = "After a few steps an output is larger the wider the model is."

@@ -17,7 +17,7 @@ from ..rule import CALIBRATED, Finding, Rule, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
 _FADING = 0.97
-"""The factor by which the largest of the last samples fades with each further sample: it is half after 23."""
+"""The factor by which the remembered largest sample shrinks with each further sample; 23 samples halve it."""
 _VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
 _KEPT_STEPS = 8
 _MAX_KEPT_ROWS = 400_000
@@ -27,58 +27,58 @@ _MOVED = math.log(2)
 
 
 class CurveKey(NamedTuple):
-    """What a curve shows."""
+    """The names that identify a curve."""
 
     kind: str
-    """`_LOSS` or `_NORM`."""
+    """The kind of the curve, `_LOSS` or `_NORM`."""
     rank: int
     name: str
     """The name and mode of a loss, or the scope of the gradients."""
 
 
 class JudgedSample(NamedTuple):
-    """A sample of a curve that is worth a finding."""
+    """A sample of a curve that a rule reports."""
 
     number: int
-    """The index of the sample among those of its step."""
+    """The index of the sample among the samples of its step."""
     what: str
     measure: str
     value: float
     threshold: float
     severity: Severity | None = None
-    """None for the severity of the rule."""
+    """The severity of the finding; None for the severity of the rule."""
 
 
 class CurveRule(Rule):
-    """The base of rules that look at the loss and at the norm of all gradients, step by step."""
+    """The base of rules that judge the loss and the norm of all gradients, step by step."""
 
     sites: ClassVar[tuple[str, ...]] = ("scalar", "grad")
     columns: ClassVar[tuple[str, ...]] = ("mean", "sum_sq")
     needs_more_than: ClassVar[str] = ""
-    """The setting that says how many samples a curve must have so that the rule judges at least one."""
+    """The setting whose value a curve's number of samples must exceed for the rule to judge; empty for none."""
 
     def set_up(self) -> None:
         self.keys: list[CurveKey] = []
-        """By number of the curve."""
+        """The key of each curve, by the number of the curve."""
         self.lanes: list[int] = []
-        """By number of the curve, the lane that its findings name."""
+        """The lane that findings name, by the number of the curve."""
         self._number_of: dict[CurveKey, int] = {}
         self._number = Memory()
         """By lane, the number of its curve."""
         self._before = Memory()
-        """By lane of a gradient, its sum of squares at its last record."""
+        """By lane of a gradient, the sum of squares at its last record."""
         self.is_loss = Memory(0.0)
         """By curve, 1 for a loss and 0 for a norm."""
         self.num = Memory(0.0)
-        """By curve, its samples before the step that is judged."""
+        """By curve, the number of samples before the step that is judged."""
         self.most = 0
-        """Samples of the longest curve."""
+        """The number of samples of the longest curve."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.site in self.sites and (key.is_loss or key.site == "grad")
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Make the samples of each step, and judge them. A loss that is NaN is no sample."""
+        """Compute the samples of each step, and judge them. A loss that is NaN is no sample."""
         rows = rows.take(~(rows.at("scalar") & np.isnan(rows["mean"])))
         curves, steps, values, shares = self._samples(rows)
         order = np.argsort(steps, kind="stable")
@@ -96,10 +96,10 @@ class CurveRule(Rule):
 
     @abstractmethod
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
-        """Judge the samples of a step, one of each curve."""
+        """Judge the samples of one step, at most one sample of each curve."""
 
     def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
-        """Curve, step and value of each sample; and by row, how much the sum of squares of a gradient has grown."""
+        """Return each sample's curve, step and value; and for each row, how much a gradient's sum of squares grew."""
         curve_of = self._curves_of(rows.lanes)
         ids, starts = grouped(curve_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
@@ -125,7 +125,7 @@ class CurveRule(Rule):
         return self._number[lanes].astype(np.int64)
 
     def _blamed(self, rows: Rows, curve: int, step: int, shares: Floats) -> int:
-        """The lane that a finding names: for a norm the gradient that grew most."""
+        """Return the lane that a finding names; for a norm, the lane of the gradient that grew most."""
         kind, rank, scope = self.keys[curve]
         if kind == _LOSS:
             return self.lanes[curve]
@@ -134,7 +134,7 @@ class CurveRule(Rule):
         return int(rows.lanes[there[np.argmax(shares[there])]]) if len(there) else self.lanes[curve]
 
     def words(self, curve: int) -> str:
-        """The words for the curve in a finding."""
+        """Return the words for the curve in a finding."""
         return "the loss" if self.keys[curve].kind == _LOSS else "the norm of all gradients, most of it here,"
 
     def finish(self) -> Iterable[Finding]:
@@ -144,12 +144,12 @@ class CurveRule(Rule):
 
 
 class Rings:
-    """The last values of each curve."""
+    """The last values of each curve, in ring buffers."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.values: Floats = np.full((0, size), np.nan)
-        """By curve, in no particular order; NaN where a curve has had fewer values."""
+        """An array of shape (curves, size), unordered within a curve; NaN where a curve has had fewer values."""
 
     def grow(self, curves: Integers) -> None:
         """Make room for these curves."""
@@ -158,7 +158,7 @@ class Rings:
             self.values = np.append(self.values, np.full((max(missing, 64), self._size), np.nan), axis=0)
 
     def put(self, curves: Integers, num: Integers, values: Floats) -> Floats:
-        """Take in a value of each curve, which has had `num` values, and return the values that they replace."""
+        """Store one value of each curve, which has had `num` values so far, and return the values that are replaced."""
         slots = num % self._size
         replaced = self.values[curves, slots]
         self.values[curves, slots] = values
@@ -166,7 +166,7 @@ class Rings:
 
 
 class _Recent:
-    """The sizes of values over the last few steps, which show what moved first."""
+    """The sizes of values over the last few steps, which show which value moved first."""
 
     def __init__(self) -> None:
         self._kept: deque[Rows] = deque()
@@ -181,7 +181,7 @@ class _Recent:
             self._kept.popleft()
 
     def first_moved(self, one: Finding) -> str:
-        """The value that first left its usual range before a finding, in words."""
+        """Return words for the value that first left its usual range before a finding; empty for none."""
         rank = one.ranks[0] if one.ranks else -1
         parts = []
         for rows in self._kept:
@@ -209,9 +209,9 @@ class _Recent:
 
 
 class Spike(CurveRule):
-    """A loss or a norm of gradients far outside the range of the last records.
+    """A loss or a norm of gradients that is far outside the range of the last records.
 
-    The loss of a small batch leaps with a single hard sample. So a small leap of one record alone is a note.
+    A single hard sample makes the loss of a small batch leap. So a small leap of only one record is a note.
     """
 
     name = "spike"
@@ -236,9 +236,9 @@ class Spike(CurveRule):
         self._window = max(int(self.thresholds["window"]), 2)
         self._rings = Rings(self._window)
         self._total = Memory(0.0)
-        """By curve, the sum of the values in its ring."""
+        """By curve, the sum of the values in its ring buffer."""
         self._mild: dict[int, tuple[int, float]] = {}
-        """By curve with a small spike, the number of the next sample and the limit above which the curve stays up."""
+        """By curve with a small spike, the number of the next sample, and the limit above which the curve stays up."""
 
     def wants(self, key: SeriesKey) -> bool:
         return super().wants(key) or key.site in _MAY_MOVE
@@ -256,7 +256,7 @@ class Spike(CurveRule):
         num = self.num[curves].astype(np.int64)
         mean = self._total[curves] / np.clip(num, 1, self._window)
         ratio = np.where(self.is_loss[curves] == 1, self.thresholds["loss_ratio"], self.thresholds["ratio"])
-        # The ring is looked at only where its mean does not show that all is well, because the ring takes most time.
+        # The ring buffers are read only where the mean does not prove a sample sound: reading them takes most time.
         for index in np.flatnonzero((num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)).tolist():
             curve, value, ring = int(curves[index]), float(values[index]), self._rings.values[curves[index]]
             largest = float(np.nanmax(np.abs(ring)))
@@ -276,9 +276,9 @@ class Spike(CurveRule):
 
 
 class Jump(CurveRule):
-    """A norm of gradients many times the largest of the beginning, and of the last records.
+    """A norm of gradients many times larger than any of the first records, and than the last records.
 
-    A training that leaves a plateau has gradients far larger than on it, but not from one record to the next.
+    When a training leaves a plateau, its gradients grow far larger, but not from one record to the next.
     """
 
     name = "jump"
@@ -296,8 +296,8 @@ class Jump(CurveRule):
     def set_up(self) -> None:
         super().set_up()
         self._largest, self._is_up, self._recent = Memory(0.0), Memory(0.0), Memory(0.0)
-        """By curve: the largest of its first samples; 1 while it is above its threshold, as only the first sample
-        above it is reported; and the largest of its last samples, which fades with each sample."""
+        """By curve: the largest of the first samples; 1 while above the limit, as only the first sample above it is
+        reported; and the largest of the last samples, which shrinks with each further sample."""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         is_early = self.num[curves] < self.thresholds["first"]
@@ -314,7 +314,7 @@ class Jump(CurveRule):
 
 
 class LossStuck(CurveRule):
-    """A loss that does not leave its first value, or that has risen far above it."""
+    """A loss that does not leave its first value, or that has risen far above its first value."""
 
     name = "loss"
     sentence = "The loss stands still where it began, or rises far above where it began."
@@ -334,7 +334,7 @@ class LossStuck(CurveRule):
         self._began = Memory()
         """By curve, the mean of its first records."""
         self._is_reported = Memory(0.0), Memory(0.0)
-        """By curve, 1 where a rise was reported, and where a loss that does not move was reported."""
+        """By curve, 1 where a rise was reported (first memory) or a loss that does not move (second memory)."""
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         self._rings.grow(curves)
@@ -369,9 +369,9 @@ class LossStuck(CurveRule):
 
 
 class Overfitting(CurveRule):
-    """A validation loss that rises while it is far above the loss in training.
+    """A validation loss that rises while it is far above the training loss.
 
-    The loss of a small validation set goes up and down. So it has to rise farther than before.
+    The validation loss on a small data set goes up and down. So it has to rise farther than it ever did before.
     """
 
     name = "overfitting"
@@ -388,22 +388,22 @@ class Overfitting(CurveRule):
     def set_up(self) -> None:
         super().set_up()
         self._facts: Integers = np.zeros((0, 2), np.int64)
-        """By curve, its rank plus 1, and 1 if it is of a validation."""
+        """By curve, the rank plus 1, and 1 if the curve is of a validation, else 0."""
         self._total, self._num_trained = Memory(0.0), Memory(0.0)
-        """By rank plus 1, the sum and the number of its losses in training since its last validation."""
+        """By rank plus 1, the sum and the number of the training losses since the rank's last validation."""
         self._trained: dict[int, float] = {}
-        """By rank plus 1, the mean of these losses at its last validation."""
+        """By rank plus 1, the mean training loss at the rank's last validation."""
         self._validations: dict[int, _Validations] = {}
-        """By curve of a validation."""
+        """By curve, the losses of a validation."""
         self._found: dict[int, tuple[Finding, float]] = {}
-        """By curve, the finding, and the best validation by then."""
+        """By curve, the finding, and the best validation loss up to the finding."""
         self._found_curve = -1
 
     def wants(self, key: SeriesKey) -> bool:
         return key.is_loss or is_validation(key)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Judge the validations; only the end of the run shows whether a later validation was better."""
+        """Judge the validations; `finish` reports them, as only the end shows whether a later one was better."""
         for one in super().add(rows):
             curve, best = self._found_curve, self._validations[self._found_curve].best
             if curve not in self._found or best < self._found[curve][1]:
@@ -459,11 +459,11 @@ class _Validations:
 
     best: float = math.inf
     rise: float = 1.0
-    """The largest rise since the best, as a factor."""
+    """The largest rise since the best loss, as a factor."""
     recovered: float = 1.0
-    """The largest rise that a better validation followed."""
+    """The largest rise, as a factor, after which a validation was better than ever."""
     num_above: int = 0
-    """Validations in a row that are far above the best and the loss in training."""
+    """The number of consecutive validations far above both the best validation and the training loss."""
 
     def add(self, value: float) -> None:
         if value < self.best:
@@ -473,6 +473,6 @@ class _Validations:
 
 
 def is_validation(key: SeriesKey) -> bool:
-    """Whether a scalar is the loss of a validation."""
+    """Return whether a series is the loss of a validation."""
     is_named = _VALIDATION.fullmatch(key.name) is not None
     return key.site == "scalar" and (is_named or (key.is_loss and key.mode in ("eval", "no_grad")))

@@ -1,9 +1,9 @@
 """Rules on parameters and gradients: initialisation, updates, vanishing, exploding and missing gradients, objectives.
 
-`recorder.objective(name, tensor)` hands a shared tensor to one objective, so that the gradient that comes back through
-the tensor is of that objective alone. The rule `objectives` compares these gradients of one module. The gradient of a
-loss, which is a single number, is only the weight with which the loss is added, and does not show how hard the
-objective pulls.
+`recorder.objective(name, tensor)` hands a shared tensor to one objective, so that the gradient that flows back through
+the tensor is the gradient of this objective alone. The rule `objectives` compares the gradients of the objectives of
+one module. The gradient at a loss, a single number, is only the weight with which the loss is added, and does not show
+how strongly the objective acts.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from ..rows import (
 from ..rule import CALIBRATED, Finding, Rule, Setting, Severity, StreakRule, WaitingFindings
 
 _LASTING = 0.1
-"""For what share of the steps so far a gradient has to be zero."""
+"""The share of the steps so far for which a gradient must be zero."""
 _NARROW = ("bfloat16", "float16", "float8")
-"""Types in which a small update rounds away; this is known, and no mistake of the program's."""
+"""Types in which a small update is rounded away, which is expected and no mistake of the program."""
 _LEAST_ELEMENTS = 16
-"""The statistics of a smaller weight are those of a few numbers."""
+"""The least number of elements of a weight that is judged: fewer numbers have no meaningful statistics."""
 _MAX_SKIPPED = 10_000
 _MAX_STEPS = 1 << 40
 
 
 def is_weight(catalog: Catalog, rows: Rows) -> Flags:
-    """By row, whether it is of a parameter of two dims or more: biases and gains differ from such weights by nature."""
+    """Return, for each row, whether its parameter has two dimensions or more, unlike biases and gains."""
     of_series = np.array([len(about.shape) > 1 for about in catalog.about], np.bool_)
     return np.asarray(of_series[rows.series])
 
 
 def template(path: str) -> str:
-    """A module path without the numbers in it, which is the same for all layers of a stack."""
+    """Return a module path with # for each number in it, which is the same for all layers of a stack."""
     return ".".join("#" if part.isdecimal() else part for part in path.split("."))
 
 
 class Vanishing(StreakRule):
-    """A gradient that is tiny, and far below the gradients of other layers."""
+    """A gradient that is tiny, and far below the gradients of the other layers."""
 
     name = "vanishing"
     sentence = "The gradient of a weight is tiny, and far below the largest of the other weights."
@@ -69,7 +69,7 @@ class Vanishing(StreakRule):
     advice = "look at the outputs between this layer and the loss: saturated, or scaled down"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the root mean square, alone and over the largest of the same step and rank."""
+        """Judge by the root mean square, both alone and over the largest of the same step and rank."""
         rms = np.where(is_weight(self.catalog, rows), np.nan_to_num(rows.rms), 0.0)
         ids, firsts = grouped(rows.ranks, rows.steps)
         largest = np.zeros(len(firsts))
@@ -81,7 +81,7 @@ class Vanishing(StreakRule):
 class Exploding(StreakRule):
     """Gradients that grow by a large factor on their way from the last layers to the first.
 
-    Gradients of outputs show the growth. Gradients of weights may not, because activations shrink where they grow.
+    Gradients of outputs show the growth. Gradients of weights may not: activations are small where gradients are large.
     """
 
     name = "exploding"
@@ -97,7 +97,7 @@ class Exploding(StreakRule):
     advice = "normalise between layers, start from smaller weights, or clip gradients"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the mean logarithm of the first and last third of the outputs, in the order of the first backward."""
+        """Judge by the mean logarithm of the first and last third of outputs, in the order of the first backward."""
         rms = np.nan_to_num(rows.rms)
         flags, growth = np.zeros(len(rows), np.bool_), np.zeros(len(rows))
         (known,) = np.nonzero(rms > 0)
@@ -123,7 +123,7 @@ class Exploding(StreakRule):
 
 
 class NoGradient(StreakRule):
-    """A parameter of an optimizer whose gradient is zero in all elements for a long time, or never exists."""
+    """A parameter in an optimizer whose gradient is zero in all elements for a long time, or never exists."""
 
     name = "no_gradient"
     sentence = "A parameter of the optimizer has a gradient of zeros alone, or never has one."
@@ -137,9 +137,9 @@ class NoGradient(StreakRule):
         self._spells = Spells(weight=1e6)
         self._waiting = WaitingFindings(", and later it is not", [self._spells])
         self._first_step: int | None = None
-        """The first step that has a gradient."""
+        """The first step at which any gradient was recorded."""
         self._num_params = Memory(0.0)
-        """By lane of a parameter, its records."""
+        """By lane of a parameter, the number of the parameter's records."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         is_grad = rows.at("grad")
@@ -152,7 +152,7 @@ class NoGradient(StreakRule):
         rows = rows.take(is_grad)
         if self._first_step is None:
             self._first_step = int(rows.steps[0])
-        rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # NaN does not show a living gradient
+        rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # NaN does not prove that a gradient flows
         flags, values = self.judge(rows)
         lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
         for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
@@ -166,9 +166,9 @@ class NoGradient(StreakRule):
         return (share >= 1) & (numel > 0), share
 
     def finish(self) -> Iterator[Finding]:
-        """Report the parameters that never had a gradient, and the gradients of zeros.
+        """Report the parameters that never had a gradient, and the gradients that are zero in all elements.
 
-        An expert that receives no sample for a while has a gradient again later, which makes the finding a note.
+        An expert that receives no sample for a while has a gradient again later, which turns the finding into a note.
         """
         if self._first_step is None:
             self.why_not_judged = "needs keep=stats: there are no rows of grad"
@@ -194,7 +194,7 @@ class NoGradient(StreakRule):
 
 
 PREFIX = "objective."
-"""How the names of the taps of `recorder.objective` begin."""
+"""The prefix of the names of the taps that `recorder.objective` makes."""
 
 
 class Objectives(StreakRule):
@@ -216,7 +216,7 @@ class Objectives(StreakRule):
         return key.site == "tap" and key.phase == "backward" and key.name.startswith(PREFIX)
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the largest and the smallest root mean square of the objectives at one module."""
+        """Judge by the largest and the smallest root mean square among the objectives of one module."""
         is_shared = rows["numel"] > 1
         self._has_shared |= bool(is_shared.any())
         rms = np.where(is_shared, np.nan_to_num(rows.rms), np.nan)
@@ -255,7 +255,7 @@ class Update(StreakRule):
         self._movement, self._began = Movement(), Memory()
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By the changes of norm and sum, which are a lower bound of the update."""
+        """Judge by the changes of norm and sum, which are a lower bound of the update."""
         lanes, rms = rows.lanes, np.nan_to_num(rows.rms)
         is_begun = began(lanes, rms, self._began) >= self.thresholds["began"]
         ratio = np.nan_to_num(self._movement.ratio(rows), posinf=0.0)
@@ -280,17 +280,17 @@ class Unchanged(StreakRule):
     def set_up(self) -> None:
         self._values = {name: Memory() for name in EXACT}
         self._gradient = Memory(0.0)
-        """By lane of a gradient, its largest root mean square so far."""
+        """By lane of a gradient, the largest root mean square so far."""
         self._largest = 0.0
         self._step = Memory()
         self._numbers: dict[tuple[str, str, str, int], int] = {}
-        """The number of a parameter, by its root, module, name and rank."""
+        """The number of each parameter, by root, module path, name and rank."""
         self._number = Memory()
-        """By lane of a parameter or of its gradient, the number of the parameter."""
+        """By lane of a parameter or of a gradient, the number of the parameter."""
         self._had: tuple[Integers, Integers] = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        """Lanes and steps of gradients, in the current rows and at the last step before them."""
+        """The lanes and the steps of gradients, in the current rows and at the last step before the current rows."""
         self._skipped: dict[tuple[int, int], None] = {}
-        """The last steps that GradScaler skipped, as pairs of rank and step."""
+        """The last steps that GradScaler skipped, as keys of (rank, step)."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.site in ("param", "grad") or (key.site, key.name) == ("scalar", SKIPPED)
@@ -312,9 +312,9 @@ class Unchanged(StreakRule):
             yield from (one for one in super().add(rows.take(is_param)) if self._has_gradient(one))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """By statistics that equal those of the record before, where the step in between had a gradient.
+        """Judge by statistics that equal those of the record before, where the step in between had a gradient.
 
-        A step of which no gradient was recorded counts as one with a gradient.
+        A step without any recorded gradient counts as a step with a gradient.
         """
         flags = np.ones(len(rows), np.bool_)
         for name, memory in self._values.items():
@@ -332,7 +332,7 @@ class Unchanged(StreakRule):
         return flags, np.full(len(rows), float(self.records))
 
     def _note_gradients(self, rows: Rows) -> None:
-        """Remember which parameters have a gradient: an expert that receives no sample has none, and may stay."""
+        """Remember which parameters have a gradient: an expert without samples has none, and need not change."""
         lanes, steps = self._had
         is_last = steps == steps.max(initial=-1)
         self._had = np.r_[lanes[is_last], rows.lanes], np.r_[steps[is_last], rows.steps]
@@ -346,11 +346,11 @@ class Unchanged(StreakRule):
         return self._number[lanes].astype(np.int64)
 
     def severity_of(self, lane: int) -> Severity:
-        """A note for types in which small updates round away."""
+        """Return a note for types in which small updates are rounded away."""
         return Severity.NOTE if self.catalog.about_of(lane).dtype.startswith(_NARROW) else self.severity
 
     def _has_gradient(self, one: Finding) -> bool:
-        """Whether the gradient of a finding's parameter is more than a rounding error."""
+        """Return whether the gradient of the finding's parameter is larger than a rounding error."""
         rank, least = one.ranks[0] if one.ranks else -1, self._largest * self.thresholds["share"]
         param = one.root, one.module_path, one.name
         for key in self.catalog.series:
@@ -362,7 +362,7 @@ class Unchanged(StreakRule):
 
 
 class Initialisation(Rule):
-    """Weights whose elements are all equal at the beginning, or that begin on another scale than other layers."""
+    """Weights whose elements all begin equal, or that begin on another scale than those of other layers."""
 
     name = "initialisation"
     sentence = "A weight begins with equal elements, or on another scale than the same weight of other layers."
@@ -404,7 +404,7 @@ class Initialisation(Rule):
                 yield from self._odd(lanes, self._first_step)
 
     def _odd(self, lanes: list[int], step: int) -> Iterator[Finding]:
-        """The weights whose scale, corrected for their fan-in, is far from the median."""
+        """Report the weights whose scale, corrected for their fan-in, is far from the median."""
         fans = [float(max(math.prod(self.catalog.about_of(lane).shape[1:]), 1)) for lane in lanes]
         scales = self._std[np.array(lanes)] * np.sqrt(fans)
         ratios = scales / np.median(scales)

@@ -1,4 +1,4 @@
-"""Rules on the elements of single values: NaN and infinities, the steps skipped for them, and batches of data."""
+"""Rules on the elements of single values: NaN and infinities, steps skipped because of them, and batches of data."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..rows import (
 from ..rule import CALIBRATED, Finding, Rule, Setting, Severity, StreakRule
 
 _MOST_SKIPPED = 20
-"""A scale of 2^16 is halved to 1 by then: a value that still overflows does so at any scale."""
+"""The number of skipped steps that halves a scale of 2^16 to 1: a value that still overflows does so at any scale."""
 
 
 class NonFinite(Rule):
-    """NaN or infinities, at the module that made them, once for each spell of consecutive steps that have any."""
+    """NaN or infinities, reported at the module that made them, once for each run of consecutive bad steps."""
 
     name = "nonfinite"
     sentence = "A value holds NaN, or infinities that are no mask."
@@ -39,15 +39,15 @@ class NonFinite(Rule):
 
     def set_up(self) -> None:
         self._masks: dict[tuple[int, float], float] = {}
-        """By lane and number of elements, the infinite elements in the first record that had any."""
+        """By lane and number of elements, how many elements were infinite in the first record that had infinities."""
         self._is_known = Memory(0.0)
-        """By lane: 1 where the first record was finite, 2 where it held infinities and no NaN."""
+        """By lane, 1 where the first record was finite, and 2 where it held infinities and no NaN; 0 before."""
         self._bad_step: int | None = None
-        """The last step that had a non-finite value, and was not skipped."""
+        """The last step that had a non-finite value and was not skipped."""
         self._last_skipped: int | None = None
         """The last step that had a non-finite value and was skipped."""
         self._num_skipped = 0
-        """Consecutive steps that were skipped for a non-finite value."""
+        """The number of consecutive steps that were skipped for a non-finite value."""
         self._last_step: int | None = None
         """The last step that had rows."""
 
@@ -59,7 +59,7 @@ class NonFinite(Rule):
         self._last_step = int(rows.steps[-1])
 
     def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> Flags:
-        """Rows that are infinite from the first record on, as a mask is, and no more so than the first of this size."""
+        """Return which rows may hold infinities, as masks do: from their first record on, and never more of them."""
         excused = np.zeros(len(rows), np.bool_)
         order = np.argsort(rows.lanes, kind="stable")
         firsts = order[begins(rows.lanes[order])]
@@ -74,7 +74,7 @@ class NonFinite(Rule):
         return excused
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """The first bad value of each spell, on the ranks that have it first: other ranks have it from these."""
+        """Yield the first bad value of each series of bad steps, on the ranks that have it first and spread it."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))
@@ -95,7 +95,7 @@ class NonFinite(Rule):
                 counts = float(nan[start + index]), float(inf[start + index])
                 one = self._found(one_step, is_bad[start:end], index, *counts)
                 self._last_skipped = step
-                if one.severity > Severity.NOTE:  # a skipped step hides nothing that comes after it
+                if one.severity > Severity.NOTE:  # the values after a skipped step are not affected by it
                     self._bad_step = step
                 yield one
 
@@ -128,7 +128,7 @@ class NonFinite(Rule):
 
 
 class Skipped(StreakRule):
-    """Steps that `GradScaler` skips one after the other."""
+    """Consecutive steps that `GradScaler` skips."""
 
     name = "skipped"
     sentence = "GradScaler skips one step after the other: the parameters stay as they are."
@@ -148,14 +148,14 @@ class Skipped(StreakRule):
 
 
 _BATCH = ("mean", "std", "absmax", "l2")
-"""Statistics that two different batches hardly ever share."""
+"""Statistics that two different batches hardly ever have in common."""
 _LABELS = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE)
 _LEAST_ELEMENTS = 8
-"""The values of a smaller tensor may well be equal by chance."""
+"""The least number of elements of a tensor whose values are hardly ever equal by chance."""
 
 
 class Data(Rule):
-    """Batches that cannot teach what they should: two ranks share one, it comes again, or all its values are equal."""
+    """Batches that cannot teach: two ranks share a batch, a batch comes again, or all its values are equal."""
 
     name = "data"
     sentence = (
@@ -172,16 +172,16 @@ class Data(Rule):
 
     def set_up(self) -> None:
         self._same: dict[tuple[int, int], tuple[int, int]] = {}
-        """By two lanes with the same batch, for how many records in a row, and since which step."""
+        """By two lanes with equal batches, for how many records in a row, and since which step."""
         self._reported: set[int] = set()
         self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
-        """By the first input's lane of a rank, the hashes of the rank's last batches."""
+        """By lane of a rank's first input, the hashes of the last batches; the first memory has the latest batch."""
         self._repeats = Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat = Streaks(reported), Streaks(reported)
 
     def wants(self, key: SeriesKey) -> bool:
-        """The inputs of the complete model in training. In a validation all ranks may well see the same samples."""
+        """Return whether the series is an input of the complete model in training: validations may share samples."""
         return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
