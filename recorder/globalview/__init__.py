@@ -1,1 +1,1 @@
-"""The rows of all ranks as the tensors of the complete model: which rows hold one value, and how it is put together."""
+"""The global view: finds which rows of all ranks hold one value, and assembles each value as a tensor of the model."""

@@ -1,6 +1,6 @@
-"""The payload of a global tensor, put together by its plan from the rows of several ranks.
+"""Assembles the payload of a global tensor by its plan, from the rows of several ranks.
 
-Must never decode where frames can be laid side by side, and never hold more than a few parts at a time.
+The assembler must never decode frames that can be laid end to end, and never hold more than a few parts at a time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..read.payload import Payloads, decode_payload
 from ..records import PART_BYTES
 
 _CACHE_BYTES = 512 << 20
-"""Decoded parts kept at once: one of each rank, where a tensor is cut along an inner dim."""
+"""The most decoded bytes in the cache: a tensor that is cut along an inner dim needs one part of each rank at once."""
 
 _BLOCK_ITEMS = 1 << 15
-"""Elements computed together: in float64 they stay in the cache, and memory does not grow with the tensor."""
+"""The number of elements computed together: a float64 block fits the processor's cache and bounds the memory."""
 
 
 class PayloadPart(NamedTuple):
-    """A row's worth of a tensor's payload; the buffers in `data` are laid end to end."""
+    """One row's share of a tensor's payload; the buffers in `data` are to be laid end to end."""
 
     encoding: str
     data: list[memoryview]
@@ -42,23 +42,23 @@ class PayloadPart(NamedTuple):
     flat_offset: int
 
     def decoded(self, dtype: str) -> npt.NDArray[np.uint8]:
-        """The bytes of the elements, new and writable."""
+        """Return the bytes of the elements in a new, writable array."""
         data = self.data[0] if len(self.data) == 1 else b"".join(self.data)
         return decode_payload(self.encoding, data, self.payload_bytes, dtype)
 
 
 class Tensor(NamedTuple):
-    """A recorded local tensor."""
+    """The recorded tensor of one rank."""
 
     dtype: str
     shape: Ints
     positions: tuple[int, ...]
     ends: tuple[int, ...]
-    """Elements of the flattened tensor up to the end of each part."""
+    """For each part, the number of elements of the flattened tensor up to the end of the part."""
 
 
 class Assembler:
-    """The payloads of values among loaded rows. Not thread-safe."""
+    """Reads and assembles the payloads of values among loaded rows. Not thread-safe."""
 
     def __init__(self, rows: MetadataRows, payloads: Payloads) -> None:
         self._rows = rows
@@ -72,13 +72,13 @@ class Assembler:
         return Encoder("auto", kernels=native.load(is_native_wanted()))
 
     def tensor(self, position: int) -> Tensor | None:
-        """The local tensor whose part 0 is at a position; None where a part of its payload was not recorded."""
+        """Return the local tensor whose part 0 is at a position; None where a part of its payload was not recorded."""
         if position not in self._tensors:
             self._tensors[position] = self._find_tensor(position)
         return self._tensors[position]
 
     def has_payload(self, plan: Plan, positions: Sequence[int]) -> bool:
-        """Whether every chunk that goes into a value has its values."""
+        """Return True if every chunk that the plan needs has its payload."""
         return plan.is_complete and all(
             self.tensor(self._held(plan, positions, term.chunk)) is not None
             for fill in plan.fills
@@ -86,7 +86,7 @@ class Assembler:
         )
 
     def _held(self, plan: Plan, positions: Sequence[int], chunk: int) -> int:
-        """The row of a chunk. A replica without values is replaced by another replica that has them."""
+        """Return the position of a chunk's row, or of another replica's row where the chunk has no payload."""
         if self.tensor(positions[chunk]) is None:
             for copies in plan.copies:
                 if copies[0] == chunk:
@@ -99,30 +99,30 @@ class Assembler:
         return plan.dtype or self._rows.text("dtype", positions[0]) or ""
 
     def array(self, plan: Plan, positions: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """All bytes of a global tensor, little-endian, in C order; raises RunError where a part cannot be read."""
+        """Return all bytes of a global tensor, little-endian, in C order; raise RunError if a part cannot be read."""
         dtype = self.dtype(plan, positions)
         self._check_claims(plan, positions)
         out = np.empty(math.prod(plan.global_shape) * item_bytes(dtype), np.uint8)
         try:
             self._fill(out.view(_items(dtype)), 0, plan, positions, dtype)
         finally:
-            self._decoded.clear()  # the next value has none of these parts
+            self._decoded.clear()  # the next value needs none of these parts
         return out
 
     def local(self, position: int) -> npt.NDArray[np.uint8]:
-        """All bytes of a rank's own tensor."""
+        """Return all bytes of one rank's tensor."""
         chunks = [self._decode(part) for part in self._whole(position).positions]
         return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     def local_parts(self, position: int) -> Iterator[PayloadPart]:
-        """The payload of a rank's own tensor, part by part, as it is stored."""
+        """Yield the payload of one rank's tensor, part by part, as it is stored."""
         tensor = self._whole(position)
         for part, start in zip(tensor.positions, (0, *tensor.ends), strict=False):
             encoded = self._payloads.encoded(part)
             yield PayloadPart(encoded.encoding, [memoryview(encoded.data)], encoded.payload_bytes, start)
 
     def parts(self, plan: Plan, positions: Sequence[int]) -> Iterator[PayloadPart]:
-        """The payload of a global tensor, part by part."""
+        """Yield the payload of a global tensor, part by part."""
         in_order = _as_runs(plan)
         if in_order is None:
             self._payloads.prepare(self._sources(plan, positions))
@@ -189,7 +189,7 @@ class Assembler:
         return chunks[0] if len(chunks) == 1 else np.concatenate([*chunks, np.empty(0, items)])
 
     def _reduce(self, fill: Fill, op: str, positions: Sequence[int], dtype: str, low: int, high: int) -> Items:
-        """Elements of a reduction over ranks, computed in float64 and rounded once; integers stay integers."""
+        """Reduce elements over ranks in float64 and round once; integers stay integers."""
         terms = []
         for chunk, factor in fill.terms:
             tensor = self._whole(positions[chunk])
@@ -221,7 +221,7 @@ class Assembler:
         return decoded
 
     def _check_claims(self, plan: Plan, positions: Sequence[int]) -> None:
-        """Before a tensor is allocated, compare what its rows say with the headers of the parts' own frames."""
+        """Compare the rows' claims with the headers of the parts' frames, before memory for the tensor is allocated."""
         sources = self._sources(plan, positions)
         self._payloads.prepare(sources)
         for position in sources:
@@ -239,14 +239,14 @@ class Assembler:
         ]
 
     def _decode(self, position: int) -> npt.NDArray[np.uint8]:
-        """The bytes of a part. The metadata row, which may come from an index, must have promised as many."""
+        """Decode a part, and check its length against the metadata row, which may come from an index."""
         decoded = self._payloads.decoded(position)
         if len(decoded) != self._rows.numbers("payload_bytes")[position]:
             raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")
         return decoded
 
     def _whole(self, position: int) -> Tensor:
-        """The local tensor of a row. CorruptError: the rows of its parts do not make it up."""
+        """Return the local tensor of a row; raise CorruptError if its parts are missing or contradict each other."""
         tensor = self.tensor(position)
         if tensor is None:
             raise CorruptError(f"{self._where(position)}: its parts are not all there, or contradict each other")
@@ -293,7 +293,7 @@ _OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "pr
 
 
 def _as_runs(plan: Plan) -> list[Fill] | None:
-    """The fills in order, if their contents laid end to end are the flattened tensor; else None."""
+    """Return the fills in order if their contents laid end to end are the flattened tensor; else None."""
     if not all(fill.is_copy for fill in plan.fills):
         return None
     runs = []
@@ -312,7 +312,7 @@ def _as_runs(plan: Plan) -> list[Fill] | None:
 
 
 def _is_exact_in_float32(dtype: str, factor: float) -> bool:
-    """Whether the product in float32 equals the product in float64: a power of two moves only the exponent."""
+    """Return True if a product in float32 equals the product in float64: a power of two changes only the exponent."""
     return dtype in ("float32", "bfloat16", "float16") and math.frexp(factor)[0] == 0.5 and 2**-16 <= factor < 1
 
 
@@ -327,7 +327,7 @@ def _widened(values: npt.NDArray[Any], dtype: str, *, is_scaled: bool) -> npt.ND
 
 
 def _items(dtype: str) -> np.dtype[Any]:
-    """Elements as plain bits: copied, never computed with."""
+    """Return a dtype for elements as plain bits, which are copied and never computed with."""
     width = item_bytes(dtype)
     return np.dtype(f"<u{width}") if width <= 8 else np.dtype(f"V{width}")
 
@@ -340,7 +340,7 @@ def _put(out: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
 
 
 def as_items(data: npt.NDArray[np.uint8], dtype: str) -> Items:
-    """Bytes as elements that can be compared bit by bit."""
+    """View bytes as elements that can be compared bit by bit."""
     return data.view(_items(dtype))
 
 

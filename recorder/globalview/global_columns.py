@@ -1,4 +1,4 @@
-"""The columns of global rows: what the row of a complete tensor says differently from the rows of its ranks."""
+"""The columns of global rows that differ from the columns of the ranks' rows."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .assembler import Assembler
 from .planner import GlobalValue
 
 NO_VALUES = "no_values"
-"""Member of a note: why a row has no values although some ranks recorded theirs."""
+"""The member of a row's note that says why the row has no values although some ranks recorded theirs."""
 _MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine is Combine.NOTHING)
-"""Columns without a meaning for a tensor of the complete model."""
+"""The columns that have no meaning for a tensor of the complete model."""
 
 
 class GlobalColumns:
-    """The columns in which global rows differ from the rows of their first chunks."""
+    """Computes the columns in which global rows differ from the rows of their first chunks."""
 
     def __init__(self, metadata: MetadataRows, assembler: Assembler, values: Sequence[GlobalValue]) -> None:
         self._metadata = metadata
@@ -39,7 +39,7 @@ class GlobalColumns:
         self._values = values
         self._positions = [value.positions for value in values]
         self._lacking: dict[tuple[int, str], str] = {}
-        """By number of the value and member of its note, why the value does not have what its chunks have."""
+        """By value number and note member: why the value lacks a column that its chunks have."""
         self._plans: list[Plan] = [value.plan for value in values if isinstance(value.plan, Plan)]
 
     def by_name(self) -> dict[str, list[Any]]:
@@ -80,7 +80,7 @@ class GlobalColumns:
         return values
 
     def _were_recorded(self, has_values: Sequence[bool]) -> list[bool]:
-        """Whether any rank recorded the values of a row; looked up only for rows that have no values here."""
+        """Return for each value whether any rank recorded its payload; read rows only for values without a payload."""
         rows = [positions for positions, has_own in zip(self._positions, has_values, strict=True) if not has_own]
         at = np.array([position for positions in rows for position in positions], np.int64)
         is_there = iter(self._metadata.take("encoding", at).is_valid().to_pylist() if rows else ())
@@ -101,7 +101,7 @@ class GlobalColumns:
             own = texts[start : start + len(positions)]
             start += len(positions)
             if not _is_copied(plan) or any(len(fill.region.boxes) > 1 for fill in plan.fills):
-                fingerprints.append(None)  # the fingerprint of a strided shard depends on how it lies in memory
+                fingerprints.append(None)  # a strided shard's fingerprint depends on its memory layout
             elif len(own) == 1 and plan.fills[0].moved is None:
                 fingerprints.append(own[0])
             else:
@@ -147,7 +147,7 @@ class GlobalColumns:
         return columns, reasons
 
     def _or_reason(self, i: int, name: str, value: bytes | str | None) -> bytes | None:
-        """The bytes of a column; where a text says why there are none, the note of the value keeps it."""
+        """Return the bytes of a column. If `value` is a text, it says why there are none: put the text in the note."""
         if isinstance(value, str):
             self._lacking[i, f"no_{name}"] = value
             return None
@@ -162,7 +162,7 @@ class GlobalColumns:
         ]
 
     def _units_of(self, i: int, plan: Plan) -> bytes | str | None:
-        """Add up the sums over the units of a value's chunks; a text says why there are none."""
+        """Add up the chunks' sums over units; a returned text says why that is impossible."""
         positions = self._values[i].positions
         terms = [fill.terms[0] for fill in plan.fills]
         at = np.array([positions[term.chunk] for term in terms], np.int64)
@@ -192,7 +192,7 @@ class GlobalColumns:
             return str(error)
 
     def _set_single(self, columns: dict[str, list[Any]], i: int, plan: Plan) -> str | None:
-        """Set the statistics of a value of one element that is a sum over ranks; return the reason if it has none."""
+        """Set the statistics of a one-element value that is a sum over ranks; return the reason if it has none."""
         value, terms = self._values[i], plan.fills[0].terms
         for name in DETAILS:
             if any(self._metadata.take(name, np.array(value.positions)).is_valid().to_pylist()):
@@ -253,7 +253,7 @@ def _note(
 
 
 def with_member(note: str | None, name: str, value: object) -> str:
-    """A row's note with a further member."""
+    """Return a row's note with one more member."""
     return as_json(note_members(note) | {name: value})
 
 
@@ -268,5 +268,5 @@ def _sizes_text(numbers: tuple[int, ...]) -> str:
 
 
 def as_json(value: object) -> str:
-    """Compact JSON, as rows hold it."""
+    """Return compact JSON, as rows hold it."""
     return json.dumps(value, separators=(",", ":"))

@@ -1,8 +1,8 @@
 """Infers from rows whether the ranks hold equal values of a leaf, and along which dim the leaf has the batch.
 
 The layout is a property of the leaf, so no step is judged by itself: NaN, constants and slices repeated along the batch
-are equal in copies and in batches, and prove nothing. The answer must never depend on the step that is asked about, nor
-on the part of the run that is looked at.
+are equal in copies and in batches, and prove nothing. The answer must never depend on the step or the part of the run
+that a question is about.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from ..read.metadata import NONE
 from .row_groups import GroupedRows
 
 _MAX_LOOKED_AT = 6
-"""Moments of a leaf whose values are looked at more closely, of those at which equal values might mean something."""
+"""The most moments of a leaf whose values are compared closely, among the moments whose equality may prove something.
+"""
 Flags = npt.NDArray[np.bool_]
 ChunkKeys = tuple[tuple[int, int], ...]
-"""Ranks, each with its micro-batch where a pipeline has one."""
+"""Ranks, each with its micro-batch (0 without a pipeline)."""
 
 
 class Leaf(NamedTuple):
@@ -44,17 +45,17 @@ class Leaf(NamedTuple):
 
 
 class Observation(Enum):
-    """What the ranks' values at one moment say about their layout."""
+    """What the ranks' values of a leaf at one moment prove about the leaf's layout."""
 
     NOTHING = 0
-    """Copies and batches could both look like this."""
+    """Nothing: copies and batches could both have these values."""
     REPEATED = 1
-    """The values are equal, and each is one slice repeated along a dim that may be the batch."""
+    """The values are equal, and each value is one slice repeated along a dim that may be the batch."""
     UNEQUAL = 2
     PERHAPS = 3
-    """The values are equal, and nothing says why batches should be."""
+    """The values are equal, and no cause is known by which different batches would be."""
     EQUAL = 4
-    """The values are equal, and batches could not be."""
+    """The values are equal, and different batches could not be."""
 
 
 class BatchDims(NamedTuple):
@@ -62,27 +63,27 @@ class BatchDims(NamedTuple):
 
     sizes: tuple[int, ...]
     dims: frozenset[int]
-    """Dim 0 also counts where its sizes are a multiple of the batches' sizes."""
+    """Dim 0 is included also where its sizes are a multiple of the batch sizes."""
 
 
 class Sample(NamedTuple):
-    """The values of the sampled steps, of all leaves. Each value has a number."""
+    """The values of all leaves at the sampled steps. Each value has a number."""
 
     grouped: GroupedRows
     leaves: Mapping[Leaf, Integers]
     calls: Integers
-    """For each value, its moment (step, micro-step, stage) and the call of a module that it belongs to, as numbers."""
+    """For each value, two numbers: for its moment (step, micro-step, stage), and for the module call it belongs to."""
     order: Integers
     look: Callable[[int, ChunkKeys | None], Observation]
-    """Compares the chunks of one value, or some of them."""
+    """Compares all chunks of a value, or some chunks."""
     moment: Callable[[int], BatchDims | None]
-    """Finds the dims that may be the batch; None where the batch is not known."""
+    """Finds the dims of a value that may be the batch; None where the batch is not known."""
     cut: Callable[[int, ChunkKeys], int | NoPlan | None]
-    """Finds the dim along which chunks of ranks that share a batch are cut; None where some chunks are missing."""
+    """Finds the dim along which chunks of ranks that share a batch are cut; None where a chunk is missing."""
 
 
 class Leaves:
-    """The leaves of a run. The first question asks for the sample, which is None where there are no values."""
+    """The leaves of a run. The first question loads the sample, which is None for a run without values."""
 
     def __init__(self, sample: Callable[[], Sample | None]) -> None:
         self._make = sample
@@ -91,22 +92,22 @@ class Leaves:
         self._varying: dict[tuple[str, str, str], bool] = {}
         self._dims: dict[Leaf, int | None] = {}
         self._kin: dict[Leaf, list[Leaf]] | None = None
-        """The leaves that differ in mode and call alone, by the leaf without mode and call; None until asked for."""
+        """Leaves that differ only in mode and call, by the leaf without mode and call; None until asked for."""
         self._of_kin: dict[Leaf, list[BatchDims]] = {}
-        """A few moments of these leaves, by the leaf without mode and call."""
+        """The batch dims of such leaves at a few moments, by the leaf without mode and call."""
         self._cuts: dict[tuple[Leaf, ChunkKeys], set[int]] = {}
 
     def replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
-        """Whether the tensors of all ranks that have a leaf, or of some chunks, are copies of each other."""
+        """Return whether the tensors of all ranks with a leaf, or of some chunks, are copies of each other."""
         key = leaf, chunks
         if key not in self._known:
             self._known[key] = self._judge(leaf, chunks)
         return self._known[key]
 
     def batch_dim(self, leaf: Leaf) -> int | None:
-        """The dim that is the batch wherever the batch is known; None where nothing tells. Of several it is the first.
+        """Return the first dim that is the batch at every moment with a known batch; None if no moment has one.
 
-        Where the batch of no moment of the leaf is known, other modes and calls of it tell.
+        If the batch is unknown at every moment of the leaf, the same leaf in other modes and calls is used.
         """
         if leaf not in self._dims:
             moments = self._moments(leaf) or self._moments_of_kin(leaf)
@@ -115,7 +116,7 @@ class Leaves:
         return self._dims[leaf]
 
     def _moments_of_kin(self, leaf: Leaf) -> list[BatchDims]:
-        """A few moments of the leaves that differ from a leaf in mode and call alone."""
+        """Return a few moments of the leaves that differ from a leaf only in mode and call."""
         if self._kin is None:
             self._kin = {}
             sample, _, _ = self._load()
@@ -128,7 +129,7 @@ class Leaves:
         return self._of_kin[kin]
 
     def cut_dims(self, leaf: Leaf, chunks: ChunkKeys) -> set[int]:
-        """The dims along which the chunks of ranks that share a batch are cut, from all moments that tell."""
+        """Return the dims along which the chunks of ranks that share a batch are cut at any sampled moment."""
         key = leaf, chunks
         if key not in self._cuts:
             sample, every = self._values_of(leaf)
@@ -139,7 +140,7 @@ class Leaves:
         return self._cuts[key]
 
     def varies(self, root: str, mode: str, name: str) -> bool:
-        """Whether ranks were ever given different values for an argument of a root."""
+        """Return True if ranks were ever given different values for an argument of a root."""
         key = root, mode, name
         if key not in self._varying:
             sample, _, _ = self._load()
@@ -194,7 +195,7 @@ class Leaves:
         return Replication.UNKNOWN
 
     def _follows_the_batch(self, leaf: Leaf) -> bool:
-        """Whether some dim always has the size of the batch, and the batch did not always have one size."""
+        """Return True if some dim always has the size of the batch, and the size of the batch changes."""
         moments = self._moments(leaf)
         sizes = {size for one in moments for size in one.sizes}
         return len(sizes) > 1 and bool(frozenset.intersection(*(one.dims for one in moments)))
@@ -208,7 +209,7 @@ def _a_few(numbers: Sequence[int]) -> list[int]:
 class _Inputs:
     def __init__(self, num_void: int) -> None:
         self.num_before = self.num_so_far = num_void
-        """Values that were void or in doubt before the first input, and before the next one."""
+        """The number of void or doubtful values before the first input, and before the next input."""
         self.are_void = self.are_equal = True
         self.has_void = False
 
@@ -219,16 +220,17 @@ class _Inputs:
 
 
 def _find_void(sample: Sample) -> tuple[Flags, Flags]:
-    """Which values say nothing of their layout (they are void), and which others are in doubt.
+    """Flag the values that prove nothing about their layout (void values), and the other values that are doubtful.
 
-    Constants are void, and so is what a module makes of void inputs alone: behind a dead ReLU the output of a linear
-    layer is its bias, on all ranks and for any batch. A function between modules leaves no record of its inputs, so its
-    result may be made of anything that was void before. Such a result is in doubt, and so is what a module makes of it.
+    Constants are void, and so is the output of a module with only void inputs: behind a dead ReLU the output of a
+    linear layer is its bias, on all ranks and for any batch. A function between modules leaves no record of its inputs,
+    so its result may be made of any earlier void value. Such a result is doubtful, and so is the output of a module on
+    it.
     """
     grouped = sample.grouped
     is_void: Flags = grouped.is_blank & (grouped.equal != 0)
     is_doubtful: Flags = np.zeros(len(is_void), bool)
-    is_seed = is_void | grouped.is_zero  # zeros of unlike signs are unequal, and what is made of them is equal
+    is_seed = is_void | grouped.is_zero  # zeros of unlike signs are unequal, but a module's outputs on them are equal
     is_open = (grouped.equal != 0) & ~is_void & ~grouped.has_nan
     if not is_open.any() or not is_seed.any():
         return is_void, is_doubtful
@@ -239,9 +241,9 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
     fingerprints, statistics = grouped.fingerprints[grouped.starts], grouped.statistics[grouped.starts]
     of_call: dict[int, _Inputs] = {}
     origins: dict[tuple[int, bool, int], tuple[bool, bool]] = {}
-    """By moment and content, of equal values: whether they are void, and whether they are in doubt."""
+    """By moment and content of equal values: True if they are void, and True if they are doubtful."""
     num_void: dict[int, int] = {}
-    """By moment, how many values of floats were void or in doubt so far; others are masks, not what a net makes."""
+    """By moment, the number of void or doubtful float values so far; integers are masks, which no layer computes."""
     for number in sample.order.tolist():
         moment, call = sample.calls[number].tolist()
         has_fingerprint = fingerprints[number] != NONE
@@ -254,7 +256,7 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
             if is_output[number] and inputs is not None:
                 is_void[number] = inputs.are_void
                 is_made_of_void = (inputs.are_equal and inputs.has_void) or num_before > inputs.num_so_far
-            else:  # what a root is given is not made in it
+            else:  # a root's inputs are not computed inside the root
                 is_given = inputs is not None and is_input[number] and is_of_root[number]
                 is_made_of_void = num_before > (inputs.num_before if is_given and inputs is not None else 0)
             is_void[number] |= origin is not None and origin[0]
@@ -275,17 +277,17 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
 
 
 def keys_of(chunks: Sequence[RankChunk], numbers: Sequence[int]) -> ChunkKeys:
-    """Some chunks by rank and micro-step, which name them at every step."""
+    """Return the rank and micro-step of some chunks, which identify the chunks at every step."""
     return tuple((chunks[i].rank, chunks[i].micro_step) for i in numbers)
 
 
 class LeafAcrossSteps(Unequal):
-    """What all steps say of the chunks of one value, or of some of its chunks. The value itself was not recorded."""
+    """What all steps say about the chunks, or some chunks, of a value that was not itself recorded."""
 
     def __init__(self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk]) -> None:
         self.leaves, self.leaf, self.chunks = leaves, leaf, chunks
         self.numbers: Sequence[int] | None = None
-        """The numbers of the chunks that are meant; None for all."""
+        """The numbers of the chunks that the question is about; None for all chunks."""
 
     def replication(self) -> Replication:
         return self.leaves.replication(self.leaf, None if self.numbers is None else keys_of(self.chunks, self.numbers))
@@ -294,14 +296,14 @@ class LeafAcrossSteps(Unequal):
         return self.leaves.batch_dim(self.leaf)
 
     def among(self, numbers: Sequence[int]) -> Self:
-        """The same question about some of the chunks."""
+        """Return the same question about some of the chunks."""
         some = copy(self)
         some.numbers = numbers
         return some
 
 
 class Comparison(LeafAcrossSteps):
-    """What all steps say of one value, and what its rows, and where needed its payloads, say of this step."""
+    """What all steps say about a value, and what its rows and, where needed, its payloads say about this step."""
 
     def __init__(
         self,
@@ -316,16 +318,16 @@ class Comparison(LeafAcrossSteps):
         """Read nothing yet. `rows` are the grouped rows of value `number`, in data-parallel order."""
         super().__init__(leaves, leaf, chunks)
         self.judged_by: set[str] = set()
-        """What else than the value's own rows has decided: ``payloads``, ``statistics`` alone, or ``other rows``."""
+        """What decided beyond the value's own rows: ``payloads``, ``statistics`` alone, or ``other rows``."""
         self._grouped = grouped
         self._rows = rows
         self.known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
-        """Whether the rows say that all chunks are equal (None: they do not tell), and whether their statistics are."""
+        """True if the rows say that all chunks are equal (None: unknown), and True if all statistics are equal."""
         self._is_same = is_same
         self._equal: dict[tuple[int, ...], bool | None] = {}
 
     def pattern(self) -> tuple[tuple[int, ...], ...]:
-        """For each row, the index of the first row with its fingerprint; then the same for the statistics."""
+        """Return for each row the index of the first row with the same fingerprint, then the same for statistics."""
         patterns = []
         for column in (self._grouped.fingerprints, self._grouped.statistics):
             numbers = column[self._rows].tolist()
@@ -340,7 +342,7 @@ class Comparison(LeafAcrossSteps):
         return self.equality() is False
 
     def equality(self) -> bool | None:
-        """Whether the chunks are equal: by fingerprints, else values, else statistics of floats; None: unknown."""
+        """Return whether chunks are equal by fingerprints, payloads, or else statistics of floats; None if unknown."""
         rows = self._rows if self.numbers is None else [self._rows[i] for i in self.numbers]
         key = tuple(rows)
         if key not in self._equal:

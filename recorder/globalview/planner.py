@@ -1,7 +1,7 @@
-"""The plan of one value: how its ranks' chunks make one tensor, or why they do not.
+"""The plan of one value: how the chunks of its ranks make one tensor, or why they do not.
 
-`Planner` applies every rule in one order; `decide` picks the rule of `layout` and sees chunks, groups of ranks and
-comparisons, but no rows. Payloads are compared only where the rows leave it open.
+`Planner` applies all rules in a fixed order. `decide` picks a rule of `layout` and sees chunks, groups of ranks and
+comparisons, but no rows. Payloads are compared only where the rows do not tell whether chunks are equal.
 """
 
 from __future__ import annotations
@@ -50,33 +50,33 @@ class GlobalValue(NamedTuple):
     """Rows of several ranks that hold one value, in data-parallel order."""
 
     positions: tuple[int, ...]
-    """The row of each rank's part 0."""
+    """For each rank, the position of the row of its part 0."""
     plan: Plan | NoPlan
     present: tuple[int, ...]
     expected: tuple[int, ...]
     differing: tuple[int, ...] = ()
-    """Ranks whose replica differs from the first one's."""
+    """The ranks whose replica differs from the first rank's replica."""
     batch: Batch = Batch(None)
-    """The batch that decided the layout of an activation."""
+    """The batch by which the layout of an activation was decided."""
     leads: tuple[int, ...] = ()
     """One rank for each part of `batch`."""
     stage: Stage | None = None
 
     @property
     def is_between_stages(self) -> bool:
-        """Whether it goes from one stage of a pipeline to another."""
+        """True if the value goes from one pipeline stage to another."""
         return isinstance(self.plan, NoPlan) and self.plan.kind == HANDED_ON
 
 
 class _Differing(NamedTuple):
-    """Replicas that differ, and the chunks that they were compared with; both as numbers of chunks."""
+    """Replicas that differ, and the chunks that they were compared with; both as chunk numbers."""
 
     copies: tuple[int, ...] = ()
     originals: tuple[int, ...] = ()
 
 
 class Planner:
-    """Plans values one by one, and remembers its decisions for values like them."""
+    """Plans values one by one, and reuses its decisions for similar values."""
 
     def __init__(self, reader: ValueReader, overrides: Overrides, loss: str, findings: FindingLog) -> None:
         self._reader = reader
@@ -84,16 +84,17 @@ class Planner:
         self._loss = loss
         self._findings = findings
         self._decided: dict[Any, tuple[Plan | NoPlan, Batch, Plan | NoPlan | None]] = {}
-        """Decisions by everything that they depend on; each keeps the plan alive whose identity is part of its key."""
+        """Decisions by everything that they depend on; each holds a reference to the plan whose `id` is part of its
+        key."""
 
     def plan(
         self, grouped: GroupedRows, number: int, forward: GlobalValue | None, *, is_gradient: bool, is_micro_batch: bool
     ) -> GlobalValue:
         """Plan value `number` of the grouped rows.
 
-        After the layout is decided, each rule may still keep the chunks with their ranks. `forward` is the value that a
-        gradient belongs to, where that was recorded. With `is_micro_batch` no other micro-batch of a pipeline is
-        missing.
+        Later rules may leave the chunks with their ranks although a layout was decided. `forward` is the value that a
+        gradient belongs to, or None if it was not recorded. With `is_micro_batch` the question is about one micro-batch
+        of a pipeline, so other micro-batches are not missing.
         """
         value = self._reader.read(grouped, number)
         override = find_override(self._overrides, value.key.module_path, value.key.site, value.key.name)
@@ -163,7 +164,7 @@ class Planner:
         return plan, batch
 
     def _infer_sharding(self, value: ValueRows, comparison: Comparison, chunks: Sequence[RankChunk]) -> int | NoPlan:
-        comparison.judged_by.add("other rows")  # those of that step, so that the decision holds for no other step
+        comparison.judged_by.add("other rows")  # those of this step: the decision holds for no other step
         dims = self._reader.leaves.cut_dims(value.leaf, keys_of(chunks, range(len(chunks))))
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
         dim = self._reader.sharding.infer(wanted, chunks, dims)
@@ -175,7 +176,7 @@ class Planner:
     def _fit_into_pipeline(
         self, plan: Plan | NoPlan, value: ValueRows, stage: Stage, *, is_micro_batch: bool
     ) -> Plan | NoPlan:
-        """Refuse values that one stage hands to the next, and values of which a micro-batch is missing."""
+        """Refuse values that one stage hands to the next, and values that lack a micro-batch."""
         key = value.key
         if stage.is_between(key.module_path, key.site):
             return NoPlan(HANDED_ON, f"stage {stage.number} of {stage.num_stages} hands it on or is handed it")
@@ -192,7 +193,7 @@ class Planner:
         return plan._replace(note=(*plan.note, ("micro_batches", num_micro_batches)))
 
     def _is_of_own_parameters(self, value: ValueRows) -> bool:
-        """Whether plain chunks belong to a parameter that each rank has for itself, or were computed with one."""
+        """Return True if plain chunks belong to a parameter that each rank has for itself, or are computed with one."""
         root, module_path, site, name, _, _ = value.key
         if value.chunks[0].global_shape is not None or len(value.expected) < 2 or site in NUMBERS:
             return False
@@ -214,7 +215,7 @@ class Planner:
     def _report_differing_copies(
         self, plan: Plan | NoPlan, value: ValueRows, override: Override | None, differing: _Differing
     ) -> Plan | NoPlan:
-        """Say which replicas differ. Their chunks stay with their ranks; only buffers may differ."""
+        """Report which replicas differ. Their chunks stay with their ranks; only buffers may differ in one tensor."""
         copies, originals = (tuple(value.ranks[i] for i in numbers) for numbers in differing)
         text = f"rank {listed(copies)} differs from rank {listed(originals)}"
         if value.group.source == "assumed" and not value.group.model_groups:
@@ -235,7 +236,7 @@ class Planner:
 
 
 def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Comparison) -> _Differing:
-    """Find the replicas that differ. Copies that were inferred from equal values need no second look."""
+    """Find the replicas that differ, except copies that were inferred from equal values."""
     are_equal, _ = comparison.known
     if isinstance(plan, NoPlan) or are_equal or (plan.source == "inferred" and site not in STATES):
         return _Differing()
@@ -249,9 +250,9 @@ def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Compariso
 
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
-    """Keep the chunks of parameters that each rank has for itself with their ranks, and what is computed with them.
+    """Leave parameters that each rank has for itself, and values that were computed with them, with their ranks.
 
-    A parameter that has the same values on all ranks may be shown as one all the same.
+    A parameter that has the same values on all ranks may still be shown as one tensor.
     """
     is_state = value.key.site in STATES
     if is_state and not differing.copies and isinstance(plan, Plan):
@@ -262,7 +263,7 @@ def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differi
 def _refuse_equal_summands(plan: Plan | NoPlan, chunks: Sequence[RankChunk], comparison: Comparison) -> Plan | NoPlan:
     """Refuse to add up an activation's summands that are equal on all ranks.
 
-    A program that adds up in place through ``.data`` leaves no trace in the tensor that was a summand.
+    If a program reduced the summands in place through ``.data``, the tensor still looks like a summand.
     """
     if isinstance(plan, NoPlan) or reduce_op(chunks[0].placements) != "sum":
         return plan
@@ -277,23 +278,23 @@ def _batch_of_ranks(forward: GlobalValue, ranks: tuple[int, ...]) -> Batch:
     if batch.sizes is None or ranks == forward.leads:
         return batch
     if len(set(forward.leads)) != len(batch.sizes):
-        return batch._replace(sizes=None)  # a rank had two rows of it
+        return batch._replace(sizes=None)  # a rank had two rows of the forward value
     sizes = dict(zip(forward.leads, batch.sizes, strict=True))
     return batch._replace(sizes=tuple(sizes[rank] for rank in ranks) if set(ranks) <= set(sizes) else None)
 
 
 LOCAL_GRADIENT = "local_grad"
-"""Stands for site `grad` of phase `backward`: before any reduction."""
+"""The name by which the rules know site `grad` of phase `backward`: gradients before any reduction."""
 KNOWN_SITES = frozenset((*SITES, LOCAL_GRADIENT))
 _OF_A_CALL = "it is of the call of one rank, which a replay runs again as that rank ran it"
 _UNKNOWN_SITE = "this version does not know what stands at the site: it may be of a later one"
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
-"""Along which dim plain chunks of ranks that share a batch are cut."""
+"""A function that returns the dim along which the plain chunks of ranks that share a batch are cut."""
 Decided = tuple[Plan | NoPlan, Batch]
 
 
 class Override(NamedTuple):
-    """The user's layout for a value."""
+    """The layout that the user asked for, for the values that fit its pattern."""
 
     wanted: str
     rule: str
@@ -307,22 +308,22 @@ class Question(NamedTuple):
     comparison: Comparison
     override: Override | None
     batches: tuple[Batch, ...]
-    """Likeliest first."""
+    """The batches that the value may belong to, the likeliest first."""
     forward: Plan | NoPlan | None
     unrecorded: LeafAcrossSteps | None
-    """The value whose gradient this is, where that value was not recorded; both are cut in the same way."""
+    """For a gradient whose value was not recorded: the leaf of that value, which is cut in the same way."""
     is_gradient: bool
     loss: str
     infer: Infer
 
     @property
     def num_expected(self) -> int:
-        """Ranks that should have a chunk; with two levels, parts of the batch that should."""
+        """The number of ranks that should have a chunk; with two levels, the number of parts of the batch."""
         return self.value.local_batches.num_expected
 
 
 def decide(question: Question) -> Decided:
-    """The plan of a value, and the batch that it was taken to belong to."""
+    """Return the plan of a value, and the batch that the value was taken to belong to."""
     value, override, batch = question.value, question.override, question.batches[0]
     keys = [(chunk.rank, chunk.micro_step) for chunk in value.chunks]
     if len(set(keys)) < len(keys):
@@ -358,7 +359,7 @@ def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
 def _overridden(question: Question, override: Override) -> Plan | NoPlan:
     chunks, num_expected = question.value.chunks, question.num_expected
     plan = decide_override(chunks, override.wanted, override.rule)
-    if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # a layout says nothing of the loss
+    if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # no layout tells the loss
         batch, loss = question.batches[0], question.loss
         plan = decide_gradient(chunks, plan, batch=batch, loss=loss, num_expected=num_expected)
         plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
@@ -444,7 +445,7 @@ def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
 
 
 def parse_overrides(layouts: Sequence[str]) -> Overrides:
-    """Parse ``PATTERN=LAYOUT``; a pattern without a colon means a module. ValueError is raised for any other text."""
+    """Parse ``PATTERN=LAYOUT``, where a pattern without a colon means a module; raise ValueError for any other text."""
     overrides = []
     for layout in layouts:
         pattern, equals, wanted = layout.rpartition("=")
@@ -456,7 +457,7 @@ def parse_overrides(layouts: Sequence[str]) -> Overrides:
 
 
 def find_override(overrides: Overrides, module_path: str, site: str, name: str) -> Override | None:
-    """The last layout whose pattern fits a value; None where none does."""
+    """Return the last override whose pattern fits a value; None if no pattern fits."""
     for patterns, wanted in reversed(overrides):
         if matches(patterns, f"{module_path}:{site}:{name}"):
             return Override(wanted, f"{','.join(patterns)}={wanted}")

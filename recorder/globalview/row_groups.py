@@ -1,8 +1,8 @@
-"""Groups the rows of several ranks by the value that they hold, and keeps each finding about these rows once.
+"""Groups the rows of several ranks by the value that they hold, and keeps each finding about the rows once.
 
-It also infers how plain tensors are cut, from rows of one step that name their positions. Where these rows contradict
-each other, or where two dims of one size might be cut, nothing is known. Must never mix two launches within a step, and
-never read a payload.
+The module also infers how plain tensors are cut from rows of the same step that name their positions. Where these rows
+contradict each other, or where either of two dims of equal size might be cut, the cut stays unknown. The module must
+never mix two launches within a step, and never read a payload.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, i
 from ..sites import ACTIVATIONS, STATES, VALUE_OF, values_of
 
 FORWARD_OF = {gradient: site for gradient, site in VALUE_OF.items() if gradient in ACTIVATIONS}
-"""For each site of gradients of activations, the site of the values."""
+"""For each site of activation gradients, the site of the activations."""
 LABELS = ("root", "module_path", "site", "name", "mode", "phase")
 _CHUNK = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh", "note")
 COLUMNS = (
     *KEY, *_CHUNK, *STATISTICS, *COUNTS, "fingerprint", "rank", "seq", "part", "attempt", "encoding", "payload_bytes",
     "numel", "batch", "row",
 )  # fmt: skip
-"""The columns that must be loaded."""
+"""The columns that must be loaded before rows are grouped."""
 
 _MINUS_ZERO = np.iinfo(np.int64).min
-"""The bits of -0.0."""
+"""The bits of the float -0.0 as an int64."""
 
 
 class GroupedRows(NamedTuple):
-    """Rows grouped by value, with what is known of each row and of each value."""
+    """Rows grouped by value, with facts about each row and about each value."""
 
     chosen: Positions
     starts: Integers
@@ -46,21 +46,21 @@ class GroupedRows(NamedTuple):
     codes: Integers
     chunks: list[RankChunk]
     equal: Integers
-    """1 where all rows of a value are equal, 0 where they are not, `NONE` where only their payloads can tell."""
+    """For each value: 1 if all its rows are equal, 0 if they differ, `NONE` if only their payloads can tell."""
     has_same_statistics: npt.NDArray[np.bool_]
     is_blank: npt.NDArray[np.bool_]
-    """Whether all rows of a value are measured and hold a constant or nothing finite, which every layout may have."""
+    """For each value: True if every row is measured and holds a constant or nothing finite, which shows no layout."""
     is_zero: npt.NDArray[np.bool_]
-    """Whether all rows of a value are measured and hold only zeros, of either sign."""
+    """For each value: True if every row is measured and holds only zeros, of either sign."""
     has_nan: npt.NDArray[np.bool_]
-    """Whether some row of a value has a NaN, or is measured and has no finite number."""
+    """For each value: True if a row has a NaN, or is measured and has no finite number."""
     is_measured: npt.NDArray[np.bool_]
     fingerprints: Integers
     statistics: Integers
-    """For each row, a digest of all its statistics; `NONE` without statistics."""
+    """For each row, a digest of all its statistics; `NONE` for a row without statistics."""
     labels: dict[str, Keys]
     writers: Integers
-    """For each value, the writer of its first row."""
+    """For each value, the number of the writer of its first row."""
 
     def equal_of(self, number: int) -> bool | None:
         return None if self.equal[number] == NONE else bool(self.equal[number])
@@ -71,15 +71,15 @@ class GroupedValues(NamedTuple):
 
     rows: GroupedRows
     keys: Integers
-    """For each value, a number for its key: root, module, site, name, mode, phase, step and the rest."""
+    """For each value, the number of its key, which is the root, module, site, name, mode, phase, step and so on."""
     forward_keys: Integers
-    """For each value that is a gradient, the key of the value whose gradient it is; else -1."""
+    """For each gradient, the key of the value that it is the gradient of; -1 for other values."""
     order: Integers
-    """The values' numbers in the order of execution."""
+    """The numbers of the values in the order of execution."""
 
 
 class RowGrouper:
-    """Groups rows with `COLUMNS` by value; `stages` are the pipeline stages by writer and root."""
+    """Groups rows by value. The rows need `COLUMNS`; `stages` are the pipeline stages by writer and root."""
 
     def __init__(self, rows: MetadataRows, stages: Mapping[tuple[int, str], Stage]) -> None:
         self._rows = rows
@@ -88,7 +88,7 @@ class RowGrouper:
         self._numbers: dict[RankChunk, int] = {}
 
     def group(self, chosen: Positions) -> GroupedValues:
-        """Rows by value; the rows of one value are ordered by rank."""
+        """Group rows by value, and order the rows of each value by rank."""
         rows = self._rows
         micro_batches = MicroBatches(rows, chosen, self._stages)
         keys, forward_keys = self._number_keys(chosen, micro_batches)
@@ -101,7 +101,7 @@ class RowGrouper:
         return GroupedValues(grouped, keys[starts], forward_keys[starts], sequence)
 
     def _number_keys(self, chosen: Positions, micro_batches: MicroBatches) -> tuple[Integers, Integers]:
-        """For each row a number for its key, and for a gradient the number of its value's key (-1 for other rows)."""
+        """Return for each row the number of its key, and for each gradient the number of its value's key (else -1)."""
         keys = {name: self._rows.keys(name, chosen) for name in KEY}
         columns = {name: key.codes.copy() for name, key in keys.items()}
         columns |= {"micro_step": micro_batches.key, "stage": micro_batches.stage}
@@ -124,7 +124,7 @@ class RowGrouper:
         forward_keys[at] = numbers[len(chosen) :]
         is_backward = columns["phase"] == backward
         is_backward &= np.isin(columns["site"], [sites.code(site) for site in FORWARD_OF])
-        # A gradient whose value was not recorded.
+        # The largest integer marks a gradient whose value was not recorded.
         forward_keys[is_backward & (forward_keys < 0)] = np.iinfo(np.int64).max
         return numbers[: len(chosen)], forward_keys
 
@@ -134,7 +134,7 @@ class RowGrouper:
         columns = [self._rows.keys(name, chosen).codes for name in _CHUNK]
         local = pack([*columns, rows.numbers("rank")[chosen], micro_steps])
         _, first_of_code = np.unique(local, return_index=True)
-        numbers = []  # of chunks, which hold for every question
+        numbers = []  # the chunks' numbers stay the same for every later question
         for at in first_of_code:
             chunk = self.chunk(int(chosen[at]), int(micro_steps[at]))
             numbers.append(self._numbers.setdefault(chunk, len(self._chunks)))
@@ -192,7 +192,7 @@ class RowGrouper:
 
 
 class RowFinding(NamedTuple):
-    """A finding about the ranks' rows that the reader should know."""
+    """A finding about the ranks' rows, for the reader."""
 
     kind: str
     """``replicas_differ``, ``buffers_differ``, ``inconsistent``, ``partial``, ``per_rank``, ``superseded``,
@@ -205,11 +205,11 @@ class RowFinding(NamedTuple):
     ranks: tuple[int, ...]
     text: str
     num_rows: int = 1
-    """How many values have this finding."""
+    """The number of values that have this finding."""
 
 
 class FindingLog:
-    """Findings in the order in which they were made, each counted once for every value or step that shows it."""
+    """Findings in the order in which they were made; each counts the values or steps that show it."""
 
     def __init__(self, rows: MetadataRows) -> None:
         self.findings: list[RowFinding] = []
@@ -226,7 +226,7 @@ class FindingLog:
         site: str = "",
         name: str = "",
     ) -> None:
-        """Add a finding at the step of the row at `position`; without a position it is about the run, not a step."""
+        """Add a finding about the row at `position` and its step; without a position the finding is about the run."""
         key = (kind, ranks, text) if kind == "partial" else (kind, ranks, text, module_path, site, name)
         index = self._index_of.get(key)
         if index is not None:
@@ -253,18 +253,18 @@ class Wanted(NamedTuple):
 class _ShardedDim(NamedTuple):
     dim: int
     size: int
-    """Size of this rank's chunk along the dim, as if no other axis cut the tensor."""
+    """The size of this rank's chunk along the dim, as if no other mesh axis cut the tensor."""
     ranks: Ints
-    """The ranks along the axis, this rank included; empty where the row does not name them."""
+    """The ranks along the mesh axis, including this rank; empty where the row does not name them."""
 
 
 class _StepCuts(NamedTuple):
-    """What the rows of one step say of how tensors are cut."""
+    """How the rows of one step say that tensors are cut."""
 
     parameters: dict[object, set[_ShardedDim]]
-    """By root, module and rank."""
+    """The cuts of parameters, by root, module and rank."""
     activations: dict[object, set[_ShardedDim]]
-    """By root, rank and shape."""
+    """The cuts of activations, by root, rank and shape."""
     uncut: set[object]
     """Root, rank and shape of the values that no rank has cut."""
 
@@ -272,7 +272,7 @@ class _StepCuts(NamedTuple):
 class ShardingInference:
     """Infers how plain tensors are cut, from rows of the same step that name their positions.
 
-    `counts` tells by position whether a row counts, and `is_linear` whether the class of a module is a linear one.
+    `counts` flags the rows that count, and `is_linear` tells whether the class of a module is a linear layer.
     """
 
     def __init__(
@@ -284,9 +284,9 @@ class ShardingInference:
         self._kept: tuple[int, _StepCuts] | None = None
 
     def infer(self, wanted: Wanted, chunks: Sequence[RankChunk], known: Set[int] = frozenset()) -> int | NoPlan:
-        """The dim along which chunks of ranks that share a batch lie end to end, or why that is not known.
+        """Return the dim along which chunks of ranks that share a batch lie end to end, or why that dim is unknown.
 
-        `known` are the dims that other steps tell of this value; empty where no step tells.
+        `known` are the dims along which other steps show this value cut; empty if no step shows it.
         """
         step_cuts = self._cuts_at(wanted.step)
         ranks = tuple(chunk.rank for chunk in chunks)
@@ -298,7 +298,7 @@ class ShardingInference:
             cuts = [set() if key in step_cuts.uncut else step_cuts.activations.get(key, set()) for key in sought]
             dims = _common([{cut.dim for cut in some if _is_of(cut, ranks)} for some in cuts])
             if len(dims) == 1 and any(chunk.shape.count(chunk.shape[min(dims)]) > 1 for chunk in chunks):
-                dims = set()  # a copy of such a value that is turned round has the same shape
+                dims = set()  # the transposed tensor would have the same shape
         shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(chunk.shape for chunk in chunks))
         why = f"ranks {', '.join(map(str, ranks[:8]))} share a batch, and their tensors of {shapes} differ"
         if len(dims) == 1:
@@ -334,7 +334,7 @@ class ShardingInference:
         return cuts
 
     def _equal(self, positions: Positions) -> set[object]:
-        """Root, rank and shape of plain values that several ranks have bit for bit; constants and NaN are left out."""
+        """Return root, rank and shape of plain values that are bit-equal on several ranks, except constants and NaN."""
         rows = self._rows
         columns = {name: rows.keys(name, positions) for name in ("root", "site", "shape", "fingerprint", "placements")}
         is_plain = (columns["placements"].codes == NONE) & (columns["fingerprint"].codes != NONE)
@@ -373,7 +373,7 @@ def _is_of(cut: _ShardedDim, ranks: Ints) -> bool:
 
 
 def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
-    """Return how each axis of a mesh cuts a chunk; nothing where an axis does more than cut."""
+    """Return how each axis of a mesh cuts a chunk; empty where an axis does more than cut."""
     shape, coordinate, ranks = mesh_of(chunk)
     placements = parse_placements(chunk.placements)
     if not len(shape) == len(coordinate) == len(placements) or (ranks and len(ranks) != math.prod(shape)):

@@ -1,6 +1,6 @@
-"""What manifests say about ranks: their data-parallel groups, modules, attempts, and the parameters of their own.
+"""What manifests say about ranks: data-parallel groups, modules, attempts, and parameters that a rank has for itself.
 
-Of rows this module reads the steps, and of parameters that may be a rank's own the first statistics.
+This module reads rows only for their steps, and for the first statistics of parameters that may be a rank's own.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..system.text import listed
 
 
 class Launch(NamedTuple):
-    """One start of the job, over all its ranks."""
+    """One start of the job on all its ranks."""
 
     attempt: int
     number: int
 
 
 class Topology:
-    """What all writers of a run say together about its ranks."""
+    """What the manifests of all writers of a run together say about the ranks."""
 
     def __init__(self, writers: Sequence[RecordedWriter], run_id: str, world_size: int | None) -> None:
         self._writers = writers
@@ -42,7 +42,7 @@ class Topology:
         self.own_parameters = OwnParameters(writers)
 
     def group(self, root: str, module_path: str, number: int) -> DataParallelGroup:
-        """The ranks that should have rows of a module, if the writer of that number has one.
+        """Return the ranks that should have rows of a module that writer `number` has.
 
         Equal groups are one object that lives as long as the topology: callers compare groups by identity.
         """
@@ -61,7 +61,7 @@ class Topology:
                 base = base or DataParallelGroup("assumed", ranks)
             elif base is None:
                 base = DataParallelGroup("assumed", world)
-            elif base.model_groups:  # ranks that its meshes leave out are expected all the same
+            elif base.model_groups:  # ranks outside the root's meshes are expected too
                 left_out = (
                     rank
                     for rank in world
@@ -77,7 +77,7 @@ class Topology:
         return self._expected[key]
 
     def own_ranks(self, root: str, number: int) -> Ranks:
-        """The ranks that a writer says share a root with it: its data-parallel group, else its mesh."""
+        """Return the ranks that share a root with a writer by its manifest: its data-parallel group, else its mesh."""
         writer = self._writers[number]
         for one in writer.manifest.roots:
             if one.name == root:
@@ -90,14 +90,14 @@ class Topology:
         return f"{writer.name} of rank {writer.rank} (run {writer.manifest.run_id})"
 
     def counting(self) -> bool:
-        """Whether some writer merely counted its steps, so that equal steps of two launches are not the same step."""
+        """Return True if a writer only counted its steps, so that equal numbers in two launches are different steps."""
         return any(writer.is_counted for writer in self._writers)
 
     def winners(self, steps_of: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """By step, the launch (its index in the order of starts) whose rows count; empty where there was one launch.
+        """Return for each step the launch (an index in the order of starts) whose rows count; empty for one launch.
 
-        The newest launch that completed the step counts, else the newest. Where steps were merely counted, only the
-        newest launch counts. `steps_of` are the recorded steps by number of the writer.
+        The newest launch that completed the step counts, else the newest launch. Where steps were only counted, only
+        the newest launch counts. `steps_of` are the recorded steps by writer number.
         """
         if len(set(self.launches)) < 2:
             return {}
@@ -123,12 +123,12 @@ class Topology:
         return first_incomplete
 
     def launch_indices(self) -> list[int]:
-        """By number of the writer, the index of its launch in the order of starts."""
+        """Return for each writer the index of its launch in the order of starts."""
         order = sorted(set(self.launches))
         return [order.index(launch) for launch in self.launches]
 
     def last_step(self, rank: int) -> int:
-        """The last step of which a rank left a row; -1 without rows."""
+        """Return the last step of which a rank left a row; -1 if the rank left none."""
         return self._last_steps.get(rank, -1)
 
     @cached_property
@@ -141,7 +141,7 @@ class Topology:
 
     @cached_property
     def _world_sizes(self) -> list[int | None]:
-        """By writer, the ranks of its launch, since relaunches may differ; None where the run's own number holds."""
+        """By writer, the world size of its launch, which relaunches may change; None if the run's world size holds."""
         if len(set(self.launches)) < 2:
             return [None] * len(self.launches)
         world_sizes: dict[Launch, int] = {}
@@ -172,7 +172,7 @@ class Topology:
         return RankStatement(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
 
     def _ranks(self, named: ParallelRanks | None, world_size: int | None) -> Ranks:
-        """The ranks that share a root; none where a manifest names more ranks than the run has."""
+        """Return the ranks that share a root; none where a manifest names more ranks than the run has."""
         largest = world_size or self._world_size or MAX_RANKS
         return named.ranks if named is not None and len(named.ranks) <= largest else ()
 
@@ -188,7 +188,7 @@ class Topology:
 
     @cached_property
     def stages(self) -> dict[tuple[int, str], Stage]:
-        """Pipeline stages by number of the writer and root."""
+        """Pipeline stages by writer number and root."""
         return {
             (number, root.name): root.stage
             for number, writer in enumerate(self._writers)
@@ -197,7 +197,7 @@ class Topology:
         }
 
     def is_linear(self, root: str, module_path: str) -> bool:
-        """Whether the class of a module has a name that ends in ``Linear``."""
+        """Return True if the class name of a module ends in ``Linear``."""
         return (root, module_path) in self._linear
 
     @cached_property
@@ -211,16 +211,16 @@ class Topology:
         }
 
     def _find_launches(self) -> list[Launch]:
-        """By writer, its launch. In one attempt with as many ranks, the n-th writers of all ranks are one launch."""
+        """Return each writer's launch. At equal attempt and world size, all ranks' n-th writers are one launch."""
         seen: dict[tuple[int | None, int, int], int] = {}
         keys = []
         starts: dict[tuple[int, int, int], int] = {}
-        for writer in self._writers:  # of one rank, in the order of their start
-            # Whose manifest is lost is no launch of its own.
+        for writer in self._writers:  # the writers of one rank come in the order of their starts
+            # A writer whose manifest is lost gets the run's world size, so it makes no launch of its own.
             world_size = writer.manifest.world_size or self._world_size or 0
             of_rank = writer.rank, writer.attempt, world_size
             number = seen.get(of_rank, -1) + 1
-            if writer.num_rows:  # one that left nothing supersedes nothing
+            if writer.num_rows:  # a writer without rows supersedes no other
                 seen[of_rank] = number
             key = writer.attempt, world_size, number
             starts[key] = min(filter(None, (starts.get(key), writer.started_ns)), default=0)
@@ -235,31 +235,31 @@ Ranks = tuple[int, ...]
 
 
 class RankStatement(NamedTuple):
-    """What one rank's manifest says of a root."""
+    """What the manifest of one rank says about a root."""
 
     rank: int
     source: str
-    """The row's `layout_source` for replicas: ``ddp``, ``fsdp``; empty without a wrapper."""
+    """The `layout_source` of a row of a replica: ``ddp`` or ``fsdp``; empty without a wrapper."""
     data: Ranks
-    """Ranks that share the model and differ in their batches; none without a wrapper."""
+    """Ranks that share the model and differ in their batches; empty without a wrapper."""
     model: Ranks
-    """Ranks that share the batch and work on parts of the model; none where each works alone."""
+    """Ranks that share the batch and work on parts of the model; empty where each rank works alone."""
 
 
 class DataParallelGroup(NamedTuple):
     """Ranks that share one model and differ in their batches."""
 
     source: str
-    """The row's `layout_source` for replicas: ``ddp``, ``fsdp``, or ``assumed`` where no wrapper was seen."""
+    """The `layout_source` of a row of a replica: ``ddp``, ``fsdp``, or ``assumed`` where no wrapper was seen."""
     ranks: Ranks
     conflict: str = ""
-    """Why the ranks of this root are no single group."""
+    """Why the ranks of this root do not make a single group; empty if they do."""
     is_sorted: bool = True
     model_groups: tuple[Ranks, ...] = ()
-    """Ranks that share a part of the batch, in data-parallel order; none where each rank has a part of its own."""
+    """The groups of ranks that share a part of the batch, in data-parallel order; empty where no ranks share one."""
 
     def of(self, ranks: Ranks) -> DataParallelGroup:
-        """The group restricted to some of its ranks."""
+        """Return the group restricted to some of its ranks."""
         if ranks == self.ranks:
             return self
         wanted = set(ranks)
@@ -268,7 +268,7 @@ class DataParallelGroup(NamedTuple):
 
 
 def find_group(statements: Sequence[RankStatement]) -> DataParallelGroup | None:
-    """The group of one root; None where no rank names another."""
+    """Return the group of one root; None if no manifest names other ranks."""
     sources = {one.data: one.source for one in statements if one.data}
     models = tuple(dict.fromkeys(one.model for one in statements if len(one.model) > 1))
     if models:
@@ -300,7 +300,7 @@ def _of_model_groups(statements: Sequence[RankStatement], models: tuple[Ranks, .
 
 
 def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[Ranks, ...], str]:
-    """Return the model's instances in data-parallel order, also instances of which no rank left a manifest."""
+    """Return the model's instances in data-parallel order, also instances whose ranks left no manifest."""
     known = next((some for some in models if all(rank in data for rank in some)), None)
     if known is None:  # every instance has a rank without a manifest
         first = next(iter(data.values()))
@@ -336,15 +336,15 @@ NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows o
 
 _FIRSTS = ("root", "module_path", "name", "site", "step", "rank", "ranks_present", "fingerprint", *STATISTICS, *COUNTS)
 _Names = set[tuple[str, str]]
-"""Root and full name of parameters or modules."""
+"""The root and the full name of parameters or modules."""
 
 
 class OwnParameters:
-    """Parameters that each rank has for itself (as experts are), and the modules that have no other parameters.
+    """Parameters that each rank has for itself (as experts are), and the modules without other parameters.
 
-    A parameter that a wrapper was merely told to ignore must have differed between ranks at its first record: an expert
-    that began equal on all ranks is no expert, and that nobody reduces its gradients is an oversight. What an expert
-    takes and gives is no part of the rank's own batch: it works on rows that other ranks sent.
+    A parameter that a wrapper only ignores counts as a rank's own if it differed between ranks at its first record. An
+    ignored parameter that began equal on all ranks is no expert: its gradients stay unreduced by an oversight. The
+    inputs and outputs of an expert are no part of the rank's own batch, because other ranks sent the rows.
     """
 
     def __init__(self, writers: Sequence[RecordedWriter]) -> None:
@@ -354,7 +354,7 @@ class OwnParameters:
         self._claimed: _Names = {(root, full) for root, full, _ in reasons}
         """Parameters that a manifest calls a rank's own."""
         self._stated: _Names = {(root, full) for root, full, reason in reasons if reason != _IGNORED}
-        """Those that the program itself calls so; the wrapper ignores the others."""
+        """Parameters that the program itself calls a rank's own, rather than a wrapper that ignores them."""
 
     @cached_property
     def _names(self) -> _Names:
@@ -366,7 +366,7 @@ class OwnParameters:
 
     @cached_property
     def _alike(self) -> _Names:
-        """Parameters that a wrapper ignores and that began equal on all ranks, with every other one of their expert."""
+        """Parameters that a wrapper ignores and that, with all of their expert, began equal on all ranks."""
         is_open = self._claimed - self._stated
         if not is_open:
             return set()
@@ -382,7 +382,7 @@ class OwnParameters:
         return {one for one, owner in owners.items() if owner in known - others}
 
     def _apart(self, names: _Names) -> _Names:
-        """The modules whose parameters all have these names."""
+        """Return the modules whose parameters all have one of these names."""
         shared: _Names = set()
         for writer in self._writers if names else ():
             for root in writer.manifest.roots:
@@ -392,20 +392,20 @@ class OwnParameters:
         return {(root, path) for root, full in names for path in _with_above(_owner(full))} - shared
 
     def has(self, root: str, module_path: str, name: str) -> bool:
-        """Whether a parameter, or the parameter of a state such as ``weight.exp_avg``, is each rank's own."""
+        """Return True if a parameter, or the parameter of a state such as ``weight.exp_avg``, is each rank's own."""
         return bool(self._claimed) and _is_of(self._names, root, module_path, name)
 
     def began_alike(self, root: str, module_path: str, name: str) -> bool:
-        """Whether a wrapper ignores a parameter, although it began equal on all ranks."""
+        """Return True if a wrapper ignores a parameter that began equal on all ranks."""
         return bool(self._claimed) and _is_of(self._alike, root, module_path, name)
 
     def works_apart(self, root: str, module_path: str) -> bool:
-        """Whether a module, or one around it, has parameters of its rank's own and no others."""
+        """Return True if a module, or a module around it, has only parameters that each rank has for itself."""
         return bool(self._claimed) and any((root, path) in self._modules for path in _with_above(module_path))
 
 
 def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
-    """By parameter and rank, the content at the first recorded step, equal where values are equal; None: unknown."""
+    """Return by parameter and rank a digest of the first recorded content, equal for equal values; None if unknown."""
     first_contents: dict[tuple[str, str], tuple[int, dict[int, Any]]] = {}
     ends = pa.array(sorted({full.rpartition(".")[2] for _, full in names}))
     for shard in (shard for writer in writers for shard in writer.shards):
@@ -427,7 +427,7 @@ def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tu
 
 
 def _expert_of(modules: _Names, root: str, module_path: str) -> str:
-    """The outermost of `modules` around a module; the module itself where there is none."""
+    """Return the outermost of `modules` around a module; the module itself if none is around it."""
     above = [path for path in _with_above(module_path) if (root, path) in modules]
     return above[-1] if above else module_path
 
@@ -446,7 +446,7 @@ def _owner(full: str) -> str:
 
 
 def _with_above(path: str) -> Iterator[str]:
-    """A path, and the paths of the modules around it but the root."""
+    """Yield a path and the paths of the modules around it, except the root."""
     while path:
         yield path
         path = _owner(path)

@@ -1,4 +1,4 @@
-"""The one global tensor that a question means: put together from the ranks' chunks, or explained as text."""
+"""The one global tensor that a question means: assembled from the ranks' chunks, or explained as text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .view import LoadedRows
 
 
 def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
-    """Whether a row of a merged run says that ranks are missing."""
+    """Return True if a row of a merged run says that ranks are missing."""
     metadata.load(["note"])
     note = metadata.text("note", int(positions[0]))
     return "partial" in note_members(note)
@@ -40,7 +40,7 @@ def is_partial(metadata: MetadataRows, positions: Positions) -> bool:
 def global_tensor(
     loaded: LoadedRows, tensor_rows: TensorRows, *, partial: bool
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
-    """Bytes, dtype and shape of the global tensor of some ranks' rows; with `partial` also where ranks are missing.
+    """Return bytes, dtype and shape of the global tensor of some ranks' rows; `partial` allows missing ranks.
 
     LookupFailedError says why the rows make no single tensor; CorruptError means that the bytes have changed.
     """
@@ -69,9 +69,9 @@ def global_tensor(
 
 
 def value_of(values: GlobalValues, tensor_rows: TensorRows) -> GlobalValue:
-    """The value that some ranks' rows hold. LookupFailedError: they hold several values."""
+    """Return the value that some ranks' rows hold; raise LookupFailedError if they hold several values."""
     chosen = values.values_of(tensor_rows.positions, tensor_rows.related, is_micro_batch=tensor_rows.is_micro_batch)
-    if len(chosen) > 1:  # what stages hand on has the same name as the input and the output of the model
+    if len(chosen) > 1:  # a tensor between stages has the name of the model's input or output
         chosen = [value for value in chosen if not value.is_between_stages]
     numbers = [value.stage.number for value in chosen if value.stage is not None]
     if len(chosen) > 1 and len(set(numbers)) == len(chosen):
@@ -82,7 +82,7 @@ def value_of(values: GlobalValues, tensor_rows: TensorRows) -> GlobalValue:
 
 
 def plan_of(value: GlobalValue, what: str, *, partial: bool) -> Plan:
-    """The plan that makes one tensor of a value. LookupFailedError: there is none, or a needed rank is missing."""
+    """Return the plan of a value; raise LookupFailedError if it has none or if a needed rank is missing."""
     plan = value.plan
     if not isinstance(plan, Plan):
         raise LookupFailedError(
@@ -106,10 +106,10 @@ _COLUMNS = (*DETAILS, "zero_count", "nan_count", "min", "max", "shape", "note")
 def histogram_of(
     loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool
 ) -> Histogram:
-    """The histogram of the value that a question means; with `partial` also where ranks are missing.
+    """Return the histogram of the value that a question means; `partial` allows missing ranks.
 
-    `loaded` holds all rows of the run; None where the question means a single row. LookupFailedError says why there is
-    no histogram; CorruptError means that the bytes are none.
+    `loaded` holds all rows of the run, or is None if the question means a single row. LookupFailedError says why there
+    is no histogram. CorruptError means that the recorded bytes are not a histogram.
     """
     row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "histogram", tensor_rows, "a histogram", "it")
@@ -123,7 +123,7 @@ def histogram_of(
 
 
 def units_of(loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool) -> Units:
-    """The sums over the units of the value that a question means; arguments and errors as for `histogram_of`."""
+    """Return the sums over the units of the value that a question means; arguments and errors as for `histogram_of`."""
     row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "units", tensor_rows, "sums of its units", "them")
     try:
@@ -172,45 +172,45 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChunk:
-    """What one rank had of a tensor."""
+    """The chunk that one rank had of a tensor."""
 
     rank: int
     shape: Ints
     coordinate: Ints | None
-    """In the mesh that its row names; None for a plain tensor."""
+    """The chunk's coordinate in the mesh that its row names; None for a plain tensor."""
     mesh: Ints
-    """The ranks of that mesh, row-major; empty where the row does not name them."""
+    """The ranks of the chunk's mesh, row-major; empty where the row does not name them."""
     placements: str
-    """Such as ``Shard(0) Replicate``; empty for a plain tensor."""
+    """The placements on the mesh, such as ``Shard(0) Replicate``; empty for a plain tensor."""
     offsets: Ints | None
-    """Where it begins in the global tensor; None where it is no box, or there is no global tensor."""
+    """The chunk's start in the global tensor; None if the chunk is not a box or there is no global tensor."""
     micro_step: int
-    """In a pipeline, the micro-batch."""
+    """The micro-batch, in a pipeline."""
     is_copy: bool
-    """Whether another rank's chunk was used instead."""
+    """True if another rank's chunk was used instead."""
     reduce_op: str = ""
-    """How a summand is reduced with the others of its region, such as ``sum``; empty for any other value."""
+    """The reduction that joins a summand with other summands of its region, such as ``sum``; empty for other chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLayout:
-    """Where the chunks of a global tensor came from. Made by `Run.layout`; printing it shows it."""
+    """The sources of the chunks of a global tensor. Made by `Run.layout`; `print` shows it as text."""
 
     what: str
     global_shape: Ints | None
-    """None where the chunks make no single tensor."""
+    """The shape of the global tensor; None where the chunks make no single tensor."""
     source: str
     """The row's `layout_source`; empty where the chunks make no single tensor."""
     how: str
-    """The source in words."""
+    """The meaning of `source` as a sentence."""
     why: str
-    """Why the chunks make no single tensor; else empty."""
+    """Why the chunks make no single tensor; empty if they make one."""
     kind: str
-    """The kind of finding that a merge reports then, such as ``per_rank`` or ``inconsistent``; else empty."""
+    """The kind of finding that a merge reports if there is no single tensor, such as ``per_rank``; else empty."""
     scale: str | None
     mesh_shape: Ints | None
     pieces: tuple[LayoutChunk, ...]
-    """The ranks' chunks, under the name that `show --where --json` gives them."""
+    """The ranks' chunks, named ``pieces`` as in the output of `show --where --json`."""
     missing: Ints
 
     def __str__(self) -> str:
@@ -235,7 +235,7 @@ class TensorLayout:
         return [*lines, *self._mesh(), *self._cut(), "", *self._table()]
 
     def _mesh(self) -> list[str]:
-        """The ranks in each mesh: its last axis runs across, the others down."""
+        """Draw the ranks of each mesh: the last mesh axis runs across, the other axes run down."""
         if not self.mesh_shape or math.prod(self.mesh_shape) > _MAX_LISTED:
             return []
         meshes = dict.fromkeys(chunk.mesh for chunk in self.pieces if chunk.coordinate)
@@ -250,7 +250,7 @@ class TensorLayout:
         return lines + (["  ..."] if len(meshes) > _MAX_MESHES else [])
 
     def _cut(self) -> list[str]:
-        """The tensor as a box cut along at most two dims, with the ranks that have each chunk."""
+        """Draw the tensor as a box that is cut along at most two dims, with the ranks that have each chunk."""
         if self.global_shape is None or any(chunk.offsets is None for chunk in self.pieces):
             return []
         starts = [sorted({(chunk.offsets or ())[d] for chunk in self.pieces}) for d in range(len(self.global_shape))]
@@ -297,7 +297,7 @@ class TensorLayout:
 
 
 def _together(chunks: Sequence[LayoutChunk]) -> str:
-    """The ranks of one region: ``0,2``, or ``0+1`` for summands; copies of summands are left out."""
+    """Return the ranks of one region: ``0,2``, or ``0+1`` for summands; copies of summands are left out."""
     summands = [str(chunk.rank) for chunk in chunks if chunk.reduce_op and not chunk.is_copy]
     return "+".join(summands) or ",".join(str(chunk.rank) for chunk in chunks)
 
@@ -312,7 +312,7 @@ def _grid(rank_at: Mapping[Ints, int], shape: Ints) -> list[str]:
 
 
 def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
-    """Where the chunks of the tensor in question came from. LookupFailedError: its rows are several values."""
+    """Return the layout of the tensor in question; raise LookupFailedError if its rows hold several values."""
     value = value_of(values, tensor_rows)
     chunks = values.chunks(value)
     return describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
@@ -321,7 +321,7 @@ def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
 def describe(
     what: str, chunks: list[RankChunk], plan: Plan | NoPlan, *, expected: Ints, differing: Ints = ()
 ) -> TensorLayout:
-    """The explanation of one value, whose chunks are as the plan numbers them; replicas of `differing` ranks differ."""
+    """Describe one value, whose chunks are in the order of the plan; replicas of `differing` ranks differ."""
     made, refused = (plan, None) if isinstance(plan, Plan) else (None, plan)
     starts: dict[int, Ints | None] = {}
     copies: set[int] = set()
@@ -334,7 +334,7 @@ def describe(
         for fill in made.fills:
             if len(fill.terms) > 1:
                 ops |= {term.chunk: ops[term.chunk] or _op_of(fill, made) for term in fill.terms}
-        again = {i for i, op in ops.items() if op and i not in starts}  # of a mesh that has the complete sum twice
+        again = {i for i, op in ops.items() if op and i not in starts}  # in a mesh that has the complete sum twice
         copies |= again
         starts |= {i: _beside(chunks, i, starts) for i in again}
     meshes = [parse_mesh(chunk.mesh) for chunk in chunks]
@@ -368,7 +368,7 @@ def describe(
 
 
 def _in_words(plan: Plan) -> str:
-    """How the layout is known."""
+    """Return a sentence on how the layout is known."""
     if plan.source != "assumed":
         return _SOURCES.get(plan.source, "")
     if plan.dim is not None:
@@ -378,7 +378,7 @@ def _in_words(plan: Plan) -> str:
 
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
-    """Return where the summand begins that a chunk repeats: both have equal coordinates on axes that cut or sum."""
+    """Return the start of the summand that a chunk repeats: both have equal coordinates on axes that cut or sum."""
 
     def sharded_coordinate(chunk: RankChunk) -> list[int]:
         kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]
@@ -390,7 +390,7 @@ def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints 
 
 
 def _op_of(fill: Fill, plan: Plan) -> str:
-    """Return how chunks are reduced whose own rows do not say it."""
+    """Return the reduction of chunks whose own rows do not name it."""
     is_mean = plan.op == "sum" and {term.factor for term in fill.terms} == {1 / len(fill.terms)}
     return "avg" if is_mean and plan.scale in (None, "assumed_mean") else plan.op
 

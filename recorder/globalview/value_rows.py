@@ -1,4 +1,4 @@
-"""What the rows and the manifests say of one value, and of its batch, before its layout is decided."""
+"""What rows and manifests say about one value and its batch, before the layout of the value is decided."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .run_topology import DataParallelGroup, Topology
 NO_BATCH: tuple[Batch, ...] = (Batch(None),)
 _MAX_BATCHES = 4
 _When = tuple[str, str, int, int]
-"""Root, mode, step and micro-step."""
+"""Root, mode, step and micro-step of a call."""
 
 
 class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     content: str
-    """A text that is equal where the values are; empty where the rows do not tell."""
+    """A text that is equal where the values are equal; empty where the rows do not tell."""
 
 
 class _Args(NamedTuple):
@@ -54,14 +54,14 @@ class RootBatches:
     def of(
         self, when: _When, ranks: tuple[int, ...], seqs: Sequence[int] | None, expected: tuple[int, ...]
     ) -> tuple[Batch, ...]:
-        """The batches that values of some ranks may belong to, the likeliest first; never empty.
+        """Return the batches that the values of some ranks may belong to, the likeliest first; never empty.
 
-        `seqs` are the numbers of their rows: a value belongs to the last call that began before it. None for values
-        that came later, with a backward.
+        `seqs` are the sequence numbers of the values' rows: a value belongs to the last call that began before its row.
+        `seqs` is None for values of a backward, which came after the call.
         """
         calls = self._calls.get(when)
         if calls is None:
-            return NO_BATCH  # another step may have another batch, and a window must answer as all steps do
+            return NO_BATCH  # another step may have another batch, and the answer for a window must be that for the run
         if seqs is None:
             numbers = [tuple(min(k, len(calls.get(rank, ())) - 1) for rank in expected) for k in range(_MAX_BATCHES)]
         else:
@@ -88,7 +88,7 @@ class RootBatches:
         return rank in self._calls.get(when, {})
 
     def micro_batches(self, when: tuple[str, str, int], ranks: set[int]) -> set[int]:
-        """The micro-steps of a root, mode and step in which some of these ranks called the root."""
+        """Return the micro-steps of a root, mode and step in which at least one of these ranks called the root."""
         return set().union(*(own for rank, own in self._slices.get(when, {}).items() if rank in ranks))
 
     @cached_property
@@ -144,9 +144,10 @@ def _batches(
 def _of_call(
     of_ranks: dict[int, _Args], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
 ) -> list[Batch]:
-    """The sizes of dim 0 of one call's arguments: of those that differ between ranks, the most frequent first.
+    """Return the batches that one call's arguments suggest, the most frequent sizes of dim 0 first.
 
-    An argument that is equal on all ranks in this call may be the batch nevertheless: zeros, or the same samples.
+    Arguments that differ between ranks are preferred. An argument that is equal on all ranks in this call may still be
+    the batch: zeros, or the same samples.
     """
     leaves = {
         name: [of_ranks[rank].leaves[name] for rank in ranks]
@@ -185,14 +186,14 @@ class ValueKey(NamedTuple):
 
 
 class ValueRows(NamedTuple):
-    """The rows of one value, in data-parallel order, with what the manifests say of their ranks."""
+    """The rows of one value, in data-parallel order, and what the manifests say about the rows' ranks."""
 
     first: int
-    """Position of its first row in the order of execution."""
+    """The position of the value's first row in the order of execution."""
     step: int
     key: ValueKey
     stage: Stage | None
-    """The pipeline stage that ran it; the numbers of a step belong to the program."""
+    """The pipeline stage that computed the value; None for a number that the program reports per step."""
     leaf: Leaf
     group: DataParallelGroup
     indices: list[int]
@@ -204,7 +205,7 @@ class ValueRows(NamedTuple):
     positions: tuple[int, ...]
     expected: tuple[int, ...]
     batch_groups: tuple[BatchGroup, ...] | NoPlan | None
-    """The chunks of ranks that share a part of the batch; None where no ranks share one."""
+    """The groups of chunks whose ranks share a part of the batch; None where no ranks share one."""
     local_batches: LocalBatches
 
 
@@ -212,16 +213,16 @@ class LocalBatches(NamedTuple):
     """The parts of the batch that a value's chunks belong to."""
 
     chunks: tuple[int, ...]
-    """The first chunk of each part."""
+    """The first chunk of each part of the batch."""
     ranks: tuple[int, ...]
     micro_steps: tuple[int, ...]
     expected: tuple[int, ...]
-    """One rank of each part that there should be."""
+    """One rank for each part of the batch that should be there."""
     num_expected: int
 
     @property
     def has_micro_batches(self) -> bool:
-        """Whether the parts are micro-batches of a pipeline."""
+        """True if the parts are micro-batches of a pipeline."""
         return any(self.micro_steps)
 
 
@@ -231,7 +232,7 @@ def find_local_batches(
     group: DataParallelGroup,
     expected: tuple[int, ...],
 ) -> LocalBatches:
-    """The parts of the batch that chunks, in data-parallel order, belong to. `expected` ranks should have a chunk."""
+    """Find the parts of the batch of chunks in data-parallel order. The `expected` ranks should have a chunk."""
     ranks = tuple(chunk.rank for chunk in chunks)
     micro_steps = tuple(chunk.micro_step for chunk in chunks)
     if batch_groups is None or isinstance(batch_groups, NoPlan):
@@ -245,10 +246,10 @@ def find_local_batches(
 
 
 class ValueReader:
-    """Reads what is known of values from rows with `row_groups.COLUMNS`, and decides nothing.
+    """Reads what rows with `row_groups.COLUMNS` say about values, and decides nothing.
 
-    `counts` tells by position whether a row counts. `is_same` compares the tensors of some rows (None where a payload
-    is missing), and `items_of` reads a row's tensor (None likewise).
+    `counts` flags the rows that count. `is_same` compares the tensors of some rows, and `items_of` reads a row's
+    tensor; both return None where a payload is missing.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class ValueReader:
             reporting = self._reporting_ranks.get((key.root, key.name), set())
             return tuple(rank for rank in expected if rank in reporting or self.topology.last_step(rank) < step)
         if key.site == "optim" and group.source == "fsdp" and all(chunk.shape == () for chunk in chunks):
-            return ranks  # FSDP1 keeps no step where a rank holds nothing of a parameter
+            return ranks  # FSDP1 keeps no step count on a rank that holds no part of the parameter
         return expected
 
     @cached_property
@@ -345,9 +346,9 @@ class ValueReader:
         )
 
     def batches(self, value: ValueRows, *, is_later: bool) -> tuple[Batch, ...]:
-        """The batches that the root's inputs name for an activation or its gradient, the likeliest first.
+        """Return the batches that the root's inputs suggest for an activation or its gradient, the likeliest first.
 
-        Where `is_later`, the value came with a backward, after the root's call: its position among the rows says
+        With `is_later` the value came with a backward, after the root's call, so its position among the rows proves
         nothing.
         """
         local = value.local_batches

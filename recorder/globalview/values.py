@@ -1,4 +1,4 @@
-"""The values that rows of a run hold, each with its plan; and the few steps that show the layout of each leaf."""
+"""The values that the rows of a run hold, each with its plan, and the few steps from which layouts are inferred."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .run_topology import Topology
 from .value_rows import ValueReader, ValueRows
 
 _MAX_LOOKED_UP = 100_000
-"""The most rows that look-ups keep grouped, because the next look-up often asks about the same module and step."""
+"""The most rows that look-ups keep grouped: the next look-up often asks about the same module and step."""
 
 
 def find_counting_rows(rows: MetadataRows, topology: Topology, findings: FindingLog) -> npt.NDArray[np.bool_]:
-    """By position, whether a row counts: a row of another run, or of a step that was recorded again, does not."""
+    """Flag each row that counts; rows of another run and of a step that a later attempt recorded again do not count."""
     writers = rows.writer_numbers(np.arange(rows.num_rows, dtype=np.int64))
     counts: npt.NDArray[np.bool_] = ~np.isin(writers, topology.foreign_writers)
     for number in topology.foreign_writers:
@@ -53,7 +53,7 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
 
 
 class PlannedValues:
-    """Values, each planned when it is first asked for; arguments as for `GlobalValues.values_of`."""
+    """Values that are planned when they are first asked for. Arguments are those of `GlobalValues.values_of`."""
 
     def __init__(self, values: GroupedValues, planner: Planner, *, is_micro_batch: bool) -> None:
         self._values = values
@@ -67,13 +67,13 @@ class PlannedValues:
             yield self._plan(number)
 
     def holding(self, positions: Positions) -> list[GlobalValue]:
-        """The values that have some of these rows, in the order of execution."""
+        """Return the values that have at least one of these rows, in the order of execution."""
         rows = self._values.rows
         is_wanted = np.logical_or.reduceat(np.isin(rows.chosen, positions), rows.starts)
         return [self._plan(number) for number in self._values.order.tolist() if is_wanted[number]]
 
     def _plan(self, number: int) -> GlobalValue:
-        """The plan of a gradient needs the plan of the value itself."""
+        """Plan a value. A gradient is planned with the plan of the value that it belongs to."""
         if number not in self._planned:
             forward_key = int(self._values.forward_keys[number])
             forward_number = self._number_of.get(forward_key) if forward_key >= 0 else None
@@ -101,13 +101,13 @@ class GlobalValues:
         items_of: Callable[[int], npt.NDArray[Any] | None],
         leaves: Leaves | None = None,
     ) -> None:
-        """Load the columns that every question needs; `leaves` are by default those of these rows."""
+        """Load the columns that every question needs. `leaves` are by default the leaves of these rows."""
         rows.load(COLUMNS)
         self._rows = rows
         self._topology = topology
         self._log = FindingLog(rows)
         self.counts = find_counting_rows(rows, topology, self._log)
-        """By position, whether a row counts: superseded rows and rows of another run do not."""
+        """For each row position, True if the row counts: superseded rows and rows of another run do not count."""
         for text in missing_stages(topology.stages):
             self._log.add("partial", None, (), text)
         leaves = leaves or Leaves(self.sample)
@@ -119,21 +119,21 @@ class GlobalValues:
 
     @property
     def findings(self) -> list[RowFinding]:
-        """What the reader should know of the values that were planned so far."""
+        """Return the findings about the values that were planned so far."""
         return self._log.findings
 
     def values(self, positions: Positions | None = None) -> Iterator[GlobalValue]:
-        """The values of some rows, by default of all, in the order of execution; rows that do not count are skipped."""
+        """Yield the values of some rows, by default of all, in the order of execution; skip rows that do not count."""
         values = self._group(positions)
         if values is not None:
             yield from PlannedValues(values, self._planner, is_micro_batch=False)
 
     def values_of(self, rows: Positions, module_rows: Positions, *, is_micro_batch: bool) -> list[GlobalValue]:
-        """The values that have some of these rows.
+        """Return the values that have at least one of these rows.
 
-        Whoever asks for a tensor asks for others of its module and step, so the grouping of `module_rows`, all rows of
-        the module at that step, is kept. With `is_micro_batch` one micro-batch of a pipeline is asked for, so no other
-        is missing.
+        The grouping of `module_rows`, which are all rows of the module at that step, is kept, because the next question
+        is often about the same module and step. With `is_micro_batch` the question is about one micro-batch of a
+        pipeline, so the absence of other micro-batches is no finding.
         """
         key = module_rows.tobytes(), is_micro_batch
         if key not in self._kept:
@@ -148,18 +148,18 @@ class GlobalValues:
         return self._kept[key].holding(rows)
 
     def chunks(self, value: GlobalValue) -> list[RankChunk]:
-        """What each row of a value says of its chunk; the plan numbers the chunks in this order."""
+        """Return the chunk that each row of a value describes, in the order in which the plan numbers the chunks."""
         positions = np.array(value.positions, np.int64)
         micro_steps = MicroBatches(self._rows, positions, self._topology.stages).micro_step
         return [self._grouper.chunk(int(p), int(m)) for p, m in zip(positions, micro_steps, strict=True)]
 
     def sample(self, positions: Positions | None = None) -> Sample | None:
-        """The values of these rows but parameters and the like, whose layout no value decides; None without any."""
+        """Sample the values of these rows except states and scalars, whose layout needs none; None if none are left."""
         values = self._group(positions, without_sites=(*STATES, *NUMBERS))
         return None if values is None else Sampler(self._reader).sample(values)
 
     def _group(self, positions: Positions | None, without_sites: Sequence[str] = ()) -> GroupedValues | None:
-        """The rows that count, by value; of each tensor only part 0; None without any."""
+        """Group the rows that count by value, using only part 0 of each tensor; None if no row is left."""
         chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
         chosen = chosen[self._rows.numbers("part")[chosen] == 0]
         if without_sites:
@@ -169,16 +169,16 @@ class GlobalValues:
 
 
 MAX_ROWS = 50_000
-"""In a run of so many rows, of all ranks, every step is sampled: half a second."""
+"""Every step is sampled if the rows of all ranks are at most this many, which takes half a second."""
 _COLUMNS = ("step", "site", "mode", "payload_bytes", "min", "max", "nan_count")
 _SITES = tuple(site for site in ACTIVATIONS if site not in GRADIENTS)
 _NUM_STEPS = 4
-"""Steps of the sample for each site in each mode."""
+"""The number of steps that are sampled for each site in each mode."""
 _MAX_STEPS = 12
 
 
 def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
-    """The steps of the sample, ascending; None for all."""
+    """Return the steps to sample, ascending; None means all steps."""
     if sum(writer.num_rows for writer in writers) <= MAX_ROWS:
         return None
     ranks = [writer.rank for writer in writers if writer.rank is not None and writer.num_rows]
@@ -202,7 +202,7 @@ def choose_steps(writers: Sequence[RecordedWriter]) -> list[int] | None:
 
 
 def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Positions:
-    """Load the batches of a sample, and return the rows of its steps."""
+    """Load the batches of a sample, and return the positions of the rows in its steps."""
     metadata.load(COLUMNS)
     numbers = metadata.numbers("step")
     return np.arange(len(numbers)) if steps is None else np.flatnonzero(np.isin(numbers, steps))
@@ -211,7 +211,7 @@ def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Position
 def _choose(
     steps: npt.NDArray[np.int64], is_telling: npt.NDArray[np.bool_], has_values: npt.NDArray[np.bool_]
 ) -> list[int]:
-    """Return the two steps with the most payloads of telling values, and the first and last step with many of these."""
+    """Return the two steps with the most telling payloads, and the first and the last step with many telling values."""
     known, indices = np.unique(steps[is_telling], return_inverse=True)
     if not len(known):
         return []
@@ -223,24 +223,24 @@ def _choose(
 
 
 _MIN_BITS = 10
-"""Integers with fewer bits in all may be equal by chance, as the classes of a few samples are."""
+"""Integer tensors with fewer bits than this may be equal by chance, like the classes of a few samples."""
 
 
 class EqualContent(Enum):
-    """What tensors that are equal hold."""
+    """What it proves that tensors are equal, by the kind of their elements."""
 
     NOTHING = 0
-    """A constant, NaN, or so few integers that they may be equal by chance."""
+    """A constant, NaN, or too few integers: the tensors may be equal by chance."""
     WHOLE = 1
-    """Integers: indices, masks, classes."""
+    """Integers, such as indices, masks and classes."""
     NUMBERS = 2
-    """Numbers that two tensors do not share by chance."""
+    """Floats or complex numbers that two tensors do not share by chance."""
 
 
 def content_by(
     low: float | None, high: float | None, total: float | None, numel: int, *, is_float: bool
 ) -> EqualContent:
-    """Judged by the least and the greatest finite number of a tensor, the sum, and the number of elements."""
+    """Classify a tensor by its least and greatest finite element, the sum, and the number of elements."""
     if low is None or high is None:
         return EqualContent.NOTHING
     if is_float and not (low.is_integer() and high.is_integer() and total is not None and float(total).is_integer()):
@@ -250,11 +250,11 @@ def content_by(
 
 
 def content_of(items: npt.NDArray[Any]) -> EqualContent:
-    """Judged by the values themselves."""
+    """Classify a tensor by its elements."""
     kind = items.dtype.kind
     try:
         wide = items.astype(np.float64 if kind != "c" else np.complex128)
-    except (TypeError, ValueError):  # elements that are no numbers: pairs, bytes
+    except (TypeError, ValueError):  # the elements are not numbers but pairs or bytes
         return EqualContent.NUMBERS if items.size and (items != items.flat[0]).any() else EqualContent.NOTHING
     if not items.size or np.isnan(wide).any():
         return EqualContent.NOTHING
@@ -268,12 +268,12 @@ def content_of(items: npt.NDArray[Any]) -> EqualContent:
 
 
 def is_repeated(items: npt.NDArray[Any], dim: int) -> bool:
-    """Whether a tensor is one slice repeated along a dim, as `expand` makes it."""
+    """Return True if a tensor is one slice repeated along a dim, as `expand` makes it."""
     return bool((items == items.take([0], axis=dim)).all())
 
 
 class Sampler:
-    """Looks at the values of the sampled steps."""
+    """Infers the layouts of leaves from the values of the sampled steps."""
 
     def __init__(self, reader: ValueReader) -> None:
         self._reader = reader
@@ -304,12 +304,12 @@ class Sampler:
         )
 
     def observe(self, grouped: GroupedRows, number: int, some: ChunkKeys | None) -> Observation:
-        """What the values of one moment say about how the ranks' tensors relate to each other."""
+        """Return what the ranks' tensors at one moment show about their layout."""
         value = self._reader.read(grouped, number)
         numbers = _numbers_of(value.chunks, some)
         chunks = [value.chunks[i] for i in numbers]
         if len(chunks) < 2 or (some is None and len({chunk.shape for chunk in chunks}) > 1):
-            return Observation.NOTHING  # ranks may well have copies of different lengths, as of positions
+            return Observation.NOTHING  # even copies, such as position indices, may differ in length between ranks
         if len({chunk.shape for chunk in chunks}) > 1:
             return Observation.UNEQUAL
         is_equal = self._reader.compare(grouped, number, value).among(numbers).equality()
@@ -320,7 +320,7 @@ class Sampler:
         first = value.positions[numbers[0]]
         items = None if grouped.is_measured[number] else self._reader.items_of(first)
         if items is None and not grouped.is_measured[number]:
-            return Observation.NOTHING  # fingerprints alone do not tell whether they are of zeros or of NaN
+            return Observation.NOTHING  # a fingerprint does not show whether the elements are zeros or NaN
         content = self._content(first, chunks[0]) if items is None else content_of(items)
         if content is EqualContent.NOTHING:
             return Observation.NOTHING
@@ -348,11 +348,11 @@ class Sampler:
         return content_by(low, high, total, numel, is_float=chunk.dtype.startswith(("float", "bfloat")))
 
     def batch_dims(self, grouped: GroupedRows, number: int) -> BatchDims | None:
-        """The sizes of the ranks' batches, and the dims that have them; None where the batch is not known."""
+        """Return the sizes of the ranks' batches and the dims with these sizes; None where the batch is not known."""
         return self._batch_dims_of(self._reader.read(grouped, number))[0]
 
     def _batch_dims_of(self, value: ValueRows) -> tuple[BatchDims | None, bool]:
-        """The dims that may be the batch, where the batch is known, and whether all ranks were given one batch."""
+        """Return the dims that may be the batch (None if the batch is unknown), and True if all ranks had one batch."""
         batch = self._reader.batches(value, is_later=value.key.phase in ("recompute", "backward"))[0]
         shapes = [value.chunks[i].shape for i in value.local_batches.chunks]
         if batch.sizes is None or len(batch.sizes) != len(shapes) or len({len(shape) for shape in shapes}) > 1:
@@ -364,7 +364,7 @@ class Sampler:
         return BatchDims(batch.sizes, frozenset(dims)), batch.is_shared
 
     def sharded_dim(self, grouped: GroupedRows, number: int, some: ChunkKeys) -> int | NoPlan | None:
-        """The dim along which some chunks of a value are cut; None where one of them is missing."""
+        """Return the dim along which the named chunks of a value are cut; None where one of the chunks is missing."""
         value = self._reader.read(grouped, number)
         numbers = _numbers_of(value.chunks, some)
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
@@ -372,7 +372,7 @@ class Sampler:
 
 
 def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int]:
-    """The indices of the chunks that `some` names, by default of all; empty where one is missing."""
+    """Return the indices of the chunks that `some` names, by default of all; empty where a named chunk is missing."""
     if some is None:
         return list(range(len(chunks)))
     at = {(chunk.rank, chunk.micro_step): i for i, chunk in enumerate(chunks)}
@@ -380,7 +380,7 @@ def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int
 
 
 def _share_a_local_batch(batch_groups: tuple[BatchGroup, ...] | NoPlan | None, numbers: Sequence[int]) -> bool:
-    """Whether chunks are of ranks that share a part of the batch; without groups, all ranks of a mesh do."""
+    """Return True if the chunks come from ranks that share a part of the batch; None means that all ranks share it."""
     if batch_groups is None or isinstance(batch_groups, NoPlan):
         return batch_groups is None
     return any(set(numbers) <= {i for unit in batch_group.units for i in unit} for batch_group in batch_groups)

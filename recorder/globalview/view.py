@@ -1,6 +1,7 @@
-"""The global view of a run: its rows as the tensors of the complete model, whichever ranks held them.
+"""The global view of a run: the rows of all ranks as the tensors of the complete model.
 
-A merged run is passed through as it is. Must never show a tensor as complete of which a chunk is missing.
+The rows of a merged run are passed through unchanged. The global view must never show a tensor as complete while one of
+its chunks is missing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .values import GlobalValues, choose_steps, load_sample
 
 
 class LoadedRows(NamedTuple):
-    """Loaded rows as the values of the complete model, and the way to their payloads."""
+    """Loaded rows, the values of the complete model that the rows hold, and the assembler that reads the payloads."""
 
     metadata: MetadataRows
     values: GlobalValues
@@ -44,20 +45,20 @@ class LoadedRows(NamedTuple):
 
 
 class GlobalView:
-    """How the ranks' rows of a run are put together. Made by `Run.view`."""
+    """The rows of a run's ranks as tensors of the complete model. Made by `Run.view`."""
 
     def __init__(self, run: RecordedRun, *, loss: str = "mean", layouts: Sequence[str] = ()) -> None:
         """Read nothing yet.
 
         Args:
-            run: recorded or merged.
+            run: a recorded or a merged run.
             loss: how each rank's loss depends on its samples: ``mean`` (activation gradients of W ranks are divided by
                 W), ``weighted`` (by the ranks' batch sizes) or ``sum`` (not scaled).
             layouts: ``PATTERN=LAYOUT``, where PATTERN is a glob over ``module_path:site:name`` and LAYOUT one of
-                ``shard(DIM)``, ``replicate``, ``partial(sum)`` and ``per_rank``; the last that fits wins.
+                ``shard(DIM)``, ``replicate``, ``partial(sum)`` and ``per_rank``; the last pattern that fits wins.
 
         Raises:
-            LookupFailedError: `loss` or a layout is none of these.
+            LookupFailedError: `loss` or a layout is none of the allowed texts.
         """
         if loss not in LOSSES:
             raise LookupFailedError(f"loss {loss!r}: expected one of {', '.join(LOSSES)}")
@@ -70,13 +71,13 @@ class GlobalView:
         self._topology = Topology(run.writers, run.run_id, run.world_size)
         self.leaves = Leaves(self._sample)
         self.stages: Mapping[tuple[int, str], Stage] = self._topology.stages
-        """Pipeline stages by number of the writer and root."""
+        """The pipeline stages, by writer number and root."""
         self.has_pipeline = bool(self.stages)
-        """True for a run of a pipeline, where the micro-batches of a step make one batch."""
+        """True for a pipeline run, where the micro-batches of a step together make one batch."""
         self._kept: tuple[int, LoadedRows] | None = None
 
     def part_of_batch(self, root: str, rank: int, attempt: int) -> tuple[int, int] | None:
-        """Which part of the batch a rank works on, and of how many parts; None where that is not known."""
+        """Return the index of the part of the batch that a rank works on, and the number of parts; None if unknown."""
         return self._parts_of_batch.get((root, rank, attempt))
 
     @cached_property
@@ -84,7 +85,7 @@ class GlobalView:
         part_of_writer: dict[tuple[str, int, int], tuple[int, int] | None] = {}
         of_models = whole_roots(self.stages)
         parts: dict[int, tuple[dict[int, int], int]] = {}
-        """By the group's identity, the part of each rank, and how many parts there are."""
+        """By the `id` of a group: the part of the batch of each rank, and the number of parts."""
         for number, writer in enumerate(self._run.writers):
             for root in writer.manifest.roots:
                 group = self._topology.group(root.name, "", number)
@@ -99,9 +100,9 @@ class GlobalView:
         return part_of_writer
 
     def windows(self, max_rows: int = 200_000, max_bytes: int | None = None) -> list[tuple[int, int]]:
-        """Half-open ranges of steps that cover every recorded step, in order; found from the indexes.
+        """Return half-open ranges of steps that together cover every recorded step, in order, by reading indexes alone.
 
-        A range of several steps has at most `max_rows` rows of all ranks, and at most `max_bytes` of decoded payload.
+        A range of several steps has at most `max_rows` rows over all ranks, and at most `max_bytes` of decoded payload.
         """
         columns = [name for name in SIZE_COLUMNS if max_bytes is not None or name != "payload_bytes"]
         shards = (shard for writer in self._run.writers for shard in writer.shards)
@@ -114,7 +115,7 @@ class GlobalView:
         last: int | None = None,
         only: Sequence[int] | npt.NDArray[np.int64] | None = None,
     ) -> GlobalRows:
-        """The global rows of the steps from `first` up to, but not including, `last`; with `only`, of some of them."""
+        """Return the global rows of the steps from `first` up to, but without, `last`; `only` lists single steps."""
         metadata = self._metadata(first, last)
         metadata.load((*METADATA_COLUMNS, *COLUMNS))
         steps = metadata.numbers("step")
@@ -129,7 +130,7 @@ class GlobalView:
         return GlobalRows(metadata, assembler, planned, positions, values.findings, whole_roots(self.stages))
 
     def kept(self, metadata: MetadataRows) -> LoadedRows:
-        """All rows of the run, kept for the next question until damage moves them."""
+        """Return all rows of the run as values, and keep them for the next question until damage changes the rows."""
         metadata.load(COLUMNS)
         if self._kept is None or self._kept[0] != metadata.num_rows or self._kept[1].metadata is not metadata:
             self._kept = metadata.num_rows, self.load(metadata)
@@ -147,12 +148,12 @@ class GlobalView:
             try:
                 return is_same(payloads, [tensor.positions for tensor in tensors if tensor is not None])
             except RunError:
-                return None  # the error is raised to whoever asks for the values
+                return None  # the error is raised again when the values are read
 
         def items_of(position: int) -> npt.NDArray[Any] | None:
             tensor = assembler.tensor(position)
             if tensor is None or len(tensor.positions) > 1:
-                return None  # a tensor made by `expand` is never so large
+                return None  # `expand` never makes a tensor so large
             try:
                 return as_items(assembler.local(position), tensor.dtype).reshape(tensor.shape)
             except RunError:
@@ -170,9 +171,9 @@ class GlobalView:
         return LoadedRows(metadata, values, assembler)
 
     def sample_batches(self) -> tuple[MetadataRows, list[int] | None]:
-        """The batches by which layouts are known, not loaded yet, and the steps whose rows count; None for all steps.
+        """Return the batches from which layouts are inferred, not yet loaded, and the sampled steps (None for all).
 
-        Both are the same for every part of the run that is looked at.
+        Both are the same for every part of the run that a question covers.
         """
         steps = choose_steps(self._run.writers)
         ranges = None if steps is None else tuple((step, step + 1) for step in steps)
@@ -201,10 +202,10 @@ class GlobalRows:
         findings: Sequence[RowFinding] = (),
         roots: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Made by `GlobalView.rows`. `roots` names, for each root that is a pipeline stage, the root of the model."""
+        """Made by `GlobalView.rows`. `roots` maps each root that is a pipeline stage to the root of the whole model."""
         self._roots = roots
         self.findings = list(findings)
-        """What the reader should know; a finding about many values appears once."""
+        """Findings for the reader; a finding that several values share appears once."""
         self._metadata = metadata
         self._is_merged = assembler is None
         apart = [(value, value.plan) for value in values if isinstance(value.plan, NoPlan)]
@@ -221,16 +222,17 @@ class GlobalRows:
             self._sources = list(_rows_of_values(values))
         self._handed_on = {p: one.stage for one in values if one.is_between_stages for p in one.positions}
         self.table = self._make_table()
-        """Metadata columns, one row per tensor in the order of execution; `rank` is null where it is global."""
+        """Metadata columns, one row per tensor in the order of execution; `rank` is null in the row of a global tensor.
+        """
         whole_bytes = _whole_bytes(self.table.column("dtype"), self.table.column("numel"))
         self.payload_bytes = np.where(self.table.column("encoding").is_valid().to_numpy(), whole_bytes, 0)
-        """Decoded bytes of each row's tensor; 0 where it has no values."""
+        """Decoded bytes of each row's tensor; 0 for a row without values."""
 
     def __len__(self) -> int:
         return len(self._sources)
 
     def array(self, i: int) -> npt.NDArray[Any]:
-        """The tensor of a row; bfloat16 and the 8-bit floats have ml_dtypes' types. It raises what `parts` raises."""
+        """Return the tensor of a row; bfloat16 and 8-bit floats have ml_dtypes' types. Raises what `parts` raises."""
         source = self._with_payload(i)
         shape = parse_shape(self.table.column("shape")[i].as_py())
         dtype = self.table.column("dtype")[i].as_py()
@@ -240,7 +242,7 @@ class GlobalRows:
         return as_array(self._assembler.array(source.plan, source.positions), dtype, shape)
 
     def chunk_regions(self, i: int) -> list[tuple[int, int, Region]]:
-        """Rank, micro-step and region of each chunk of a row's tensor; empty where chunks are reduced."""
+        """Return rank, micro-step and region of each chunk of a row's tensor; empty where ranks' chunks are reduced."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -252,7 +254,7 @@ class GlobalRows:
         return [(int(ranks[p]), int(micro_steps[p]), fill.region) for p, fill in zip(at, fills, strict=True)]
 
     def statistics_of_chunks(self, i: int) -> list[dict[str, Any]]:
-        """Rank, micro-step and statistics of each rank's chunk or summand; empty for a rank's own row."""
+        """Return rank, micro-step and statistics of each chunk or summand of a global row; empty for a rank's row."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []
@@ -262,7 +264,7 @@ class GlobalRows:
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def parts(self, i: int) -> Iterator[PayloadPart]:
-        """The encoded payload of a row, in parts of at most 32 MiB; LookupFailedError: there is none."""
+        """Yield the encoded payload of a row in parts of at most 32 MiB; raise LookupFailedError if there is none."""
         source = self._with_payload(i)
         if isinstance(source, int):
             yield from self._assembler.local_parts(source)
@@ -306,7 +308,7 @@ class GlobalRows:
         return pa.table(columns, schema=pa.schema([f.with_nullable(True) if f.name == "rank" else f for f in fields]))
 
     def _with_reasons(self, notes: Any, is_cut: npt.NDArray[np.bool_]) -> Any:
-        """The notes of ranks' own rows, with the reason why the row stays with its rank or has no values."""
+        """Add to the notes of single ranks' rows why the row stays with its rank or why it has no values."""
         changed: dict[int, str] = {}
         if not (self._whys or self._handed_on or is_cut.any()):
             return notes
@@ -329,7 +331,7 @@ class GlobalRows:
         return pc.replace_with_mask(notes, pa.array(is_changed), pa.array([*changed.values()], pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
-        """Rows that stay with their rank and miss a further part: they have no values to give."""
+        """Flag the rows of single ranks whose further parts are missing: such a row cannot give its values."""
         payload_bytes = columns["payload_bytes"].fill_null(NONE).to_numpy()
         is_cut = np.zeros(len(self._sources), bool)
         for i in np.flatnonzero(
@@ -348,7 +350,7 @@ def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:
 
 
 def _rows_of_values(values: Sequence[GlobalValue]) -> Iterator[GlobalValue | int]:
-    """The rows that a value becomes: one, or its ranks' own, or both where the global row does not say everything."""
+    """Yield for each value a global row, or its ranks' rows, or both where the global row does not say everything."""
     for value in values:
         plan = value.plan
         if isinstance(plan, Plan):
