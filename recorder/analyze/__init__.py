@@ -1,1 +1,1 @@
-"""Questions to a recorded run: everything here takes a `Run` and returns tables or named tuples; it never prints."""
+"""Questions about a recorded run. Every function takes a `Run`, returns tables or named tuples, and never prints."""

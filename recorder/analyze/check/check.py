@@ -1,4 +1,4 @@
-"""Judges a training by rules, among them one that compares the run's replicas; and what `recorder check` replies.
+"""Judges a training by rules, one of which compares the run's replicas, and makes the reply of `recorder check`.
 
 The reply has a sentence for each finding, with the command that shows more, or lists the rules.
 """
@@ -33,22 +33,22 @@ from ..first.replicas import FINDINGS, compare_replicas
 from .reading import RunRows
 
 _LEAST_COMMON = 2
-"""A sound run that has fewer than one in so many of a run's values is of another model, or recorded other sites."""
+"""A sound run with less than 1/`_LEAST_COMMON` of the run's values has another model, or recorded other sites."""
 
 
 class Checked(NamedTuple):
-    """What the rules say of a run."""
+    """The result of applying the rules to a run."""
 
     findings: list[Finding]
-    """The worst first, then by step."""
+    """The findings, sorted by severity, the worst first, then by step."""
     unjudged: list[Unjudged]
-    """Rules that could not judge the run, and what they need."""
+    """The rules that could not judge the run, and what they need."""
     num_rules: int
     num_rows: int
-    """Rows that were judged."""
+    """The number of rows that were judged."""
     steps: list[int]
     notes: list[str]
-    """What was left out."""
+    """Notes on what was left out."""
 
     @property
     def num_judged(self) -> int:
@@ -63,19 +63,19 @@ def check(
     baselines: Sequence[Run] = (),
     widths: Sequence[Run] = (),
 ) -> Checked:
-    """What is wrong with a training, by the statistics of its values.
+    """Judge a training by the statistics of its values.
 
     Args:
-        run: what was recorded of it.
-        rules: names of those that are asked; by default all.
-        thresholds: by rule and setting, in place of the defaults.
-        own: rules beside those of the recorder and of entry points.
-        baselines: runs of the same training that went well. They say what is normal here: `unusual` and `invariant`
-            judge by them, and what a rule says of them, too, is a note.
+        run: the recorded run of the training.
+        rules: the names of the rules to apply; empty for all rules.
+        thresholds: numbers that replace the default thresholds, by rule and setting.
+        own: rules besides those of the recorder and of entry points.
+        baselines: runs of the same training that went well. The rules `unusual` and `invariant` compare the run with
+            them. A finding that a rule also makes on them is only a note.
         widths: runs of the same training at other widths, for the rule `width`.
 
     Raises:
-        ConfigError: there is no rule of a name; the message names the nearest. Or one of `own` has the name of an
+        ConfigError: there is no rule of a name (the message names the nearest), or one of `own` has the name of an
             installed rule.
     """
     installed, notes = installed_rules()
@@ -114,7 +114,7 @@ def check(
 
 
 def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
-    """Leave out the advice to add a rule if a rule of the run selects all of it; say if the model has no buffers."""
+    """Drop the advice to add a recording rule that the run has already; say where the model has no buffers."""
     modules = run.modules.values()
     has_no_buffers = any(one.params for one in modules) and not any(one.buffers for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
@@ -130,7 +130,7 @@ def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
 
 
 def _selects_all(rule: RecordingRule, wanted: RecordingRule) -> bool:
-    """Whether a rule selects all that another one does, which selects sites whole: at every step and on every rank."""
+    """Return whether a rule selects all that `wanted` does, which selects complete sites at every step and rank."""
     is_asked_for = rule.keep & wanted.keep == wanted.keep and set(wanted.site) <= set(rule.site)
     return is_asked_for and replace(rule, site=wanted.site, keep=wanted.keep) == wanted
 
@@ -138,7 +138,7 @@ def _selects_all(rule: RecordingRule, wanted: RecordingRule) -> bool:
 def _learnt(
     baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Mapping[str, dict[str, float]]
 ) -> tuple[Normal, list[set[SeriesKey]]]:
-    """Return what was normal in sound runs and what rules say of them, and the values that each sound run has."""
+    """Return what was normal in sound runs and what rules find in them, and the series of each sound run."""
     normal, values = Normal(), []
     for run in baselines:
         rows = RunRows(run, [name for rule in rules for name in rule.columns])
@@ -187,7 +187,7 @@ def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[
 
 
 def _strangeness(series: Sequence[SeriesKey], known: set[SeriesKey]) -> str:
-    """Say why a sound run says little of a run: it has few values of the inner modules, which identify the model."""
+    """Return why a sound run says little about a run: few values of the inner modules are in both."""
     inner = [key for key in series if key.module_path] or list(series)
     num = sum(key in known for key in inner)
     if num * _LEAST_COMMON >= len(inner):
@@ -203,13 +203,13 @@ def _num_lost(run: Run) -> int:
 
 
 def installed_rules() -> tuple[list[type[Rule]], list[str]]:
-    """Return the rules that installed packages add, and why some of them are left out."""
+    """Return the rules that installed packages add, and notes on the rules that were left out."""
     rules: list[type[Rule]] = []
     notes = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         try:
             rules.append(_load(point, [rule.name for rule in (*RULES, *rules)]))
-        except Exception as error:  # a package of somebody else's may raise anything
+        except Exception as error:  # another package may raise anything
             notes.append(f"the entry point {point.name} = {point.value} was left out: {type(error).__name__}: {error}")
     return rules, notes
 
@@ -233,7 +233,7 @@ def _load(point: EntryPoint, names: Sequence[str]) -> type[Rule]:
 
 
 def replicas_of(run: Run) -> Replicas:
-    """Compare the replicas of a run: the first that differs of each site is a finding."""
+    """Compare the replicas of a run; the first difference at each site is a finding."""
     if len(run.ranks) < 2 and not run.is_merged:
         return Replicas((), Replica.needs)
     search = compare_replicas(run)
@@ -279,11 +279,11 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
 
     Args:
         run: the run that was checked.
-        checked: what the rules say of it.
-        typed: what a person types to mean the run.
-        fails_from: the least severity of a finding for which the exit code is 1, as it also is if the run is damaged;
-            None: the exit code is 0.
-        is_verbose: whether to name each rule that did not judge the run, and what it needs.
+        checked: the result of the rules.
+        typed: the words by which the user named the run on the command line.
+        fails_from: the least severity at which the exit code is 1, as it also is for a damaged run; None for exit code
+            0 in any case.
+        is_verbose: whether to name each rule that did not judge the run, and what the rule needs.
     """
     worst = max((one.severity for one in checked.findings), default=-1)
     is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems))
@@ -330,14 +330,14 @@ def rules_reply(rules: Sequence[type[Rule]], thresholds: Thresholds) -> Reply:
 
 
 class ToldFindings(NamedTuple):
-    """Findings that say the same of several values."""
+    """Findings that say the same about several values, joined for one sentence."""
 
     worst: Finding
     paths: list[str]
     names: list[str]
-    """Names of the values at the site."""
+    """The names of the values at the site."""
     first_step: int
-    """The first step of the finding that begins first."""
+    """The first step at which any of the findings holds."""
     last_step: int
     ranks: list[int]
 
@@ -371,7 +371,7 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
 
 
 def joined(findings: Iterable[Finding]) -> Iterator[ToldFindings]:
-    """Join findings that say the same of one site, of modules whose values have the same names, in their order."""
+    """Join findings that say the same at one site, over modules whose values have the same names."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in findings:
         groups.setdefault((one.rule, one.severity, one.what, one.site, one.measure), []).append(one)
@@ -386,7 +386,7 @@ def joined(findings: Iterable[Finding]) -> Iterator[ToldFindings]:
 
 
 def sentence(one: ToldFindings) -> str:
-    """Return one sentence: who, when, where, what, and the number against the threshold."""
+    """Return one sentence: the rule, the module, the steps, the ranks, the fault, and the number with its threshold."""
     worst = one.worst
     if not worst.site:
         return f"{worst.rule}: {worst.what}"

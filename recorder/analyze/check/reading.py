@@ -1,8 +1,8 @@
-"""The rows of a run as rules take them: range by range of steps, as columns of numbers. It reads no payload.
+"""Reads the rows of a run for rules, one range of steps after another, as columns of numbers. It reads no payload.
 
-Rows of recomputed forwards are left out, because they repeat values of the forward, and so are rows of steps that a
-restart did again. Some columns are numbers out of the bytes of histograms and of sums of units: the number is null if a
-row has no bytes, or the bytes are damaged or do not tell it. No Python loop runs over rows.
+Rows of recomputed forwards are left out, because they repeat values of the forward. Rows of steps that a restart did
+again are left out, too. Some columns are numbers computed from the bytes of histograms and of sums of units. Such a
+number is null if a row has no bytes, or if the bytes are damaged or do not show it. No Python loop runs over rows.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from ...run.step_ranges import Attempts, cut_rows, first_parts
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
-"""Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
+"""The rows of a range of steps, of all ranks, which are in memory together. A single step may have more rows."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")
 _TEXTS = (*_KEY, *_ABOUT)
 _NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
-"""The columns that every rule may read."""
+"""The columns that every rule may read without asking."""
 _ORDER = ("step", "rank", "attempt", "seq")
 _EVERY = (-MAX_COUNT, MAX_COUNT)
-"""All steps; the steps of the batches are then not looked at."""
+"""A range that means all steps, so that no row's step has to be compared."""
 
 Steps = tuple[int, int]
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 ACTIVE = 0.01
-"""A unit is dead if a smaller share of its values is not zero."""
+"""The share of a unit's values that must be nonzero for the unit not to be dead."""
 LEAST_VALUES = 32
-"""With fewer values of a unit, nobody can say that the unit is dead."""
+"""The least number of values from which a unit can be called dead."""
 _NO_ENDS = (0, 0)
 
 
 class RunRows:
-    """The rows of a run for rules, with the catalog that describes them.
+    """The rows of a run for rules, with the catalog that describes the rows.
 
     `columns` are read besides the usual statistics, unless no version of the format has them. `steps` go from the first
-    up to, but not including, the last; None means all. `catalog` is that of earlier rows of the same run.
+    up to, but not including, the last; None means all. `catalog` may be that of earlier rows of the same run.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class RunRows:
             {key: ModuleFacts(info.class_name, info.sites) for key, info in run.modules.items()}
         )
         self.num_rows = 0
-        """Rows that were given so far."""
+        """The number of rows yielded so far."""
         self.steps: set[int] = set()
-        """Steps of these rows."""
+        """The steps of the rows yielded so far."""
         self.num_superseded = 0
-        """Rows of steps that a restart did again."""
+        """The number of rows left out because a restart did their steps again."""
         self._view = run.view()
         self._parts_and_peers = _parts_and_peers(self._view, run)
 
     def __iter__(self) -> Iterator[Rows]:
-        """Yield the rows of the next steps, by step, rank and `seq`."""
+        """Yield the rows of the next steps, sorted by step, rank and `seq`."""
         attempts = Attempts(self._run)
         ranges = [self._steps or _EVERY]
         if self._steps is None and self._run.num_rows > RANGE_ROWS:
@@ -103,7 +103,7 @@ class RunRows:
                     yield self._as_rows(table)
 
     def of_table(self, table: Any) -> Rows:
-        """Return rows that were read already, with the columns of `columns_read`; one attempt counts at their steps."""
+        """Convert a table with the columns of `columns_read`. Only one attempt may have rows at its steps."""
         columns = [table.column(name) for name in (*_ORDER, *self._numbers, *_TEXTS)]
         return self._as_rows(pa.Table.from_arrays([*columns, *columns_of(self._details, table)], schema=self._schema))
 
@@ -127,7 +127,7 @@ class RunRows:
         return Rows(self.catalog, steps[order], lanes, columns)
 
     def _described(self, table: Any) -> tuple[Integers, Integers, Integers]:
-        """Return for each row its series, its rank's part of the batch, and its rank's piece of the model."""
+        """Return, for each row, its series, its rank's part of the batch, and its rank's piece of the model."""
         groups = group_rows(table, _KEY)
         series_of = []
         for row in table.select((*_KEY, *_ABOUT)).take(pa.array(groups.firsts)).to_pylist():
@@ -144,7 +144,7 @@ class RunRows:
 
 
 def columns_read(columns: Sequence[str]) -> list[str]:
-    """Return the columns to read for rules that need these columns besides the usual statistics."""
+    """Return all columns to read for rules that need these columns besides the usual statistics."""
     sources = (SOURCES[name] for name in _details(columns))
     return list(dict.fromkeys((*_ORDER, *_numbers(columns), *_TEXTS, *sources)))
 
@@ -160,7 +160,7 @@ def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def _about(site: str, dtype: str, shape: str | None, global_shape: str | None) -> About:
-    whole, own = _shape(global_shape), _shape(shape)  # ``()`` where an untrusted text is no shape
+    whole, own = _shape(global_shape), _shape(shape)  # an untrusted text that is no shape gives ``()``
     is_chunk = site in OF_MODULES and global_shape is not None and whole != own
     return About(dtype, own, min(max(math.prod(whole), 0), MAX_COUNT) if is_chunk else 0)
 
@@ -174,10 +174,10 @@ def _shape(text: str | None) -> tuple[int, ...]:
 
 
 def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
-    """Return by root and rank which part of the batch the rank works on, and which piece of the model it holds."""
+    """Return, by root and rank, which part of the batch the rank works on, and which piece of the model it holds."""
     pairs: dict[tuple[str, int], tuple[int, int]] = {}
     peers: dict[int, dict[int, int]] = {}
-    """By the identity of the group: the piece of the model that each rank holds."""
+    """By `id` of the group, the piece of the model that each rank holds."""
     for number, writer in enumerate(run.writers):
         for root in writer.manifest.roots:
             if writer.rank is None or (root.name, writer.rank) in pairs:
@@ -193,7 +193,7 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
 
 
 class _Ends(NamedTuple):
-    """Histograms of rows, each with the exponents of its type's least normal number and of its largest numbers."""
+    """Histograms of rows, with the exponents of the least normal and of the largest numbers of each row's type."""
 
     histograms: Histograms
     lowest: Integers
@@ -207,7 +207,7 @@ def _dead_share(units: ManyUnits) -> Floats:
 
 
 def _largest(units: ManyUnits) -> Floats:
-    """Return the largest magnitude of a unit, relative to the median root mean square of units that are not dead."""
+    """Return the largest magnitude of any unit, over the median root mean square of the units that are not zero."""
     sizes = np.sqrt(units.sum_sq / np.maximum(units.num_values, 1)[:, None])
     num = np.count_nonzero(sizes, axis=1)
     is_told = (num >= 2) & np.isfinite(sizes).all(axis=1)
@@ -223,9 +223,9 @@ def _subnormal_share(one: _Ends) -> Floats:
 
 
 def _top_share(one: _Ends) -> Floats:
-    """Return the share of the nonzero values that are in the type's highest power of two, or infinite.
+    """Return the share of the nonzero values that lie in the type's highest power of two, or are infinite.
 
-    Only positive values count: the negative ones may be a mask.
+    Only positive values count at the upper end, because negative ones may be a mask.
     """
     counts = one.histograms.counts[:, 1] * (one.histograms.exponents >= one.highest[:, None])
     return _share(counts.sum(axis=1) + one.histograms.infinite[:, 1], one.histograms)
@@ -239,11 +239,11 @@ def _share(counts: Integers, histograms: Histograms) -> Floats:
 _OF_UNITS = {"units.dead_share": _dead_share, "units.largest": _largest}
 _OF_HISTOGRAMS = {"histogram.subnormal_share": _subnormal_share, "histogram.top_share": _top_share}
 SOURCES = dict.fromkeys(_OF_UNITS, "units") | dict.fromkeys(_OF_HISTOGRAMS, "histogram")
-"""By the name that rules give to a number: the column of bytes that the number is read from."""
+"""By the name of each computed number, the column of bytes that the number is computed from."""
 
 
 def columns_of(names: Sequence[str], table: Any) -> list[Any]:
-    """Return these numbers of each row of a table, which has the bytes and the columns `dtype` and `shape`."""
+    """Compute these numbers for each row of a table, which must have the bytes, `dtype` and `shape`."""
     columns = {name: np.full(table.num_rows, np.nan) for name in names}
     dtype_of, dtypes = encode(table.column("dtype"))
     of_units, of_histograms = ([name for name in names if name in some] for some in (_OF_UNITS, _OF_HISTOGRAMS))

@@ -1,4 +1,4 @@
-"""The question what went wrong first in a run, and the reply: the answer in words, with tables of what ranks hold."""
+"""Answers what went wrong first in a run, and puts the answer into words and tables of what ranks hold."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ _NOUNS = {"param": "parameter", "grad": "gradient", "optim": "optimizer state"}
 
 
 class First(NamedTuple):
-    """What went wrong first."""
+    """The answer to what went wrong first in a run."""
 
     nonfinite: NonFiniteTensor | None
-    """The first NaN or infinity."""
+    """The first NaN or infinity; None where all values are finite."""
     num_nonfinite: int
-    """How many values are not finite, from the first on."""
+    """The number of values that are not finite."""
     num_nonfinite_modules: int
     num_known: int
-    """Recorded values that are known to be finite or not."""
+    """The number of recorded values of which it is known whether they are finite."""
     has_masks: bool
-    """Whether some of them are infinite from their first record on, and so excused."""
+    """Whether some values are infinite from their first record on, as masks are, and so are not counted."""
     steps: list[int]
     """The steps of the recorded values."""
     replica: Differing | None
-    """The first parameter, gradient or optimizer state that ranks should share and do not."""
+    """The first parameter, gradient or optimizer state that should be equal on several ranks and is not."""
     differing: list[tuple[str, str, str]]
-    """Module, site and name of every value whose replicas differ, in the order of the first difference of each."""
+    """Module, site and name of every value whose replicas differ, in the order of the first differences."""
     buffers: list[Differing]
-    """Buffers that differ between ranks; a stale buffer is a finding of its own."""
+    """The buffers that differ between ranks. A stale buffer counts as something that went wrong."""
     num_compared: int
-    """Replicas that were compared, including buffers."""
+    """The number of values whose replicas were compared, including buffers."""
     num_compared_of: dict[str, int]
-    """Replicas that were compared, by site."""
+    """The number of values whose replicas were compared, by site."""
     steps_compared: list[int]
-    """Steps at which replicas of parameters, gradients or optimizer state were compared."""
+    """The steps at which replicas of parameters, gradients or optimizer states were compared."""
     not_recorded: list[str]
-    """The sites without a row at which replicas that differ would be a finding."""
+    """The sites of `FINDINGS` that have no row in the run."""
     why_none_compared: str
     """Why only buffers were compared; empty if other replicas were compared, too."""
     notes: list[str]
-    """What the search saw and does not count, or could not look at."""
+    """What the search saw but did not count, and what the search could not look at."""
 
     @property
     def is_found(self) -> bool:
-        """Whether something went wrong."""
+        """Whether something went wrong in the run."""
         return self.nonfinite is not None or self.replica is not None or any(one.is_stale for one in self.buffers)
 
     @property
     def all_finite(self) -> str:
-        """A sentence about the values that are finite; empty if a value is not."""
+        """A sentence that says that all values are finite; empty if a value is not."""
         if self.nonfinite is not None:
             return ""
         what = "no NaN, and no value turned infinite," if self.has_masks else ""
@@ -68,7 +68,7 @@ class First(NamedTuple):
 
     @property
     def replicas_agree(self) -> str:
-        """A sentence about the replicas that agree, and what was not recorded; empty if none agree or some differ."""
+        """A sentence on the replicas that agree and on what was not recorded; empty if none agree or some differ."""
         numbers = {site: self.num_compared_of[site] for site in FINDINGS if site in self.num_compared_of}
         if self.replica is not None or not numbers:
             return ""
@@ -84,12 +84,13 @@ class First(NamedTuple):
 
 
 def first(run: Run) -> First:
-    """The first value that is not finite, and the first replica that differs.
+    """Return the first value that is not finite, and the first replica that differs.
 
-    Time is the step, then the order of execution on each rank. Infinities that were there from a value's first record
-    on and do not grow, as in an attention mask, are a note; NaN always counts. Replicas are parameters, gradients and
-    optimizer state of data-parallel ranks; buffers are told apart, because a forward may update each rank's own until
-    DDP broadcasts the first rank's. They are a finding where DDP was told not to, and nothing else makes them equal.
+    Values are ordered by step, then by the order of execution on each rank. Infinities that are there from a value's
+    first record on and do not grow, as in an attention mask, are only noted; NaN always counts. Replicas are
+    parameters, gradients and optimizer states of data-parallel ranks. Buffers are reported apart: a forward may update
+    each rank's own until DDP broadcasts the first rank's. A buffer counts where DDP was told not to, and nothing else
+    makes it equal.
     """
     attempts = Attempts(run)
     nonfinite, replicas = NonFiniteFinder(), ReplicaFinder(run)
@@ -104,7 +105,7 @@ def first(run: Run) -> First:
             replicas.add(timeline)
             num_superseded += timeline.num_superseded
             seen |= set(timeline.table.column("step")[timeline.num_firsts :].unique().to_pylist())
-            del timeline  # before the next one is made
+            del timeline  # frees the rows before the next timeline is made
     notes = [*nonfinite.notes(), *replicas.notes(), *_hooks_behind(run, nonfinite.first)]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
@@ -154,7 +155,7 @@ _HEALED = "no finding: DDP has broadcast_buffers=False, but in their last record
 
 
 def reply_of(run: Run, answer: First) -> Reply:
-    """Return the reply; the exit code is 1 if anything went wrong, or damage may hide that something did."""
+    """Return the reply. The exit code is 1 if something went wrong, or if damage may hide that something did."""
     return Reply(
         members=lambda: {"run": str(run.path), "found": answer.is_found, "problems": run.problems, **plain(answer)},
         parts=lambda: _parts(run, answer),

@@ -1,7 +1,7 @@
 """Finds the first value that is not finite, and the last healthy values before it.
 
-An infinity that was there from a value's first record on, and does not grow, is how the program masks; it is a note.
-The module reads a payload only where counts are missing.
+Infinities that are there from a value's first record on, and do not grow, are those of a mask, and only noted. This
+module must never read a payload where counts say enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_PROBLEMS = 3
 
 
 class OtherNonFinite(NamedTuple):
-    """A parameter or an input of the same module, or a loss, that is not finite at the same step, too."""
+    """A parameter or input of the module, or a loss, that is not finite at the step of the first bad value, too."""
 
     site: str
     name: str
@@ -34,20 +34,20 @@ class OtherNonFinite(NamedTuple):
 
 
 class NonFiniteTensor(NamedTuple):
-    """A tensor with NaN or infinite elements."""
+    """The first tensor with NaN or infinite elements."""
 
     value: RecordedValue
     nan_count: int
     inf_count: int
     numel: int
     num_before: int
-    """How many values its rank had seen before it in the step."""
+    """The number of values that the rank recorded before this value in the step."""
     before: RecordedValue | None
-    """The last healthy value that its rank saw before it, in the order of execution."""
+    """The last healthy value that the rank recorded before this value, in the order of execution."""
     last_healthy: RecordedValue | None
-    """The last healthy record of the same value on this rank, or of all ranks, at an earlier step."""
+    """The last healthy record of the same value on the same rank, or of all ranks, at an earlier step."""
     num_steps_healthy: int
-    """Earlier steps at which the same value was recorded healthy."""
+    """The number of earlier steps at which the same value was recorded healthy."""
     is_skipped: bool
     """Whether GradScaler skipped the update of this step, as it does if gradients overflow."""
     beside: list[OtherNonFinite]
@@ -55,14 +55,14 @@ class NonFiniteTensor(NamedTuple):
 
 
 class NonFiniteFinder:
-    """Finds the first NaN or infinity, by step and then in the order of execution of each rank, step range by range."""
+    """Finds the first NaN or infinity by step and order of execution. It takes one range of steps after another."""
 
     def __init__(self) -> None:
         self.first: NonFiniteTensor | None = None
         self.num_values = 0
-        """Rows that are not finite and are not excused."""
+        """The number of rows that are not finite and not excused as masks."""
         self.num_known = 0
-        """Rows that are known to be finite or not."""
+        """The number of rows of which it is known whether they are finite."""
         self._modules: set[tuple[str, str]] = set()
         self._masks: dict[tuple[str, ...], str] = {}
         self._num_unchecked = 0
@@ -70,12 +70,12 @@ class NonFiniteFinder:
 
     @property
     def num_modules(self) -> int:
-        """The number of modules with rows that are not finite."""
+        """The number of modules with rows that are not finite and not excused as masks."""
         return len(self._modules)
 
     @property
     def has_masks(self) -> bool:
-        """Whether some values are infinite from their first record on, and so excused."""
+        """Whether some values are infinite from their first record on, and so are excused as masks."""
         return bool(self._masks)
 
     def add(self, timeline: Timeline) -> FirstRows:
@@ -97,7 +97,7 @@ class NonFiniteFinder:
         return state.firsts()
 
     def notes(self) -> list[str]:
-        """Return what is not counted, or could not be looked at."""
+        """Return notes on what is not counted and what could not be read."""
         notes = list(self._masks.values())[:_MAX_NOTED]
         if len(self._masks) > _MAX_NOTED:
             notes.append(f"{len(self._masks) - _MAX_NOTED} more values are infinite from their first record on")
@@ -111,7 +111,7 @@ class NonFiniteFinder:
 
 
 class _Counts:
-    """Counts of every row of a timeline, completed from payloads as far as the search needs them."""
+    """The NaN and infinity counts of all rows of a timeline. Payloads are read only as far as the search needs."""
 
     def __init__(self, timeline: Timeline) -> None:
         table = timeline.table
@@ -138,7 +138,7 @@ class _Counts:
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
 
     def bad(self) -> npt.NDArray[np.bool_]:
-        """Return the rows of these steps that are not finite and not excused."""
+        """Return which rows of these steps are not finite, and are not excused as masks."""
         bad = ((self.nan > 0) | (self.inf > 0)) & ~self.excused()
         bad[: self._timeline.num_firsts] = False
         return np.asarray(bad)
@@ -150,14 +150,14 @@ class _Counts:
         return FirstRows(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
 
     def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
-        """Whether rows are infinite from the first record on, and no more so than the first of their shape."""
+        """Return which rows are infinite from the first record on, and no more so than the first of their shape."""
         nan, inf, begins = self.nan[rows], self.inf[rows], self._begins[rows]
         was_infinite = (self.inf[begins] > 0) & (self.nan[begins] == 0)
         grows = inf > self.inf[self._begins_in_shape[rows]]
         return np.asarray((inf > 0) & (nan == 0) & self._may_mask[rows] & was_infinite & ~grows)
 
     def search(self) -> int | None:
-        """Return the first bad row, once every row before it is known."""
+        """Return the first bad row, after reading every unknown row before it; None if no row is bad."""
         while True:
             bad_rows = np.flatnonzero(self.bad())
             limit = int(bad_rows[0]) if len(bad_rows) else self._timeline.num_rows
@@ -200,7 +200,7 @@ class _Counts:
 def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
     values = {name: timeline.table.column(name)[row].as_py() for name in (*SERIES_KEY, "rank")}
     before, last, num_steps = _healthy(timeline, state, values, row)
-    if timeline.num_firsts:  # the record began before these steps
+    if timeline.num_firsts:  # the value has records before these steps
         history = timeline.before(values["rank"])
         known = _Counts(history)
         known.search()
@@ -217,21 +217,21 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
 def _healthy(
     timeline: Timeline, state: _Counts, values: dict[str, Any], row: int | None = None
 ) -> tuple[RecordedValue | None, RecordedValue | None, int]:
-    """Find the healthy values before a row, or before all rows that come after these steps.
+    """Find the healthy values before a row, or, without a row, in all rows of a timeline of earlier steps.
 
     Returns the last healthy value of the row's rank, the last healthy record of the same value at an earlier step, and
-    at how many steps the same value was healthy.
+    the number of steps at which the same value was healthy.
     """
     is_healthy = state.is_known & (state.nan == 0) & (state.inf == 0)
     is_healthy[: timeline.num_firsts] = False
-    is_before = np.ones(timeline.num_rows, np.bool_)  # at an earlier step
+    is_before = np.ones(timeline.num_rows, np.bool_)  # which rows belong to an earlier step
     if row is not None:
         is_healthy &= np.arange(timeline.num_rows) < row
         is_before = timeline.codes["step"] < timeline.codes["step"][row]
-    # In a merged run a rank's row says only how it differs: where none did, one row is that of all ranks.
+    # A merged run has a row of one rank only where that rank differs: elsewhere the row of all ranks counts.
     of_all = is_before & timeline.is_equal("rank", None)
     on_rank = is_healthy & (timeline.is_equal("rank", values["rank"]) | of_all)
-    # A learning rate is finite whatever the training does: of the program's numbers a loss alone shows health.
+    # A learning rate is finite in any training: of the numbers that the program gives, only a loss shows health.
     is_number = holds(timeline.table.column("site"), NUMBERS.__contains__)
     before = np.flatnonzero(on_rank & (~is_number | _is_loss(timeline.table)))
     is_same = np.all([timeline.is_equal(name, values[name]) for name in SERIES_KEY], axis=0)

@@ -1,7 +1,7 @@
-"""Groups of rows of some steps that must be equal bit by bit on several ranks; a group is equal, differs, or is open.
+"""Groups of rows that must be equal, bit by bit, on several ranks. A group is equal, differs, or is undecided.
 
-The manifests say which ranks are replicas; rows of placed values say it themselves. Must never read a payload if the
-rows decide.
+The manifests say which ranks are replicas; a row of a DTensor says it itself. This module must never read a payload
+where the rows decide.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ...sites import STATES
 from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, ValueName
 
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
-"""How ranks keep their buffers: DDP sends the first rank's to all before each forward; DDP was told not to; FSDP keeps
-each rank's own."""
+"""How ranks keep their buffers equal. BROADCAST: DDP sends the first rank's buffers to all ranks before each forward.
+NEVER: DDP was told not to. OWN: FSDP keeps each rank's own buffers."""
 
 NAME = ("root", "module_path", "site", "name")
 
 
 class RankValue(NamedTuple):
-    """What one rank holds."""
+    """What one rank holds of a value."""
 
     rank: int
     fingerprint: str | None
@@ -44,57 +44,57 @@ class RankValue(NamedTuple):
 
 
 class Differing(NamedTuple):
-    """A value whose replicas differ."""
+    """A value whose replicas on several ranks differ."""
 
     value: RecordedValue
-    """The value on the lowest rank that differs from most ranks; in a tie, from the lowest rank."""
+    """The value on the lowest rank outside the largest group of equal ranks."""
     groups: list[list[int]]
-    """Groups of ranks that agree, the largest first."""
+    """Groups of ranks that hold equal values, the largest group first."""
     by: str
-    """What showed it: ``fingerprint``, ``statistics``, ``values`` or ``merge``."""
+    """What showed the difference: ``fingerprint``, ``statistics``, ``values``, ``shape`` or ``merge``."""
     ranks: list[RankValue]
     is_assumed: bool
-    """True if nothing says that these ranks have one model: no DDP or FSDP was seen around it, and no mesh in it."""
+    """True if no DDP, no FSDP and no device mesh says that these ranks share one model."""
     last_equal: RecordedValue | None
-    """The last record of the same value, at an earlier step, at which all ranks agreed."""
+    """The last record of the same value, at an earlier step, at which all ranks agreed; None if there is none."""
     sync: str | None = None
-    """How ranks keep a buffer equal: `BROADCAST`, `NEVER`, `OWN`, or None where nothing says it."""
+    """How ranks keep a buffer equal: `BROADCAST`, `NEVER` or `OWN`; None where nothing says it."""
     differs_last: bool = True
-    """Whether ranks also differ in the last record of a buffer; else the program made the buffer equal again."""
+    """Whether ranks also differ in the last record of a buffer; if not, the program made the buffer equal again."""
 
     @property
     def is_stale(self) -> bool:
-        """Whether the value is a buffer of all ranks that differs and that nothing ever makes equal again."""
+        """Whether the value is a buffer that differs at the end and that DDP was told not to broadcast."""
         return self.sync == NEVER and self.differs_last
 
 
 class ReplicaGroups:
-    """Groups of rows that must be equal, in the order of time; each is equal, differs, or is not known yet."""
+    """Groups of rows that must be equal, in the order of time; each group is equal, differs, or is not decided yet."""
 
     def __init__(self, run: Run, timeline: Timeline, equal: Any, *, reads_payloads: bool = True) -> None:
         self._timeline, self._reads_payloads = timeline, reads_payloads
         self._equal = equal
         table = timeline.table
         is_candidate = holds(table.column("site"), STATES.__contains__)
-        is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # gradients before their reduction
+        is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # a gradient before its reduction
         is_candidate[: timeline.num_firsts] = False
         leaders, self._assumed = _leaders(run, timeline)
         placements, notes = table.column("placements"), table.column("note")
-        # Where nobody knows where a chunk lies, it is no replica.
+        # A chunk whose place in the tensor is unknown is no replica.
         is_plain = placements.is_null().to_numpy() & ~holds(notes, lambda note: "no_layout" in note_members(note))
         shards = _shards(table)
         has_offsets = table.column("offsets").is_valid().to_numpy()
-        # Without offsets, equal placements do not mean equal chunks; a slice of the flattened tensor needs none.
+        # Without offsets, equal placements do not mean equal chunks. A slice of the flattened tensor needs no offsets.
         has_placement = has_offsets | ~holds(placements, lambda text: _has_kind(text, "Shard", but="FlatShard"))
         has_placement |= (shards > 0) & holds(placements, lambda text: "Replicate" in kinds_of(text))
         has_placement &= placements.is_valid().to_numpy() & ~holds(placements, lambda text: _has_kind(text, "Partial"))
-        has_placement &= integers(table.column("numel")) != 0  # an empty slice begins where another one does
+        has_placement &= integers(table.column("numel")) != 0  # an empty chunk has the same offset as its neighbour
         is_own = is_plain & is_candidate & _are_own(timeline)
         is_counted = is_own & ~holds(table.column("shape"), "[]".__eq__)
         counted = np.flatnonzero(is_counted)
         of_own = group([timeline.codes[name][counted] for name in NAME])
         self.own: set[ValueName] = timeline.texts(NAME, counted[of_own.firsts])
-        """Values that are each rank's own."""
+        """The values that each rank has for itself, such as the parameters of its experts."""
         self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | has_placement))
         chunks = [codes(table.column(name)) for name in ("offsets", "placements")]
         keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *chunks]
@@ -106,7 +106,7 @@ class ReplicaGroups:
 
     @property
     def compared(self) -> Any:
-        """The site and step of each value of several ranks that was compared."""
+        """The site and step of each value that was compared over several ranks."""
         compared = self._groups.firsts[(self._sizes > 1) & ~self._is_open & ~self._is_unknown]
         return self._table.select(["site", "step"]).take(pa.array(compared))
 
@@ -129,11 +129,11 @@ class ReplicaGroups:
         self._by = np.where(layouts, "shape", np.where(by_print, "fingerprint", "statistics")).astype(object)
 
     def is_of(self, sites: tuple[str, ...]) -> npt.NDArray[np.bool_]:
-        """Return which groups are of these sites."""
+        """Return which groups belong to one of these sites."""
         return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
 
     def search(self, asked: npt.NDArray[np.bool_]) -> int | None:
-        """Return the first of some groups that differs, once every group before it is known."""
+        """Return the first of the asked groups that differs, after deciding every group before it; None for none."""
         differing = np.flatnonzero(self._differs & asked)
         limit = int(differing[0]) if len(differing) else self._groups.num_groups
         for number in np.flatnonzero(self._is_open[:limit] & asked[:limit]).tolist():
@@ -142,7 +142,7 @@ class ReplicaGroups:
         return limit if len(differing) else None
 
     def firsts(self, asked: npt.NDArray[np.bool_]) -> Iterator[tuple[int, RecordedValue]]:
-        """Yield the first group that differs of each asked value, and the value as one of its rows records it."""
+        """Yield, for each asked value with a difference, the first group that differs and a record of the value."""
         numbers = np.flatnonzero(self._differs & asked)
         rows = self._rows[self._groups.firsts[numbers]]
         for first in group([self._timeline.codes[name][rows] for name in NAME]).firsts.tolist():
@@ -171,7 +171,7 @@ class ReplicaGroups:
         )
 
     def with_last(self, buffer: Differing) -> Differing:
-        """Return a buffer with what its last record in these steps says of it; unchanged where none says anything."""
+        """Set `differs_last` of a buffer by its last record in these steps; keep it where no record decides."""
         differs = self._differs_last(buffer.value.key)
         return buffer if differs is None else buffer._replace(differs_last=differs)
 
@@ -189,15 +189,15 @@ class ReplicaGroups:
                 last_step, differs = int(step[rows[last]]), bool(self._differs[last])
                 break
         of_all = np.flatnonzero(same & timeline.is_equal("rank", None) & (step > last_step))
-        if len(of_all):  # merged: one row is what all ranks had, unless it says otherwise
+        if len(of_all):  # in a merged run a row stands for all ranks, unless its note says that they differ
             differs = "replicas_differ" in (timeline.table.column("note")[int(of_all[-1])].as_py() or "")
         return differs
 
     def uncompared(self, asked: npt.NDArray[np.bool_]) -> Counter[str]:
-        """Count the groups among some that could not be compared, by the reason.
+        """Count the asked groups that could not be compared, by the reason.
 
-        A group has ``nothing`` to compare; has ``statistics`` that are equal, which proves nothing; or comes ``after``
-        the first group that differs, and only its bytes would tell.
+        The reason is ``nothing`` without anything to compare, ``statistics`` where only statistics are equal, which
+        proves nothing, and ``after`` for a group behind the first difference that only its bytes could decide.
         """
         of_nothing, of_statistics = self._is_unknown & self._lacks_numbers, self._is_unknown & ~self._lacks_numbers
         reasons = {"nothing": of_nothing, "statistics": of_statistics, "after": self._is_open}
@@ -241,7 +241,7 @@ class ReplicaGroups:
         return timeline.value_in(self._equal, int(earlier[-1])) if len(earlier) else None
 
     def last_equals(self) -> Any:
-        """Return for each value its last record so far at which all ranks agreed."""
+        """Return, for each value, the last record so far at which all ranks agreed."""
         rows = np.flatnonzero(self._agrees())
         newest = rows[::-1][group([self._timeline.codes[name][rows[::-1]] for name in SERIES_KEY]).firsts]
         table = self._timeline.table.select(VALUE_COLUMNS).take(pa.array(np.sort(newest)))
@@ -254,7 +254,7 @@ class ReplicaGroups:
 
     def _agrees(self) -> npt.NDArray[np.bool_]:
         timeline = self._timeline
-        agrees = timeline.is_equal("rank", None)  # merged: one row is what all ranks had
+        agrees = timeline.is_equal("rank", None)  # in a merged run a row stands for all ranks
         is_equal = ~self._differs & ~self._is_open & ~self._is_unknown & (self._sizes > 1)
         agrees[self._rows] |= is_equal[self._groups.ids]
         agrees[: timeline.num_firsts] = False
@@ -268,7 +268,7 @@ class ReplicaGroups:
 
 
 def _has_kind(placements: str, end: str, *, but: str = "") -> bool:
-    """Whether the kind of some placement ends with a word, and none is the kind `but`."""
+    """Return whether the kind of some placement ends with `end`, and no placement is of the kind `but`."""
     kinds = kinds_of(placements)
     return but not in kinds and any(kind.endswith(end) for kind in kinds)
 
@@ -280,14 +280,14 @@ def _are_own(timeline: Timeline) -> npt.NDArray[np.bool_]:
 
 
 def _shards(table: Any) -> Integers:
-    """Return for each row a number for its coordinate on the axes of the mesh that do not replicate; 0 if unknown."""
+    """Number the coordinates of rows on the mesh axes that do not replicate; 0 where the coordinate is unknown."""
     numbers: dict[Any, int] = {None: 0}
     shards, ids = by_distinct(table, ("placements", "mesh"), _shard)
     return np.array([numbers.setdefault(shard, len(numbers)) for shard in shards], np.int64)[ids]
 
 
 def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
-    """Read the coordinate from untrusted JSON."""
+    """Read the coordinate on the mesh axes that do not replicate, from untrusted JSON; None if there is none."""
     try:
         kinds, mesh_object = json.loads(placements or "null"), json.loads(mesh or "null")
     except (ValueError, RecursionError):
@@ -301,17 +301,17 @@ def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
 
 
 def _statistics_ids(table: Any) -> Integers:
-    """Return numbers that are equal where all statistics are equal bit by bit."""
+    """Return numbers that are equal for two rows where all their statistics are equal bit by bit."""
     columns = [numbers(table.column(name)).view(np.int64) for name in STATISTICS]
     columns += [integers(table.column(name)) for name in COUNTS]
     return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids
 
 
 def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
-    """Return for each row the lowest rank that works on the same model, and the roots for which that is assumed.
+    """Return the lowest rank of each row's model, and the roots whose ranks are only assumed to share a model.
 
-    Ranks of other stages of a pipeline do not work on the same model. Where manifests contradict each other, each
-    rank's own manifest counts.
+    Ranks of other pipeline stages do not have the same model. Where manifests contradict each other, each rank's own
+    manifest counts.
     """
     number_of = {(writer.rank, writer.attempt): number for number, writer in enumerate(run.writers)}
     assumed: set[str] = set()
@@ -319,7 +319,7 @@ def _leaders(run: Run, timeline: Timeline) -> tuple[Integers, set[str]]:
     def leader(root: str, rank: int | None, attempt: int) -> int:
         number = number_of.get((rank, attempt))
         if rank is None or run.is_merged or number is None:
-            return -1 if rank is None else 0  # a merge leaves a replica with its rank only where it differs
+            return -1 if rank is None else 0  # a merge keeps a row of one rank only where that rank differs
         of_model = run.topology.group(root, "", number)
         ranks = run.topology.own_ranks(root, number) if of_model.conflict else of_model.ranks
         if of_model.source == "assumed" and not of_model.model_groups:

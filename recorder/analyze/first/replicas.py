@@ -1,8 +1,8 @@
-"""Finds the first replica that differs: values that ranks must share bit by bit, data-parallel or of one mesh.
+"""Finds the first replica that differs: a value that ranks of data parallelism or of one mesh must share bit by bit.
 
-Replicas are compared by fingerprint, else by their bytes. Statistics that differ prove a difference, equal ones prove
-nothing. Manifests say which ranks are replicas, and whether buffers are made equal again; rows of placed values say it
-themselves. Where nothing says it, it is assumed, and the finding says so.
+Replicas are compared by fingerprint, or else by their bytes. Different statistics prove a difference, but equal
+statistics prove nothing. Manifests say which ranks are replicas, and whether buffers are made equal again; rows of
+DTensors say it themselves. Elsewhere replicas are assumed, and the finding says so.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .replica_groups import BROADCAST, NAME, NEVER, OWN, Differing, ReplicaGroup
 from .timeline import RecordedValue, Timeline, ValueName, whole_rows
 
 RANGE_ROWS = 1_000_000
-"""Rows of a range of steps, which are in memory together at about 1 kB each; a single step may have more."""
+"""The rows of a range of steps, which are in memory together at about 1 kB each. A single step may have more rows."""
 FINDINGS = tuple(site for site in STATES if site != "buffer")
-"""Sites at which ranks that differ are a finding."""
+"""The sites at which a difference between ranks is a finding."""
 
 
 class ReplicaFinder:
-    """Finds the first difference of replicas, by step and then in the order of execution, step range by range.
+    """Finds the first difference of replicas by step and order of execution. It takes one range of steps after another.
 
     `reads_payloads` says whether values are compared by their bytes if their rows do not decide.
     """
@@ -38,15 +38,15 @@ class ReplicaFinder:
     def __init__(self, run: Run, *, reads_payloads: bool = True) -> None:
         self._run, self._reads_payloads = run, reads_payloads
         self.first: Differing | None = None
-        """The first difference of parameters, gradients and optimizer state."""
+        """The first difference of a parameter, gradient or optimizer state; None while all are equal."""
         self.firsts: dict[str, Differing] = {}
-        """The first difference at each of these sites."""
+        """The first difference at each site of `FINDINGS`."""
         self.values: dict[ValueName, RecordedValue] = {}
-        """Every such value that ever differs, where it first did, in the order of these first differences."""
+        """The first differing record of every value whose replicas differ, buffers excepted, in the order of time."""
         self.num_compared: Counter[str] = Counter()
         """The number of values that were compared over ranks, by site."""
         self.steps: set[int] = set()
-        """Steps at which parameters, gradients and optimizer state were compared."""
+        """The steps at which parameters, gradients or optimizer states were compared."""
         self._has_buffer = False
         self._buffers: dict[ValueName, Differing] = {}
         self._noted: dict[ValueName, Differing] = {}
@@ -91,7 +91,7 @@ class ReplicaFinder:
 
     @property
     def buffers(self) -> list[Differing]:
-        """The first difference of each buffer, by step."""
+        """The first difference of each buffer, sorted by step."""
         noted = [one for name, one in self._noted.items() if name not in self._buffers]
         syncs = _syncs(self._run)
         buffers = [one._replace(sync=syncs.get(one.value.root)) for one in (*self._buffers.values(), *noted)]
@@ -99,11 +99,11 @@ class ReplicaFinder:
 
     @property
     def not_recorded(self) -> list[str]:
-        """The sites without a row at which replicas that differ would be a finding."""
+        """The sites of `FINDINGS` that have no row."""
         return [site for site in FINDINGS if site not in self._recorded]
 
     def notes(self) -> list[str]:
-        """Return what could not be compared."""
+        """Return notes on what could not be compared."""
         texts = {
             "nothing": "have neither fingerprints nor statistics nor values to compare",
             "statistics": "have statistics alone: they are equal, which proves nothing"
@@ -118,7 +118,7 @@ class ReplicaFinder:
         return notes + self._problems
 
     def why_none(self) -> str:
-        """Say why nothing but buffers could be compared; empty if something was."""
+        """Return why nothing but buffers could be compared; empty if something else was."""
         if not self.num_compared.keys().isdisjoint(FINDINGS):
             return ""
         if "statistics" in self._why_uncompared:
@@ -136,7 +136,7 @@ class ReplicaFinder:
 
 
 def compare_replicas(run: Run) -> ReplicaFinder:
-    """Compare the replicas of a run by their fingerprints and statistics alone; no payload is read."""
+    """Compare the replicas of a run by their fingerprints and statistics alone. No payload is read."""
     attempts, finder = Attempts(run), ReplicaFinder(run, reads_payloads=False)
     ranges = run.view().windows(RANGE_ROWS)
     with cut_rows(run, ranges, _rows_of_states) as tables_of:
@@ -164,7 +164,7 @@ def _syncs(run: Run) -> dict[str, str]:
 
 
 def _noted_by_merge(timeline: Timeline) -> Iterator[Differing]:
-    """Yield the buffers of a merged run whose notes say that ranks differed; it has no rows of the ranks."""
+    """Yield the buffers that a merged run's notes call different between ranks, whose own rows the merge left out."""
     notes = timeline.table.column("note")
     is_told = holds(notes, lambda note: "replicas_differ" in note_members(note))
     is_told &= holds(timeline.table.column("site"), "buffer".__eq__)

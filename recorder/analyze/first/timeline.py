@@ -1,4 +1,4 @@
-"""The rows of a run in the order of time, and the position of a row in the run. It reads no payload unless asked."""
+"""The rows of a run in the order of time, and the position of a row in the run. No payload is read unless asked for."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _COLUMNS = (*_KEY, "seq", "dtype", "shape", "numel", "offsets", "placements", "m
             "fingerprint", "encoding")  # fmt: skip
 
 VALUE_COLUMNS = (*_KEY, "dtype", "shape")
-"""The columns of a `RecordedValue`."""
+"""The columns of a table that a `RecordedValue` is made of."""
 _WINDOW_ROWS = 50_000
 _BEGINNING = -(1 << 62)
-"""A step before all others."""
+"""A number that is smaller than every step."""
 
 
 _SCHEMA = pa.schema(
@@ -55,18 +55,18 @@ _SCHEMA = pa.schema(
 
 
 ValueName = tuple[str, str, str, str]
-"""What a value is called at every step: root, module, site and name."""
+"""The names of a value, which are the same at every step: root, module path, site and name."""
 
 
 class RecordedValue(NamedTuple):
-    """A value, with the step and the rank at which it was seen."""
+    """One record of a value: its names, and the step and the rank at which it was seen."""
 
     step: int
     module_path: str
     site: str
     name: str
     rank: int | None
-    """None for a value of all ranks, in a merged run."""
+    """The rank of the record; None for a value of all ranks, in a merged run."""
     micro_step: int | None
     call: int
     repeat: int
@@ -78,9 +78,9 @@ class RecordedValue(NamedTuple):
     dtype: str
     shape: str
     module_class: str
-    """The class of the module, if the run says it."""
+    """The class of the module; empty if the run does not say it."""
     source: str
-    """File and line of that class, if the run says it."""
+    """The file and line of the module's class; empty if the run does not say it."""
 
     @property
     def key(self) -> ValueName:
@@ -88,19 +88,19 @@ class RecordedValue(NamedTuple):
 
 
 class FirstRows(NamedTuple):
-    """The first records of values, which later records are compared with, at later steps too."""
+    """The first records of values, with which records at later steps are compared."""
 
     table: Any
     nan: Integers
     inf: Integers
-    """The numbers of NaN and infinite elements, as far as they are known."""
+    """The numbers of infinite elements, as far as they are known."""
 
 
 class Timeline:
-    """The rows of complete tensors by step, then in each rank's order of execution; of two attempts the newer.
+    """The rows of complete tensors by step, then in each rank's order of execution. Of two attempts the newer counts.
 
     Stages of a pipeline follow one another, micro-batch by micro-batch. The first `num_firsts` rows are the first
-    records of values at earlier steps; they are only compared with.
+    records of values at earlier steps, and only serve for comparison.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Timeline:
 
         Args:
             run: the complete run.
-            attempts: of the run; it has seen all writers' rows of these steps, or sees them now.
+            attempts: the attempts of the run, which have seen all writers' rows of these steps, or see them now.
             steps: from the first up to, but not including, the last; None means all.
-            firsts: the first records at earlier steps.
-            tables: what `whole_rows` gives of some writers and these steps; by default of all writers.
+            firsts: the first records of values at earlier steps.
+            tables: what `whole_rows` gives for these steps and some writers; None for all writers.
         """
         self.run, self.attempts, self.steps = run, attempts, steps
         self.firsts = firsts
@@ -124,11 +124,11 @@ class Timeline:
         table = table.take(pa.array(order))
         counts = attempts.counting(table)
         self.num_superseded = int((~counts).sum())
-        """Rows of steps that a restart did again; they are not in the timeline."""
+        """The number of rows of steps that a restart did again, which the timeline leaves out."""
         if self.num_superseded:
             table = table.filter(pa.array(counts))
         codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
-        # The table is in each rank's order: a row's position in its rank's step is the time that ranks share.
+        # Each rank's rows are in its own order: a row's index within its step serves as a time common to all ranks.
         starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | (np.diff(ranks) != 0)])
         lengths = np.diff(np.r_[starts, len(ranks)])
         num_before = np.arange(len(ranks)) - np.repeat(starts, lengths) if len(ranks) else np.zeros(0, np.int64)
@@ -140,7 +140,7 @@ class Timeline:
             num_before = np.r_[np.zeros(self.num_firsts, np.int64), num_before]
         self.table = table
         self.num_before: Integers = num_before
-        """For each row, how many rows its rank had before it in the step."""
+        """By row, the number of rows that the rank has before it in the step."""
 
     @property
     def num_rows(self) -> int:
@@ -148,23 +148,23 @@ class Timeline:
 
     @cached_property
     def codes(self) -> dict[str, Integers]:
-        """The columns of the key as numbers."""
+        """Integer codes for the columns that identify values."""
         return {name: codes(self.table.column(name)) for name in dict.fromkeys((*VALUE_KEY, *SERIES_KEY, "rank"))}
 
     @cached_property
     def series(self) -> Groups:
-        """The rows of the same value on the same rank, over the steps."""
+        """Groups of rows: one group for each value on each rank, over all steps."""
         return group([self.codes[name] for name in (*SERIES_KEY, "rank")])
 
     def before(self, rank: int | None) -> Timeline:
-        """Return all earlier steps of one rank; in a merged run those of all ranks together, too."""
+        """Return the timeline of all earlier steps for one rank; in a merged run, rows of all ranks are included."""
         assert self.steps is not None, "a range of steps has others before it"
         writers = [writer for writer in self.run.writers if writer.rank in (rank, None)]
         steps = _BEGINNING, self.steps[0]
         return Timeline(self.run, self.attempts, steps, tables=whole_rows(writers, steps))
 
     def is_equal(self, name: str, value: object) -> npt.NDArray[np.bool_]:
-        """Return which rows have a value in a column; None means null."""
+        """Return which rows have this value in a column; None stands for null."""
         column = self.table.column(name)
         if isinstance(value, str):
             return holds(column, value.__eq__)
@@ -172,22 +172,22 @@ class Timeline:
         return np.array(flags.to_numpy(), np.bool_)
 
     def texts(self, names: Sequence[str], rows: Integers) -> set[tuple[Any, ...]]:
-        """Return the distinct cells of some rows in some columns."""
+        """Return the distinct combinations that some rows have in some columns."""
         table = self.table.select(names).take(pa.array(rows))
         return set(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
     def value(self, row: int) -> RecordedValue:
-        """Return the value that a row records."""
+        """Return the value that a row of the timeline records."""
         return self.value_in(self.table, row)
 
     def value_in(self, table: Any, row: int) -> RecordedValue:
-        """Return the value that a row of another table of this run records; the table has `VALUE_COLUMNS`."""
+        """Return the value that a row of another table of this run records. The table must have `VALUE_COLUMNS`."""
         values = {name: table.column(name)[row].as_py() for name in VALUE_COLUMNS}
         info = self.run.modules.get((values["root"], values["module_path"]))
         return RecordedValue(**values, module_class=info.class_name if info else "", source=info.source if info else "")
 
     def arrays(self, rows: Integers) -> Iterator[tuple[int, npt.NDArray[Any] | RunError]]:
-        """Yield the tensors of many rows in their order, or why a tensor cannot be read."""
+        """Yield the tensors of many rows, in the order of steps, or the error where a tensor cannot be read."""
         table = self.table.take(pa.array(rows))
         steps = integers(table.column("step"))
         view = self.run.view(layouts=PER_RANK)
@@ -207,28 +207,28 @@ class Timeline:
     def array(self, row: int) -> npt.NDArray[Any]:
         """Return the tensor of a row.
 
-        Raises RunError if it was not recorded, or cannot be read.
+        Raises RunError if the tensor was not recorded, or cannot be read.
         """
         question = {name: self.table.column(name)[row].as_py() for name in _KEY}
         return self.run.array(question.pop("module_path"), **question)
 
 
 def whole_rows(writers: Sequence[RecordedWriter], steps: tuple[int, int] | None) -> Iterator[Any]:
-    """Yield the rows of complete tensors of some writers and steps, a table a batch, with texts as numbers."""
+    """Yield the rows of complete tensors of some writers and steps, one table for each batch, with texts as codes."""
     every = _BEGINNING, -_BEGINNING
     for table in first_parts(writers, steps or every, _COLUMNS, is_all=steps is None):
         yield with_coded_texts(table, _SCHEMA)
 
 
 def _times(run: Run, table: Any, steps: Integers, ranks: Integers, num_before: Integers) -> Times:
-    """Return when the rows were seen; a row's position in its rank's step is the time that ranks share."""
+    """Return when the rows were seen; the index of a row within its rank's step is a time common to all ranks."""
     mode, phase, micro_step = codes(table.column("mode")), table.column("phase"), codes(table.column("micro_step"))
     is_forward, is_backward = holds(phase, "forward".__eq__), holds(phase, ("backward", "recompute").__contains__)
     return Times(steps, mode, is_forward, is_backward, num_before, _stages(run, table), micro_step, ranks)
 
 
 def _stages(run: Run, table: Any) -> Integers:
-    """Return the pipeline stage of each row, -1 for none: a merged run has it in its rows, others in manifests."""
+    """Return each row's pipeline stage, -1 for none, from the notes of a merged run or from the manifests."""
     if run.is_merged:
         notes, texts = encode(table.column("note"))
         of_text = np.array([-1 if (stage := stage_of(text)[0]) is None else stage for text in texts] + [-1], np.int64)
