@@ -1,1 +1,1 @@
-"""The merge tool: the global view of a run, written out as a run of its own."""
+"""The merge tool, which writes the global view of a run as a run of its own."""

@@ -1,6 +1,6 @@
 """Runs a merge from beginning to end: plan, workers, resumption, publication and report.
 
-Must never change the source, and never hand an open run to a worker: each worker opens its own.
+A merge must never change the source, and never hand an open run to a worker: each worker opens the run itself.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .unit import (
 )
 
 Report = Callable[[int], None]
-"""Takes the bytes merged since the last call."""
+"""A function that takes the number of bytes merged since its last call."""
 Progress = Callable[[str, int], AbstractContextManager[Report]]
-"""Makes a `Report` from a title and the number of bytes to come."""
+"""A function that makes a `Report` from a title and the number of bytes to come."""
 
 _SHARDS_PER_UNIT = 200
-"""A worker of a cluster opens the run once for a task: 0.3 ms a shard, so tasks grow with the run."""
+"""A worker of a cluster opens the run anew for each task, at 0.3 ms a shard, so tasks grow with the run."""
 _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
-"""A network file system may show a new folder a few seconds late."""
+"""The pause between tries to see the output folder, which a network file system may show a few seconds late."""
 _TASKS_PER_WORKER = 2
-"""A worker runs one task while another waits, in case this thread is busy."""
+"""Each worker has one task running and one waiting, in case this thread is too busy to submit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +58,21 @@ class MergeReport:
     path: Path
     num_units: int
     num_kept_units: int
-    """Units that an earlier call finished from the same rows."""
+    """The number of units that an earlier call finished from the same rows."""
     num_tensors: int
     num_rows: int
     source_bytes: int
-    """Payload of the source, decoded."""
+    """Bytes of the source's payload, decoded."""
     merged_bytes: int
-    """The part of that payload that this call merged."""
+    """The part of `source_bytes` that this call merged."""
     written_bytes: int
-    """Size of the merged shards, with those of kept units."""
+    """Bytes of the merged shards, including the shards of kept units."""
     elapsed_s: float
     findings: Summary
 
     @property
     def num_problems(self) -> int:
-        """Findings which mean that something is wrong or missing."""
+        """The number of findings which mean that something is wrong or missing."""
         return num_problems(self.findings)
 
 
@@ -87,7 +87,7 @@ class _Job:
     num_workers: int
     call: str
     is_alone: bool
-    """True where a worker is a process that keeps the run open from one task to the next."""
+    """True if a worker is a process that keeps the run open from one task to the next."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class _Job:
 
 @contextmanager
 def silent(title: str, total_bytes: int) -> Iterator[Report]:
-    """Report progress to nobody."""
+    """Report no progress."""
     yield lambda num_bytes: None
 
 
@@ -111,14 +111,14 @@ def merge_run(
     layouts: Sequence[str] = (),
     progress: Progress = silent,
 ) -> MergeReport:
-    """Write the global view of a run as a run of its own, or bring such a run up to date.
+    """Write the global view of a run as a run of its own, or bring such a merged run up to date.
 
     Args:
         run: the source; it is not changed, and may still be recorded.
         out: a directory that does not exist yet, is empty, or is a merge of this run with these options.
-        executor: shares the work with this thread, where there is more than one unit. It is not shut down.
-        num_workers: the tasks that the executor runs at once.
-        helps: True where this thread builds units too; else it only hands them out.
+        executor: shares the units with this thread, if there is more than one unit. It is not shut down.
+        num_workers: the number of tasks that the executor runs at once.
+        helps: True if this thread builds units too; False if it only hands units out.
         loss: as in `Run.view`.
         layouts: as in `Run.view`.
         progress: makes the progress bar.
@@ -196,10 +196,10 @@ def _hand_out(
     report: Report,
     stop: Callable[[], None],
 ) -> list[Unit]:
-    """Have the executor build units, and build from the end of the list with `build`, until all are taken.
+    """Have the executor build units, and build units from the end of the list with `build`, until all are taken.
 
-    On failure `stop` makes the workers fail too. Returns the units that were not built, because the run has changed
-    since it was opened here.
+    On failure `stop` makes the workers fail too. Return the units that no worker built, because the run had changed
+    since this process opened it.
     """
     size = 1 if job.is_alone else 1 + job.num_shards // _SHARDS_PER_UNIT
     waiting = deque(units[start : start + size] for start in range(0, len(units), size))
@@ -207,8 +207,8 @@ def _hand_out(
     left: list[Unit] = []
     try:
         while waiting or running:
-            # A few at a time: Python 3.11's pool hangs over cancelled tasks when a worker dies. This thread takes the
-            # last task, or it would wait at the end for a worker that has two.
+            # Only a few tasks are submitted at a time: Python 3.11's pool hangs over cancelled tasks when a worker
+            # dies. This thread takes the last task, or it would wait at the end for a worker with two tasks.
             while len(waiting) > (build is not None) and len(running) < _TASKS_PER_WORKER * job.num_workers:
                 task = waiting.popleft()
                 running[executor.submit(_work, job, task)] = task
@@ -222,13 +222,13 @@ def _hand_out(
                 left += undone
     except BaseException:
         stop()
-        wait(running)  # workers still write there
+        wait(running)  # workers still write to the output
         raise
     return sorted(left, key=units.index)
 
 
 def _work(job: _Job, units: Sequence[Unit]) -> list[Unit]:
-    """Build units with a run of this worker's own, in any process or thread; return those that differ in that run."""
+    """Build units in any process or thread, with a run opened there; return the units that differ in that run."""
     builder, output = (_open_once if job.is_alone else _open)(job)
     left = []
     for unit in units:
@@ -248,7 +248,7 @@ def _open(job: _Job) -> tuple[UnitBuilder, Output]:
 
 
 def _check_reachable(output: Output) -> None:
-    """Check that this process can write where the merge is built. ClusterError: it cannot."""
+    """Raise ClusterError if this process cannot write where the merge is built."""
     for num_tries_left in reversed(range(_SEES_TRIES)):
         try:
             output.begin().rmdir()

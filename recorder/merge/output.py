@@ -1,8 +1,8 @@
 """The output directory of a merge: its manifests, its units, and the moment at which readers see the units.
 
-Where `_run.json` is there, the published units are one complete merge. It is removed first and written last whenever
-units are published or removed, so no reader sees a part. Finished units wait in `_merging`. Must never touch a
-directory that is not a merge of this very run with these very options.
+If `_run.json` exists, the published units are one complete merge. The file is removed first and written last whenever
+units are published or removed, so no reader sees a part. Finished units wait in `_merging`. This module must never
+touch a directory that is not a merge of this very run with these very options.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from .unit import is_unit_name
 
 _MERGING = "_merging"
 _PRIVATE = 0o700
-"""Only the owner may enter the directories, as in a recording."""
+"""The mode of directories: only the owner may enter them, as in a recording."""
 _DISK = Disk()
 _SOURCE = "source"
-"""The name of the writer without rows whose manifest replaces those of the source's writers."""
+"""The name of the writer without rows whose manifest stands for the manifests of the source's writers."""
 
 
 class Output:
-    """The directory of a merged run. A worker is given the `call` of the process that has the lock."""
+    """The directory of a merged run. A worker passes the `call` of the process that holds the lock."""
 
     def __init__(self, path: Path, call: str | None = None) -> None:
         self.path = path
         self.call = call or f"_{os.getpid()}-{os.urandom(6).hex()}"
-        """The folder in which this call builds units; without the folder, a late worker builds nothing."""
+        """The name of the folder in which this call builds units; once the folder is gone, a late worker fails."""
         self._merging = path / _MERGING
 
     @property
     def is_whole(self) -> bool:
-        """Whether readers see a run here."""
+        """True if readers see a run in the directory."""
         return (self.path / RUN_MANIFEST).is_file()
 
     def units(self) -> set[str]:
-        """The names of the finished units, published or not."""
+        """Return the names of the finished units, both published and waiting."""
         return self._published() | {name for name in _names(self._merging) if self._is_waiting(name)}
 
     def manifest_of(self, unit: str) -> dict[str, Any]:
-        """The manifest of the global rows of a finished unit; empty where it cannot be read."""
+        """Return the manifest of the global rows of a finished unit; empty if it cannot be read."""
         for folder in (self._merging / unit / GLOBAL_DIR, self.path / GLOBAL_DIR / unit):
             with contextlib.suppress(RunError):
                 return read_json(folder / WRITER_MANIFEST)
@@ -66,7 +66,7 @@ class Output:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Path]:
-        """Let any process build units until the block ends; a process that outlives the block fails."""
+        """Let any process build units until the block ends; building fails in a process that outlives the block."""
         folder = self._merging / self.call
         folder.mkdir(mode=_PRIVATE, parents=True)
         try:
@@ -75,41 +75,40 @@ class Output:
             self.stop_building()
 
     def stop_building(self) -> None:
-        """End the building: a worker that is at work on a unit fails."""
+        """Make every worker that is building a unit fail."""
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         with contextlib.suppress(OSError):
-            os.rename(
-                self._merging / self.call, gone
-            )  # at once: a worker might make new files while others are removed
+            # One rename, because a worker might make new files while other files are removed.
+            os.rename(self._merging / self.call, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def begin(self) -> Path:
-        """Make a folder to build a unit in; any process may, while the merge is `building`."""
+        """Make a folder to build a unit in; any process may call this while the merge is `building`."""
         folder = self._merging / self.call / f"{os.uname().nodename}-{os.getpid()}-{os.urandom(6).hex()}"
         folder.mkdir(mode=_PRIVATE)
         return folder
 
     def finish(self, folder: Path, unit: str) -> None:
-        """Take over the unit in `folder`, which is complete and on the disk."""
+        """Take over the unit in `folder`, which is complete and synced to the disk."""
         _DISK.sync_directory(folder)
         try:
             os.rename(folder, self._merging / unit)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._is_waiting(unit):
                 raise
-            # A worker that had been given up made the unit after all; both made the same bytes.
+            # A worker that had been given up finished the unit after all; both workers wrote the same bytes.
             shutil.rmtree(folder, ignore_errors=True)
         _DISK.sync_directory(self._merging)
 
     def clear(self, wanted: Collection[str] | None = None) -> None:
-        """Remove what a killed merge left unfinished, and finished units that are neither `wanted` nor published."""
+        """Remove the unfinished units of a killed merge, and finished units that are neither `wanted` nor published."""
         for name in _names(self._merging):
             if not self._is_waiting(name) or (wanted is not None and name not in wanted):
-                # A worker of a killed merge may still write there.
+                # A worker of a killed merge may still write to this folder.
                 shutil.rmtree(self._merging / name, ignore_errors=True)
 
     def publish(self, wanted: Collection[str], source: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Show readers the finished units `wanted` and nothing else, with the manifests `source` and `run`."""
+        """Show readers the finished units in `wanted` and no others, with the manifests `source` and `run`."""
         published = self._published()
         waiting = [name for name in wanted if name not in published or self._is_waiting(name)]
         stale = [published - set(wanted), self._debris(wanted)]
@@ -124,7 +123,7 @@ class Output:
         for folder in self._debris(wanted):
             self._remove(folder)
         for name in waiting:
-            if name in published:  # made again; the global part goes last, so that after a kill it can be removed
+            if name in published:  # built again; the global part, by which a unit counts as published, goes last
                 of_ranks = (self.path / rank / name for rank in self._ranks())
                 for folder in (*filter(Path.is_dir, of_ranks), self.path / GLOBAL_DIR / name):
                     self._remove(folder)
@@ -143,7 +142,7 @@ class Output:
         return {name for name in _names(self.path / GLOBAL_DIR) if is_unit_name(name)}
 
     def _is_waiting(self, name: str) -> bool:
-        """Whether a name in `_merging` is a finished unit; a unit that is half published still has its global part."""
+        """Tell if a name in `_merging` is a finished unit; a half-published unit still has a global directory."""
         return is_unit_name(name) and (self._merging / name / GLOBAL_DIR).is_dir()
 
     def _debris(self, wanted: Collection[str]) -> list[Path]:
@@ -155,7 +154,7 @@ class Output:
         return [name for name in _names(self.path) if parse_rank_dir(name) is not None]
 
     def _publish(self, unit: str) -> None:
-        """Move the directories of a unit to their final paths; the global one comes last: then all are there."""
+        """Move the directories of a unit to their final paths, the global directory last, as the sign of completion."""
         folder = self._merging / unit
         for name in sorted(_names(folder), key=lambda name: (name == GLOBAL_DIR, name)):
             (self.path / name).mkdir(mode=_PRIVATE, exist_ok=True)
@@ -163,14 +162,14 @@ class Output:
         folder.rmdir()
 
     def _remove(self, folder: Path) -> None:
-        """Remove a published directory, for readers at once."""
+        """Remove a published directory, so that readers lose it in one rename."""
         self._merging.mkdir(mode=_PRIVATE, exist_ok=True)
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         os.rename(folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def _has_manifests(self, source: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
-        """Whether the manifests on disk are the same already, apart from the times."""
+        """Return True if the manifests on disk are equal to the given manifests, apart from the times."""
         try:
             paths = self.path / GLOBAL_DIR / _SOURCE / WRITER_MANIFEST, self.path / RUN_MANIFEST
             on_disk = [read_json(path) for path in paths]
@@ -186,10 +185,10 @@ class Output:
 
 @contextlib.contextmanager
 def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Output]:
-    """Create or continue the directory of a merge of a run with some options, and lock it while it is worked on.
+    """Create or continue the directory of a merge of a run with some options, and lock it inside the block.
 
-    WriteError is raised, and nothing is touched, where the directory holds something else, cannot be written, or
-    another merge is at work there.
+    WriteError is raised, and nothing is touched, if the directory holds anything else, cannot be written, or if another
+    merge is running there.
     """
     path = Path(os.path.abspath(path))
     _check_path(path, run)
@@ -208,7 +207,7 @@ def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Ou
         if manifest is None and not create_manifest(
             _DISK, path / MERGE_MANIFEST, identity | {"path": str(run.path.absolute())}
         ):
-            _check_same(path, read_json(path / MERGE_MANIFEST), identity)  # another merge came first
+            _check_same(path, read_json(path / MERGE_MANIFEST), identity)  # another merge created it first
         _check_links(path)
         yield Output(path)
 
@@ -242,7 +241,7 @@ def _find_manifest(path: Path, run: Run) -> dict[str, Any] | None:
             raise WriteError(f"{error}; {advice}") from error
     rest = [name for name in names if not (name.startswith(f"{MERGE_MANIFEST}.") and name.endswith(".tmp"))]
     if not rest:
-        return None  # empty, or a merge was killed in its first instant
+        return None  # the directory is empty, or a merge was killed right after its start
     if RUN_MANIFEST in names:
         with contextlib.suppress(RunError):
             manifest = read_json(path / RUN_MANIFEST)
@@ -252,7 +251,7 @@ def _find_manifest(path: Path, run: Run) -> dict[str, Any] | None:
 
 
 def _check_links(path: Path) -> None:
-    """Refuse symbolic links, through which files elsewhere might be changed or removed."""
+    """Refuse symbolic links, through which files outside the directory might be changed or removed."""
     for folder, folders, files in os.walk(path):
         for where in (os.path.join(folder, name) for name in (*folders, *files)):
             if os.path.islink(where):
@@ -285,7 +284,7 @@ _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 
 
 def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`_run.json`, with the path of the source and the options of the merge."""
+    """Return the content of `_run.json`, with the path of the source and the options of the merge."""
     merged_from = {"run_id": run.run_id, "created_ns": run.manifest.created_ns, **options}
     return {
         **_FORMAT,
@@ -298,12 +297,12 @@ def of_run(run: Run, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_units(run: Run) -> dict[str, Any]:
-    """The members that the manifests of all units share."""
+    """Return the members that the manifests of all units share."""
     return {"run_id": run.run_id, "world_size": run.world_size, "step_source": _step_source(run)}
 
 
 def of_source(run: Run) -> dict[str, Any]:
-    """`_writer.json` of a writer without rows, with the modules, rules, events and accounts of the source."""
+    """Return `_writer.json` of the writer without rows: modules, rules, events and ledgers of the source."""
     informative = {
         name: next((members[name] for writer in run.writers if name in (members := writer.manifest.members)), None)
         for name in _INFORMATIVE
@@ -331,7 +330,7 @@ def of_source(run: Run) -> dict[str, Any]:
 
 
 def _rewritable(value: Any, depth: int = 0) -> Any:
-    """Untrusted JSON as it may be written again: without NaN, and of bounded depth."""
+    """Return untrusted JSON in a form that can be written: without NaN, and of bounded depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict | list) and depth > _MAX_DEPTH:
@@ -342,13 +341,13 @@ def _rewritable(value: Any, depth: int = 0) -> Any:
 
 
 def _step_source(run: Run) -> str | None:
-    """How steps were counted; ``counted`` if any writer says so, because then no attempts can be joined."""
+    """Return how steps were counted; ``counted`` if any writer says so, because attempts then cannot be joined."""
     sources = [source for writer in run.writers if (source := writer.manifest.step_source) is not None]
     return COUNTED if COUNTED in sources else next(iter(sources), None)
 
 
 def _roots(run: Run) -> list[dict[str, Any]]:
-    """The roots with the modules of all writers: the stages of a pipeline are one root in several processes."""
+    """Return the roots with the modules of all writers: pipeline stages are one root in several processes."""
     roots: dict[str, dict[str, Any]] = {}
     modules: dict[str, dict[str, Any]] = {}
     unshared_of: dict[str, dict[str, str]] = {}
@@ -364,7 +363,7 @@ def _roots(run: Run) -> list[dict[str, Any]]:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """The events of all writers; an event of several ranks appears once, with its ranks."""
+    """Return the events of all writers; an event that several ranks share appears once, with its ranks."""
     events: dict[tuple[str, str], dict[str, Any]] = {}
     for writer in run.writers:
         for event in writer.manifest.events:

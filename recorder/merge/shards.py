@@ -1,6 +1,6 @@
-"""Writes rows of the global view as checked shards: batches of some MiB, sealed files, one writer directory.
+"""Writes rows of the global view as a writer directory of sealed shards, in batches of some MiB with checksums.
 
-Must never hold more payload than one batch, and never write outside the given directory.
+The writer must never hold more payload than one batch, and never write outside the given directory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
 _LAYOUTS = {"tensors": IpcFormat(SCHEMA), "stats": IpcFormat(SCHEMA, "zstd")}
 _LIGHT_BYTES = 256 << 10
-"""Payload of scalars, which are stored with the statistics, at which a batch is written."""
+"""Scalars are stored with the statistics; a batch is written when their payload reaches this many bytes."""
 _SMALL_BYTES = 1024
-"""A scalar's payload of up to so many bytes is stored with the statistics."""
+"""A scalar's payload of up to this many bytes is stored with the statistics."""
 
 
 class WriterMemory:
-    """The memory that a process writes from; directories use it one after the other."""
+    """The buffers that a process writes from; writer directories use them one after the other."""
 
     def __init__(self) -> None:
         self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_LIGHT_BYTES)}
@@ -47,7 +47,7 @@ class WriterMemory:
 
 
 class MergedDirectory:
-    """One writer directory in the making: add rows of the record batch `rows`, finish, describe."""
+    """A writer directory in the making: add rows of the record batch `rows`, finish, then describe."""
 
     def __init__(self, path: Path, rows: Any, memory: WriterMemory) -> None:
         self.path = path
@@ -63,12 +63,12 @@ class MergedDirectory:
         self._times_ns = rows.column("time_ns").to_numpy()
         self._first_ns = 0
         self.unit_bytes = pc.binary_length(rows.column("units")).fill_null(0).to_numpy(zero_copy_only=False)
-        """By row, the bytes of its column `units`."""
+        """For each row, the number of bytes in the column `units`."""
         self.disk.make_directory(path)
         self._lanes = {kind: _KindWriter(self, kind) for kind in _LAYOUTS}
 
     def add(self, row: int, part: PayloadPart | None, number: int = 0, why: str | None = None) -> None:
-        """Copy a row of the view with part `number` of its payload, or without any; `why` says why none is there."""
+        """Add a row with part `number` of its payload, or without a payload for the reason `why`."""
         is_light = part is None or (part.payload_bytes <= _SMALL_BYTES and self._sites[row].as_py() in NUMBERS)
         self._max_attempt = max(self._max_attempt, int(self._attempts[row]))
         if self.num_rows == 0:
@@ -81,14 +81,14 @@ class MergedDirectory:
             lane.close()
 
     def describe(self, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest with the accounts; afterwards the names in the directory are durable."""
+        """Write the manifest with the ledger; afterwards the names in the directory are durable."""
         own = {
             "format": FORMAT_NAME,
             "version": list(FORMAT_VERSION),
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "attempt": self._max_attempt,
-            # The time of the first row, by which readers order the units of a step.
+            # Readers order the units of a step by the time of the first row.
             "started_ns": self._first_ns,
             "closed_ns": time.time_ns(),
             "state": "closed",
@@ -97,12 +97,12 @@ class MergedDirectory:
         replace_manifest(self.disk, self.path / WRITER_MANIFEST, {**manifest, **own})
 
     def abandon(self) -> None:
-        """Close the open files; the caller removes the directory."""
+        """Close the open files, so that the caller can remove the directory."""
         for lane in self._lanes.values():
             lane.abandon()
 
     def ledger(self, about_to_write: int = 0) -> dict[str, Any]:
-        """The accounts, with the rows of the batch that will carry them."""
+        """Return the ledger as it will be once a batch of `about_to_write` rows is written."""
         written = self.num_written_rows + about_to_write
         retired = {"rows": 0, "bytes": 0}
         return {"observed": self.num_rows, "written": written, "dropped": {}, "retired": retired}
@@ -165,7 +165,7 @@ class _KindWriter:
     def _clear(self) -> None:
         self._waiting: list[_WaitingRow] = []
         self._ends = [0]
-        """The end of each waiting row's payload."""
+        """The end of each waiting row's payload in bytes, after a leading 0."""
         self._unit_bytes = 0
 
     def _flush(self) -> None:
@@ -174,7 +174,8 @@ class _KindWriter:
         directory = self._directory
         if self._file is None:
             path = directory.path / open_name(shard_name(self._kind, self._next_number))
-            # Through the page cache: the user reads the result next, and the kernel writes it back in the background.
+            # Write through the page cache: the user reads the result next, and the kernel writes it back in the
+            # background.
             self._file = BatchFile(directory.disk, path, self._layout, directory.memory.message, is_direct=False)
         payload = None
         if self._kind == "tensors":
@@ -205,7 +206,7 @@ class _KindWriter:
         self._next_number += 1
 
     def _batch(self, payload: Payload | None) -> pa.RecordBatch:
-        """The waiting rows; `data` is empty where the payload is written separately."""
+        """Make a batch of the waiting rows; `data` is empty if the payload is written separately."""
         seqs, rows, numbers, flat_offsets, encodings, payload_bytes, whys = zip(*self._waiting, strict=True)
         taken = self._directory.rows.take(_array(pa.int64(), rows))
         is_later = np.array(numbers) > 0
@@ -242,13 +243,13 @@ class _KindWriter:
 
 
 def as_batch(table: Any) -> pa.RecordBatch:
-    """A table as one record batch."""
+    """Return a table as one record batch."""
     batches = table.combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
 def _bits(is_there: Any) -> pa.Buffer | None:
-    """A validity bitmap whose unused bits are zero; None where all values are there."""
+    """Return a validity bitmap whose unused bits are zero; None if every value is valid."""
     return None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
 
 
@@ -258,7 +259,7 @@ def _array(kind: pa.DataType, values: Sequence[int], is_there: list[bool] | None
 
 
 def _clean(column: pa.Array) -> pa.Array:
-    """A column whose validity begins at a byte and has zeros in its unused bits."""
+    """Return a column whose validity bitmap begins at a byte and has zeros in its unused bits."""
     if column.null_count == 0:
         return column
     validity, *rest = column.buffers()

@@ -1,7 +1,7 @@
-"""The units of a merge: cuts a run into units by its indexes, merges and recognizes them, and counts findings.
+"""The units of a merge: cuts a run into units by its indexes, merges and recognizes units, and counts findings.
 
-A unit is written as closed writer directories in a folder, never outside it. Planning opens no payload; merging never
-holds a unit's payload. A row that the source cannot give becomes a finding.
+A unit is written as closed writer directories in a folder, never outside the folder. Planning opens no payload, and
+merging never holds all payload of a unit. A row that the source cannot give becomes a finding.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ..run.run import Run
 from .shards import MergedDirectory, WriterMemory, as_batch
 
 _PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
-"""Members of a root that say how its ranks share the work."""
+"""The members of a root that say how its ranks share the work."""
 UNIT_BYTES = 256 << 20
-"""Decoded payload of a unit, of all ranks: a second of work, and the most that a kill costs."""
+"""Decoded payload of a unit, over all ranks: a second of work, and the most that a kill costs."""
 UNIT_ROWS = 100_000
-"""Rows of a unit, of all ranks: the bound on the memory for their columns."""
+"""Rows of a unit, over all ranks: this bounds the memory for the columns."""
 ROWS_PER_WRITER = 4096
-"""With many writers, a unit has so many rows of each, because shards are read batch by batch."""
+"""With many writers a unit has this many rows per writer, because shards are read batch by batch."""
 UNIT_FORMAT = 3
-"""Raised when the result of the same inputs changes; units of an older number are made again."""
+"""A number to raise when the result of the same inputs changes; units with an older number are built again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
 
 Counts = npt.NDArray[np.int64]
@@ -54,29 +54,29 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A share of a window: the rows that one writer directory of the merged run holds."""
+    """A share of a window: the rows of one writer directory of the merged run."""
 
     window: Window
     share: int
-    """From 0 to the window's `num_units` - 1."""
+    """The index of the share, from 0 to the window's `num_units` - 1."""
     digest: str
     """A hash of everything that decides the result: the shards of these steps, their writers, the options."""
     payload_bytes: int
 
     @property
     def name(self) -> str:
-        """The name of the unit's directories, which identifies it: a directory of this name holds this very unit."""
+        """The name of the unit's directories; two units with the same name have the same content."""
         first, last, num_units = self.window
         return f"steps{first:09d}to{last:09d}-{self.share + 1:02d}of{num_units:02d}-{self.digest}"
 
 
 def is_unit_name(name: str) -> bool:
-    """Whether a directory has the name of a unit."""
+    """Return True if a directory has the name of a unit."""
     return _NAME.fullmatch(name) is not None
 
 
 class Inputs:
-    """The rows and bytes of each step in each shard of a run, and what else the global view depends on."""
+    """The rows and bytes of each step in each shard of a run, and all else that the global view depends on."""
 
     def __init__(self, run: Run, options: dict[str, Any]) -> None:
         self._constant = [UNIT_FORMAT, options]
@@ -89,19 +89,19 @@ class Inputs:
             for shard in writer.shards:
                 sizes.append(StepSizes.of(shard.columns(SIZE_COLUMNS)))
                 shards.append(np.full(len(sizes[-1].steps), len(self._shards), np.int64))
-                size_bytes = shard.size_bytes if shard.is_sealed else None  # an open one grows with later steps
+                size_bytes = shard.size_bytes if shard.is_sealed else None  # an open shard grows with later steps
                 self._shards.append((number, shard.path.name, size_bytes))
         self.shards = [shard for writer in run.writers for shard in writer.shards]
         step, rows, num_bytes = map(np.concatenate, zip(*sizes, strict=True))
         order = np.argsort(step, kind="stable")
         self._step, self._shard = step[order], np.concatenate(shards)[order]
         self._rows, self._bytes = rows[order], num_bytes[order]
-        # Where steps are merely counted, a later life of a rank replaces all earlier ones.
+        # Where steps are only counted, a later life of a rank replaces all earlier lives.
         is_counted = any(writer.is_counted for writer in run.writers)
         self._constant.append(self._writers if is_counted else None)
 
     def windows(self, kept: Sequence[Window] = ()) -> Iterator[Window]:
-        """Yield windows that cover every step: those `kept`, and between them as few as the bounds allow."""
+        """Yield windows that cover every step: the `kept` windows, and as few as the bounds allow between them."""
         kept = sorted(kept)
         sizes = StepSizes.sum([StepSizes(self._step, self._rows, self._bytes)])
         max_rows = max(UNIT_ROWS, ROWS_PER_WRITER * len(self._writers))
@@ -117,7 +117,7 @@ class Inputs:
                     yield Window(first, last, num_units)
 
     def units(self, window: Window) -> list[Unit]:
-        """Return the units of a window as this run fills it."""
+        """Return the units of a window, with the rows that this run has for it."""
         begin, end = np.searchsorted(self._step, window[:2])
         digest = self._digest(begin, end)
         payload_bytes = int(self._bytes[begin:end].sum())
@@ -127,12 +127,12 @@ class Inputs:
         ]
 
     def shards_of(self, window: Window) -> list[Any]:
-        """Return the shards with rows of a window's steps."""
+        """Return the shards that have rows of a window's steps."""
         begin, end = np.searchsorted(self._step, window[:2])
         return [self.shards[number] for number in np.unique(self._shard[begin:end]).tolist()]
 
     def kept_windows(self, names: Collection[str]) -> list[Window]:
-        """Return the windows all of whose units are among `names`, merged from just what this run holds."""
+        """Return the windows all of whose units are among `names` and were merged from exactly this run's rows."""
         candidates: set[Window] = set()
         for name in names:
             match = _NAME.fullmatch(name)
@@ -150,7 +150,7 @@ class Inputs:
         rows = np.zeros(len(shards), np.int64)
         np.add.at(rows, index.reshape(-1), self._rows[begin:end])
         listed = [(*self._shards[shard], count) for shard, count in zip(shards.tolist(), rows.tolist(), strict=True)]
-        # Writers are given by name, not by number: numbers change when an earlier rank starts to write.
+        # Writers are identified by name: their numbers change when a lower rank starts to write.
         named = sorted([*self._writers[number][:2], *rest] for number, *rest in listed)
         writers = [self._writers[number] for number in sorted({number for number, *_ in listed})]
         text = json.dumps([self._constant, writers, named], separators=(",", ":"), sort_keys=True)
@@ -175,20 +175,20 @@ _NOT_UNDERSTOOD = "a later version wrote them in a way that the merging one does
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitReport:
-    """The result of a unit, which its manifest holds too. Sizes are in bytes."""
+    """The result of a unit, which is also in the unit's manifest. Sizes are in bytes."""
 
     num_tensors: int
     num_rows: int
     source_bytes: int
     written_bytes: int
-    """Shards and indexes, without the manifests."""
+    """Bytes of shards and indexes, without manifests."""
     findings: Summary
     damage: list[str]
-    """Messages about damage in the source's shards of these steps."""
+    """Messages about damage in the source's shards that hold these steps."""
 
     @property
     def is_damaged(self) -> bool:
-        """Whether another merge may give more once the source is repaired."""
+        """True if another merge may give more rows once the source is repaired."""
         return bool(self.damage) or CORRUPT in self.findings
 
 
@@ -213,7 +213,7 @@ class UnitBuilder:
         self._loaded: _Loaded | None = None
 
     def is_as_planned(self, unit: Unit) -> bool:
-        """Whether the run, as opened here, holds what the unit was planned from; a growing run may hold more."""
+        """Return True if the run as opened here has the rows that the unit was planned from, and no further rows."""
         return self._inputs.units(unit.window)[unit.share].digest == unit.digest
 
     def build(self, unit: Unit, folder: Path) -> UnitReport:
@@ -224,8 +224,8 @@ class UnitBuilder:
         findings = list(rows.findings) if unit.share == 0 else []
         num_rows = written_bytes = 0
         done: list[tuple[int | None, MergedDirectory]] = []
-        # Rank by rank: a directory needs the memory of a batch, and there may be hundreds. The global directory is made
-        # even for a unit without global rows.
+        # Directories are filled rank by rank: each needs the memory of a batch, and there may be hundreds. The global
+        # directory is made even for a unit without global rows.
         for rank in [-1, *(rank for rank in np.unique(ranks[is_own]).tolist() if rank >= 0)]:
             name = GLOBAL_DIR if rank < 0 else rank_dir(rank)
             directory = MergedDirectory(folder / name, batch, self._memory)
@@ -254,13 +254,13 @@ class UnitBuilder:
                 merge |= {name: getattr(report, name) for name in UnitReport.__dataclass_fields__}
             directory.describe({**self._manifest, "writer": unit.name, "rank": rank, "merge": merge})
         for shard in self._inputs.shards_of(unit.window):
-            shard.release()  # mapped pages count as memory of the process
+            shard.release()  # pages of the mapped shard count as memory of the process
         return report
 
     def _load(self, window: Window) -> tuple[GlobalRows, Any]:
         if self._loaded is None or self._loaded.window != window:
             self._loaded = None
-            gc.collect()  # rows and mapped shards refer to each other in circles
+            gc.collect()  # rows and mapped shards refer to each other in cycles
             rows = self._view.rows(window.first, window.last)
             self._loaded = _Loaded(window, rows, as_batch(rows.table))
         return self._loaded.rows, self._loaded.batch
@@ -285,12 +285,12 @@ class UnitBuilder:
 
 
 def read_report(manifest: Mapping[str, Any]) -> UnitReport:
-    """The report in the manifest of a unit. KeyError: it has no report, or another version's."""
+    """Read the report from the manifest of a unit; raise KeyError if it has none, or another version's."""
     return UnitReport(**{name: manifest["merge"][name] for name in UnitReport.__dataclass_fields__})
 
 
 def _share_of_rows(payload_bytes: Any, num_units: int) -> Any:
-    """Return the number of the share of each row; shares hold consecutive rows, and about equal payloads."""
+    """Return the share that each row belongs to; shares hold consecutive rows, and about equal payloads."""
     weights = np.asarray(payload_bytes, np.int64) + _ROW_WEIGHT
     begins = np.cumsum(weights) - weights
     total = int(weights.sum()) or 1
@@ -313,24 +313,24 @@ def _unreadable(rows: Any, row: int, error: RunError) -> RowFinding:
 
 
 CORRUPT = "corrupt"
-"""The kind of finding for bytes of the source that changed or are gone."""
+"""The kind of finding for bytes of the source that have changed or are gone."""
 UNKNOWN_ENCODING = "unknown_encoding"
-"""The kind for an encoding or an element type of a later version, which cannot be read here."""
+"""The kind of finding for an encoding or an element type of a later version, which cannot be read here."""
 UNKNOWN_COLUMN = "unknown_column"
-"""The kind for a column of a later version, which merged rows do not have."""
+"""The kind of finding for a column of a later version, which merged rows do not have."""
 MAX_EXAMPLES = 5
 _HARMLESS = ("per_rank", "inferred", "superseded", "buffers_differ", "between_stages", UNKNOWN_COLUMN)
 _FIELDS = ("step", "module_path", "site", "name", "text")
 
 Entry = dict[str, Any]
 Summary = dict[str, Entry]
-"""By kind: `count`, `num_problems` (findings that make the exit code 1) and `first`, some examples."""
+"""By kind of finding: `count`, `num_problems` (the findings that make the exit code 1), and `first`, some examples."""
 
 
 def is_problem(kind: str) -> bool:
-    """Whether a finding means that the merged run is incomplete, or that training did not go as it should.
+    """Return True if a finding means that the merged run is incomplete, or that training went wrong.
 
-    Replicas of buffers may differ: they are each rank's own until the next forward broadcasts them.
+    Replicas of buffers may differ: each rank keeps its own values until the next forward broadcasts them.
     """
     return kind not in _HARMLESS
 
@@ -349,19 +349,19 @@ def summarize(findings: Iterable[RowFinding]) -> Summary:
 
 
 def of_damage(texts: Iterable[str]) -> Summary:
-    """Summarize messages about damage in the source, each once."""
+    """Summarize messages about damage in the source, counting equal messages once."""
     texts = list(dict.fromkeys(texts))
     return {CORRUPT: _of_run(texts, len(texts), len(texts))} if texts else {}
 
 
 def of_unknown_columns(rows_of: Mapping[str, int]) -> Summary:
-    """Summarize the columns that merged rows do not have, from the number of rows that have each."""
+    """Summarize the columns that merged rows do not have, from the number of rows that have each column."""
     texts = [f"column {name!r}: this version of recorder does not know it" for name in rows_of]
     return {UNKNOWN_COLUMN: _of_run(texts, max(rows_of.values()), 0)} if texts else {}
 
 
 def _of_run(texts: Sequence[str], count: int, num_problems: int) -> Entry:
-    """The summary of findings about the run, whose examples have a text alone."""
+    """Summarize findings about the whole run, whose examples have only a text."""
     first = [dict.fromkeys(_FIELDS) | {"ranks": [], "text": text} for text in texts[:MAX_EXAMPLES]]
     return {"count": count, "num_problems": num_problems, "first": first}
 
@@ -385,5 +385,5 @@ def _content(example: Entry) -> Entry:
 
 
 def num_problems(summary: Summary) -> int:
-    """The number of findings that make the exit code 1."""
+    """Return the number of findings that make the exit code 1."""
     return sum(int(entry["num_problems"]) for entry in summary.values())
