@@ -1,1 +1,1 @@
-"""Where two runs differ: values paired whatever the layouts, judged against noise, and the modules that caused it."""
+"""Where two runs differ: values are paired whatever the layouts, judged against noise, and traced to a module."""

@@ -1,4 +1,4 @@
-"""How far two arrays are apart. The module knows of no runs, and looks at a bounded number of elements at once."""
+"""Measures how far two arrays are apart. This module knows of no runs, and compares few elements at once."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import numpy.typing as npt
 from ...errors import LookupFailedError
 
 _CHUNK_ITEMS = 1 << 15
-"""Elements that are compared at once. With their intermediate results they stay in the cache, which is three times as
-fast as a million elements at once."""
+"""The number of elements that are compared at once. Their intermediate results stay in the processor's cache, which is
+three times as fast as a million elements at once."""
 _CHUNK_BYTES = 1 << 18
 _ULP_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 _EXACT_WHOLE = 2.0**52
-"""Smaller whole numbers, and their differences, are exact in float64."""
+"""The bound below which whole numbers, and their differences, are exact in float64."""
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far apart two elements may be and still count as equal: one of the three is enough.
+    """The limits within which two elements count as equal: it is enough to be within one of the three.
 
     Raises LookupFailedError if a tolerance is negative or not a number.
     """
 
     rtol: float = 0.0
-    """The distance relative to the larger magnitude of the two, as in `math.isclose`."""
+    """The distance allowed, relative to the larger of the two magnitudes, as in `math.isclose`."""
     atol: float = 0.0
     ulp: int = 0
-    """The number of representable numbers between the two, if both are of one float type."""
+    """The number of representable numbers allowed between the two elements, if both have one float type."""
 
     def __post_init__(self) -> None:
         for name, value in (("rtol", self.rtol), ("atol", self.atol), ("ulp", self.ulp)):
@@ -50,30 +50,30 @@ class Distance(NamedTuple):
 
     numel: int = 0
     num_outside: int = 0
-    """Elements that differ by more than the tolerance. NaN equals NaN, and an infinity one of its sign."""
+    """The number of elements that differ by more than the tolerance; NaN equals NaN, and inf equals inf of its sign."""
     max_abs: float = 0.0
-    """The largest |b - a|."""
+    """The largest |b - a| of all elements."""
     of_max: float = 0.0
     """`max_abs` relative to the largest magnitude in either array. Unlike `max_rel` and `max_ulp` it depends little on
-    elements near zero, which rounding alone may move by any factor."""
+    elements near zero, which rounding alone may change by any factor."""
     l2_apart: float = 0.0
-    """The norm of b - a."""
+    """The Euclidean norm of b - a."""
     max_rel: float = 0.0
-    """The largest |b - a| / max(|a|, |b|): from 0 to 2."""
+    """The largest |b - a| / max(|a|, |b|) of all elements, from 0 to 2."""
     max_ulp: int | None = 0
     """The largest distance in units in the last place; None if the types differ or are no floats of 16 bits or more."""
     cosine: float | None = None
-    """The cosine between the two arrays as vectors; None if one of them is zero."""
+    """The cosine between the two arrays as vectors; None if one of the arrays is zero."""
     nonfinite_a: int = 0
     nonfinite_b: int = 0
 
 
 IDENTICAL = Distance()
-"""The distance of arrays with the same bits, of which nobody needs more."""
+"""The distance of arrays with the same bits, where no distance has to be measured."""
 
 
 def are_identical(a: Array, b: Array) -> bool:
-    """Whether two arrays of one shape have the same bits, in a tenth of the time of `compare`."""
+    """Return whether two arrays of one shape have the same bits. `compare` takes ten times as long."""
     if a.dtype != b.dtype:
         return False
     one, two = (np.ascontiguousarray(values).reshape(-1).view(np.uint8) for values in (a, b))
@@ -111,11 +111,11 @@ def compare(a: Array, b: Array, tolerance: Tolerance) -> Distance:
 
 _ADDED = ("num_outside", "nonfinite_a", "nonfinite_b")
 _Chunk = tuple[Distance, float, tuple[float, ...]]
-"""The distance of two chunks, the largest |a| or |b|, and the products a.b, a.a and b.b."""
+"""The distance of two chunks, the largest |a| or |b|, and the scalar products a.b, a.a and b.b."""
 
 
 def _dot(one: Array, two: Array) -> float:
-    """The real part of a scalar product. Not by a BLAS, where the last bits depend on how many threads it has."""
+    """Return the real part of a scalar product, without BLAS, whose last bits depend on the number of threads."""
     products = one * two if one.dtype.kind != "c" else one.real * two.real + one.imag * two.imag
     return float(np.add.reduce(products))
 
@@ -163,7 +163,7 @@ def _compare(a: Array, b: Array, bits: int | None, tolerance: Tolerance) -> _Chu
 
 
 def _wide(values: Array) -> Array:
-    if values.dtype.names:  # complex32, as pairs of halves
+    if values.dtype.names:  # complex32 is stored as pairs of float16
         wide = np.empty(values.shape, np.complex128)
         wide.real, wide.imag = values["real"], values["imag"]
         return wide
@@ -171,7 +171,7 @@ def _wide(values: Array) -> Array:
 
 
 def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Compare exactly; float64 holds every type but the 64-bit integers."""
+    """Return which elements are exactly equal. float64 represents every type exactly but the 64-bit integers."""
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         return np.asarray(a == b)
     both_nan = np.isnan(wide_a) & np.isnan(wide_b)
@@ -183,7 +183,7 @@ def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.b
 
 
 def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Whether finite pairs may be nearer each other in float64 than they are, as 64-bit integers may be."""
+    """Return which finite pairs may be closer in float64 than they are, as 64-bit integers may be."""
     if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b)):
         return np.zeros(a.shape, np.bool_)
     sizes = np.fmax(np.abs(wide_a), np.abs(wide_b))
@@ -191,7 +191,7 @@ def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray
 
 
 def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[Any]:
-    """Return some elements as Python's numbers: whole numbers as integers, which are never rounded."""
+    """Return the elements at some indices as Python numbers. Whole numbers become integers, which are never rounded."""
     if values.dtype.kind in "iu":
         return list(values[at].tolist())
     reals = (one.real if isinstance(one, complex) and not one.imag else one for one in wide[at].tolist())
@@ -199,8 +199,8 @@ def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[An
 
 
 def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[Any]:
-    """Count the representable numbers between finite floats of one type; -0 and 0 are one number."""
-    if bits == 64:  # the distance needs all 64 bits
+    """Count the representable numbers between finite floats of one type, with -0 and 0 as one number."""
+    if bits == 64:  # a distance of float64 needs all 64 bits
         up, down = (np.ascontiguousarray(v).view(np.uint64) & (_MIDDLE - np.uint64(1)) for v in (a, b))  # without sign
         one, two = (np.where(np.signbit(v), _MIDDLE - m, _MIDDLE + m) for v, m in ((a, up), (b, down)))
         return np.where(one > two, one - two, two - one)

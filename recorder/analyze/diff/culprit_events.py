@@ -1,7 +1,7 @@
-"""The pairs of a step as events in the order of execution: which values differ, and on which ranks.
+"""Turns the pairs of a step into events in the order of execution, with the ranks on which a value differs.
 
-The rows of one value are one event, also where each rank has a row because the ranks make no single tensor. The module
-never reads a payload.
+All rows of one value are one event, even where each rank has a row because the ranks' values make no single tensor.
+This module must never read a payload.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLUMNS = (*VALUE_KEY, "scope", "rank", "fingerprint", "note", *_SIGNATURE)
 
 
 class StepEvent(NamedTuple):
-    """One value of a step, in both runs or in only one."""
+    """One value of a step, in both runs or in only one of them."""
 
     order: float
     """The position in the first run's order of execution."""
@@ -42,29 +42,28 @@ class StepEvent(NamedTuple):
     call: int
     scope: str | None
     signature: Any
-    """Equal for two equal values of a step, as far as the rows tell; None if the rows do not tell."""
+    """A mark that is equal for equal values of a step, as far as rows can show; None if they cannot."""
     differs: bool
     ranks: tuple[int, ...]
     """The ranks of the second run whose own values differ; empty if the value belongs to all ranks."""
     pair: int
-    """The number of the pair that differs; -1 if there is none."""
+    """The number of the pair that differs; -1 if no pair differs."""
     alone: str = ""
     """``a`` or ``b`` if only that run has the value."""
     stage: int | None = None
-    """The pipeline stage; that of the second run if the second run is a pipeline."""
+    """The pipeline stage in the second run if it is a pipeline, else in the first run; None if neither is."""
     is_handed_on: bool = False
-    """True for a value of one micro-batch that one stage hands to another."""
+    """True for a value of one micro-batch that a pipeline stage hands to another stage."""
     is_open: bool = False
-    """True if a value differs from a value that only some ranks have: nobody knows whether it is an error."""
+    """True if the value differs from a value that only some ranks have, so that it need not be an error."""
     is_constant: bool = False
-    """True for a buffer that is the same at all these steps of the first run: no forward writes it."""
+    """True for a buffer that is equal at all these steps of the first run, so that no forward writes it."""
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[StepEvent]]:
     """Return the events of each step of which both runs have rows.
 
-    `differs` says whether each pair differs; `is_open` whether nobody knows if a pair that does not differ should be
-    equal.
+    `differs` says which pairs differ. `is_open` says for which other pairs it is unknown whether they should be equal.
     """
     left, ranks_b = a.take(pa.array(pairs.a)), integers(b.column("rank").take(pa.array(pairs.b)))
     notes_b = b.column("note").take(pa.array(pairs.b)).to_pylist()
@@ -90,7 +89,7 @@ def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> 
 
 
 def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[int]:
-    """Return the common steps at which something differs, or only one run has a gradient."""
+    """Return the common steps at which a value differs or only one run has a gradient."""
     steps = integers(a.column("step"))
     differing = set(steps[pairs.a[differs]].tolist())
     for table, only in ((a, pairs.only_a), (b, pairs.only_b)):
@@ -102,7 +101,7 @@ def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[in
 
 
 def of_steps(pairs: Alignment, a: Any, b: Any, steps: list[int]) -> tuple[Alignment, Integers]:
-    """Return the part of an alignment that is of some steps, and the numbers of its pairs."""
+    """Return the part of an alignment that belongs to some steps, and the numbers of its pairs."""
     is_a, is_b = (np.isin(integers(table.column("step")), steps) for table in (a, b))
     kept = np.flatnonzero(is_a[pairs.a])
     only_a, only_b = pairs.only_a[is_a[pairs.only_a]], pairs.only_b[is_b[pairs.only_b]]
@@ -144,7 +143,7 @@ def _join(events_by_key: dict[tuple[Any, ...], StepEvent], row: dict[str, Any], 
 def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[str, Any]]]:
     """Yield gradients that only one run has, at steps and sites that both runs recorded.
 
-    A value that is one tensor in the first run, and that differs between ranks of the second run, counts too.
+    A value that is one tensor in the first run, and differs between ranks of the second run, counts too.
     """
     common = set(zip(*(a.column(name).take(pa.array(pairs.a)).to_pylist() for name in ("step", "site")), strict=True))
     order = np.argsort(pairs.b, kind="stable")
@@ -152,7 +151,7 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[s
     keys_a = {tuple(row[name] for name in VALUE_KEY) for row in alone_a}
     whole = {tuple(row[name] for name in VALUE_KEY) for row in alone_a if row["rank"] is None}
     alone_b = b.select(list(VALUE_KEY)).take(pa.array(pairs.only_b)).to_pylist()
-    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # in the one whole, say
+    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # whole in one run, say
     for side, table, only in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
         for row_index, row in zip(only.tolist(), _rows(table.take(pa.array(only))), strict=True):
             key = tuple(row[name] for name in VALUE_KEY)
@@ -161,10 +160,10 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[s
                 key in in_both or row["site"] not in GRADIENTS or (row["step"], row["site"]) not in common
             ):
                 continue
-            if row["scope"] == "local":  # of sharded parameters these are not recorded; the final one tells
+            if row["scope"] == "local":  # sharded parameters have none, and the final gradient shows the fault
                 continue
             when = float(row_index)
-            if side == "b":  # right behind what comes before it there
+            if side == "b":  # placed right behind the row before it in that run
                 at = int(np.searchsorted(pairs.b[order], row_index)) - 1
                 when = float(pairs.a[order[at]]) + 0.5 if at >= 0 else -0.5
             ranks = () if row["rank"] is None else (row["rank"],)

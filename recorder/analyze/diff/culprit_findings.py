@@ -1,7 +1,7 @@
-"""Culprits as people read them: the value, the ranks, and how far the value that shows the culprit is apart.
+"""Describes culprits for people: the value, the ranks, and the distance of the value that shows the culprit.
 
-The module reads only the payloads of culprits, to find the ranks whose part of a tensor differs. It guesses the mistake
-behind a wrong gradient only where the numbers leave no more than rounding unexplained.
+This module reads only the payloads of culprits, to find the ranks whose part of a tensor differs. It guesses the
+mistake behind a wrong gradient only where the numbers leave no more than rounding unexplained.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .pairs import Alignment, PairedSteps, RunSteps, Verdicts
 
 _LARGEST = float(np.finfo(np.float64).max)
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
-"""Kinds of differences that are errors of the training; other kinds come from how a run was recorded."""
+"""Kinds of differences that are errors of the training. Other kinds come from how a run was recorded."""
 _OWN_SHARE = 1e-3
-"""A rank's part of a tensor differs if its distance is at least this share of the largest distance."""
+"""The least share of the largest distance at which a rank's part of a tensor counts as different."""
 _FIGURES = (
     "kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b",
     "nonfinite_a", "nonfinite_b",
@@ -37,57 +37,57 @@ _FIGURES = (
 
 
 class Culprit(NamedTuple):
-    """A stage of the second run that is wrong although everything it is made from agrees with the first run."""
+    """A stage of the second run that differs although all values that it is made from agree with the first run."""
 
     step: int
     phase: str
-    """``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (from a parameter's gradients
-    of the backward to those that the update uses), ``update``, or ``start``: state that differs from its first record
-    on."""
+    """The stage: ``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (from a parameter's
+    gradients of the backward to those that the update uses), ``update``, or ``start``: state that differs from its
+    first record on."""
     root: str
     module_path: str | None
-    """None if all parameters are touched alike."""
+    """The path of the module at fault; None if all parameters differ alike."""
     site: str
-    """Site and name of the first value that shows the culprit: a module's input shows what its caller did."""
+    """Site and name of the first value that shows the culprit. A module's input shows a fault of its caller."""
     name: str
     seen_at: str
-    """The module of that value."""
+    """The module that has the value that shows the culprit."""
     micro_step: int | None
     call: int
     rank: int | None
-    """None if several ranks are at fault, or it is not known which."""
+    """The rank at fault; None if several ranks are at fault, or it is not known which."""
     ranks: list[int]
-    """The ranks of the second run whose value, or part of the value, differs; empty if that is not known."""
+    """The ranks of the second run whose value, or part of the value, differs; empty if they are not known."""
     why: str
     alone_in: str | None
-    """``a`` or ``b`` if only that run has the value."""
+    """``a`` or ``b`` if only that run has the value; else None."""
     num_params: int
-    """How many parameters are touched, if all are touched alike; 0 if that is not known."""
+    """The number of parameters that differ alike, if `module_path` is None; 0 if the number is not known."""
     stages: list[int]
-    """The pipeline stages of the culprit, or those whose parameters are touched alike; empty for all stages."""
+    """The pipeline stages of the culprit, or those whose parameters differ alike; empty for all stages."""
     micro_batches: list[int]
     """The micro-batches of a pipeline whose part of the value differs; empty if all of them differ."""
     hint: str
-    """The likely mistake, if the arithmetic fits to rounding; else empty."""
+    """The likely mistake, if it explains the numbers up to rounding; else empty."""
     factor: float | None
-    """The factor between the values of the first and the second run, if they are multiples."""
+    """The factor from the first to the second run's value, if one is a multiple of the other."""
     kind: str | None
     max_abs: float | None
     of_max: float | None
     max_ulp: int | None
     cosine: float | None
     noise: float | None
-    """How far noise alone moves the value; None without noise runs."""
+    """The distance that noise alone makes; None without noise runs."""
     statistic: str | None
     statistic_a: float | None
     statistic_b: float | None
     nonfinite_a: int | None
-    """How many elements are NaN or infinite. If one run has more of them, the distances are of the other elements."""
+    """The number of NaN or infinite elements in the first run. The distances leave out elements that are not finite."""
     nonfinite_b: int | None
 
 
 class CulpritFinder:
-    """Finds culprits, range by range of steps."""
+    """Finds culprits. It takes one range of steps after another."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -119,7 +119,7 @@ class CulpritFinder:
             self.culprits[index] = self.culprits[index]._replace(module_path=known.path, num_params=known.num_params)
 
     def _guess(self, told: Culprit, suspect: Suspect, a: RunSteps, b: RunSteps, judged: Verdicts) -> str:
-        """Return the likely mistake behind a wrong gradient; empty where the numbers leave more than rounding."""
+        """Return the likely mistake behind a wrong gradient; empty where more than rounding stays unexplained."""
         event = suspect.event
         is_scaled = told.factor is not None and event.site == "grad"
         if is_scaled and (guess := _guess_scaled(told.factor or 0.0, b, event.step, told.root)):
@@ -143,7 +143,7 @@ class CulpritFinder:
 
 
 class RangeSteps(NamedTuple):
-    """What is known of a range of steps without its rows."""
+    """What is known about a range of steps without its rows."""
 
     paired: list[int]
     """The steps with pairs, ascending."""
@@ -161,9 +161,9 @@ class RangeSteps(NamedTuple):
 
 
 def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return the pairs of one tensor in one run with ranks' tensors that make no single tensor in the other run.
+    """Return which pairs have one tensor in one run, but ranks' tensors that make no single tensor in the other run.
 
-    Where one rank has the very tensor, all ranks should have it, and the ranks' pairs are compared.
+    Where one rank has exactly this tensor, all ranks should have it, and the pairs of the ranks are compared.
     """
     sides = [side.table.select(["rank", "note"]).take(pa.array(at)) for side, at in ((a, pairs.a), (b, pairs.b))]
     is_whole = [side.column("rank").is_null().to_numpy() for side in sides]
@@ -216,7 +216,7 @@ def _factor(row: dict[str, Any]) -> float | None:
 
 
 def _factor_of_norms(row: dict[str, Any]) -> float | None:
-    """Return the factor between tensors without values: norm and largest magnitude must have the same factor."""
+    """Return the factor between two tensors without values, if norm and largest magnitude have the same factor."""
     if row["cosine"] is not None:
         return _factor(row)
     (one, two), (top, other_top) = ((row[f"{name}_a"], row[f"{name}_b"]) for name in ("l2", "absmax"))
@@ -241,9 +241,9 @@ def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int]
 
 
 def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """Return distances by statistics: infinite for a part with more NaN or infinities than other parts.
+    """Return distances by statistics, infinite for a part with NaN or infinities that the first run does not have.
 
-    Where both runs have the same parts, the distance is that of the parts' statistics.
+    Otherwise the distance is that of the parts' statistics, where both runs have the same parts.
     """
     parts_a, parts_b = (
         {(part["rank"], part["micro_step"]): part for part in side.rows.statistics_of_chunks(at)}
@@ -261,7 +261,7 @@ def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -
 
 
 def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
-    """Return how far the statistics of a part are apart; infinite where only one side has NaN or infinities."""
+    """Return how far the statistics of a part are apart; infinite where the NaN or infinity counts differ."""
     if any(one[name] != two[name] for name in NONFINITE):
         return math.inf
     pairs = [(one[name], two[name]) for name in ("mean", "std", "min", "max", "absmax")]
@@ -269,12 +269,12 @@ def _apart(one: dict[str, Any], two: dict[str, Any]) -> float:
 
 
 def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """Return how far the parts of a tensor are apart, by rank and micro-batch of the second run; empty for one part."""
+    """Return the distance of each part of a tensor, by rank and micro-batch of the second run; empty for one part."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     both = sorted(own_a.keys() & own_b.keys())
     if len(both) > 1:
         return {(rank, 0): _far(a.rows.array(own_a[rank]), b.rows.array(own_b[rank])) for rank in both}
-    if not own_a and len(own_b) > 1:  # they agreed, and do not any more
+    if not own_a and len(own_b) > 1:  # the ranks agree in the first run, and differ in the second
         whole = a.array(row_a)
         return {(rank, 0): _far(whole, b.rows.array(own)) for rank, own in sorted(own_b.items())}
     chunks = b.rows.chunk_regions(b.table.column("at")[row_b].as_py())
@@ -289,7 +289,7 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
 
 
 def _of_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
-    """Return how far a number is apart on the ranks that differ, if they agree; its row has the mean over all ranks."""
+    """Return how far a number is apart on the differing ranks, if they agree. Its row has the mean of all ranks."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     try:
         before = {float(a.rows.array(own_a[rank]) if rank in own_a else a.array(row_a)) for rank in ranks}
@@ -340,9 +340,9 @@ def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
 
 
 _MAX_STEPS = 3
-"""Earlier steps whose gradients may have been added up."""
+"""The number of earlier steps whose gradients may have been added up."""
 _MAX_PARAMS = 8
-"""Parameters whose values are read; the other parameters are judged by their means."""
+"""The number of parameters whose values are read. Other parameters are judged by their means."""
 _MIN_ITEMS = 16
 _REST = {"float16": 2e-2, "bfloat16": 2e-2}
 """The share of a difference that a guess may leave unexplained, by type."""
@@ -350,21 +350,21 @@ _USUAL_REST = 1e-3
 _ROUND = 2e-5
 """How far a norm may be from the round number that gradients were clipped to: float32 and torch's own epsilon."""
 _SAME = 1e-4
-"""How far the factors of parameters that were scaled alike may be apart."""
+"""How far apart the factors of parameters may be that count as scaled alike."""
 
 Read = Callable[[int, int], PairedSteps]
-"""Gives the rows of the steps from the first up to, but not including, the last."""
+"""A function that returns the rows of the steps from the first up to, but not including, the last."""
 
 
 class _ScaledPair(NamedTuple):
     l2_a: float
     l2_b: float
     factor: float | None
-    """The factor between the two gradients; None if they are no multiples."""
+    """The factor between the two gradients; None if neither is a multiple of the other."""
 
 
 def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
-    """Explain a factor between two values of a step that is the number of ranks or of micro-steps."""
+    """Explain a factor between two values of a step, if it is the number of ranks or of micro-steps."""
     table = side.rows.table
     table = table.filter(pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root)))
     num_ranks = max(
@@ -383,7 +383,7 @@ def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
 
 
 def _guess_clipping(norm_a: float, pairs: Sequence[_ScaledPair]) -> str:
-    """Say whether gradients that differ by one factor were clipped otherwise, or in only one run.
+    """Explain gradients that all differ by one factor, if clipping explains it; else return an empty text.
 
     `norm_a` is the norm of all gradients of the first run together; `pairs` are all pairs, which must differ.
     """
@@ -408,10 +408,10 @@ def _guess_clipping(norm_a: float, pairs: Sequence[_ScaledPair]) -> str:
 
 
 def _guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], rank: int | None) -> str:
-    """Say whether gradients of the second run are sums of several steps of the first run, or those of an earlier step.
+    """Explain gradients that are sums of several steps of the first run, or the gradients of an earlier step.
 
-    `params` are root, module path and name of the gradients that differ at the step; `rank` is the rank of the second
-    run, None for all ranks.
+    `params` are the root, module path and name of each gradient that differs at the step. `rank` is the rank of the
+    second run, None for all ranks. The text is empty if there is no explanation.
     """
     first = max(0, step - _MAX_STEPS)
     a, b, _ = read(first, step + 1)
@@ -432,10 +432,10 @@ def _guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], 
 
 
 def _fit(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]]) -> bool:
-    """Whether the rows of the second run are sums of rows of the first: few by values, the rest by their means.
+    """Return whether rows of the second run are sums of rows of the first: few by values, others by their means.
 
-    Each of `sums` is of one parameter: the rows of `a` that are added up, the row of `a` at the step, and the row of
-    `b`.
+    Each element of `sums` belongs to one parameter: the rows of `a` that are added up, the row of `a` at the step, and
+    the row of `b`.
     """
     sums = sorted(sums, key=lambda rows: -int(b.table.column("numel")[rows[2]].as_py()))
     is_read = False
@@ -463,7 +463,7 @@ def _by_mean(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]
 
 
 def _gradients(side: RunSteps, step: int, rank: int | None) -> dict[tuple[str, str, str], int]:
-    """Return the rows of the gradients that an update used: those of all ranks, else those of one rank."""
+    """Return the rows of the gradients that an update used: those of all ranks, or else those of one rank."""
     table = side.table
     is_wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
     at = np.flatnonzero(pc.fill_null(pc.and_(is_wanted, pc.equal(table.column("step"), step)), False).to_numpy())
@@ -488,5 +488,5 @@ def _wide(side: RunSteps, row: int) -> npt.NDArray[Any]:
 
 
 def _round(norm: float) -> bool:
-    """Whether a norm is a number of two digits that somebody may have typed."""
+    """Return whether a norm is a number of two digits, which somebody may have typed."""
     return math.isclose(norm, float(f"{norm:.2g}"), rel_tol=_ROUND)

@@ -1,8 +1,8 @@
-"""Finds the culprits of a training: stages that differ although everything they are made from agrees.
+"""Finds the culprits of a training: the stages that differ although all values that they are made from agree.
 
 All other differences are inherited. A stage is a module's forward, its recomputation, its backward, the way of
-gradients from a backward to the update (reduction, accumulation, clipping), or the update of a parameter. The module
-never reads a payload.
+gradients from a backward to the update (reduction, accumulation, clipping), or the update of a parameter. This module
+must never read a payload.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ _OF_A_GROUP = "the learning rate of one group alone"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
-"""How many parameters, and which share of all, must be wrong at once to blame no single parameter."""
+"""The number of parameters, besides `_ALIKE_SHARE` of all, that must differ at once for no single one to be blamed."""
 MAX_STEPS = 32
-"""How many steps with differences are looked at: after the first steps everything inherits."""
+"""The number of steps with differences that are searched: after the first steps every difference is inherited."""
 _MAX_FOLLOWING = 256
-"""Outputs among which the module that ran next is looked for, where no inputs tell."""
+"""The number of outputs among which the next module is looked for, where no recorded input tells which module it is."""
 
 Value = tuple[str, str, str, str]
 
 
 class Suspect(NamedTuple):
-    """A stage that differs although everything it is made from agrees."""
+    """A stage that differs although all values that it is made from agree."""
 
     step: int
     phase: str
     root: str
     path: str | None
-    """The module at fault; None if all parameters are touched alike."""
+    """The module at fault; None if all parameters differ alike."""
     event: StepEvent
-    """The first value that shows it."""
+    """The first value that shows the fault."""
     num_params: int = 1
-    """How many parameters are touched, if `path` is None; 0 if that is not known."""
+    """The number of parameters that differ alike, if `path` is None; 0 if the number is not known."""
     stages: tuple[int, ...] = ()
-    """The pipeline stages whose parameters are touched alike, if those of other stages are not."""
+    """The pipeline stages whose parameters differ alike, if the parameters of other stages do not differ."""
     why: str = ""
 
 
 class _Paths:
-    """Events by module. Adding an event and asking take time by the depth of a path alone."""
+    """Events by module. To add an event and to query take time proportional to the depth of a path."""
 
     def __init__(self, events: Iterable[StepEvent] = ()) -> None:
         self.at: dict[str, int] = {}
-        """How many events are at a module."""
+        """The number of events at each module itself."""
         self.below: dict[str, int] = {}
-        """How many events are below a module."""
+        """The number of events below each module."""
         self.last_below: dict[str, float] = {}
         for event in events:
             self.add(event)
@@ -71,7 +71,7 @@ class _Paths:
         return path in self.at or (below and path in self.below)
 
     def has_below(self, path: str, *, but: str | None) -> bool:
-        """Whether there is an event below a module, and not at or below the module `but`."""
+        """Return whether there is an event below a module, apart from events at or below the module `but`."""
         count = self.below.get(path, 0)
         if but is not None and _is_below(but, path):
             count -= self.at.get(but, 0) + self.below.get(but, 0)
@@ -88,11 +88,11 @@ class _Step:
         self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
         self.has_params = any(event.site == "param" for event in events)
         self.open_state = _Paths(e for e in events if e.is_open and e.site in OF_PARAMETERS)
-        """Parameters, and values they are made from, where nobody knows whether they should be equal."""
+        """Parameters, and values that parameters are made from, that need not be equal in the two runs."""
         self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
-        """Buffers that no forward changes."""
+        """Buffers that differ and that no forward changes."""
         self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
-        """The order of the first recomputed value that differs."""
+        """The order of the first recomputed value that differs; infinite if none differs."""
 
     def differs(self, sites: Sequence[str], path: str, *, below: bool = True) -> bool:
         return any(site in self._wrong and self._wrong[site].has(path, below=below) for site in sites)
@@ -101,18 +101,18 @@ class _Step:
         slices: dict[Any, list[StepEvent]] = {}
         for event in self.events:
             if event.phase == phase and event.site != "scalar":
-                # Of a pipeline, micro-step 0 has the whole batch; only what goes between stages has its own.
+                # In a pipeline, micro-step 0 has the whole batch. Only values that go between stages have micro-steps.
                 slices.setdefault((event.mode, 0 if event.is_handed_on else event.micro_step), []).append(event)
         yield from slices.values()
 
 
 class _Forward:
-    """One forward of a root: who was called, and who was given what."""
+    """One forward of a root: which modules were called, and with which inputs."""
 
     def __init__(self, events: Sequence[StepEvent]) -> None:
         self.called = {event.path for event in events}
         self.stage_of = {event.path: event.stage for event in events if event.path}
-        """The pipeline stage of each module path."""
+        """The pipeline stage of each module, by path."""
         self.wrong = _Paths(event for event in events if event.differs)
         self.has_inputs = any(event.site == "input" and event.path for event in events)
         self._outputs = [event for event in events if event.site == "output"]
@@ -123,7 +123,7 @@ class _Forward:
                 self._takers.setdefault(event.signature, []).append(event)
 
     def caller(self, path: str) -> str | None:
-        """Return the nearest module above that was itself called, whose code calls the module; None above the root."""
+        """Return the nearest parent that was called itself, whose code calls the module; None for the root."""
         while path:
             path = path.rpartition(".")[0]
             if path in self.called or not path:
@@ -133,7 +133,7 @@ class _Forward:
     def consumer(self, event: StepEvent) -> str:
         """Return the module in whose backward the gradient of an output was made.
 
-        It is the module that was given the output, if known; else the module whose code called the one with the output.
+        It is the module that took the output as input, if known, or else the module that called the output's module.
         """
         caller = self.caller(event.path) or ""
         number = self._output_at.get((event.path, event.name, event.call))
@@ -152,19 +152,19 @@ class _Forward:
 
 
 class CulpritSearch:
-    """Searches the steps in order, and keeps what the search of the next step needs."""
+    """Searches steps in their order, and keeps what the search of the next step needs."""
 
     def __init__(self) -> None:
         self.suspects: list[Suspect] = []
         self.groups: list[tuple[Suspect, Suspect]] = []
-        """Learning rates of a single group: the suspect as found, and as known later with the group's parameters."""
+        """Pairs of suspects for the learning rate of a single group: without and with the parameters of the group."""
         self._previous: dict[str, tuple[int, _Step | None]] = {}
-        """By root: the last step, and its events if something differed."""
+        """By root, the last step, and its events; None instead of the events if nothing differed."""
         self._num_steps = 0
 
     @property
     def is_over(self) -> bool:
-        """Whether more steps would tell nothing new."""
+        """Whether the search ends here, because later steps would only show inherited differences."""
         return self._num_steps >= MAX_STEPS
 
     def equal_step(self, step: int, roots: Iterable[str]) -> None:
@@ -189,7 +189,7 @@ class CulpritSearch:
         return fresh
 
     def _without_groups(self, step: int, suspects: list[Suspect]) -> list[Suspect]:
-        """Leave out updates that the learning rate of one group explains: the parameters of the group differ."""
+        """Leave out updates explained by the learning rate of one group, whose parameters then differ."""
         for rate in self.suspects:
             if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in suspects}:
                 continue
@@ -235,7 +235,7 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
 
 
 def _inherits_state(now: _Step, old: _Step | None, owner: str, *, is_first: bool, below: bool) -> bool:
-    """Whether a parameter or a buffer that a forward reads differs, or may differ."""
+    """Return whether a parameter or a buffer that a forward reads differs, or may differ."""
     if now.differs(("param",), owner, below=below) or now.open_state.has(owner, below=below):
         return True
     if is_first and now.wrong_constants.has(owner, below=below):
@@ -247,7 +247,7 @@ def _inherits_state(now: _Step, old: _Step | None, owner: str, *, is_first: bool
 
 
 def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
-    """Yield values that a checkpointed block recomputed for the backward, and not as in its forward."""
+    """Yield values that a checkpointed block recomputed for the backward, and that differ from those of its forward."""
     wrong_before = {_call(event) for event in now.events if event.phase == FORWARD and event.differs}
     for events in now.slices(RECOMPUTE):
         again = _Forward(events)
@@ -258,7 +258,7 @@ def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
             is_input = event.site == "input"
             owner = again.caller(event.path) if is_input else event.path
             why = ""
-            if owner is None or (is_input and owner not in again.called):  # the outermost: it has what was saved for it
+            if owner is None or (is_input and owner not in again.called):  # the outermost block reads a saved input
                 owner, why = event.path, "it was given something else than in its forward"
             inherits = bool(bad.at) if is_input or not again.has_inputs else bad.has(owner)
             if not inherits and _call(event) not in wrong_before:
@@ -271,10 +271,10 @@ def _call(event: StepEvent) -> tuple[str, str, str, int | None, int]:
 
 
 def _inherits_forward(bad: _Paths, bad_inputs: _Paths, owner: str, begins: float | None, *, is_input: bool) -> bool:
-    """Whether one of the call's own inputs, or something that ran inside the call before, differs.
+    """Return whether an input of the call, or a value made inside the call before, differs.
 
-    `begins` is when the inputs of the owner's call were seen; None where they were not recorded, so that everything
-    before may be an input. `is_input` is true for the input of a module that the owner calls.
+    `begins` is the order of the owner's first input; None where its inputs were not recorded, so that every earlier
+    value may be an input. `is_input` is True for the input of a module that the owner calls.
     """
     if begins is None and not (owner == "" and is_input):
         return bool(bad.at)
@@ -293,7 +293,7 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
         bad = _Paths()
         is_handed_wrong = False
         for event in events:
-            if not event.differs or event.alone == "b":  # which parameters have gradients now, these say themselves
+            if not event.differs or event.alone == "b":  # `_gradients` reports a gradient that only b has
                 continue
             if event.is_handed_on and event.site == "grad_output":
                 if not bad.at and not forward.wrong.at:
@@ -306,14 +306,14 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
             owner = forward.consumer(event) if event.site == "grad_output" and event.path else event.path
             if is_loss:
                 inherits = "" in bad.at
-            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # not what is made from it
+            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # outside the event's module
                 inherits = True
             else:
                 inherits = owner in wrong_output if owner in of_output else bool(bad.at)
             if not inherits and not forward.wrong.has(owner) and event.order < now.recomputed_from:
                 why = "the loss" if is_loss else ""
                 if owner and event.stage != forward.stage_of.get(owner, event.stage):
-                    owner, why = "", _handed(event)  # what that module made came from another stage
+                    owner, why = "", _handed(event)  # the module's gradient came from another stage
                 yield Suspect(step, BACKWARD, now.root, owner, event, why=why)
             bad.add(event)
 
@@ -324,7 +324,7 @@ def _handed(event: StepEvent) -> str:
 
 
 def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
-    """Yield final gradients that are wrong although the backward was right, or is not known to be wrong."""
+    """Yield final gradients that differ although the backward agreed, or is not known to differ."""
     of_local = [event for event in now.events if event.site == "grad" and event.scope == "local"]
     local = {(event.path, event.name) for event in of_local}
     wrong_local = {(event.path, event.name) for event in of_local if event.differs}
@@ -351,7 +351,7 @@ def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
 
 
 def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
-    """Yield parameters, buffers and optimizer state that differ although neither they nor their sources did before."""
+    """Yield parameters, buffers and optimizer states that differ although they and their sources agreed before."""
     old = before[1] if before else None
     is_next = before is not None and before[0] == step - 1
     for event in now.events:
@@ -391,7 +391,7 @@ def _inherits_update(event: StepEvent, old: _Step) -> bool:
 
 
 def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
-    """Keep one suspect for each module and phase, and one for parameters, all or of a stage, that are touched alike."""
+    """Keep one suspect for each module and phase, and one for parameters, all or of a stage, that differ alike."""
     stage_of = {(event.path, event.name): event.stage for event in now.events if values_of(event.site) == "param"}
     params = {(path, name) for _, path, site, name in now.known if site == "grad"}
     params = params or {(path, name) for _, path, site, name in now.known if site == "param"}
@@ -408,7 +408,8 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
         if of_params:
             suspects = [one for one in suspects if one not in of_params]
             if not any(one.path is None and one.phase == phase for one in suspects):
-                # What no gradient on the way shows is no backward: it does not go wrong in all modules at once.
+                # A backward does not go wrong in all modules at once: if no gradient on the way differs, it is the
+                # reduction.
                 is_behind = has_way and phase == BACKWARD and not any(one.event.alone for one in of_params)
                 shown = REDUCTION if is_behind and of_params[0].event.phase == "optimizer" else phase
                 result.append(of_params[0]._replace(path=None, phase=shown, num_params=len(touched), stages=stages))

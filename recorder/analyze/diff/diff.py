@@ -1,6 +1,6 @@
-"""Where two runs differ: value by value, whatever their layouts, in bounded memory.
+"""Compares two runs value by value, whatever their layouts, in bounded memory.
 
-Equal fingerprints spare the payloads; statistics are asked only where there is no payload.
+Payloads are not read where fingerprints are equal. Statistics are compared only where a payload is missing.
 """
 
 from __future__ import annotations
@@ -59,33 +59,33 @@ def diff(
 ) -> Diff:
     """Compare two runs value by value: the global tensors, whatever the layouts.
 
-    Values are paired by root, step, module path, site, name, micro-step, call, repeat, mode and phase. Elements are
-    equal if their values are (a NaN equals a NaN), or within any of the tolerances; types are compared in the wider.
+    Values are paired by root, step, module path, site, name, micro-step, call, repeat, mode and phase. Two elements are
+    equal if their values are (NaN equals NaN), or within any tolerance. Different types are compared in the wider type.
 
     Args:
-        a: from `open_run`; its order of execution counts.
-        b: from `open_run`.
+        a: the first run, from `open_run`; results are in its order of execution.
+        b: the second run, from `open_run`.
         module: a module's path, or a glob over paths.
         site: one site, or several with commas.
         name: a name at the site, or a glob.
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
-        rtol: difference allowed, relative to the larger magnitude, as in `math.isclose`.
-        atol: absolute difference allowed.
-        ulp: representable numbers allowed between two floats of one type.
-        noise: runs that differ from `a` by noise alone: repeats of it, or twins with the setting `jitter`. A difference
-            counts only where it is more than `drift.MARGIN` times what they show at that tensor and step; of updates
-            that rounding left open, and of what they do, see `drift`.
-        renames: what the modules of `b` are called in `a`, whose names all answers use; from `read_renames`.
-        common: what only one of them has, or has values or statistics of, does not count.
+        rtol: the difference allowed, relative to the larger magnitude, as in `math.isclose`.
+        atol: the absolute difference allowed.
+        ulp: the number of representable numbers allowed between two floats of one type.
+        noise: runs that differ from `a` by noise alone: repeats of `a`, or twins with the setting `jitter`. A value
+            counts as different only if it differs by more than `drift.MARGIN` times as much as in these runs.
+            `drift` describes the exception for parameters whose update rounding decides.
+        renames: the names of the modules of `b` in `a`, from `read_renames`; all answers use the names of `a`.
+        common: True if values, or parts of values, that only one run has make no difference.
         loss: how activation gradients of the ranks are scaled, in both runs; see `Run.view`.
         layouts: how the ranks' values of some leaves lie, in both runs; see `Run.view`.
-        report: called with payload bytes done.
-        mapper: answers range by range of steps, in this process or in others.
+        report: called with the payload bytes that are done.
+        mapper: runs the ranges of steps, in this process or in others.
 
     Raises:
-        LookupFailedError: nothing is selected, or the runs have no value in common; the message says why. Or a loss,
-            a layout or a tolerance is none, a rename fits no module, or a noise run is of another model or does not
-            differ from the first run.
+        LookupFailedError: nothing is selected, or the runs have no value in common; the message says why. Or `loss`,
+            `layouts` or a tolerance is invalid, a rename fits no module, or a noise run is of another model or does
+            not differ from the first run.
     """
     options = DiffOptions(
         selection=Selection(module=module, site=site, name=name, step=step),
@@ -102,7 +102,7 @@ def compare_runs(
     a: Run, b: Run, options: DiffOptions, *, report: Callable[[int], None] = lambda num_bytes: None,
     mapper: Mapper = map_serially,
 ) -> Diff:  # fmt: skip
-    """Compare two runs as `diff` does, which has the same arguments one by one, and raises the same."""
+    """Compare two runs as `diff` does, with its arguments as one object, and raise the same errors."""
     selection, renames, noise = options.selection, options.renames, options.noise
     selection.check(a, b)
     options.global_view.check(a, b)
@@ -113,13 +113,13 @@ def compare_runs(
     _check_twins(a, b, noise)
     how = options.global_view
     views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *noise)]
-    # What noise does to a small tensor is looked up over the steps of a range: these stay as long as they can be.
+    # The noise of a small tensor is the largest over the steps of a range: with noise, ranges are as long as possible.
     windows = [view.windows(MAX_ROWS) if noise else global_step_ranges(view) for view in views]
     arguments = (a, b, options, own_names, PayloadReport(report))
     comparison = _Comparison(RangeComparer(*arguments), report, sides)
     for compared in mapper(RangeComparer, arguments, _ranges(*windows)):
         comparison.add(compared)
-        del compared  # with its rows, before the next ones are read
+        del compared  # frees the rows before the next ones are read
     unpaired = sides[0].unpaired, sides[1].unpaired
     hints = rename_hints(*unpaired, renames, names)
     comparison.refuse_nothing(a, b, options, hints)
@@ -127,7 +127,7 @@ def compare_runs(
     shards = (shard for run in (a, b, *noise) for writer in run.writers for shard in writer.shards)
     damage = [text for shard in shards for text in shard.damage]
     total = comparison.result(common=options.common, damage=damage)._replace(hints=hints)
-    if hints:  # most likely they are there, under other names
+    if hints:  # these modules are probably in both runs, under different names
         unpaired_names = {name for one in unpaired for name in one.own_names}
         culprits = [one for one in total.culprits if one.alone_in is None or one.seen_at not in unpaired_names]
         total = total._replace(culprits=culprits)
@@ -137,13 +137,13 @@ def compare_runs(
 
 
 def payload_bytes(run: Run) -> int:
-    """Return the size of all payloads of a run, which `report` receives in sum for each of the two runs."""
+    """Return the size of all payloads of a run. `report` receives this sum for each of the two runs."""
     column = run.table(["payload_bytes"]).column("payload_bytes")
     return int(pc.sum(column).as_py() or 0)
 
 
 def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
-    """Refuse a noise run of another model, and a noise run that is one of the two runs."""
+    """Refuse a noise run of another model, and a noise run that is one of the two compared runs."""
     for run in noise:
         if run.path.resolve() in (a.path.resolve(), b.path.resolve()):
             raise LookupFailedError(f"{run.path}: is one of the two runs that are compared; noise is a third one")
@@ -164,21 +164,21 @@ def _module_paths(run: Run) -> list[str]:
 
 
 def _unpaired_names(paths: Sequence[str], names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the modules that only one run has, by common names; `names` has the common names of the second run's."""
+    """Return each run's unpaired modules, by common name; `names` maps the second run's modules to common names."""
     there, theirs = set(paths), set(names.values())
     alone_a = {path: path for path in paths if path not in theirs}
     return alone_a, {name: own for own, name in names.items() if name not in there}
 
 
 def _ranges(*windows: list[tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
-    """Yield ranges of steps that cover both runs, none larger than a window of either."""
+    """Yield ranges of steps that cover both runs. No range is larger than a window of either run."""
     starts = sorted({first for some in windows for first, _ in some})
     bounds = [None, *starts[1:], None]
     yield from pairwise(bounds)
 
 
 class _Comparison:
-    """What is found, range by range of steps in their order."""
+    """Collects the results of the ranges of steps, in the order of steps."""
 
     def __init__(
         self, comparer: RangeComparer, report: Callable[[int], None], sides: tuple[SideTotals, SideTotals]
@@ -195,7 +195,7 @@ class _Comparison:
         self._moved: list[set[str]] = []
 
     def add(self, result: RangeResult) -> None:
-        """Add the next range. Rows that another process has read are read again if a culprit or a drift is in them."""
+        """Add the next range. Rows that another process has read are read again if a culprit or a drift needs them."""
         if result.rows is None:
             self._report(result.num_bytes)
         for side, later in zip(self._sides, result.sides, strict=True):
@@ -238,7 +238,7 @@ class _Comparison:
         raise LookupFailedError(f"{a.path} and {b.path} have no value in common: {reason}{renamed}")
 
     def refuse_still(self, a: Run, noise: Sequence[Run]) -> None:
-        """Raise LookupFailedError if a noise run equals the first run: every rounding would count as an error."""
+        """Raise LookupFailedError if a noise run equals the first run, as every rounding would count as an error."""
         for run, roots in zip(noise, self._moved, strict=True):
             if not roots:
                 jitter = " although it was recorded with RECORDER_JITTER" if run.jitter else ""

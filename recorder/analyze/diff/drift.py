@@ -1,8 +1,8 @@
-"""Parameters that rounding alone drives apart: where a gradient is near zero, its sign, and with it an update.
+"""Recognises parameters that rounding alone drives apart: near zero it decides a gradient's sign, and so the update.
 
-Adam turns a rounding in such an element into a full step (its first update is the gradient's sign), and a twin need not
-hit the same element. An update is therefore judged by the values it was made from, element by element. A step that
-begins with parameters apart is judged by how much farther apart they are than in the twin.
+Adam turns a rounding in such an element into a full step (Adam's first update is the gradient's sign), and a twin need
+not have the rounding in the same element. So an update is judged, element by element, by the values that the update was
+made from. At a step that begins with different parameters, their distance is judged relative to the twin's.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ...sites import values_of
 from .pairs import Flags, PairedSteps
 
 MARGIN = 10.0
-"""A difference may be so many times the noise, since a twin is only one sample of noise."""
+"""The factor by which a difference may exceed the noise, because a twin is only one sample of the noise."""
 _CHUNK_ITEMS = 1 << 18
 _COLUMNS = ("root", "module_path", "site", "name", "phase")
 
 Parameter = tuple[str, str, str, int | None]
-"""Root, module path, name, and rank of the second run; the rank is None for a value of all ranks."""
+"""Root, module path, name, and rank in the second run; the rank is None for a value of all ranks."""
 
 
 class Pairs:
-    """Pairs of a range of steps; `differs` says whether each differs by more than noise, as far as it is judged."""
+    """The pairs of a range of steps. `differs` says which pairs differ by more than noise, where that is judged."""
 
     def __init__(self, compared: Callable[[], PairedSteps], differs: Flags) -> None:
         self._compared = compared
@@ -42,11 +42,11 @@ class Pairs:
         return self._compared()
 
     def of_step(self, step: int) -> Integers:
-        """Return the pairs of a step."""
+        """Return the indices of the pairs of a step."""
         return np.flatnonzero(integers(self.rows.a.table.column("step"))[self.rows.pairs.a] == step)
 
     def arrays(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
-        """Return the two tensors of a pair as vectors; None if one cannot be read, or is of complex halves."""
+        """Return the two tensors of a pair as vectors; None if a tensor cannot be read, or is complex32."""
         a, b, pairs = self.rows
         both = [(a, int(pairs.a[number])), (b, int(pairs.b[number]))]
         if any(side.table.column("encoding")[row].as_py() is None for side, row in both):
@@ -59,19 +59,19 @@ class Pairs:
 
 
 class Drift:
-    """Follows from step to step the parameters whose differences are noise although a twin does not show it."""
+    """Follows, step by step, the parameters whose differences are noise although a twin does not show it."""
 
     def __init__(self) -> None:
         self._apart: dict[Parameter, tuple[float, float]] = {}
-        """The norm of the difference, and its share of the parameter's norm."""
+        """By parameter, the norm of the difference, and that norm as a share of the parameter's norm."""
         self._before: tuple[int, Pairs] | None = None
         self._numbers: Integers | None = None
-        """The pairs of that step, once somebody asked."""
+        """The indices of the pairs at the step of `_before`; None until they are needed."""
         self._wrong: dict[str, set[Parameter]] = {}
-        """By root: the parameters that differed by more than noise at the root's last step."""
+        """By root, the parameters that differed by more than noise at the root's last step."""
 
     def share(self, root: str | None = None) -> float:
-        """Return how far apart the parameters of a root, or of all roots, are: the largest share of a norm."""
+        """Return the largest distance of a parameter of a root, or of all roots, as a share of the parameter's norm."""
         return max((share for (of, *_), (_, share) in self._apart.items() if root in (None, of)), default=0.0)
 
     @property
@@ -79,10 +79,10 @@ class Drift:
         return len(self._apart)
 
     def begin(self, step: int, root: str, pairs: Pairs, lines: list[dict[str, Any]]) -> list[bool]:
-        """Return whether the difference of each parameter is noise although the twin does not show it.
+        """Return, for each parameter, whether its difference is noise although the twin does not show it.
 
-        `lines` are the parameters of a root that differ at the next step by more than the twin: the columns of
-        `Verdicts.differing`, `number` of the pair, and `allowed`, how far noise and roundings may move an element.
+        `lines` are the parameters of a root that differ at the next step by more than the twin does. A line has the
+        columns of `Verdicts.differing`, the `number` of the pair, and `allowed`, how far noise may move an element.
         """
         of = [(root, line["module_path"], line["name"], line["rank_b"]) for line in lines]
         wrong = self._wrong.get(root, set())
@@ -94,29 +94,29 @@ class Drift:
         return are_noise
 
     def end(self, step: int, pairs: Pairs) -> None:
-        """Keep the values that the parameters of the next step are made from."""
+        """Keep the values of this step, which the parameters of the next step are made from."""
         self._before, self._numbers = (step, pairs), None
 
     def _is_noise(self, step: int, pairs: Pairs, parameter: Parameter, line: dict[str, Any], size: float) -> bool:
         known = self._apart[parameter][0] if parameter in self._apart else 0.0
         if line["kind"] == "values":
             is_noise = self._is_made_from_noise(step, pairs, parameter, line["number"], line["allowed"])
-            if is_noise is None:  # of what it was made from not enough was kept
+            if is_noise is None:  # too few of the values that the parameter was made from are recorded
                 is_noise = bool(line["l2_apart"] <= MARGIN * known)
             if is_noise:
                 own = line["l2_a"] or line["max_abs"] / line["of_max"]
                 norm = max(own, size * float(np.sqrt(line["numel"])))
                 self._apart[parameter] = line["l2_apart"], line["l2_apart"] / norm
             return is_noise
-        one, two = line["statistic_a"], line["statistic_b"]  # none moves by more than the norm of the difference
+        one, two = line["statistic_a"], line["statistic_b"]  # no statistic can move by more than this norm
         return one is not None and two is not None and bool(abs(two - one) <= MARGIN * known)
 
     def _is_made_from_noise(
         self, step: int, pairs: Pairs, parameter: Parameter, number: int, allowed: float
     ) -> bool | None:
-        """Whether gradient and state explain how much an update differs; None where they were not kept.
+        """Return whether gradient and state explain an update's difference; None where they were not recorded.
 
-        In each element the update may differ as much, relatively, as the gradient and the state do there.
+        In each element, the two updates may differ by the same share as the two gradients and states do there.
         """
         if self._before is None or self._before[0] != step - 1:
             return None
@@ -132,7 +132,7 @@ class Drift:
             return None
         made_from = [both for both in kept.values() if both[0].size == both[1].size == now[0].size]
         parts = [slice(at, at + _CHUNK_ITEMS) for at in range(0, now[0].size, _CHUNK_ITEMS)]
-        # Where weight decay cancels a step, what is left says little of it.
+        # Where weight decay nearly cancels a step, the rest is too small to measure a difference by.
         least = sum(float(np.nansum(_update(now, old, part))) for part in parts) / max(1, now[0].size)
         return all(_is_open(now, old, made_from, part, least, allowed) for part in parts)
 
@@ -141,15 +141,15 @@ Vectors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def _update(now: Vectors, old: Vectors, part: slice) -> npt.NDArray[Any]:
-    """Return how far an update moves the elements of a part, in the run in which it moves them farther."""
+    """Return how far an update moves the elements of a part, in the run in which the update is larger."""
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     return np.asarray(np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b)))
 
 
 def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, least: float, allowed: float) -> bool:
-    """Whether a part of a parameter differs by no more than before plus what its update leaves open.
+    """Return whether a part of a parameter differs by no more than before, plus what its update may add.
 
-    An element's update counts as `least` at least; `allowed` is what noise and roundings may add.
+    An element's update counts as at least `least`. `allowed` is the difference that noise and rounding may add.
     """
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     share = np.zeros(now_a.shape)

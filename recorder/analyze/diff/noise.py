@@ -1,7 +1,7 @@
-"""Which differences noise alone would make: a repeat of the first run, or a perturbed twin, differs as much.
+"""Recognises differences that noise alone would make: a repeat of the first run, or a perturbed twin, differs as much.
 
-Noise is looked up tensor by tensor and step by step. Where there is hardly any, by chance or because a perturbation did
-not reach the tensor, the median of the same site and step is used.
+Noise is measured for each tensor and step. Where there is hardly any, by chance or because a perturbation did not reach
+the tensor, the median of the same site and step is used.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _BITS = {
     "float64": -52, "float32": -23, "float16": -10, "bfloat16": -7, "complex128": -52, "complex64": -23,
     "complex32": -10, "float8_e4m3fn": -3, "float8_e4m3fnuz": -3, "float8_e5m2": -2, "float8_e5m2fnuz": -2,
 }  # fmt: skip
-"""The distance from 1 to the next number, as a power of two."""
+"""The distance from 1 to the next larger number of each type, as a power of two."""
 _MIN_FACTOR = 1e-3
-"""A factor that is closer to 1 makes no multiple."""
+"""The least distance from 1 of a factor that makes one tensor a multiple of another."""
 _MAX_REST = 0.02
-"""The share of a factor's effect that it may leave unexplained: a tensor that was shifted is no multiple."""
+"""The share of a factor's effect that may stay unexplained: a tensor that was shifted is no multiple."""
 _MIN_ITEMS = 16
-"""With fewer elements, any tensor may be nearly a multiple of any other, and the effect of noise is chance."""
+"""The least number of elements: a smaller tensor may be nearly a multiple of any other, and its noise is chance."""
 _ROUNDINGS = 8
-"""A difference of so many roundings of the largest magnitude is never more than noise."""
+"""The number of roundings of the largest magnitude up to which a difference is always noise."""
 _ALIKE_SHARE = 0.5
 _MIN_ALIKE = 3
-"""How many gradients, and which share of all, one factor must explain to be a factor of their common norm."""
+"""The number of gradients, besides `_ALIKE_SHARE` of all, that a factor of their common norm must explain."""
 
 
 _FAR = ("max_abs", "l2_apart", "statistic_rel")
-"""The columns of `Verdicts.differing` that say how far a pair is apart."""
+"""The columns of `Verdicts.differing` that have the distance of a pair."""
 
 
 def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[dict[str, Floats], Flags]:
-    """Return how far noise moves some rows, by the columns of `_FAR`, and whether it changes their fingerprints.
+    """Return how far noise moves some rows, by the columns of `_FAR`, and whether noise changes their fingerprints.
 
-    A distance is NaN where it is not known.
+    An unknown distance is NaN.
     """
     far = {name: np.full(a.table.num_rows, np.nan) for name in _FAR}
     has_other_print = np.zeros(a.table.num_rows, np.bool_)
@@ -67,27 +67,27 @@ class Drifted(NamedTuple):
     """Parameters that rounding alone drove farther apart than the twins show."""
 
     step: int
-    """The first step at which they are."""
+    """The first step with such parameters."""
     num_params: int
     of_norm: float
-    """The largest distance of a parameter at the end, as a share of its norm."""
+    """The largest distance of such a parameter at the end, as a share of its norm."""
     times_noise: float
-    """How many times the twin's distance a value made from these parameters may have and still be noise."""
+    """The factor by which values made from these parameters may exceed the twin's distance and still be noise."""
 
 
 class LoudNoise(NamedTuple):
-    """Noise runs that are farther from the first run than roundings move them in one step."""
+    """Set where noise runs are farther from the first run than rounding moves values in one step."""
 
     step: int
     """The first step at which the two runs differ."""
     of_norm: float
-    """The median distance of the forward's values, as a share of their norm."""
+    """The median distance of the forward's values, as a share of their norms."""
 
 
 def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) -> NoiseMeasure | None:
-    """Measure what noise does to the pairs that differ; None if no pair does, or there are no noise runs.
+    """Measure the noise of the pairs that differ; None without noise runs, or if no pair differs.
 
-    `sides` are the same steps of runs that differ from the first by noise alone.
+    `sides` are the same steps of runs that differ from the first run by noise alone.
     """
     rows = compared.pairs.a[judged.kinds != ""]
     if not sides or not len(rows):
@@ -96,38 +96,38 @@ def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) 
 
 
 class BeyondNoise:
-    """Tells differences from noise, range by range of steps in their order.
+    """Separates differences from noise. It takes ranges of steps in the order of steps.
 
-    `eps` is the share by which the inputs of the noise runs were moved, as far as their manifests say.
+    `eps` is the share by which the inputs of the noise runs were moved, according to their manifests.
     """
 
     def __init__(self, eps: float = 0.0) -> None:
         self._eps = eps
         self._drift = Drift()
         self._factors: dict[str, float] = {}
-        """By root: how many times farther apart than the twin a step began, at most."""
+        """By root, the largest factor by which a step began farther apart than the twin."""
         self._shown: dict[str, tuple[float, float]] = {}
-        """By root, of its last step: the share by which parameters had drifted, and how many times the noise the values
-        of the forward were apart."""
+        """By root, at its last step: the share by which parameters had drifted, and the factor by which the values of
+        the forward exceeded the noise."""
         self._first_drift: int | None = None
         self._off: dict[str, float] = {}
-        """By root: how far from 1 a common factor of all gradients was at most, where rounding made the factor."""
+        """By root, how far from 1 a common factor of all gradients was at most, where rounding made the factor."""
         self._is_begun = False
         self.loud: LoudNoise | None = None
-        """Set if the noise runs are most likely more than noise, and hide more than noise."""
+        """Set if the noise runs probably differ by more than noise, and hide more than noise."""
 
     @property
     def drifted(self) -> Drifted | None:
-        """The drift, which hides smaller errors; None if the twins show all noise."""
+        """The drift of parameters, which hides smaller errors; None if the twins show all noise."""
         if self._first_drift is None:
             return None
         factor = max(self._factors.values(), default=1.0)
         return Drifted(self._first_drift, self._drift.num_params, self._drift.share(), factor)
 
     def of(self, judged: Verdicts, measured: NoiseMeasure | None, compared: Callable[[], PairedSteps]) -> Verdicts:
-        """Return the verdicts without the pairs that differ by no more than noise; the others get a column `noise`.
+        """Return the verdicts without the pairs that differ by no more than noise; others get a column `noise`.
 
-        `compared` gives the rows, and is only called if they are looked at.
+        `compared` gives the rows, and is called only if rows are needed.
         """
         table = judged.differing
         if measured is None:
@@ -173,7 +173,7 @@ class BeyondNoise:
         if not share:
             return
         factor = share / measured.typical_share(rows)
-        if root in self._shown:  # what the forward showed of it so far: what drifts need not reach much
+        if root in self._shown:  # as the forward showed: a drift need not reach many values
             share_before, times = self._shown[root]
             factor = min(factor, MARGIN * times * share / share_before)
         factor = max(1.0, factor)
@@ -187,10 +187,10 @@ class BeyondNoise:
     def _unscale(
         self, step: int, root: str, rows: Integers, pairs: Pairs, measured: NoiseMeasure, indices: Integers
     ) -> None:
-        """Take out gradients that differ by a common factor that rounding makes, and the state made from them.
+        """Excuse gradients that differ by a common factor made by rounding, and the state made from them.
 
-        Gradients are clipped by their common norm: each layout adds up its squares in another order, which no twin
-        shows.
+        Gradients are clipped by their common norm. Each layout adds up the squares of this norm in another order, which
+        no twin shows.
         """
         gradients = rows[measured.are_final_gradients(rows)]
         wrong = gradients[pairs.differs[indices[gradients]]]
@@ -208,12 +208,12 @@ class BeyondNoise:
                 (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else the drift tells more
             )
             made = made[is_made]
-            # Of squares the factor counts twice.
+            # The factor has twice the effect on squares.
             pairs.differs[indices[made[measured.are_noise_farther(made, np.ones(len(made)), 2 * off)]]] = False
 
 
 def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
-    """Count the pairs of gradients that an update used and that are not zero, and the elements of all gradients."""
+    """Count the nonzero pairs of gradients that an update used, and the elements of all such gradients."""
     columns = ["root", "site", "phase", "l2", "numel"]
     table = pairs.rows.a.table.select(columns).take(pa.array(pairs.rows.pairs.a[pairs.of_step(step)]))
     wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
@@ -223,7 +223,7 @@ def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
 
 
 class NoiseMeasure:
-    """Pairs that differ, row by row with the noise of each."""
+    """The pairs that differ, and the noise of each pair."""
 
     def __init__(self, table: Any, noise: Mapping[str, Floats], has_other_print: Flags) -> None:
         self._table, self._has_other_print = table, has_other_print
@@ -232,7 +232,7 @@ class NoiseMeasure:
             np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
         )
         self._max_abs, self._l2_apart, self._statistic = (numbers(table.column(name)) for name in _FAR)
-        # A gradient that one run took elsewhere counts by how it was compared: it may differ by rounding alone.
+        # A gradient recorded behind the module counts by what was compared, because rounding alone may make it differ.
         compared_by = np.where(table.column("statistic").is_valid().to_numpy(), "statistics", "fingerprint")
         compared_by = np.where(np.isnan(self._max_abs), compared_by, "values")
         self.kinds = np.where(self.kinds == "after_tap", compared_by, self.kinds)
@@ -252,7 +252,7 @@ class NoiseMeasure:
             self._allowed = np.where(self._eps > 0, MARGIN * self.noise + self._eps * self._scales, self.noise)
 
     def are_noise(self) -> Flags:
-        """Whether each pair differs by no more than the twin, or only in its type."""
+        """Return which pairs differ by no more than the twin, or only in their type."""
         with np.errstate(invalid="ignore"):
             by_values = self._max_abs <= self._allowed
             by_statistics = self._statistic <= MARGIN * self.noise_of_statistics + self._eps
@@ -262,10 +262,10 @@ class NoiseMeasure:
         return np.asarray(are_noise | (self.kinds == "dtype"))
 
     def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
-        """Whether rows differ by no more than a twin that began the step so many times farther apart.
+        """Return which rows differ by no more than a twin that began the step farther apart by these factors.
 
-        Norms are compared, since an element that is far apart at first moves a few elements of every later tensor. The
-        rows may differ by the share `off` of the norm besides.
+        Norms are compared, because an element that is far apart at first moves a few elements of every later tensor.
+        The rows may also differ by the share `off` of the norm.
         """
         kinds, eps = self.kinds[rows], self._eps[rows] + off
         with np.errstate(invalid="ignore"):
@@ -276,17 +276,17 @@ class NoiseMeasure:
         return np.asarray((are_noise & self.is_finite[rows]) | (kinds == "fingerprint"))
 
     def are_multiples(self, rows: Integers) -> Flags:
-        """Whether the one tensor is a multiple of the other, which rounding does not make of it."""
+        """Return in which pairs one tensor is a multiple of the other, which is no effect of rounding."""
         is_large = numbers(self._table.column("numel"))[rows] >= _MIN_ITEMS
         factors = multiples(self._cosine[rows], self._l2_a[rows], self._l2_b[rows])
         return np.asarray(is_large & ~np.isnan(factors))
 
     def are_final_gradients(self, rows: Integers) -> Flags:
-        """Whether rows are gradients as an update uses them."""
+        """Return which rows are gradients as an update uses them."""
         return np.asarray((self.sites[rows] == "grad") & (self._phases[rows] == "optimizer"))
 
     def typical_factor(self, rows: Integers) -> float:
-        """Return the median factor that takes the first tensors nearest to the second; NaN without norms."""
+        """Return the median factor that brings the first tensors closest to the second; NaN without norms."""
         with np.errstate(invalid="ignore", divide="ignore"):
             factors = np.where(np.isnan(self._cosine[rows]), 1.0, self._cosine[rows]) * self._l2_b[rows]
             factors /= self._l2_a[rows]
@@ -294,7 +294,7 @@ class NoiseMeasure:
         return float(np.median(known)) if len(known) else np.nan
 
     def are_scaled(self, rows: Integers, factor: float) -> Flags:
-        """Whether the second tensors are the first times a factor, but for what the twin shows: see `are_noise`."""
+        """Return whether second tensors are the first times a factor, apart from noise as in `are_noise`."""
         kinds, eps, off = self.kinds[rows], self._eps[rows], factor - 1
         one, two, apart = self._l2_a[rows], self._l2_b[rows], self._l2_apart[rows]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -307,18 +307,18 @@ class NoiseMeasure:
         return np.asarray(are_scaled & self.is_finite[rows] & (eps > 0))
 
     def rounding_of_sum(self, rows: Integers, numel: int) -> float:
-        """How far from 1 rounding may take the ratio of two norms of as many elements, added up in other orders.
+        """Return how far from 1 rounding may move the ratio of two norms of `numel` elements each.
 
-        A sum of n numbers is off by lambda sqrt(n) times the unit roundoff, as a share (Higham and Mary 2019, "A New
-        Approach to Probabilistic Rounding Error Analysis"), its root by half of that, and two of them by twice a half.
-        Lambda is 2: torch's own norm of 10 million elements on one thread is off by 1.6. Sums of shorter types are kept
-        in float32. What counts as a multiple is never rounding.
+        A sum of n numbers is off by lambda sqrt(n) times the unit roundoff, relatively (Higham and Mary 2019, "A New
+        Approach to Probabilistic Rounding Error Analysis"). Its root is off by half of that, and the ratio of two roots
+        by twice a half. Lambda is 2: torch's own norm of 10 million elements on one thread is off by 1.6. Sums of
+        shorter types are kept in float32. The result stays below the factor that makes a multiple.
         """
         unit = min(float(self._eps[rows].max()) / _ROUNDINGS, 2.0 ** _BITS["float32"]) / 2
         return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)
 
     def typical_times(self, rows: Integers) -> float:
-        """Return the median of how many times as far apart as in the twin the values of a forward are."""
+        """Return the median factor by which the values of a forward exceed their distance in the twin."""
         forward = rows[self._phases[rows] == "forward"]
         with np.errstate(invalid="ignore", divide="ignore"):
             times = self._l2_apart[forward] / self._noise_of_norms[forward]
@@ -326,7 +326,7 @@ class NoiseMeasure:
         return max(1.0, float(np.median(known))) if len(known) else np.inf
 
     def typical_share(self, rows: Integers) -> float:
-        """How far noise moves the values of a forward, as a share of their norm: the median; at least a rounding."""
+        """Return the median share of the norm by which noise moves a forward's values; at least a rounding."""
         forward = rows[self._phases[rows] == "forward"]
         chosen = forward if len(forward) else rows
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -338,21 +338,21 @@ class NoiseMeasure:
         return max(float(np.median(known)), least) if len(known) else least
 
     def loudness(self, rows: Integers, eps: float) -> float:
-        """Return the share beyond which a first step is not noise: far above roundings, below another dropout.
+        """Return the share beyond which a first step is not noise: far above rounding, below another dropout.
 
-        Under autocast the values have a longer type than the model computes with; `eps` is that of the shorter one.
+        Under autocast the values have a longer type than the model computes with; `eps` is that of the shorter type.
         """
         return 8 * float(np.sqrt(max(np.median(self._eps[rows]) / _ROUNDINGS, eps)))
 
     def lines(self, rows: Integers, indices: Integers) -> list[dict[str, Any]]:
-        """Return rows with all their columns, the number of their pair, and how far an element may be apart."""
+        """Return rows with all their columns, the number of each pair, and how far an element may be apart."""
         lines = self._table.take(pa.array(rows)).to_pylist()
         known = zip(lines, indices[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
         return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
 
 
 def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
-    """Return the factors between tensors that are multiples of each other, from cosines and norms; else NaN."""
+    """Return the factors between tensors that are multiples of each other, from cosines and norms; NaN for others."""
     with np.errstate(invalid="ignore", divide="ignore"):
         factors = np.where(cosine > 0, 1.0, -1.0) * two / one
         off, rest = np.abs(factors - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
@@ -368,7 +368,7 @@ def _roundings(table: Any) -> Floats:
 
 
 def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
-    """Raise noise to that of the median tensor of the same step and site, where that is more; NaN stays."""
+    """Raise the noise of each tensor to the median of its step and site, where that is more; NaN stays NaN."""
     groups = group_rows(table, ("step", "root", "site"))
     relative = np.divide(values, scales, out=np.full_like(values, np.nan), where=scales > 0)
     order = np.argsort(groups.ids, kind="stable")
@@ -382,7 +382,7 @@ def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
 
 
 def _steadied(values: Floats, table: Any) -> Floats:
-    """Return the noise of each value; a small tensor takes the largest of these steps, since one step is chance."""
+    """Return the noise of each value. A small tensor gets its largest noise in these steps, as one step is chance."""
     groups = group_rows(table, ("root", "module_path", "site", "name"))
     most = np.full(groups.num_groups, np.nan)
     np.fmax.at(most, groups.ids, values)

@@ -1,7 +1,7 @@
-"""Pairs the rows of two runs, and says how far they are apart: by fingerprint, else by values, else by statistics.
+"""Pairs the rows of two runs, and measures how far they are apart: by fingerprint, else by values, else by statistics.
 
-If one run lacks ranks of a value, a difference says nothing of the training, and has a kind of its own. Must never read
-the payloads of a pair whose fingerprints are equal.
+If one run lacks ranks of a value, a difference says nothing about the training, and has its own kind. This module must
+never read the payloads of a pair whose fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _UNITS = {name: pa.float64() if "rms" in name else pa.int64() for name in UnitsA
 _EXACT = ("min", "max", "absmax")
 _ROUNDED = ("mean", "std", "l2")
 _ROUNDING = 1e-12
-"""Sums of the same elements in another order differ by less than this share of the largest magnitude."""
+"""The share of the largest magnitude by which sums of the same elements in another order differ at most."""
 
 Flags = npt.NDArray[np.bool_]
 
 
 class RunSteps(NamedTuple):
-    """Some steps of one run."""
+    """The rows of some steps of one run."""
 
     rows: Any
-    """`GlobalRows`."""
+    """The `GlobalRows` that all rows of these steps come from."""
     table: Any
-    """The selected rows, with a column `at`: the index of each in `rows`."""
+    """The selected rows, with a column `at` that has the index of each row in `rows`."""
 
     @classmethod
     def read(
@@ -60,7 +60,7 @@ class RunSteps(NamedTuple):
         rows = view.rows(first, last)
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
         table = table.append_column(PART, _parts_of_batch(view, rows.table))
-        # The recorder finds one loss for each backward, of which runs that do the same may have others.
+        # The recorder takes one loss for each backward, and may take another one in a run that does the same.
         is_found = holds(table.column("note"), lambda note: note_members(note).get("found") == "backward")
         return cls(rows, selection.narrow(table.filter(pa.array(~is_found))))
 
@@ -79,7 +79,7 @@ class RunSteps(NamedTuple):
 
 
 def _parts_of_batch(view: Any, table: Any) -> Any:
-    """Return for each rank's row its part of the batch, as ``1/4``; null where it is not known."""
+    """Return, for each row, its rank's part of the batch as ``1/4``; null where it is not known."""
 
     def part_of(root: str, rank: int | None, attempt: int) -> str | None:
         part = None if rank is None else view.part_of_batch(root=root, rank=rank, attempt=attempt)
@@ -90,7 +90,7 @@ def _parts_of_batch(view: Any, table: Any) -> Any:
 
 
 class PairedSteps(NamedTuple):
-    """Steps that two runs have in common, in pairs."""
+    """The steps that two runs have in common, with their rows in pairs."""
 
     a: RunSteps
     b: RunSteps
@@ -98,28 +98,28 @@ class PairedSteps(NamedTuple):
 
 
 class Verdicts(NamedTuple):
-    """The result of some pairs."""
+    """The results of comparing pairs."""
 
     differing: Any
-    """`pa.Table` of the pairs that differ, in their order."""
+    """`pa.Table` of the pairs that differ, in the order of the pairs."""
     counts: Counter[str]
-    """How many pairs there are: ``num_pairs`` in all; ``by_fingerprint`` that are equal by their fingerprints;
-    ``by_values`` and ``by_statistics`` that were compared by these; ``by_nothing`` of which one side has values,
-    statistics or a fingerprint and the other has not; ``bare`` of which neither side has any, or one side can have none
-    (summands over ranks without values); ``summands``, the bare pairs that are summands, of which both runs kept
-    something; ``by_print_alone`` whose fingerprints differ and that have nothing else: noise may be the reason."""
+    """The number of pairs of each class. ``num_pairs``: all. ``by_fingerprint``: equal by fingerprint. ``by_values``
+    and ``by_statistics``: compared by these. ``by_nothing``: one side has values, statistics or a fingerprint, and the
+    other side has not. ``bare``: neither side has any, or one side cannot have any (a summand over ranks without
+    values). ``summands``: the bare pairs that are summands, of which both runs kept something. ``by_print_alone``: the
+    fingerprints differ, and there is nothing else, so that noise may be the reason."""
     partial: Counter[tuple[str, str]]
-    """Pairs of which one run (``a`` or ``b``) lacks ranks that the other run has; by the run and these ranks."""
+    """The number of pairs in which one run (``a`` or ``b``) lacks ranks, by the run and the missing ranks."""
     unread: Counter[str]
-    """Pairs whose values could not be read, by the reason."""
+    """The number of pairs whose values could not be read, by the reason."""
     bare_modules: dict[str, None]
-    """The modules of `summands`."""
+    """The modules of the pairs that `counts` has as ``summands``."""
     kinds: npt.NDArray[np.object_]
-    """For each pair the kind of its difference, see `Difference.kind`; an empty text if it does not differ."""
+    """The kind of each pair's difference, see `Difference.kind`; an empty text if the pair does not differ."""
 
 
 def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Verdicts:
-    """Compare pairs of rows; `report` is called with payload bytes done."""
+    """Compare pairs of rows; `report` is called with the payload bytes that are done."""
     left, right = a.table.take(pa.array(pairs.a)), b.table.take(pa.array(pairs.b))
     same_dtype, same_shape, same_print = (_same(left, right, name) for name in ("dtype", "shape", "fingerprint"))
     has_prints, has_values, has_numbers = (_both(left, right, n) for n in ("fingerprint", "encoding", "nan_count"))
@@ -175,7 +175,7 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
 
 
 def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Tolerance) -> _Statistics | None:
-    """Compare the summands of two sums over ranks, rank by rank; None where not the same ranks have statistics."""
+    """Compare the summands of two sums over ranks, rank by rank; None if the ranks with statistics are not the same."""
     tables: list[Any] = []
     ranks: list[list[tuple[int, int]]] = []
     for side, row in ((a, row_a), (b, row_b)):
@@ -190,12 +190,12 @@ def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Toler
 class _Statistics(NamedTuple):
     is_outside: Flags
     name: npt.NDArray[np.object_]
-    """The statistic that is farthest apart, of those outside the tolerance."""
+    """The statistic that is farthest apart, among those outside the tolerance."""
     left: Floats
-    """Its value in the first run."""
+    """The value of this statistic in the first run."""
     right: Floats
     apart: Floats
-    """The relative distance: of the largest magnitude, for a norm of the larger norm; NaN for a count."""
+    """The distance relative to the largest magnitude, or for a norm to the larger norm; NaN for a count."""
 
     @classmethod
     def compare(cls, left: Any, right: Any, tolerance: Tolerance) -> _Statistics:
@@ -204,7 +204,7 @@ class _Statistics(NamedTuple):
         of_left, of_right = np.full(length, np.nan), np.full(length, np.nan)
         for name in (*_EXACT, *_ROUNDED):
             one, two = numbers(left.column(name)), numbers(right.column(name))
-            # Both null: nothing finite on either side. One alone: as far apart as can be.
+            # Both null: neither side has a finite element. One null: the sides are as far apart as can be.
             far = np.where(np.isnan(one) & np.isnan(two), 0.0, np.nan_to_num(np.abs(two - one), nan=np.inf))
             of = "l2" if name == "l2" else "absmax"
             scale = np.fmax(np.abs(numbers(left.column(of))), np.abs(numbers(right.column(of))))
@@ -245,7 +245,7 @@ def _table(
         values = pa.array([getattr(distance, name) for distance in distances], kind)
         columns[name] = values.take(of_distance)
     columns |= _units(left, right, differs)
-    for side in "ab":  # rows whose values were not compared have counts of their own
+    for side in "ab":  # counts of rows whose values were not compared
         counts = reduce(pc.add, (columns[f"{name}_{side}"] for name in NONFINITE)).combine_chunks()
         columns[f"nonfinite_{side}"] = pc.coalesce(columns[f"nonfinite_{side}"], counts.cast(pa.int64()))
     says = by_statistics[differs] & (statistics.name[differs] != "")
@@ -273,10 +273,10 @@ def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
 
 
 def moved_roots(a: RunSteps, b: RunSteps) -> set[str]:
-    """Return the roots with a value that is not the same in two runs, whether or not it is selected.
+    """Return the roots with a value that two runs do not share, whether or not the value is selected.
 
-    Values that the program gave to the recorder, and numbers that it reported, such as seconds, count only if there is
-    nothing else.
+    Values that the program passes to the recorder, and numbers that it reports, such as seconds, count only if there
+    are no other values.
     """
     pairs = align(a.rows.table, b.rows.table)
     is_made = ~holds(a.rows.table.column("site"), GIVEN.__contains__)[pairs.a]
@@ -301,7 +301,7 @@ def _same(left: Any, right: Any, name: str) -> Flags:
 
 
 def _is_after_tap(table: Any) -> Flags:
-    """Return the rows whose gradient is only of the uses outside their module."""
+    """Return which rows have the gradient of only those uses that are outside their module."""
     return holds(table.column("note"), lambda note: note_members(note).get("grad") == "after_tap")
 
 
@@ -311,7 +311,7 @@ def _any(table: Any) -> Flags:
 
 
 def _has_none(table: Any) -> Flags:
-    """Return the rows without values that cannot have statistics, such as summands over ranks."""
+    """Return which rows have no values and can have no statistics, such as summands over ranks."""
     is_summand = holds(table.column("note"), lambda note: "no_statistics" in note_members(note))
     return np.asarray(is_summand & ~table.column("encoding").is_valid().to_numpy())
 
@@ -321,16 +321,16 @@ def _both(left: Any, right: Any, name: str) -> Flags:
 
 
 _SLICED = ("step", "root", "mode")
-"""The columns that have micro-steps of their own."""
+"""The columns that identify a sequence of micro-steps."""
 _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
-"""The columns that name a value over all micro-steps of its step."""
+"""The columns that identify a value over all micro-steps of its step."""
 
 
 def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out what pipeline stages hand to each other, unless both runs have the same stages.
+    """Leave out the values that pipeline stages hand to each other, unless both runs have the same stages.
 
-    A row of this kind is identified by its rank, its stage, its micro-batch and its size: of ranks that share a batch,
-    or split it. Returns the sides, and how many rows of each were left out.
+    Such a row is identified by its rank, its stage, its micro-batch, and its size, which depends on whether ranks share
+    or split a batch. Returns the two sides, and how many rows of each side were left out.
     """
     marked = [holds(side.table.column("note"), lambda note: stage_of(note)[1]) for side in (a, b)]
     if not any(flags.any() for flags in marked):
@@ -342,7 +342,7 @@ def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int,
 
 
 def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out what only one run recomputed for its backward; return the sides, and how many rows of each went."""
+    """Leave out what only one run recomputed for its backward; return the sides, and how many rows each side lost."""
     marked = [holds(side.table.column("phase"), "recompute".__eq__) for side in (a, b)]
     if marked[0].any() == marked[1].any():
         return a, b, (0, 0)
@@ -350,11 +350,11 @@ def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tu
 
 
 def without_other_micro_steps(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, int]:
-    """Leave out the micro-steps of a batch that the two runs divide into other numbers of micro-steps.
+    """Leave out the micro-steps of a batch that the two runs divide into different numbers of micro-steps.
 
-    Two runs divide one batch if a value has as many elements over all micro-steps of a step in both. A micro-batch that
-    one run has lost is therefore still a difference. Returns the sides, and how many values of the first one were left
-    out.
+    Two runs divide one batch if a value has equally many elements over all micro-steps of a step in both runs. So a
+    micro-batch that one run has lost is still a difference. Returns the sides, and the number of values of the first
+    side that were left out.
     """
     slices = common_ids(a.table, b.table, _SLICED)
     num_slices = 1 + max(int(ids.max(initial=-1)) for ids in slices)
@@ -397,25 +397,25 @@ PART = "part_of_batch"
 
 
 class Alignment(NamedTuple):
-    """Positions in two tables of rows of global views."""
+    """The pairing of two tables of rows of global views, as row indices."""
 
     a: Integers
-    """For each pair the row of the first run, in its order."""
+    """For each pair the row of the first run, ascending."""
     b: Integers
     only_a: Integers
-    """Rows of values that the other run does not have."""
+    """The rows of values that the other run does not have."""
     only_b: Integers
     on_other_parts: Integers = np.zeros(0, np.int64)
-    """Rows of the first run, of single ranks, that both runs have and that cannot be compared: the ranks worked on
-    other parts of the batch, and neither run has the value of all ranks."""
+    """Rows of single ranks in the first run that the second run has, too, but that cannot be compared: the ranks worked
+    on different parts of the batch, and neither run has the value of all ranks."""
 
 
 def align(a: Any, b: Any) -> Alignment:
-    """Pair the rows of two tables by everything that names a value.
+    """Pair the rows of two tables by all columns that identify a value.
 
     A row of all ranks is paired with a row of all ranks. If the other run has the value only rank by rank (replicas
-    differ, no layout fits), it is paired with each rank's row that has its shape. A rank's row besides one of all ranks
-    says nothing new; it is paired only with that of the rank which worked on the same part of the batch.
+    differ, or no layout fits), the row is paired with each rank's row of the same shape. A rank's row beside a row of
+    all ranks says nothing new: it is paired only with the row of a rank that worked on the same part of the batch.
     """
     id_a, id_b = common_ids(a, b, VALUE_KEY)
     rank_a, rank_b = (integers(table.column("rank")) for table in (a, b))
@@ -424,7 +424,7 @@ def align(a: Any, b: Any) -> Alignment:
     left, right = join(id_a * width + rank_a + 1, id_b * width + rank_b + 1)
     is_same = _have_one_part(a, b, left, right) | (rank_a[left] < 0)
     has_whole_a, has_whole_b = (_flags(ids[ranks < 0], num_ids) for ids, ranks in ((id_a, rank_a), (id_b, rank_b)))
-    # Rows of values that one run has as one tensor, and the other run only rank by rank.
+    # The rows of values that one run has as one tensor, and the other run only rank by rank.
     whole_a = np.flatnonzero((rank_a < 0) & ~has_whole_b[id_a])
     whole_b = np.flatnonzero((rank_b < 0) & ~has_whole_a[id_b])
     pieces_a = np.flatnonzero((rank_a >= 0) & ~has_whole_a[id_a] & has_whole_b[id_a])
@@ -437,7 +437,7 @@ def align(a: Any, b: Any) -> Alignment:
     pairs_a = np.concatenate([left[is_same], cross_a[is_alike]])
     pairs_b = np.concatenate([right[is_same], cross_b[is_alike]])
     order = np.lexsort((pairs_b, pairs_a))
-    is_other = _flags(id_a[left[~is_same]], num_ids)  # where some ranks worked on other parts, so did the rest
+    is_other = _flags(id_a[left[~is_same]], num_ids)  # where some ranks worked on other parts, so did the other ranks
     is_said_a = _flags(pairs_a, len(id_a)) | ((rank_a >= 0) & (has_whole_a | is_other)[id_a])
     is_said_b = _flags(pairs_b, len(id_b)) | ((rank_b >= 0) & (has_whole_b | is_other)[id_b])
     is_on_other_part = (rank_a >= 0) & (is_other & ~has_whole_a & ~has_whole_b)[id_a] & ~_flags(pairs_a, len(id_a))
@@ -446,7 +446,7 @@ def align(a: Any, b: Any) -> Alignment:
 
 
 def _have_one_part(a: Any, b: Any, rows_a: Integers, rows_b: Integers) -> npt.NDArray[np.bool_]:
-    """Whether the ranks of paired rows worked on the same part of the batch, or no row tells on which part."""
+    """Return for which pairs the ranks worked on the same part of the batch, or a part is unknown."""
     if PART not in a.column_names or PART not in b.column_names:
         return np.ones(len(rows_a), np.bool_)
     parts_a, parts_b = common_ids(a, b, (PART,))

@@ -1,4 +1,4 @@
-"""Names of modules that differ between two runs: a file that pairs them, and rows under common names."""
+"""Modules with different names in two runs: a file that pairs the names, and rows under common names."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ...system.text import listed
 
 
 class Rename(NamedTuple):
-    """One line: a path of the first run, or the beginning of paths, and its name in the second run."""
+    """One line of the file: a path of the first run, or the beginning of paths, and its name in the second run."""
 
     old: str
     new: str
     where: str
-    """File and line, for messages."""
+    """The file and the line number, for messages."""
 
     def fits(self, path: str) -> bool:
-        """Whether the line names a module of the second run, or one above it."""
+        """Return whether the line renames this module of the second run, by its path or by a parent's path."""
         return not self.new or path == self.new or path.startswith(f"{self.new}.")
 
 
 class Renames:
-    """The names of the second run's modules in the first; the longest line that fits counts, other names stay."""
+    """Maps module names of the second run to the first. The longest line that fits counts; other names stay."""
 
     def __init__(self, renames: Iterable[Rename] = ()) -> None:
         self.lines = sorted(renames, key=lambda one: -len(one.new))
@@ -43,18 +43,18 @@ class Renames:
         return Renames([*self.lines, *lines])
 
     def line_of(self, path: str) -> Rename | None:
-        """Return the line that renames a module of the second run."""
+        """Return the line that renames a module of the second run; None if no line does."""
         return next((line for line in self.lines if line.fits(path)), None)
 
     def old(self, path: str) -> str:
-        """Return the name in the first run of a module of the second."""
+        """Return the name that a module of the second run has in the first run."""
         line = self.line_of(path)
         if line is None:
             return path
         return ".".join(filter(None, (line.old, path[len(line.new) :].removeprefix("."))))
 
     def apply(self, table: Any) -> Any:
-        """Return rows of the second run under the names of the first."""
+        """Return rows of the second run with the module names of the first run."""
         if not self.lines:
             return table
         index = table.schema.get_field_index("module_path")
@@ -81,9 +81,9 @@ NO_RENAMES = Renames()
 
 
 def read_renames(path: Path) -> Renames:
-    """Read a file of lines ``old = new``; ``#`` begins a comment, ``''`` is the root.
+    """Read a file of lines ``old = new``, in which ``#`` begins a comment and ``''`` is the root.
 
-    Raises LookupFailedError if the file cannot be read, a line is senseless, or two lines contradict each other; the
+    Raises LookupFailedError if the file cannot be read, a line has no meaning, or two lines contradict each other. The
     message says which line and what is wrong.
     """
     try:
@@ -110,40 +110,40 @@ def read_renames(path: Path) -> Renames:
 
 
 _ARGUMENTS = ("input", GRADIENT_OF["input"])
-"""Sites whose names are those of a forward's arguments, which may have other names in a rewritten module."""
+"""Sites at which names are those of a forward's arguments, which a rewritten module may name otherwise."""
 _MAX_MODULES = 5_000
 
 
 class RenameHint(NamedTuple):
-    """A line for the file of renamed modules."""
+    """A line proposed for the file of renamed modules."""
 
     old: str
     """A path of the first run, or the beginning of paths."""
     new: str
-    """The likely path in the second run."""
+    """The likely path, or beginning of paths, in the second run."""
     num_modules: int
-    """Modules that the line pairs, which have tensors of the same shapes."""
+    """The number of module pairs that the line makes, all with tensors of the same shapes."""
     num_same: int
-    """Those of the pairs whose first parameters and buffers are equal to the last bit."""
+    """The number of these pairs whose first parameters and buffers are equal to the last bit."""
 
     @property
     def line(self) -> str:
-        """The line of the file."""
+        """The text of the line."""
         return " = ".join(path or "''" for path in (self.old, self.new))
 
 
 class UnpairedModules:
-    """The modules that one run has alone, by what their rows look like."""
+    """The modules that only one of the two runs has, with the tensors that identify them."""
 
     def __init__(self, own_names: Mapping[str, str]) -> None:
         self.own_names = own_names
-        """What the run itself calls each of them."""
+        """The names of these modules in their own run, by common names."""
         self._tensors: dict[str, set[tuple[str, str, str]]] = {}
-        """By module, in the order of execution: site, name and shape of each tensor."""
+        """By module, in the order of execution: the site, name and shape of each tensor."""
         self._prints: dict[str, dict[tuple[str, str], str]] = {}
 
     def add(self, table: Any) -> None:
-        """Rows of the global view under common names, in the order of execution."""
+        """Add rows of the global view, which have common module names and are in the order of execution."""
         if not self.own_names:
             return
         rows = table.filter(pc.is_in(table.column("module_path"), pa.array(list(self.own_names), pa.string())))
@@ -155,7 +155,7 @@ class UnpairedModules:
                 self._prints.setdefault(path, {}).setdefault((site, name), row["fingerprint_first"])
 
     def join(self, other: UnpairedModules) -> None:
-        """Append what was added to `other`."""
+        """Append the tensors that were added to `other`."""
         for path, tensors in other._tensors.items():
             self._tensors.setdefault(path, set()).update(tensors)
         for path, prints in other._prints.items():
@@ -163,11 +163,11 @@ class UnpairedModules:
 
     @property
     def sites(self) -> set[str]:
-        """The sites of all modules."""
+        """The sites at which these modules have tensors."""
         return {site for tensors in self._tensors.values() for site, _, _ in tensors}
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:
-        """Group the modules with rows at these sites by how they look, in the order of execution."""
+        """Group the modules with tensors at these sites by the tensors, in the order of execution."""
         paths_of_look: dict[frozenset[Any], list[str]] = {}
         for path, tensors in self._tensors.items():
             if look := frozenset(tensor for tensor in tensors if tensor[0] in sites):
@@ -175,17 +175,17 @@ class UnpairedModules:
         return paths_of_look
 
     def state(self, path: str) -> frozenset[Any]:
-        """Fingerprints of a module's own first parameters and buffers."""
+        """Return the fingerprints of a module's own first parameters and buffers."""
         return frozenset(self._prints.get(path, {}).items())
 
 
 def rename_hints(
     a: UnpairedModules, b: UnpairedModules, renames: Renames, paths_b: Mapping[str, str]
 ) -> list[RenameHint]:
-    """Propose few lines that pair modules which look alike, where both runs have as many modules of that look.
+    """Propose few lines that pair modules with equal tensor shapes, where both runs have equally many such modules.
 
-    No module has two lines. `a` are the modules that only the first run has; `b` those that only the second run has,
-    under common names; `paths_b` are the names in the first run of the second run's modules, by their own names.
+    No module is in two lines. `a` are the modules that only the first run has; `b` those that only the second run has,
+    under common names; `paths_b` maps each own name of the second run's modules to the common name.
     """
     pairs = {b.own_names[new]: old for old, new in _pairs(a, b) if not set("=#") & set(old + new)}
     if not pairs or len(pairs) > _MAX_MODULES:
@@ -204,7 +204,7 @@ def rename_hints(
 
 
 def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
-    """Yield modules that look alike: by equal state where there is some, the others in the order of execution."""
+    """Yield pairs of similar modules: first by equal parameters and buffers, then in the order of execution."""
     sites = a.sites & b.sites
     of_b = b.by_look(sites)
     for look, olds in a.by_look(sites).items():
@@ -219,7 +219,7 @@ def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
 
 
 def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: Renames) -> list[Rename]:
-    """Cover the pairs with beginnings of paths, those of most pairs first, and the rest with complete paths."""
+    """Cover the pairs by beginnings of paths, those with most pairs first, and the rest by complete paths."""
     lines: list[Rename] = []
     told, left = dict(fixed), dict(pairs)
     while left:
@@ -239,7 +239,7 @@ def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: R
 
 
 def _beginnings(old: str, new: str) -> Iterator[Rename]:
-    """Yield the two paths without the ends that they have in common, the shortest beginnings first."""
+    """Yield the two paths without their common ends, from the shortest remaining beginnings to the complete paths."""
     one, two = old.split("."), new.split(".")
     ends = zip(reversed(one), reversed(two), strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
@@ -251,7 +251,7 @@ def _are_sound(
     lines: Sequence[Rename], pairs: Mapping[str, str], fixed: Mapping[str, str], paths_b: Iterable[str],
     renames: Renames,
 ) -> bool:  # fmt: skip
-    """Whether a file of these lines pairs all modules, changes no fixed name, and gives no two modules one name."""
+    """Return whether these lines pair all modules, change no fixed name, and give no two modules one name."""
     for name in ("old", "new"):
         told = [getattr(line, name) for line in (*lines, *renames.lines)]
         if len(set(told)) < len(told):

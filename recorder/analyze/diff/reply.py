@@ -1,4 +1,4 @@
-"""What `recorder diff` replies: the answer and its reasons, and tables of modules, values, histograms and units."""
+"""Makes the reply of `recorder diff`: the answer, its reasons, and tables of modules, values, histograms and units."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FEW = 5
 """The number of lines of each table, and of culprits, without ``--limit``."""
 _JSON_ROWS = 20
 _MAX_JSON_BINS = 4096
-"""More than there are powers of two."""
+"""The most bins of a histogram in JSON, more than there are powers of two."""
 _MODULE_DROPS = ("nonfinite", "cosine", "first value", "compared", "stats apart")
 _HISTOGRAM_DROPS = ("infinite", "subnormal", "zero")
 _UNITS_DROPS = ("dead", "rank", "units")
@@ -39,7 +39,7 @@ _VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "rank", "sha
 _DULL = {"nonfinite": "0|0"} | dict.fromkeys(
     ("max abs", "of max", "cosine", "max rel", "max ulp", "elements", "rank"), "-"
 )
-"""The cells of a column without information: only statistics, shapes or the ranks of one run differ."""
+"""The cell that each column has where it tells nothing. A column with only such cells is left out."""
 _OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
 _APART = "apart: the share of values that would have to change sign or power of two for both to have one distribution"
 _DEAD = "dead: units with no value but zero; farthest: the unit whose root of the mean square (rms) differs most"
@@ -72,7 +72,7 @@ def _members(a: Run, b: Run, result: Diff, limit: int) -> dict[str, Any]:
 
 
 def _with_details(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row that differs with the members `histogram`, instead of bytes, and `units`."""
+    """Return a differing row with the members `histogram`, in place of bytes, and `units`."""
     a, b = histogram_of_row(row, "_a"), histogram_of_row(row, "_b")
     units = {name: row[name] for name in UnitsApart._fields}
     rest = {name: value for name, value in row.items() if name not in ("histogram_a", "histogram_b", *units)}
@@ -228,7 +228,7 @@ def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
 
 
 def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
-    """Yield the lines about culprits; updates that follow from one of all parameters stand below it, in one line."""
+    """Yield the lines about culprits. One line joins updates that follow from an update of all parameters."""
     alike = {one.step for one in culprits if one.phase == "update" and one.module_path is None}
     follow = [one for one in culprits if one.phase == "update" and one.step in alike and one.module_path is not None]
     led = [one for one in culprits if one not in follow]
@@ -309,7 +309,7 @@ def _notes(result: Diff, options: DiffOptions) -> Iterator[str]:
         )
     kinds = zip(result.table.column("site").to_pylist(), result.table.column("kind").to_pylist(), strict=True)
     is_open = any(culprit.phase == "update" for culprit in result.culprits) and ("param", "values") not in kinds
-    if options.noise and is_open:  # no parameter that differs was compared by its values
+    if options.noise and is_open:  # no differing parameter was compared by its values
         yield (
             "note: statistics alone do not tell an update that is wrong from one of which rounding decided an element, "
             "as it may with Adam; tensors of param, grad and optim do, and two or three more twins (--noise again) may"
@@ -321,7 +321,7 @@ def _tolerances(tolerance: Tolerance) -> str:
 
 
 _MAX_ULP = "9999"
-"""The most representable numbers between two floats that are shown; a larger count tells nobody anything."""
+"""The largest number of units in the last place that is shown; a larger number is shown as greater than this."""
 
 
 def _beside(row: dict[str, Any]) -> str:
@@ -455,7 +455,7 @@ def _only_parts(run: str, only: Any, limit: int) -> Iterator[str | Table]:
 
 
 def _left_aside(result: Diff, options: DiffOptions) -> Iterator[str]:
-    """What one run alone has, and what therefore does not count."""
+    """Yield lines about what only one run has, and what therefore does not count."""
     num_only = sum(pc.sum(table.column("rows")).as_py() or 0 for table in (result.only_a, result.only_b))
     if num_only and options.common:
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"

@@ -1,4 +1,4 @@
-"""The answer of `diff`: its named tuples, the table of the modules that differ, and sentences that tell the answer."""
+"""The result of `diff`: its named tuples, the table of the modules that differ, and the first difference."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Difference(NamedTuple):
     site: str
     name: str
     kind: str
-    """``values``, ``statistics`` (no values to compare), ``fingerprint`` (nothing else to compare), ``shape``,
-    ``dtype`` (the values are equal), ``after_tap`` (a gradient that one run took behind the module, of the uses outside
-    it alone), or ``partial``: one run lacks ranks of it, so that it had to differ."""
+    """The kind of the difference: ``values``, ``statistics`` (no values to compare), ``fingerprint`` (nothing else to
+    compare), ``shape``, ``dtype`` (the values are equal), ``after_tap`` (one run recorded the gradient behind the
+    module, only of the uses outside the module), or ``partial`` (one run lacks ranks of the value)."""
     micro_step: int | None
     call: int
     rank_a: int | None
-    """None: of all ranks."""
+    """The rank in the first run; None for a value of all ranks."""
     rank_b: int | None
     max_abs: float | None
     of_max: float | None
@@ -40,23 +40,24 @@ class Difference(NamedTuple):
     nonfinite_a: int | None
     nonfinite_b: int | None
     statistic: str | None
-    """Where only statistics could be compared, the one that is farthest apart."""
+    """The name of the statistic that is farthest apart, where only statistics could be compared."""
     statistic_a: float | None
     statistic_b: float | None
     statistic_rel: float | None
-    """By how much, of the largest magnitude; of a norm the larger one. None for a count."""
+    """The relative distance of the statistic: to the largest magnitude, or for a norm to the larger one; None for
+    counts."""
     noise: float | None
-    """How far noise moves it, in the same measure; None without noise runs, or where they lack the value."""
+    """How far noise alone moves the value, in the same measure; None without noise runs, or if they lack the value."""
     lacks_a: str | None
-    """Ranks that are missing in the first run's value, as JSON."""
+    """The ranks that are missing from the first run's value, as JSON."""
     lacks_b: str | None
 
 
 class LackingRanks(NamedTuple):
-    """Values that lack ranks in one run, and not in the other."""
+    """The values that lack ranks in one run but not in the other."""
 
     run: str
-    """``a`` or ``b``."""
+    """The run that lacks the ranks: ``a`` or ``b``."""
     ranks: list[int]
     num_values: int
 
@@ -67,84 +68,83 @@ class LeftOut(NamedTuple):
     num_values: int
     why: str
     modules: Sequence[str] = ()
-    """Those whose values these are, where that says more than `why`."""
+    """The modules of these values, where they say more than `why`."""
 
 
 class Diff(NamedTuple):
-    """How two runs compare."""
+    """The result of comparing two runs."""
 
     is_equal: bool
-    """Within the tolerance; all could be read; and unless only common values were asked for, neither has a value, or
-    something of a value, at a common step that the other lacks. What is `left_out` does not count."""
+    """True if all values could be read and are equal within the tolerance. Unless only common values are compared, both
+    runs must also have the same values, and the same parts, at common steps. `left_out` does not count."""
     verdict: str
-    """``equal``, ``different``, or ``equal as far as compared`` where something that both have could not be."""
+    """``equal``, ``different``, or ``equal as far as compared`` where some value of both runs could not be compared."""
     first: Difference | None
     """The first value that differs, in the order of execution of the first run."""
     culprits: list[Culprit]
-    """The stages that differ although all that they are made from agrees, the first on top; what else differs inherits.
-    Of the first steps with differences."""
+    """The stages that differ although all values that they are made from agree, in the order of time. All other
+    differences are inherited. Only the first steps with differences are searched."""
     table: Any
-    """`pa.Table` of the values that differ, in that order: value, kind, dtypes, shapes, distances and, where rules
-    kept them, the histograms of both as the column of a run has them, and how the units of both compare."""
+    """`pa.Table` of the values that differ, in the order of execution: value, kind, dtypes, shapes and distances. Where
+    rules kept them, the table also has both histograms, as in the column of a run, and how the units compare."""
     modules: Any
-    """`pa.Table`: a row for each module that differs, the first that does so on top."""
+    """`pa.Table` with a row for each module that differs, the first one to differ on top."""
     only_a: Any
-    """`pa.Table`: values of common steps that only the first run has, by root, module_path, site, name."""
+    """`pa.Table` of the values at common steps that only the first run has, by root, module_path, site and name."""
     only_b: Any
     num_compared: int
     num_by_fingerprint: int
-    """Pairs that are equal by fingerprint; their payloads were not read."""
+    """The number of pairs with equal fingerprints, whose payloads were not read."""
     num_by_values: int
     num_by_statistics: int
     num_incomparable: int
-    """Pairs of which one side has something that is missing on the other, and nothing that could be compared."""
+    """The number of pairs in which one side has data that the other side lacks, and that could not be compared."""
     num_bare: int
-    """Pairs of which neither run kept values, statistics or a fingerprint; they make no difference."""
+    """The number of pairs without values, statistics or fingerprints in either run; such a pair is no difference."""
     left_out: list[LeftOut]
-    """What else could not be compared, by why; `num_compared` counts it."""
+    """Other values that could not be compared, by the reason; `num_compared` counts them."""
     unread: dict[str, int]
-    """Values that could not be read and so were compared by their statistics, if at all: how many, by what the reading
-    said."""
+    """The number of values that could not be read, and were compared by statistics if possible, by the error text."""
     damage: list[str]
-    """What else is damaged in one of the runs, or in one of the noise: its rows are not there."""
+    """Other damage in one of the compared runs or noise runs, whose rows are missing."""
     partial: list[LackingRanks]
-    """Pairs of which one run lacks ranks, whether or not they differ."""
+    """Pairs in which one run lacks ranks, whether the pair differs or not."""
     steps_only_a: list[int]
     steps_only_b: list[int]
     has_common_modules: bool = True
-    """False where each run has modules, and none is common: what was compared are numbers of the program."""
+    """False where each run has modules, but none in common, so that only numbers of the program were compared."""
     unpaired_a: Sequence[str] = ()
-    """Where modules were renamed: those of the first run that the second has under no name."""
+    """Where modules were renamed, the modules of the first run that have no partner in the second run."""
     unpaired_b: Sequence[str] = ()
-    """By its own names."""
+    """The modules of the second run without a partner, by their own names."""
     problems_a: Sequence[str] = ()
-    """What contradicts itself in the rows of the first run, or in the layouts that were given."""
+    """Contradictions in the rows of the first run, or in the layouts that were given."""
     problems_b: Sequence[str] = ()
     hints: Sequence[RenameHint] = ()
-    """Modules that each run has alone and that look alike: what a file of renamed modules would say of them."""
+    """Lines proposed for a file of renamed modules, made from similar modules that only one run has."""
     num_handed_on_a: int = 0
-    """Rows of what pipeline stages of the first run hand to each other, where the second is not cut alike: no
-    difference."""
+    """The number of rows that pipeline stages of the first run hand to each other, where the second run is not cut
+    alike. They are no difference."""
     num_handed_on_b: int = 0
     num_recomputed_a: int = 0
-    """Rows that the first run alone made again for its backward, at steps at which the second did so nowhere: no
-    difference."""
+    """The number of rows that only the first run recomputed for its backward, at steps at which the second run
+    recomputed nothing. They are no difference."""
     num_recomputed_b: int = 0
     drifted: Drifted | None = None
-    """Parameters that rounding drove apart, which hides errors smaller than what that does."""
+    """Parameters that rounding drove apart, which hides errors of smaller effect; None if there are none."""
     loud_noise: LoudNoise | None = None
-    """Set where the noise runs differ from the first run by more than roundings do."""
+    """Set where the noise runs differ from the first run by more than rounding explains; else None."""
     still_roots: Sequence[str] = ()
-    """Roots with differences in which no noise run differs from the first run: any difference counts there."""
+    """Roots in which no noise run differs from the first run, so that any difference there counts."""
 
     @property
     def num_left_out(self) -> int:
-        """Values that both runs have and that could not be compared."""
+        """The number of values that both runs have and that could not be compared."""
         return sum(one.num_values for one in self.left_out) + self.num_incomparable + self.num_bare
 
 
 def by_module(table: Any, compared: Any) -> Any:
-    """Return the modules that differ, in the order in which they first differ."""
+    """Return a table of the modules that differ, in the order in which they first differ."""
     groups = group_rows(table, MODULE)
     firsts = table.take(pa.array(groups.firsts))
     order = np.argsort(groups.ids, kind="stable")
@@ -170,13 +170,13 @@ def by_module(table: Any, compared: Any) -> Any:
 
 
 def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Integers) -> Any:
-    """Return the extreme of each group, nulls left out; null where a group has nothing else."""
+    """Return the extreme of each group without nulls; null for a group of nulls."""
     extremes = function.reduceat(values[order], starts) if len(starts) else values
     return pa.array(extremes, mask=np.isnan(extremes))
 
 
 def first_difference(table: Any) -> Difference | None:
-    """Return the first value that differs; None if none does."""
+    """Return the first value that differs; None if no value differs."""
     if not table.num_rows:
         return None
     row = table.slice(0, 1).to_pylist()[0]

@@ -1,6 +1,6 @@
-"""The comparison of one range of steps of two runs, which a mapper hands to this process or to another.
+"""Compares one range of steps of two runs, in this process or in another one, as a mapper decides.
 
-The result of a range can be pickled; the rows stay in the process that read them.
+The result of a range can be pickled. The rows stay in the process that read them.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _ONLY = [*VALUE, "rows", "first_step", "last_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffOptions:
-    """The questions that a comparison answers."""
+    """The options of a comparison."""
 
     selection: Selection
     """The values that are compared."""
     tolerance: Tolerance
-    """How far elements may be apart and still be equal."""
+    """The distances up to which elements count as equal."""
     global_view: GlobalOptions
-    """How the ranks of each run make global tensors."""
+    """How the ranks' values of each run are joined into global tensors."""
     noise: Sequence[Run]
-    """Repeats or perturbed twins of the first run: a difference counts where it is larger than theirs."""
+    """Repeats or perturbed twins of the first run; only a difference larger than theirs counts."""
     renames: Renames
-    """What the modules of the second run are called in the first."""
+    """The names that the modules of the second run have in the first run."""
     common: bool
     """True if values that only one run has make no difference."""
 
 
 class SideTotals:
-    """What one of the two runs has in a range of steps, or in all ranges that were joined."""
+    """The data of one of the two runs in a range of steps, or in all ranges joined so far."""
 
     def __init__(self, selection: Selection, own_names: Mapping[str, str]) -> None:
         self.problems = Problems(selection)
@@ -77,7 +77,7 @@ class SideTotals:
 
 
 class PayloadReport:
-    """Reports and counts the bytes that are done; in another process it only counts."""
+    """Reports and counts the payload bytes that are done. In another process it only counts."""
 
     def __init__(self, report: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._report = report
@@ -92,46 +92,46 @@ class PayloadReport:
 
 
 def by_value(rows: Any) -> Any:
-    """Return how many rows each value has, and its first and last step, in the order of the rows."""
+    """Return the number of rows of each value, and its first and last step, in the order of the rows."""
     aggregates = [([], "count_all"), ("step", "min"), ("step", "max")]
     return rows.group_by(VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
 
 
 def join_ranges(tables: Sequence[Any]) -> Any:
-    """Join the tables that `by_value` made of several ranges of steps."""
+    """Join the tables that `by_value` made for several ranges of steps."""
     aggregates = [("rows", "sum"), ("first_step", "min"), ("last_step", "max")]
     return pa.concat_tables(tables).group_by(VALUE, use_threads=False).aggregate(aggregates).rename_columns(_ONLY)
 
 
 @dataclass
 class RangeResult:
-    """The result of a range of steps: from `first` up to, but not including, `last`; None means no bound."""
+    """The result of a range of steps, from `first` up to, but not including, `last`; None means no bound."""
 
     first: int | None
     last: int | None
     num_bytes: int
     sides: tuple[SideTotals, SideTotals]
     steps: RangeSteps | None
-    """This and the next two are set if there are pairs."""
+    """What is known of the steps; this field, `judged` and `measured` are None if there are no pairs."""
     judged: Verdicts | None
     measured: NoiseMeasure | None
     moved: list[set[str]]
     """For each noise run, the roots in which it differs from the first run."""
     compared: Any
-    """How many pairs each module has."""
+    """A table with the number of pairs of each module; None if there are no pairs."""
     num_on_other_parts: int
-    """Values of single ranks that both runs have for other parts of the batch."""
+    """The number of values of single ranks that both runs have, but for different parts of the batch."""
     num_in_other_micro_steps: int
-    """Values of the first run whose batch the second run divides into another number of micro-steps."""
+    """The number of values of the first run whose batch the second run divides into another number of micro-steps."""
     rows: PairedSteps | None
-    """The rows, if they were read in this process."""
+    """The rows, if they were read in this process; else None."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"rows": None}
 
 
 class RangeComparer:
-    """Compares ranges of steps."""
+    """Compares ranges of steps of two runs."""
 
     def __init__(
         self, a: Run, b: Run, options: DiffOptions, own_names: tuple[Mapping[str, str], Mapping[str, str]],
@@ -140,11 +140,11 @@ class RangeComparer:
         how = options.global_view
         self._views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *options.noise)]
         self.jitter_eps = max((run.jitter_eps for run in options.noise), default=0.0)
-        """The share by which the inputs of the noise runs were moved."""
+        """The largest share by which the inputs of a noise run were moved."""
         self._options, self._own_names, self._report = options, own_names, report
 
     def rows(self, first: int | None, last: int | None) -> PairedSteps:
-        """Return what is compared of a range of steps."""
+        """Return the paired rows of a range of steps."""
         return self._read(first, last)[0]
 
     def __call__(self, first: int | None, last: int | None) -> RangeResult:
@@ -185,7 +185,7 @@ class RangeComparer:
         )
 
     def _read(self, first: int | None, last: int | None, sides: Sequence[SideTotals] = ()) -> tuple[PairedSteps, int]:
-        """Read the rows and pair them; add to the sides what was left out, and return what is in other micro-steps."""
+        """Pair the rows; record in `sides` what was left out, and return the number of values in other micro-steps."""
         a = RunSteps.read(self._views[0], self._options.selection, first, last)
         b = RunSteps.read(self._views[1], self._options.selection, first, last, self._options.renames)
         a, b, handed_on = comparable(a, b)
