@@ -1,1 +1,1 @@
-"""The page of a run: what is drawn of it as blocks of data, and the one HTML file that holds the blocks."""
+"""The page of a run: collects what is drawn as blocks of data, and writes the one HTML file that holds the blocks."""

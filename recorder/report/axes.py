@@ -1,7 +1,8 @@
-"""What there is to draw of a run: its rows, range by range of steps, and the modules, series, steps and lanes in them.
+"""The axes of a run's page: its rows, range by range of steps, and the modules, series, steps and lanes in the rows.
 
-A lane is a line that is drawn of a series. Of a few ranks each has a lane. Of many ranks, three lanes hold the lowest,
-the median and the highest value, and a few more lanes hold those ranks that are most often far from the median of all.
+A lane is one line that is drawn for a series. With few ranks, each rank has a lane. With many ranks, three lanes hold
+the lowest, the median and the highest value over the ranks, and a few lanes hold the ranks that are most often far from
+the median.
 
 Never reads a payload. Rows of recomputed forwards are left out, because the same values were recorded before.
 """
@@ -30,9 +31,9 @@ from ..sites import SITE_OF, Kind
 from .blocks import PageBlock
 
 RANGE_ROWS = 200_000
-"""Rows of a range of steps, of all ranks, which are in memory together; a single step may have more."""
+"""The rows of a range of steps, over all ranks, which are in memory together; a single step may have more."""
 SERIES_KEY = ("root", "module_path", "site", "name", "mode")
-"""The columns that name a series. Calls and micro-steps of one step are drawn as one value."""
+"""The columns that name a series. The calls and micro-steps of one step are drawn as one value."""
 _RECOMPUTED = "recompute"
 _COLUMNS = (
     "step", "rank", "attempt", "seq", *SERIES_KEY, "phase", "dtype", "shape", "global_shape", "numel", "note",
@@ -44,7 +45,7 @@ Steps = tuple[int, int]
 
 
 class DrawnSeries(NamedTuple):
-    """The names of a series of values."""
+    """The columns that name a series of values."""
 
     root: str
     module_path: str
@@ -54,7 +55,7 @@ class DrawnSeries(NamedTuple):
 
 
 class StepRows:
-    """The rows of a run, range by range of steps."""
+    """The rows of a run, one table for each range of steps."""
 
     def __init__(
         self, run: Run, tables_of: Callable[[Steps], Iterator[Any]], ranges: Sequence[Steps], schema: Any
@@ -65,7 +66,7 @@ class StepRows:
         self._attempts = Attempts(run)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield a table for each range of steps: the rows that count, sorted by rank and `seq`."""
+        """Yield a table for each range of steps with the rows that count, sorted by rank and `seq`."""
         for steps in self.ranges:
             table = pa.concat_tables([self._schema.empty_table(), *self._tables_of(steps)])
             table = table.unify_dictionaries().combine_chunks()
@@ -79,9 +80,9 @@ class StepRows:
 def step_rows(
     run: Run, ranges: Sequence[Steps] | None = None, *, further: Sequence[str] = (), max_pending_rows: int = RANGE_ROWS
 ) -> Iterator[StepRows]:
-    """Read the rows of a run, as often as one likes; what is too much for the memory lies on a disk meanwhile.
+    """Open the rows of a run for repeated reading; rows that do not fit in memory are kept on disk meanwhile.
 
-    `ranges` are half-open ranges of steps, ascending and apart from each other; by default they cover all steps, with
+    `ranges` are half-open, ascending ranges of steps that do not overlap; by default they cover all steps, with
     `RANGE_ROWS` rows each. `further` names more columns. At most `max_pending_rows` rows wait in memory on their way to
     the disk.
     """
@@ -106,12 +107,12 @@ def _tables(schema: Any, writers: Sequence[RecordedWriter], steps: Steps) -> Ite
 
 
 class SeriesValues(NamedTuple):
-    """The statistics of each series, step and rank, one value a line; calls and micro-steps are combined."""
+    """The statistics of each series, step and rank, as parallel arrays; calls and micro-steps are combined."""
 
     series: Integers
     steps: Integers
     ranks: Integers
-    """The rank of each value; -1 for a value of all ranks."""
+    """The rank of each value; -1 for a value of all ranks together."""
     numbers: dict[str, npt.NDArray[np.float64]]
     """The numbers of each statistic or count; NaN where a row has no number."""
 
@@ -124,7 +125,7 @@ def keys_of(table: Any) -> tuple[Integers, list[DrawnSeries], Integers]:
 
 
 def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValues:
-    """Return the values of a table; `series` gives the series of each row."""
+    """Return the values of a table; `series` gives the number of each row's series."""
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
     groups = group([series, codes(table.column("step")), ranks + 1])
     if groups.num_groups == table.num_rows:
@@ -137,28 +138,28 @@ def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValue
 
 @dataclass(slots=True)
 class Axes:
-    """The series, steps and shapes to draw. Numbers of the step, such as the loss, have steps of their own."""
+    """The series, steps and shapes to draw. Scalars such as the loss have steps of their own."""
 
     index: dict[DrawnSeries, int] = field(default_factory=dict)
     """The number of each series, in the order in which the series were first seen."""
     _of_any_root: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """By what names a series but its root, the number of the one that is called so; -1 where there are several. Stages
-    of a pipeline are roots of their own, and a value of the complete model has the root of one of them, or none."""
+    """The number of a series by its names without the root; -1 if several series have these names. Each pipeline stage
+    is a root, and a value of the complete model has the root of one stage, or none."""
     is_scalar: list[bool] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
-    """Shapes of the global tensors where rows name them, else as a rank held them, by the first row of each series."""
+    """The global shape of each series if its first row names one, else the shape of the first row's local tensor."""
     dtypes: list[str] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
     first_steps: list[int] = field(default_factory=list)
     steps: set[int] = field(default_factory=set)
     scalar_steps: set[int] = field(default_factory=set)
     num_steps: int = 0
-    """The number of steps that have a row, either of a module or of a number of the step."""
+    """The number of steps with at least one row, either of a module or of a scalar."""
     first_step: int | None = None
     last_step: int | None = None
     num_rows: int = 0
     below: str | None = None
-    """Only this module, the modules below it and numbers of the step are drawn; None draws everything."""
+    """Only this module, the modules below it and scalars are drawn; None draws everything."""
 
     def numbers_of(self, table: Any) -> Integers:
         """Return for each row of a table the number of its series; -1 where the series is not drawn."""
@@ -200,14 +201,14 @@ class Axes:
 
 
 def is_number(site: str) -> bool:
-    """Whether the values of a site are numbers of the step, such as the loss."""
+    """Return True if the values of a site are scalars of a step, such as the loss."""
     return site in SITE_OF and SITE_OF[site].kind is Kind.NUMBER
 
 
 def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mapping[str, int]]:
-    """Return the block of the modules, in the order of execution, and the number of each module by its path."""
+    """Return the block of the modules in the order of execution, and the number of each module by its path."""
     order = dict.fromkeys(dict.fromkeys(key.module_path for key in series))
-    # Modules that only contain others, or were not recorded, come last; the page puts them where their children are.
+    # Modules without rows, such as pure containers, come last; the page puts each where its children are.
     known = list_paths((path for _, path in run.modules), order)
     paths = [*order, *(path for path in known if path not in order)]
     infos = {path: info for (_, path), info in run.modules.items()}
@@ -218,20 +219,20 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
 
 
 MAX_RANKS = 8
-"""The most ranks that each have a lane of their own; a larger number of ranks is summed up in three lanes."""
+"""The most ranks that each have a lane of their own; three lanes sum up a larger number of ranks."""
 MAX_ODD = 4
 SPREAD = ("low", "median", "high")
 _FAR = 8.0
-"""A value is far from the median of the ranks where the two lie this many quartile ranges apart."""
+"""A value is far from the median of the ranks if the distance is more than this many interquartile ranges."""
 _LEAST_SHARE = 1e-3
-"""The least distance that quartiles are taken to have, as a share of the median: ranks that agree differ by
-roundings."""
+"""The least interquartile range, as a share of the median: without it, ranks that differ only by roundings would be
+odd."""
 _MIN_RANKS = 3
-"""The fewest ranks that are compared: where two ranks differ, nobody can say which of the two is odd."""
+"""The fewest ranks that are compared: if two ranks differ, either may be the odd one."""
 
 
 class Lanes:
-    """The lanes of a run, by number."""
+    """The lanes of a run's page, by number."""
 
     def __init__(self, run: Run, *, can_have_global: bool = True) -> None:
         self.ranks: list[int] = run.ranks
@@ -239,7 +240,7 @@ class Lanes:
         self.has_spread = len(self.ranks) > MAX_RANKS
         self.has_global = self.is_merged or (can_have_global and len(self.ranks) > 1)
         self.described: list[dict[str, Any]] = [{"kind": "global", "rank": None}] * self.has_global
-        """The kind and the rank of each lane, for the page."""
+        """The kind and the rank of each lane, as the page gets them."""
         first = len(self.described)
         self.spread_lanes = range(first, first + len(SPREAD))
         self.odd: list[int] = []
@@ -251,10 +252,10 @@ class Lanes:
         self.most = len(self.described) + MAX_ODD * self.has_spread
         """The most lanes that the run may have."""
         if self.is_merged:
-            self._lane_of_rank[-1] = 0  # a value of all ranks has rank -1
+            self._lane_of_rank[-1] = 0  # a value of all ranks together has rank -1
 
     def set_odd(self, ranks: Sequence[int]) -> None:
-        """Give lanes to the ranks that were found odd."""
+        """Add a lane for each rank that was found odd, up to `MAX_ODD` ranks."""
         self.odd = list(ranks)[:MAX_ODD]
         self._add("odd", self.odd)
 
@@ -269,18 +270,18 @@ class Lanes:
 
 
 class Spread(NamedTuple):
-    """The range of the ranks' values of each series and step."""
+    """How the ranks' values are distributed, for each series and step."""
 
     series: Integers
     steps: Integers
     numbers: dict[str, tuple[npt.NDArray[np.float64], ...]]
     """The lowest, the median and the highest value of each statistic; NaN where no rank has a value."""
     deviation: npt.NDArray[np.float64]
-    """The distance of each single value from the median, in quartile ranges; NaN where it is unknown."""
+    """The distance of each rank's value from the median, in interquartile ranges; NaN where it is unknown."""
 
 
 def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:
-    """Order the ranks' values of each series and step; deviations are those of the statistic `judged_by`."""
+    """Find the spread of the ranks' values; deviations are computed for the statistic `judged_by` only."""
     groups = group([values.series, values.steps - values.steps.min(initial=0)])
     ids = groups.ids
     quantiles: dict[str, tuple[npt.NDArray[np.float64], ...]] = {}
@@ -309,18 +310,18 @@ def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:
 
 
 class OddRanks:
-    """Counts how often each rank is far from the others."""
+    """Counts for each rank how many of its values are far from the other ranks' values."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         size = max(ranks, default=0) + 1
         self.far = np.zeros(size, np.int64)
         """The number of values of each rank that are far from the median of all ranks."""
         self.alone = np.zeros(size, np.int64)
-        """The number of values of each rank that are not finite where most ranks' values are."""
+        """The number of nonfinite values of each rank where most ranks' values are finite."""
         self.compared = np.zeros(size, np.int64)
 
     def add(self, values: SeriesValues, spread: Spread) -> None:
-        """Count the values of all ranks that are far from the median in `spread`, or alone in not being finite."""
+        """Count values that are far from the median in `spread`, and nonfinite values where most ranks' are finite."""
         is_own = values.ranks >= 0
         ranks, deviation = values.ranks[is_own], spread.deviation[is_own]
         size = len(self.far)
@@ -333,7 +334,7 @@ class OddRanks:
             self.alone += np.bincount(values.ranks[is_own & bad & (share < 0.5)[ids]], minlength=size)
 
     def found(self) -> list[int]:
-        """Return the odd ranks, the oddest first; an empty list where all ranks are alike."""
+        """Return the odd ranks, the oddest first; empty if all ranks are alike."""
         score = self.far + self.alone
         usual = float(np.median(score)) if len(score) else 0.0
         order = np.argsort(-score, kind="stable")

@@ -1,15 +1,15 @@
-"""A block: a named piece of what the page draws, as JSON and typed arrays; and the cubes, whose numbers become blocks.
+"""Blocks and cubes. A block is a named piece of what the page draws, as JSON and typed arrays.
 
-The page of a file holds its blocks as base64; a server sends the same bytes. Never reads a run.
+A page in a file holds its blocks as base64; a server sends the same bytes. This module never reads a run.
 
-A cube holds the statistics of many series over steps, for a few lanes. Where a run has more steps than a cube has
-columns, a column holds the most extreme value of its steps, so that no spike vanishes.
+A cube holds the statistics of many series over steps, for a few lanes, and becomes blocks. If a run has more steps than
+a cube has columns, a column holds the most extreme value of its steps, so that no spike vanishes.
 
 A block holds numbers as codes of one or two bytes: two bytes keep three or four digits of a number, one byte keeps one
-or two, and a screen shows no more. A series is scaled to its own range: linearly, or by the inverse hyperbolic sine
-where its magnitudes differ by more than `_WIDE` (that is a logarithm for both signs, and linear around zero). The
-stored codes are differences, first between a lane and the lane before it, so that replicas cost nothing, then between
-a column and the column before it.
+or two, and a screen shows no more. Each series is scaled to its own range, linearly, or by the inverse hyperbolic sine
+if its magnitudes differ by more than `_WIDE`. (That function is logarithmic for both signs, and linear around zero.)
+The stored codes are differences, first between a lane and the lane before it, so that replicas cost nothing, then
+between a column and the column before it.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ from ..numerics.keys import Integers
 from ..system.text import for_json
 
 VERSION = 1
-"""Raised where a page of an older version could not read a block."""
+"""A number to raise when the page of an older version could not read a new block."""
 _LEVEL = 9
 _ALIGN_BYTES = 8
 _TYPES = {"uint8", "uint16", "int16", "uint32", "int32", "float32", "float64"}
-"""The element types that have a typed array in a browser."""
+"""The element types for which browsers have a typed array."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageBlock:
-    """A named piece of what is drawn."""
+    """A named piece of what the page draws."""
 
     name: str
-    """The name has letters, digits, ``-``, ``.`` and ``/``; the package chooses it, and it never holds a text from a
-    run."""
+    """Letters, digits, ``-``, ``.`` and ``/``. The package chooses the name, which never contains a text from a run."""
     data: Mapping[str, Any]
-    """The part that becomes JSON; numbers that are not finite become null."""
+    """The part of the block that becomes JSON; nonfinite numbers become null."""
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
         """Return the bytes of the block, deflated without a header (`deflate-raw` of a browser).
 
-        Inside: the length of a JSON document as a little-endian uint32, the document, zeros up to a multiple of 8, and
-        the arrays one after the other, each from such a multiple on, where the document says.
+        Inside are the length of a JSON document as a little-endian uint32, the document, zeros up to a multiple of 8,
+        and the arrays. Each array begins at a multiple of 8, at the offset that the document names.
         """
         entries, pieces, at = [], [], 0
         for name, array in self.arrays.items():
@@ -68,9 +67,10 @@ class PageBlock:
 
 
 NO_ROW, NO_NUMBER, FIRST = 0, 1, 2
-"""Codes of a cell of which nothing was recorded, and of one whose row has no such statistic; numbers begin behind."""
+"""The codes of a cell without a row, and of a cell whose row lacks the statistic; numbers have codes from `FIRST` on.
+"""
 FINE, COARSE = 65534, 254
-"""How many numbers a code tells apart: with two bytes, and with one."""
+"""The number of values that a two-byte code and a one-byte code can distinguish."""
 _WIDE = 64.0
 _MAX_SPAN = 1e9
 """A value that is this many times smaller than the largest value of its series is drawn as zero."""
@@ -78,22 +78,23 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Quantised(NamedTuple):
-    """Codes of an array of series, lanes and columns, and how each series is scaled."""
+    """Codes of an array by series, lane and column, and how each series is scaled."""
 
     codes: npt.NDArray[Any]
-    """uint8 or uint16; differences, to be summed along columns and then along lanes, modulo their width."""
+    """Codes as uint8 or uint16: differences to be summed along columns, then along lanes, modulo the width of the type.
+    """
     low: npt.NDArray[np.float32]
     high: npt.NDArray[np.float32]
     unit: npt.NDArray[np.float32]
-    """The unit of the values of which the inverse hyperbolic sine is taken; 0 where a series is linear."""
+    """The divisor of each series' values under the inverse hyperbolic sine; 0 where a series is scaled linearly."""
 
 
 def quantise(values: npt.NDArray[np.float32], has_row: npt.NDArray[np.bool_], levels: int) -> Quantised:
     """Return the codes of numbers, given by series, lane and column; NaN means that there is no number.
 
-    `has_row` is true where a row exists, also a row without this statistic; `levels` is `FINE` or `COARSE`.
+    `has_row` is true where a row exists, even a row without this statistic; `levels` is `FINE` or `COARSE`.
     """
-    by_series = len(values), math.prod(values.shape[1:])  # there may be no series, as in a run of scalars alone
+    by_series = len(values), math.prod(values.shape[1:])  # a run with only scalars has no series
     flat = np.clip(values.reshape(by_series).astype(np.float64), -_LARGEST, _LARGEST)
     is_number = ~np.isnan(flat)
     sizes = np.abs(np.where(is_number, flat, 0.0))
@@ -135,7 +136,7 @@ class Cube:
 
     def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
                  statistics: Sequence[str]) -> None:  # fmt: skip
-        """Make an empty cube; its `num_columns` columns, no more than steps, hold the ascending `steps`."""
+        """Make an empty cube whose columns share the ascending `steps`, of which there are at least `num_columns`."""
         self.steps = np.array(steps, np.int64)
         self.shape = num_series, num_lanes, num_columns
         self._column = np.arange(len(steps)) * num_columns // max(len(steps), 1)
@@ -147,14 +148,14 @@ class Cube:
         self.num_steps, self.last_step = len(steps), int(self.steps[-1]) if len(steps) else None
 
     def columns_of(self, steps: Integers) -> Integers:
-        """Return the column of each step; the cube knows all of these steps."""
+        """Return the column of each step; the cube must know all of these steps."""
         columns: Integers = self._column[np.searchsorted(self.steps, steps)]
         return columns
 
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
     ) -> None:
-        """Add values, also several of one cell; a row without a number is NaN."""
+        """Add values, possibly several to one cell; NaN stands for a row without a number."""
         cells = (series * self.shape[1] + lanes) * self.shape[2] + self.columns_of(steps)
         self.has_row.reshape(-1)[cells] = True
         for name, values in self.values.items():
@@ -165,16 +166,16 @@ class Cube:
             stands_out = np.isnan(old) | (_weight(name, new) > _weight(name, old))
             at, new = at[stands_out], new[stands_out]
             order = np.argsort(_weight(name, new), kind="stable")
-            flat[at[order]] = new[order]  # of several the last stays
+            flat[at[order]] = new[order]  # if a cell gets several values, the last one stays
 
     def keep_lanes(self, num_lanes: int) -> None:
-        """Keep only the first `num_lanes` lanes; the cube had room for more, and nothing was added to these."""
+        """Keep only the first `num_lanes` lanes; no value was added to the other lanes."""
         self.shape = self.shape[0], num_lanes, self.shape[2]
         self.values = {name: values[:, :num_lanes] for name, values in self.values.items()}
         self.has_row = self.has_row[:, :num_lanes]
 
     def blocks(self, prefix: str, max_fine: int) -> list[PageBlock]:
-        """Return a block for each statistic, with two-byte codes where the cube has no more than `max_fine` cells."""
+        """Return a block for each statistic, with two-byte codes if the cube has at most `max_fine` cells."""
         num = len(self.first_steps)
         levels = FINE if self.shape[0] * self.shape[1] * num * len(self.values) <= max_fine else COARSE
         has_row = self.has_row[:, :, :num]
@@ -182,9 +183,9 @@ class Cube:
 
 
 class GrowingCube(Cube):
-    """A cube to which steps are added while a run grows; its number of columns is fixed from the beginning.
+    """A cube to which steps are added while a run grows; its number of columns is fixed.
 
-    A column is made for each step as long as there is room. Then two columns become one, and so on.
+    Each step has a column of its own while there is room. Whenever all columns are full, pairs of columns are joined.
     """
 
     def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
@@ -193,23 +194,23 @@ class GrowingCube(Cube):
             steps=(), num_columns=max(num_columns, 2), num_series=num_series, num_lanes=num_lanes, statistics=statistics
         )
         self.changed = np.zeros(self.shape[2], np.int64)
-        """The version in which each column changed last."""
+        """For each column, the version in which it changed last."""
         self.version = 0
-        """The version that a change now belongs to."""
+        """The version that changes belong to now."""
         self.num_halved = 0
-        """Counts up whenever pairs of columns become one, which changes every column."""
+        """Counts up whenever pairs of columns are joined, which changes every column."""
         self._width = 1
         self._num_in_last = 0
         self._saved: tuple[int, dict[str, npt.NDArray[np.float32]], npt.NDArray[np.bool_]] | None = None
         self.add_steps(steps)
 
     def columns_of(self, steps: Integers) -> Integers:
-        """Return the column of each step; a step that the cube does not know lies in the column before it."""
+        """Return the column of each step; an unknown step belongs to the column of the known step before it."""
         columns = np.searchsorted(np.array(self.first_steps, np.int64), steps, side="right") - 1
         return np.maximum(columns, 0)
 
     def add_steps(self, steps: Sequence[int]) -> None:
-        """Make columns for the steps that lie behind all known steps; `steps` ascends."""
+        """Make columns for the steps that are later than all known steps; `steps` ascends."""
         for step in steps:
             if self.last_step is not None and step <= self.last_step:
                 continue
@@ -226,12 +227,12 @@ class GrowingCube(Cube):
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
     ) -> None:
-        """Add values, and note the columns that the values change."""
+        """Add values, and mark the columns that the values change."""
         super().put(series, lanes, steps, numbers)
         self.changed[self.columns_of(steps)] = self.version
 
     def save_from(self, step: int) -> None:
-        """Mark values that are added from now on at this step or later as not final: `restore` removes these values."""
+        """Begin to add values that are not final, at this step or later; `restore` removes these values."""
         first = int(self.columns_of(np.array([step]))[0])
         values = {name: array[:, :, first:].copy() for name, array in self.values.items()}
         self._saved = first, values, self.has_row[:, :, first:].copy()
@@ -269,10 +270,10 @@ class GrowingCube(Cube):
         return [_block(prefix, name, values, has_row, FINE, data) for name, values in changed]
 
     def _halve(self) -> None:
-        """Join pairs of columns; the joined column holds the more extreme value."""
+        """Join pairs of columns; a joined column holds the more extreme value of the two."""
         assert self._saved is None, "what is not final is taken out first"
         num = len(self.first_steps)
-        num_pairs, num_left = num // 2, -(-num // 2)  # the last of an odd number stays as it is
+        num_pairs, num_left = num // 2, -(-num // 2)  # with an odd number of columns the last is not joined
         for name, array in self.values.items():
             kept, right = array[:, :, 0:num:2].copy(), array[:, :, 1:num:2]
             left = kept[:, :, :num_pairs]
@@ -302,7 +303,7 @@ def _block(
 
 
 def _weight(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return how extreme a value is: of the values of one column the one with the largest weight is kept."""
+    """Return how extreme a value is: among the values of a column, the value with the largest weight is kept."""
     if name == "min":
         return -values
     return values if name == "max" else np.abs(values)

@@ -1,9 +1,9 @@
-"""All blocks of a run's page, or of a page of two runs, and the panes that somebody made of a run's pictures.
+"""All blocks of the page of a run or of two runs, and the panes (saved pictures) of a run.
 
 The memory that `collect` needs is bounded for any number of ranks and steps.
 
-Panes lie in `_view.json` beside the run, the one file that a page may change. Text in that file is untrusted input:
-whatever is no pane is left out.
+Panes are stored in `_view.json` beside the run, the only file that a page may change. The content of the file is
+untrusted input, and everything in it that is not a pane is ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Report = Callable[[int], None]
 
 
 def num_looks(run: Run, against: Run | None) -> int:
-    """Return the number of rows that `collect` reports in all; the rows of the run are read for `first`, too."""
+    """Return the number of rows that `collect` reports in all; `first` reads the rows of the run once more."""
     return 3 * run.num_rows + (2 * against.num_rows if against is not None else 0)
 
 
@@ -57,13 +57,13 @@ def collect(
     """Yield the blocks of a page.
 
     Args:
-        run: what is drawn.
-        against: another run, to be drawn beside it.
-        statistics: those that are drawn; by default as many as there is room for.
-        checks: what `recorder doctor` says of the run; None where it was not asked.
-        judged: what `recorder check` says of it.
-        below: draw this module and what is below it, and the numbers of the step; without: all of the run.
-        report: called with how many rows were looked at, `num_looks` in all.
+        run: the run to draw.
+        against: a second run to draw beside the first.
+        statistics: the statistics to draw; by default as many as there is room for.
+        checks: the answers of `recorder doctor` about the run; None if the command did not run.
+        judged: the findings of `recorder check` about the run.
+        below: draw only this module, the modules below it and scalars; None draws the whole run.
+        report: called with numbers of rows that were processed; these numbers add up to `num_looks`.
 
     Raises:
         LookupFailedError: there is nothing to draw; the message says what to record the next time.
@@ -150,7 +150,7 @@ def _culprit(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
-    """Return the number in `b` of each series of `a`, whatever `b` calls the root; -1 where `b` has no such series."""
+    """Return for each series of `a` its number in `b`, under any root; -1 where `b` has no such series."""
     numbers = {key: number for number, key in enumerate(b.series)}
     of_any_root: dict[tuple[str, ...], list[int]] = {}
     for number, key in enumerate(b.series):
@@ -163,7 +163,7 @@ def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
 
 
 def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> Iterator[PageBlock]:
-    """Yield for each statistic a block of the relative differences between two runs, in the first lane of each."""
+    """Yield for each statistic a block of the relative differences between two runs, in the first lane of each run."""
     names = [name for name in a.names if name in b.names]
     cube = Cube(
         steps=a.cube.steps.tolist(), num_columns=a.cube.shape[2], num_series=len(a.series), num_lanes=1,
@@ -184,14 +184,14 @@ def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> 
 _MAX_LAYOUTS = 24
 _MAX_CHUNKS = 128
 _MAX_ROWS = 1_000_000
-"""A run with more rows shows no layouts, which would take long to find; `recorder show --where` prints the layouts."""
+"""A run with more rows shows no layouts, because finding them takes long; `recorder show --where` prints them."""
 _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 
 def ranks_block(
     run: Run, axes: Axes, collected: StatisticsBlocks, layouts: Sequence[Mapping[str, Any]] | None = None
 ) -> PageBlock:
-    """The block of the ranks; `layouts` say who had which chunk, where that is known already."""
+    """Return the block of the ranks; `layouts` say which rank had which chunk, if the caller knows the layouts."""
     odd = collected.odd
     rows: list[list[Any]] = []
     for writer in run.writers:
@@ -220,9 +220,9 @@ def ranks_block(
 
 
 def layouts_of(run: Run, axes: Axes, keys: Sequence[DrawnSeries], seen: set[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Return which rank had which chunk of the first value of each kind of series; kinds in `seen` are left out.
+    """Return which rank had which chunk of the first value of each kind of series, except for kinds in `seen`.
 
-    Series of one class, site, name and shape are one kind.
+    Series with equal class, site, name, shape and mode are one kind.
     """
     classes = {path: info.class_name for (_, path), info in run.modules.items()}
     layouts = []
@@ -234,7 +234,7 @@ def layouts_of(run: Run, axes: Axes, keys: Sequence[DrawnSeries], seen: set[tupl
         step = axes.first_steps[axes.index[key]]
         question = {"name": key.name, "mode": key.mode}
         for more in ({}, {"call": 0}, {"call": 0, "micro_step": 0}):
-            with suppress(LookupFailedError):  # several are meant, or none counts
+            with suppress(LookupFailedError):  # several values fit the question, or none counts
                 layout = run.layout(key.module_path, key.site, step, **question, **more)  # type: ignore[arg-type]
                 layouts.append(_described(key, layout))
                 break
@@ -265,7 +265,7 @@ _LISTS = ("pins", "open", "shut")
 
 
 def read_panes(run: Location) -> list[dict[str, Any]]:
-    """Return the panes of a run; no pane where the file is missing or unreadable."""
+    """Return the panes of a run; empty if the file is missing or unreadable."""
     store = store_of(run)
     with suppress(RunError, OSError):
         if store.is_file(run / VIEW):
@@ -274,7 +274,7 @@ def read_panes(run: Location) -> list[dict[str, Any]]:
 
 
 def checked_panes(document: object) -> list[dict[str, Any]]:
-    """Return the panes in a JSON value, each with name, kind, width and state."""
+    """Return the valid panes in a JSON value, each with name, kind, width and state."""
     panes: list[dict[str, Any]] = []
     for one in document if isinstance(document, list) else ():
         if not isinstance(one, Mapping) or one.get("kind") not in KINDS or len(panes) >= MAX_PANES:
@@ -293,12 +293,12 @@ def _state(pane: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -> PageBlock:
-    """Return the block of the panes. `why_not_saved` is None where changes are saved, or no server saves them."""
+    """Return the block of the panes. `why_not_saved` is None if changes are saved, or if no server runs."""
     return PageBlock(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})
 
 
 def why_not_saved(run: Location) -> str | None:
-    """Return why panes cannot be saved with a run; None where they can."""
+    """Return why panes cannot be saved with a run; None if they can be saved."""
     if not isinstance(run, Path):
         return "the run lies in an object store, which recorder view never writes to"
     if not os.access(run, os.W_OK):
@@ -307,7 +307,7 @@ def why_not_saved(run: Location) -> str | None:
 
 
 def save_panes(run: Location, panes: list[dict[str, Any]]) -> str | None:
-    """Save all panes of a run or none; return why they could not be saved, else None."""
+    """Save all panes of a run or none; return why they could not be saved, or None."""
     why = why_not_saved(run)
     if why is not None:
         return why

@@ -1,12 +1,12 @@
-"""The histograms and the units of each series over steps, of no more steps and ranks than the page draws; and pictures.
+"""The histograms and units of each series over steps, for the steps and ranks that the page draws; and pictures.
 
-Pictures are found among the recorded tensors: first filters, inputs, feature maps, attention maps. The payloads are
-those of one rank, of no more than `_MAX_SERIES` tensors at two steps each.
+Pictures are made of recorded tensors: first filters, then inputs, feature maps and attention maps. Their payloads come
+from one rank, for at most `_MAX_SERIES` tensors at two steps each.
 
-The histograms of the ranks' rows are added, so that a replica weighs as much on each rank; the shares of the bins do
-not change by that. A unit is judged by its root mean square. The units of each rank are sorted on their own, from the
-largest to the smallest, and a position in that order shows the mean over ranks and calls: so it makes no difference
-whether ranks hold different units, or values of the same units.
+The histograms of the ranks' rows are added up. A replica counts once for each rank, which does not change the shares of
+the bins. A unit is measured by its root mean square. The units of each rank are sorted separately, from the largest to
+the smallest, and a position in that order shows the mean over ranks and calls. So the result is the same whether ranks
+hold different units, or values of the same units.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ T = TypeVar("T")
 
 
 class ThinnedSteps:
-    """The steps that are drawn of a growing run: at first every step, then every second step, and so on."""
+    """The steps of a growing run that are drawn: at first every step, then every second step, and so on."""
 
     def __init__(self) -> None:
         self._num_seen, self._stride, self._last = 0, 1, -1
         self.steps: list[int] = []
 
     def see(self, steps: Sequence[int]) -> None:
-        """Add ascending steps; a step that does not lie behind all steps before was seen already."""
+        """Add ascending steps; steps that are not later than all steps before are ignored."""
         for step in steps:
             if step <= self._last:
                 continue
@@ -60,12 +60,12 @@ class ThinnedSteps:
 
 
 class StepsCollector(ABC, Generic[T]):
-    """Collects what one column says, range by range of steps, of no more steps and ranks than are drawn."""
+    """Collects the values of one column, for the steps and ranks that are drawn."""
 
     column: str
-    """The column of the rows that is collected; rows without it are passed over."""
+    """The column that is collected; rows in which it is null are skipped."""
     max_collected: int
-    """The most values, each of a series at a step, that are kept; two steps are always kept."""
+    """The most values that are kept, where a value belongs to a series and a step; two steps are always kept."""
 
     def __init__(self, steps: Sequence[int] | None, ranks: Sequence[int], num_series: int) -> None:
         self._thinned = ThinnedSteps() if steps is None else None
@@ -78,7 +78,7 @@ class StepsCollector(ABC, Generic[T]):
         """The collected values by series and step."""
 
     def add(self, table: Any, number_of: Callable[[Any], Integers]) -> None:
-        """Add rows of steps that lie behind all steps before; `number_of` gives the series of each row, or -1."""
+        """Add rows of later steps than all rows before; `number_of` returns the series of each row, or -1."""
         some = table.filter(pc.is_valid(table.column(self.column)))
         if self._thinned is not None:
             self._thinned.see(sorted(pc.unique(some.column("step")).to_pylist()))
@@ -103,11 +103,11 @@ class StepsCollector(ABC, Generic[T]):
 
     @abstractmethod
     def _take(self, table: Any, series: list[int]) -> None:
-        """Collect rows of these series."""
+        """Collect the rows of a table; `series` has the series number of each row."""
 
 
 _LOWEST, _HIGHEST = -60, 40
-"""Exponents that have a bin of their own; what is outside counts with the outermost."""
+"""The exponents with a bin of their own; smaller and larger exponents are counted in the outermost bins."""
 _NUM_BINS = _HIGHEST - _LOWEST + 1
 _NUM_LINE = 2 * _NUM_BINS + 2
 _MAX_BIN_CELLS = 1_500_000
@@ -116,7 +116,7 @@ _SHARE_LEVELS = 31
 
 
 class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
-    """Collects bins: negative values from the largest magnitude on, zeros, positive values, values not finite."""
+    """Collects bins: negative values from the largest magnitude on, zeros, positive values, nonfinite values."""
 
     column = "histogram"
     max_collected = _MAX_BIN_CELLS // _NUM_LINE
@@ -130,7 +130,7 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
             try:
                 one = Histogram.from_bytes(data)
             except CorruptError:
-                continue  # `recorder verify` tells of it
+                continue  # `recorder verify` reports it
             line = self._collected.setdefault((number, step), np.zeros(_NUM_LINE))
             at = np.clip(one.exponents, _LOWEST, _HIGHEST) - _LOWEST
             np.add.at(line, _NUM_BINS - 1 - at, one.counts[0])
@@ -139,7 +139,7 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
             line[-1] += num_nonfinite
 
     def block(self, name: str) -> PageBlock | None:
-        """Return the block of the histograms; None where no series has a histogram."""
+        """Return the block of the histograms; None if no series has a histogram."""
         if not self._collected:
             return None
         numbers = sorted({number for number, _ in self._collected})
@@ -161,30 +161,30 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
 
 
 def _share_codes(shares: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Return codes of shares by their logarithm; the code 0 means an empty bin."""
+    """Return codes of shares by their logarithm; code 0 is an empty bin."""
     with np.errstate(divide="ignore"):
         level = 1 + np.rint((1 - np.log(shares) / np.log(_LEAST_SHARE)) * (_SHARE_LEVELS - 1))
     return np.where(shares > 0, np.clip(level, 1, _SHARE_LEVELS), 0).astype(np.uint8)
 
 
 _NUM_QUANTILES = 33
-"""Positions among the sorted units, both ends included."""
+"""The number of positions drawn of the sorted units, including both ends."""
 _MAX_UNIT_CELLS = 1_000_000
 _UNIT_LEVELS = 254
 
 
 class _UnitsOfStep(NamedTuple):
-    """The units of a series at a step, as the page draws the units."""
+    """The units of a series at a step, reduced to what the page draws."""
 
     squares: list[npt.NDArray[np.float64]]
-    """The mean squares of the units at the drawn positions, for each rank and call."""
+    """The mean squares of the units at the drawn positions, one array for each rank and call."""
     about: tuple[int, int, int, int]
-    """How many units there are, how many of them are dead, which is the largest, and how many have no finite value but
-    zeros, by the first rank and call."""
+    """Four integers from the first rank and call: the number of units, of dead units, the index of the largest unit,
+    and the number of units without a finite nonzero value."""
 
 
 class UnitsCollector(StepsCollector[_UnitsOfStep]):
-    """Collects the sizes of units, of no more steps and ranks than the page draws."""
+    """Collects the sizes of units for the steps and ranks that the page draws."""
 
     column = "units"
     max_collected = _MAX_UNIT_CELLS // _NUM_QUANTILES
@@ -196,21 +196,21 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
             try:
                 one = Units.from_bytes(data, parse_shape(shape))
             except RunError:
-                continue  # `recorder verify` tells of it
+                continue  # `recorder verify` reports it
             if not len(one):
                 continue
             squares = one.sum_sq / max(1, one.num_values)
             indices = np.rint(np.linspace(len(one) - 1, 0, _NUM_QUANTILES)).astype(int)
             num_dead = int((one.zero_count == one.num_values).sum()) if one.num_values else 0
             largest = int(np.argmax(squares))
-            lacks = is_nonfinite & (one.sum_sq == 0) & (one.zero_count < one.num_values)  # sums are of finite values
-            squares = np.where(lacks, np.nan, squares)  # which sorts as the largest
+            lacks = is_nonfinite & (one.sum_sq == 0) & (one.zero_count < one.num_values)  # sums skip nonfinite values
+            squares = np.where(lacks, np.nan, squares)  # NaN sorts as the largest
             about = len(one), num_dead, largest, int(lacks.sum())
             collected = self._collected.setdefault((number, step), _UnitsOfStep([], about))
             collected.squares.append(np.sort(squares)[indices])
 
     def block(self, name: str) -> PageBlock | None:
-        """Return the block of the sorted sizes of units; None where no series has units."""
+        """Return the block of the sorted sizes of units; None if no series has units."""
         if not self._collected:
             return None
         numbers = sorted({number for number, _ in self._collected})
@@ -240,13 +240,13 @@ _MAX_FILTERS, _MAX_MAPS, _MAX_HEADS = 64, 10, 8
 _MAX_SIDE, _MAX_ATTENTION_SIDE = 40, 64
 _MAX_TENSOR_BYTES = 64 << 20
 _MAX_BYTES = 150_000
-"""The most bytes of all tiles together, before the tiles are deflated."""
+"""The most bytes of all tiles together, before deflation."""
 _NOT_FINITE = 255
 _KINDS = ("filters", "input", "feature maps", "attention")
 
 
 class Candidate(NamedTuple):
-    """A recorded tensor that may be a picture."""
+    """A recorded tensor that may be drawn as a picture."""
 
     kind: str
     where: dict[str, Any]
@@ -254,7 +254,7 @@ class Candidate(NamedTuple):
 
 
 class ImageFinder:
-    """Finds candidates among the rows, range by range: of each series the first and the last step with kept values."""
+    """Finds tensors that may be pictures: of each series the first and the last step with recorded values."""
 
     def __init__(self, run: Run) -> None:
         self._rank = min(run.ranks, default=None)
@@ -284,11 +284,11 @@ class ImageFinder:
             names = ("step", "micro_step", "call", "repeat", "phase", "attempt")
             where = {name: some.column(name)[row].as_py() for name in names} | {"rank": self._rank}
             where |= {"module_path": key.module_path, "site": key.site, "name": key.name, "mode": key.mode}
-            known[1:] = [Candidate(kind, where)]  # the first stays, and the last so far
+            known[1:] = [Candidate(kind, where)]  # the first candidate stays, and so does the latest
 
     @property
     def has_any(self) -> bool:
-        """Whether there is anything that may be a picture."""
+        """True if at least one tensor may be a picture."""
         return bool(self._found)
 
     def block(self, run: Run) -> PageBlock:
@@ -305,7 +305,7 @@ class ImageFinder:
                 try:
                     array = run.array(**candidate.where)
                 except RunError:
-                    continue  # doctor tells of damage
+                    continue  # `recorder doctor` reports damage
                 made = _tiles(candidate.kind, array, was_attention)
                 if made is None or num_bytes + made[1].nbytes > _MAX_BYTES:
                     continue
@@ -348,14 +348,14 @@ def _kind(site: str, sizes: tuple[int, ...]) -> str | None:
 
 
 _Range = tuple[float, float, int, int]
-"""The values of the darkest and the brightest pixel (NaN without finite values), and the counts of NaN and infinity."""
+"""The values of the darkest and brightest pixel (NaN without finite values), and the counts of NaN and infinities."""
 _Made = tuple[str, npt.NDArray[np.uint8], _Range, int]
 
 
 def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | None:
-    """Return the kind, pictures by number, row, column and colour, the range of their values, and how many there were.
+    """Return the kind, the uint8 tiles (number, row, column, colour), their range, and the number of pictures.
 
-    `was_attention`: the same value was attention at an earlier step.
+    `was_attention` is True if the same series was attention at an earlier step.
     """
     if array.size == 0 or array.dtype.kind == "c":
         return None
@@ -373,7 +373,7 @@ def _tiles(kind: str, array: npt.NDArray[Any], was_attention: bool) -> _Made | N
 
 
 def _is_attention(values: npt.NDArray[np.float32], was_attention: bool) -> bool:
-    """Whether each row sums to one; where no row is finite, whether the rows did so at an earlier step."""
+    """Return True if each row sums to one, or if no row is finite and the series was attention before."""
     some = values.reshape(-1, *values.shape[-2:])[:4]
     if some.shape[-1] != some.shape[-2]:
         return False

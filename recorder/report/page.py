@@ -1,7 +1,7 @@
-"""The HTML of the page: a shell of the package's own styles and scripts, and the blocks in it. Never reads a run.
+"""The HTML of the page: the package's own styles and scripts, with the blocks of a run. Never reads a run.
 
-The content security policy allows these very scripts and styles by their hashes, and nothing else: no network, no
-script that a text from a run could bring. In a file the scripts are deflated: 0.1 MB less of 0.3.
+The content security policy allows exactly these scripts and styles by their hashes. It allows no network, and no script
+that a text from a run could bring in. In a file the scripts are deflated, which saves 0.1 MB of 0.3 MB.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCRIPTS = (
 """The scripts in the order in which the page holds them; each script uses what earlier scripts define."""
 _STYLES = ("vendor/uPlot.min.css", "page.css")
 BLOCK_TYPE = "application/x-recorder-block"
-"""The type of a script element that no browser runs, so that the element only holds data."""
+"""The type of the script elements that hold data; no browser runs a script of this type."""
 _LINE_BYTES = 3 << 16
 _SCRIPTS_TYPE = "application/x-recorder-scripts"
 _LOADER = f"""\
@@ -40,9 +40,9 @@ _LOADER = f"""\
     `This page could not be drawn: ${{error.message}}. It needs a browser of 2023 or later (DecompressionStream).`;
 }});
 """
-"""Runs the scripts of a file, which the policy allows by their hash as if they stood there."""
+"""Inflates and runs the scripts of a file; the policy allows them by their hash like inline scripts."""
 _SERVER_ALONE = "; connect-src 'self'; frame-src 'self'"
-"""The policy of a page that a server sends: the page may ask that server."""
+"""The part of the policy that lets a page from a server make requests to that server."""
 
 
 @cache
@@ -58,7 +58,7 @@ def style() -> str:
 
 
 def policy(extra: str = "") -> str:
-    """The content security policy; `extra` is what a server adds for its own page."""
+    """Return the content security policy; `extra` is the part that a server adds for its own page."""
     own = f"script-src {_hash(script())} {_hash(_LOADER)}; style-src {_hash(style())}; img-src data:"
     return f"default-src 'none'; {own}; base-uri 'none'; form-action 'none'{extra}"
 
@@ -83,10 +83,10 @@ def _end(last_script: str) -> bytes:
 
 
 def page(title: str, blocks: Iterable[PageBlock], *, address: str = "", panels: Sequence[str] = ()) -> Iterator[bytes]:
-    """Yield the complete file, piece by piece.
+    """Yield the complete HTML file, piece by piece.
 
-    The page shows `address` first where its own address does not say, and of `panels` those that have something to
-    draw; without panels, all.
+    The page begins at the view that `address` names, unless its own address names one. `panels` names the panels to
+    show, as far as they have something to draw; empty shows all panels.
     """
     given = {"address": address, "panels": " ".join(panels)}
     yield _head(title, given={name: value for name, value in given.items() if value})
@@ -102,7 +102,7 @@ def _packed(block: PageBlock) -> Iterator[bytes]:
 
 def _base64(attributes: str, data: bytes) -> Iterator[bytes]:
     yield f"<script {attributes}>".encode()
-    for start in range(0, len(data), _LINE_BYTES):  # whole groups of three bytes
+    for start in range(0, len(data), _LINE_BYTES):  # a multiple of three bytes, so that pieces can be joined
         yield base64.b64encode(data[start : start + _LINE_BYTES])
     yield b"</script>\n"
 
@@ -113,17 +113,17 @@ def _deflated_script() -> bytes:
 
 
 def live_policy() -> str:
-    """The content security policy of a page that a server of this machine sends: it may ask that server alone."""
+    """Return the content security policy of a live page, which may make requests to its own server only."""
     return policy(f"{_SERVER_ALONE}; frame-ancestors 'self'")
 
 
 def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
-    """Return the page that a server sends, which asks the server for what is new.
+    """Return the page that a server sends; its script asks the server for news.
 
     `kind` is ``run``, ``runs`` (the list of runs) or ``side`` (several runs side by side).
     """
     head = _head(title, extra_policy=_SERVER_ALONE, given={"live": kind})
-    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # else it asks for /favicon.ico
+    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # else it gets /favicon.ico
     pieces = [piece for block in blocks for piece in _packed(block)]
     return b"".join([head, *pieces, _end(script())])
 

@@ -1,6 +1,6 @@
-"""The page of a run: as one HTML file, and as what a notebook shows in a frame below the cell.
+"""The page of a run, as one HTML file or as a frame below the cell of a notebook.
 
-What draws is imported when the first page is drawn, because every notebook opens runs.
+The modules that draw are imported when the first page is drawn, because every notebook opens runs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def write_report(
     force: bool = False,
     report: Callable[[int], None] = lambda num_rows: None,
 ) -> int:
-    """Write the page of a run as one HTML file, and return its bytes; other arguments are those of `collect`.
+    """Write the page of a run as one HTML file, and return its size in bytes; see `collect` for other arguments.
 
-    `force` replaces a file that exists. LookupFailedError is raised where there is nothing to draw, and WriteError
-    where the file exists or cannot be written.
+    `force` replaces an existing file. LookupFailedError is raised if there is nothing to draw, and WriteError if the
+    file exists or cannot be written.
     """
     from ..analyze.export.files import published_file
     from .collect import collect
@@ -51,21 +51,21 @@ def write_report(
 
 
 def open_run(path: str | PathLike[str] | Location | None = None) -> Run:
-    """Open a recorded run for reading, also one that is still being written or was left by a kill.
+    """Open a recorded run for reading, even one that is still being written or was left by a kill.
 
     Args:
-        path: a run directory; or a folder of runs, of which the newest is meant; or in their folder the name of a run
-            or its id, or how one of these begins, or ``latest``, or ``@-2``, the last run but one. Without a folder
-            they are looked for here and where this environment records (``RECORDER_DIR``). All of this also in an
-            object store: ``s3://bucket/path``, ``gs://bucket/path`` or ``az://container/path``. Without a path it is
-            the newest run of where this environment records.
+        path: a run directory; or a folder of runs, which means its newest run; or the name or the id of a run in such
+            a folder, or the beginning of either, or ``latest``, or ``@-2`` for the last run but one. A name without a
+            folder is looked for in the current directory and where this environment records (``RECORDER_DIR``). All
+            these forms also work in an object store: ``s3://bucket/path``, ``gs://bucket/path`` or
+            ``az://container/path``. None means the newest run where this environment records.
 
     Raises:
         NotARunError: there is no run.
-        LookupFailedError: several runs are called so.
-        CorruptError: its manifest is damaged. Damage in shards does not raise: see `Run.problems`.
-        UnsupportedError: it is of a newer major version.
-        StoreError: the store cannot be reached, or refuses.
+        LookupFailedError: several runs have this name.
+        CorruptError: the manifest is damaged. Damage in shards does not raise: see `Run.problems`.
+        UnsupportedError: a newer major version wrote the run.
+        StoreError: the store cannot be reached, or refuses access.
     """
     run = runs.open_run(path)
     run.draw_page = inline_page
@@ -81,10 +81,10 @@ def inline_page(
     view: dict[str, str] | None = None,
     height_pixels: int | None = None,
 ) -> InlinePage:
-    """Return the page of a run for a notebook; other arguments are those of `collect`.
+    """Return the page of a run for a notebook; see `collect` for other arguments.
 
-    With `below` the page has the panels over steps alone. `view` holds the members of the page's address: what the page
-    shows first. `height_pixels` is the height of the frame.
+    With `below` the page has only the panels over steps. `view` holds the members of the page's address, which choose
+    what the page shows first. `height_pixels` is the height of the frame.
     """
     from .collect import collect
     from .page import page

@@ -1,4 +1,4 @@
-"""The statistics of a run as cubes: every series over steps, for each lane. Never reads a payload."""
+"""The statistics of a run as cubes, with a value for each series, lane and step. Never reads a payload."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from .distributions import HistogramCollector, UnitsCollector
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
 """The statistics that a page may hold, the most telling first; a page always holds the counts."""
 _LEAST_DRAWN = 3
-"""The page of a large run holds only this many statistics, so that the page shows more of the steps."""
+"""The page of a large run holds only this many statistics, which leaves room for more steps."""
 _OF_SCALARS = ("mean", *COUNTS)
 _JUDGED_BY = ("l2", "absmax", "mean", "std", "min", "max")
 """Ranks are compared by the first of these statistics that the page holds."""
 _DEVIATION = "deviation"
 _MAX_CELLS = 1_400_000
-"""The most cells of a page, of one byte each; this bounds the page at 2 MB."""
+"""The most one-byte cells of a page, which bounds the page at 2 MB."""
 _MAX_FINE_CELLS = 250_000
-"""A cell has two bytes where the page has at most this many cells."""
+"""Cells have two bytes if the page has at most this many cells."""
 _MIN_COLUMNS, _MAX_COLUMNS = 32, 1000
 _MAX_SCALAR_COLUMNS = 2000
 _ENOUGH_COLUMNS = 160
-"""Statistics are left out until each statistic that remains has this many columns, or as close to it as possible."""
+"""Statistics are left out until the remaining statistics have this many columns, or as close to it as possible."""
 _MAX_RANK_BINS = 64
 _MAX_GLOBAL_ROWS = 120_000
-"""A run with more rows than this has values of all ranks at some steps only."""
+"""A run with more rows has values of all ranks together at some steps only."""
 _MAX_GLOBAL_STEP_ROWS = 20_000
-"""A step with more, of thousands of ranks, takes minutes and gigabytes to put together: such a run has ranks alone."""
+"""A run with more rows in a step shows single ranks only: one step of thousands of ranks takes minutes and gigabytes to
+assemble."""
 _MAX_REASONS = 2000
 _MANY_STEPS = 1 << 30
-"""The number of steps that room is made for where a run grows, as if the run never ended."""
+"""The number of steps that room is made for while a run grows, as if the run never ended."""
 
 
 class StatisticsBlocks:
@@ -55,17 +56,17 @@ class StatisticsBlocks:
         """Make room for the statistics, and read nothing yet.
 
         Args:
-            run: whose rows.
-            axes: what there is in it.
-            asked: statistics; by default as many as there is room for.
-            steps: those of the columns, where another run has others than this one.
-            share: of the page that there is room for.
-            prefix: of the names of its blocks.
-            is_growing: more steps may come, in any number; odd ranks have no lanes of their own then.
-            has_global: whether values of all ranks together are made; by default where they take no minutes.
+            run: the run to draw.
+            axes: the series and steps of the run.
+            asked: the statistics to draw; by default as many as there is room for.
+            steps: the steps of the columns; by default the steps of this run, which a second run may not share.
+            share: the share of the page's room that these statistics may use.
+            prefix: the prefix of the block names.
+            is_growing: any number of steps may follow; odd ranks then have no lanes of their own.
+            has_global: True makes values of all ranks together; by default they are made if that takes no minutes.
 
         Raises:
-            LookupFailedError: there is no such statistic.
+            LookupFailedError: `asked` names an unknown statistic.
         """
         self._run, self._axes, self._prefix = run, axes, prefix
         if has_global is None:
@@ -103,10 +104,10 @@ class StatisticsBlocks:
         self.histograms = HistogramCollector(known, self.lanes.ranks, len(self.series))
         self.units = UnitsCollector(known, self.lanes.ranks, len(self.series))
         self.reasons: dict[tuple[int, bool], str] = {}
-        """Why a series has no statistics, or no values of all ranks, by the number of the series and by whether the
-        reason concerns all ranks."""
+        """Why a series has no statistics or no global values, by the number of the series; the flag is True for global
+        values."""
         self.global_steps: int | None = None
-        """The number of steps with values of all ranks; None where all steps have such values."""
+        """The number of steps with values of all ranks together; None if every step has such values."""
         self._make_rank_cubes()
 
     def _make_rank_cubes(self) -> None:
@@ -127,7 +128,7 @@ class StatisticsBlocks:
             )  # fmt: skip
 
     def collect(self, rows: StepRows, report: Callable[[int], None]) -> None:
-        """Read all rows, and those of all ranks together; `report` is called with how many rows are done."""
+        """Read all rows, and assemble the values of all ranks; call `report` with the number of rows of each table."""
         for table in rows:
             self.add(table)
             report(table.num_rows)
@@ -147,13 +148,13 @@ class StatisticsBlocks:
         return [cube for cube in cubes if isinstance(cube, GrowingCube)]
 
     def add_steps(self, steps: Sequence[int], scalar_steps: Sequence[int]) -> None:
-        """Make room for more steps of tensors, and of numbers of the step."""
+        """Make room for more steps of tensors, and for more steps of scalars."""
         for cube, more in ((self.cube, steps), (self.rank_steps, steps), (self.scalar_cube, scalar_steps)):
             if isinstance(cube, GrowingCube):
                 cube.add_steps(more)
 
     def adopt(self, older: StatisticsBlocks) -> None:
-        """Take over what `older` collected when fewer series were known; both have the same lanes and are growing."""
+        """Take over the values of `older`, which is growing too, has the same lanes, and knows fewer series."""
         pairs = [(self.cube, older.cube), (self.scalar_cube, older.scalar_cube), (self.rank_steps, older.rank_steps)]
         for new, old in pairs:
             if isinstance(new, GrowingCube) and isinstance(old, GrowingCube):
@@ -167,7 +168,7 @@ class StatisticsBlocks:
         self.global_steps = older.global_steps
 
     def add(self, table: Any, *, is_final: bool = True) -> None:
-        """Add the rows of a range of steps. `is_final`: no more rows of them come, so that each value counts once."""
+        """Add the rows of a range of steps. `is_final`: no more rows of these steps follow, so they can be counted."""
         if is_final:
             self._note_reasons(table, is_global=False)
             self.histograms.add(table, self._numbers_of)
@@ -187,7 +188,7 @@ class StatisticsBlocks:
                     self._put_deviations(values, spread.deviation)
 
     def _numbers_of(self, table: Any) -> Integers:
-        """Return for each row the number of its series; -1 for a number of the step."""
+        """Return for each row the number of its series; -1 for a scalar."""
         ids = self._axes.numbers_of(table)
         return np.asarray(np.where(self._is_scalar[ids], -1, self._number[ids]), np.int64)
 
@@ -223,15 +224,15 @@ class StatisticsBlocks:
         if num_steps < len(steps):
             chosen = chosen[np.unique(np.linspace(0, len(steps) - 1, num_steps).astype(int))]
             self.global_steps = len(chosen)
-        for first, last in view.windows():  # a batch spans many steps, and is read once for all of them
+        for first, last in view.windows():  # a batch spans many steps, and is read once per window
             only = chosen[np.searchsorted(chosen, first) : np.searchsorted(chosen, last)]
             if len(only):
                 self.add_global(view, int(only[0]), int(only[-1]) + 1, only)
 
     def add_global(self, view: GlobalView, first: int, last: int, only: Integers | None = None) -> None:
-        """Add the values of all ranks together, of the steps from `first` up to, but not including, `last`.
+        """Add the values of all ranks together, for the steps from `first` up to, but not including, `last`.
 
-        `only` names the steps that are added; without it, all are.
+        `only` names the steps that are added; None adds all steps of the range.
         """
         table = view.rows(first, last, only).table
         table = table.filter(pc.not_equal(table.column("phase"), "recompute"))
@@ -244,7 +245,7 @@ class StatisticsBlocks:
             cube.put(values.series, np.zeros(len(values.series), np.int64), values.steps, values.numbers)
 
     def _note_reasons(self, table: Any, *, is_global: bool) -> None:
-        """Note why series have no numbers; of several reasons the first one stays."""
+        """Record why series have no numbers; the first reason for a series stays."""
         lacks = pc.is_null(table.column(MEASURED))
         if is_global:
             lacks = pc.or_(lacks, pc.is_valid(table.column("rank")))
@@ -259,7 +260,7 @@ class StatisticsBlocks:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether any series has a drawn statistic or at least counts, also where all its values are NaN."""
+        """True if any series has a drawn statistic or a count; counts exist even if all values are NaN."""
         return any(bool((~np.isnan(self.cube.values[name])).any()) for name in (*self.names, MEASURED))
 
     def blocks(self, modules: Mapping[str, int]) -> Iterator[PageBlock]:
@@ -306,7 +307,7 @@ class StatisticsBlocks:
         }
 
     def further_blocks(self) -> Iterator[PageBlock]:
-        """Yield the blocks of histograms, of units, and of the distance of each of many ranks from the others."""
+        """Yield the blocks of histograms, of units, and, if there are many ranks, of each rank's deviations."""
         if (histograms := self.histograms.block(f"{self._prefix}histograms")) is not None:
             yield histograms
         if (units := self.units.block(f"{self._prefix}units")) is not None:
@@ -317,7 +318,7 @@ class StatisticsBlocks:
 
 
 def check_statistics(run: Run, axes: Axes, collected: StatisticsBlocks) -> None:
-    """Refuse a run of which there is nothing to draw: LookupFailedError says what to record the next time."""
+    """Raise LookupFailedError if there is nothing to draw; the message says what to record the next time."""
     if not axes.index:
         raise LookupFailedError(
             f"{run.name} has no rows to draw; `recorder doctor` says why, and RECORDER_RULES='keep=stats' records "
@@ -341,7 +342,7 @@ def _fit(
     num_series: int, num_lanes: int, num_steps: int, asked: Sequence[str], share: float
 ) -> tuple[tuple[str, ...], int]:
     names = tuple(dict.fromkeys(asked)) or DRAWN
-    a_column = max(num_series, 1) * (1 + (num_lanes - 1) / 2)  # ranks are replicas in part, and those cost nothing
+    a_column = max(num_series, 1) * (1 + (num_lanes - 1) / 2)  # replicas among the ranks cost nothing
 
     def columns(num_names: int) -> int:
         fitting = int(_MAX_CELLS * share / (a_column * num_names))

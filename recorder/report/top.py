@@ -25,17 +25,17 @@ _MAX_LISTED = 8
 _MAX_CHECKS = 200
 _MAX_GAPS = 500
 _JUMP = 30.0
-"""A jump is reported where a value is this many times what the records before the value lead to expect."""
+"""A jump is reported if a value is this many times what the records before the value lead to expect."""
 _NUM_BEFORE = 4
-"""The number of records before a value that say how large the value usually is, and how fast it grows."""
+"""The number of records before a value that show how large the value usually is, and how fast it grows."""
 _MIN_STEPS = 8
-"""The fewest steps in which jumps are looked for: with fewer steps nobody can say what is usual."""
+"""The fewest steps in which jumps are looked for: fewer steps do not show what is usual."""
 _MAX_JUMPS = 4
 _NO_TENSOR = (
     "No tensor was recorded, only numbers of the step: nothing is known of parameters, activations and gradients"
 )
 _MANY = 1e6
-"""A ratio from here on is written as a power of ten."""
+"""A ratio of at least this size is written as a power of ten."""
 
 
 class DoctorLine(NamedTuple):
@@ -45,7 +45,7 @@ class DoctorLine(NamedTuple):
     """``ok``, ``note`` or ``missing``."""
     text: str
     facts: Mapping[str, Any]
-    """Sites, modules, steps, ranks and reason of a gap."""
+    """The sites, modules, steps, ranks and reason of a gap."""
 
 
 class Highlight(NamedTuple):
@@ -53,15 +53,15 @@ class Highlight(NamedTuple):
 
     text: str
     link: Mapping[str, Any]
-    """The members of the page's address that the sentence leads to."""
+    """The members of the page's address that the sentence links to."""
     mark: str = "wrong"
     """``wrong``, ``right``, or ``note``."""
     steps: tuple[int, int] | None = None
-    """The first and the last step of the finding; None where the finding belongs to no step."""
+    """The first and the last step of the finding; None if the finding belongs to no step."""
     paths: tuple[str, ...] = ()
     """The modules that the sentence names."""
     lasts: bool = False
-    """True where the finding holds from its first step on, as that of a dead layer, and is no event."""
+    """True if the finding is a state from its first step on, like a dead layer, rather than an event."""
 
 
 def top_block(
@@ -71,8 +71,8 @@ def top_block(
 ) -> PageBlock:  # fmt: skip
     """Return the block of the head of the page.
 
-    `checks` tell whether the record is complete, `stands_out` and `notes` what others found and left out, and `numbers`
-    facts of the page itself. `is_growing`: the statistics are not looked at yet.
+    `checks` tell whether the record is complete, `stands_out` and `notes` are findings and omissions of the analyses,
+    and `numbers` are facts of the page. With `is_growing` the statistics are not searched for jumps yet.
     """
     listed = [*stands_out, *_of_dumps(run)]
     if collected is not None and not collected.series:
@@ -101,12 +101,12 @@ def _packed(one: Highlight) -> list[Any]:
 
 
 def faults(findings: Sequence[Highlight], steps: Sequence[int]) -> list[list[Highlight]]:
-    """Return findings that share a cause together: first the worst, as they are listed, then the others by step.
+    """Return groups of findings that share a cause: in each first the worst finding, then the others by step.
 
-    A fault goes on while more is found at its last step or at the next recorded step: later values of the step,
-    containers, gradients and the following steps inherit what one module made. A finding that lasts, or is there from
-    the first step on, belongs to a fault only where it names a module of the fault, a container of one, or a module
-    inside one. `steps` are the recorded steps, ascending.
+    A fault goes on while there are findings at its last step or at the next recorded step: later values of the step,
+    containers, gradients and the following steps inherit what one module computed. A finding that lasts, or begins at
+    the first recorded step, joins a fault only if it names a module of the fault, a container of such a module, or a
+    module inside one. `steps` are the recorded steps, ascending.
     """
     groups: list[_Group] = []
     for number, one in sorted(enumerate(findings), key=lambda item: (item[1].steps or (-1, -1), item[1].lasts)):
@@ -175,7 +175,7 @@ def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> Page
 
 
 def _ranges(numbers: Sequence[int]) -> list[int]:
-    """Whole numbers as ends of the ranges that they fill: first, last, first, last..."""
+    """Return sorted integers as the ends of the ranges that they fill: first, last, first, last..."""
     if not numbers:
         return []
     values = np.array(numbers, np.int64)
@@ -185,7 +185,7 @@ def _ranges(numbers: Sequence[int]) -> list[int]:
 
 
 def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Iterator[tuple[str, str]]:
-    """Yield titles and texts about a run for people, from its model and its ranks to its rules."""
+    """Yield titles and texts about a run, from its model and its ranks to its rules."""
     manifests = [writer.manifest for writer in run.writers]
     roots = [root for manifest in manifests for root in manifest.roots]
     models: dict[str, int] = {}
@@ -220,7 +220,7 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
 
 
 def of_first(search: First) -> Iterator[Highlight]:
-    """Yield what `recorder first` finds."""
+    """Yield the findings of `recorder first`."""
     if (bad := search.nonfinite) is not None:
         value = bad.value
         what = " and ".join(f"{n} {word}" for n, word in ((bad.nan_count, "NaN"), (bad.inf_count, "infinite")) if n)
@@ -270,7 +270,7 @@ def _of_ranks(collected: StatisticsBlocks) -> Iterator[Highlight]:
 
 
 def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
-    """Yield the values that jump; values that jump at one step, or at the next step, are one finding."""
+    """Yield the values that jump; jumps at one step or at neighbouring steps are one finding."""
     cube = collected.cube
     name = next((name for name in ("l2", "absmax") if name in cube.values), None)
     if name is None or not cube.shape[2]:
@@ -306,7 +306,7 @@ class _Jump(NamedTuple):
 
 
 def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> Iterator[tuple[int, float]]:
-    """Yield the columns at which a value exceeds what the slope of the records before leads to, and the ratio."""
+    """Yield the columns at which a value exceeds what the slope of the records before it predicts, and the ratio."""
     known = np.flatnonzero(~np.isnan(values))
     values, at = values[known], steps[known]
     if len(values) < _MIN_STEPS or values.max() < _JUMP * values.min():

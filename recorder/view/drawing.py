@@ -1,7 +1,8 @@
-"""Draws a run while it grows: new rows keep the blocks of its page up to date.
+"""Draws a run while it grows: new rows keep the blocks of the run's page up to date.
 
-A look costs as much as what is new since the last one, and not as much as the run. Rows of steps that may not be whole
-yet are drawn, and taken out again before they are drawn anew. Must never keep rows: it keeps what the page shows.
+A look at the run costs as much as what is new since the last look, not as much as the run. Rows of steps that may be
+incomplete are drawn, and removed again before the steps are drawn anew. This module must never keep rows, only what the
+page shows.
 """
 
 from __future__ import annotations
@@ -42,23 +43,24 @@ _READ_ROWS = 120_000
 _WINDOW_ROWS = 20000
 """The approximate number of rows that are in memory together."""
 _CUT_ROWS = 40_000
-"""The rows in memory together while batches of many steps are cut: a row takes less memory there than while it is
-drawn."""
+"""The rows in memory together while batches of many steps are cut, which takes less memory per row than drawing does.
+"""
 _WHOLE_AFTER_S = 1.5
 """A step is complete this long after a later step was seen: both kinds of shard are flushed once a second."""
 _LOOKS_APART = 10
-"""A first reading lists the run again after this many times the time of a listing: seconds for 4,096 ranks."""
+"""While a run is first read, listings are this many times the time of a listing apart: seconds for 4,096 ranks."""
 _MAX_OPEN_ROWS = 60_000
-"""The most rows of steps that may not be complete. With more, a rank is far behind, and is drawn as its rows come."""
+"""The most rows of steps that may be incomplete. With more, a rank is far behind, and is drawn as its rows come."""
 _MAX_TOGETHER_ROWS = 40_000
-"""Rows of all ranks in the batches at hand, up to which they are put together as the global view does, which takes
-whole batches: so it is with batches of seconds, as they come live, and not with the full ones of a long history."""
+"""Global values are assembled if the batches at hand have at most this many rows over all ranks, because assembling
+takes whole batches. The small batches of a live run pass, and the full batches of a long history do not."""
 _MAX_GLOBAL_STEP_ROWS = 5_000
-"""A run with more rows in a step has no values of all ranks here: they would take longer than a step of training."""
+"""A run with more rows in a step gets no global values here: assembling them would take longer than a training step."""
 _SLOW_S = 4.0
-"""How often blocks are made anew that do not grow with steps, but are made of everything: ranks, histograms, images."""
+"""The time between updates of blocks that are made of everything rather than grown by steps: ranks, histograms, images.
+"""
 _MAX_DOCTOR_ROWS = 300_000
-"""`recorder doctor` is asked of a run that is over, unless it has more rows."""
+"""`recorder doctor` checks a run that has ended, unless the run has more rows than this."""
 _MAX_TOLD = 200
 _BAD_STATES = ("killed", "failed", "silent")
 
@@ -67,12 +69,12 @@ Doctor = Callable[[Run], list[DoctorLine]]
 
 
 class Drawing:
-    """The blocks of one run. One thread calls `refresh`; the same lock guards it and `blocks_since`."""
+    """The blocks of one run. One thread calls `refresh`; one lock guards `refresh` and `blocks_since`."""
 
     def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
-        """Name the run, and read nothing yet.
+        """Remember the run, and read nothing yet.
 
-        `judge` makes sentences of what `recorder check` found; `doctor` says of a run that is over whether it is
+        `judge` turns the findings of `recorder check` into sentences; `doctor` says whether a run that has ended is
         complete.
         """
         self.location, self._judge, self._doctor = location, judge, doctor
@@ -90,9 +92,9 @@ class Drawing:
         self.state = "reading"
         """``reading`` (for the first time), ``live``, ``over``, or ``gone``."""
         self._looking: Generator[None, None, bool] | None = None
-        """The look that is under way but rests for now, as a generator; None where no look is under way."""
+        """The generator of a look that is paused; None if no look is under way."""
         self._look_at_s = 0.0
-        """When the run is listed next; at once, unless there is enough to read without."""
+        """The monotonic time of the next listing of the run; while there is much to read, listings are delayed."""
         self._checked: list[DoctorLine] | None = None
         self.growing = GrowingRun(self.location, manifest)
         self.axes = Axes()
@@ -118,7 +120,7 @@ class Drawing:
         self.epoch += 1
 
     def refresh(self) -> bool:
-        """Look at the run, or go on with what is not drawn yet; whether there is more to do at once."""
+        """Look at the run, or continue the look under way; return True if there is more to do at once."""
         try:
             if self.state == "gone":
                 return self._is_another()
@@ -132,7 +134,7 @@ class Drawing:
         return True
 
     def _look(self) -> Generator[None, None, bool]:
-        """Look at the run and draw what is new, with a rest where that is much; return whether there is more."""
+        """Look at the run and draw what is new, yielding between large pieces; return True if there is more to read."""
         began_s, is_new = time.monotonic(), False
         if began_s >= self._look_at_s:
             is_new = self.growing.look()
@@ -148,7 +150,7 @@ class Drawing:
         return has_more
 
     def _is_another(self) -> bool:
-        """Note that the run is gone; another run of the same name may take its place."""
+        """Mark the run as gone, or begin anew if another run has taken its place; return True in that case."""
         with suppress(RunError, OSError):
             store = store_of(self.location)
             store.refresh()
@@ -162,7 +164,7 @@ class Drawing:
         return False
 
     def _has_other_ranks(self) -> bool:
-        """Whether a rank has begun since lanes were made: each has one of its own, or counts among all."""
+        """Return True if a rank has begun since the lanes were made: each rank has a lane or is part of the spread."""
         return self.collected is not None and self._run((0, 0)).ranks != self.collected.lanes.ranks
 
     def _draw_new(self, is_new: bool, has_more: bool) -> Iterator[None]:
@@ -203,7 +205,7 @@ class Drawing:
         return whole
 
     def _begin_version(self) -> None:
-        """Begin a version, whose changes are new to all pages, and take out all values that were not final."""
+        """Begin a version, whose changes are new to all pages, and remove all values that were not final."""
         self.version += 1
         if self.collected is not None:
             for cube in self.collected.growing_cubes:
@@ -219,7 +221,7 @@ class Drawing:
         run, further, num_rows = self._run((first, end)), columns_read(self._columns), 0
         rests_after = _WINDOW_ROWS if self.state == "reading" else _READ_ROWS
         if self.state == "reading" and num_pieces > 1:
-            yield  # a page says how much there is to draw
+            yield  # the page shows how much there is to draw
         judged: RunRows | None = None
         with step_rows(run, pieces, further=further, max_pending_rows=_CUT_ROWS) as rows:
             for steps, table in zip(pieces, rows, strict=True):
@@ -287,7 +289,7 @@ class Drawing:
         return 0 if self.collected is None else sum(cube.num_halved for cube in self.collected.growing_cubes)
 
     def _add_global(self, run: Run, steps: tuple[int, int], table: Any, *, is_final: bool) -> None:
-        """Add the values of all ranks together: for the first steps of a long history, and for all that come live."""
+        """Add the values of all ranks together: for the first steps of a long history, and for all later live steps."""
         assert self.collected is not None
         if not self.collected.lanes.has_global or run.is_merged:
             return
@@ -379,7 +381,7 @@ class Drawing:
         return f"{num_drawn:,} of {num_rows:,} rows are drawn"
 
     def _known_steps(self) -> tuple[int, int, int] | None:
-        """The first and the last step that has a row, of modules or of numbers of the step, and how many steps do."""
+        """Return the first and the last step with a row, of a module or a scalar, and the number of such steps."""
         first, last = self.axes.first_step, self.axes.last_step
         return None if first is None or last is None else (first, last, self.axes.num_steps)
 
@@ -417,7 +419,7 @@ class Drawing:
 
     @staticmethod
     def packed(block: PageBlock) -> dict[str, str]:
-        """Return a block in the form that `blocks` gives."""
+        """Return a block in the form that `blocks` returns."""
         return {block.name: _packed(block.encoded())}
 
 
@@ -426,7 +428,7 @@ def _packed(data: bytes) -> str:
 
 
 def _with_status(block: PageBlock, ranks: Sequence[RankNow]) -> PageBlock:
-    """The block of the ranks, with what each shows of itself in place of what its manifest said when it was written."""
+    """Replace what manifests say about each rank with the rank's present status, in the block of the ranks."""
     of_rank = {rank.rank: rank for rank in ranks}
     rows = [list(row) for row in block.data["rows"]]
     for row in rows:

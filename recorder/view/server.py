@@ -1,11 +1,11 @@
-"""The server of `recorder view`: pages, what is new of runs as server-sent events, and the panes that are saved.
+"""The server of `recorder view`: pages, news of runs as server-sent events, and saved panes.
 
-Each run that somebody looks at has a thread, which draws what is new while a page is open. A run that cannot be read,
-or a slow store, must never hold up the others.
+Each run that is looked at has a thread, which draws the run's new rows while a page is open. A run that cannot be read,
+or a slow store, must never hold up other runs.
 
-Every address begins with a token that nobody can guess. Besides, `Host` has to be this machine, or an address in
-numbers, so that no other site's name leads here, and `Origin`, where there is one, has to be this very server. Nothing
-can be changed but the panes. Must never take a part of an address for a path.
+Every address begins with a token that nobody can guess. `Host` must be this machine or a numeric address, so that no
+other site's name leads here, and `Origin`, if sent, must be this server. Only panes can be changed. The server must
+never use a part of an address as a path.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from ..storage.locations import Location, store_of
 from .drawing import Doctor, Drawing, Judge
 
 _ASK_S = 0.1
-"""How often the server looks whether a run has news; a look compares two numbers."""
+"""The time between checks whether a run has news; a check compares two texts."""
 _ALIVE_S = 15.0
-"""How often an empty line is sent: proxies cut silent connections, and the server learns that a browser has gone."""
+"""The time after which an empty line is sent: proxies cut silent connections, and a closed browser is noticed."""
 _AGAIN_MS = 1000
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -57,7 +57,7 @@ _HEADERS = {
 
 
 class Guard:
-    """Refuses what does not come from a page of this server, or has no token, before anything looks at it."""
+    """Refuses requests that come from other sites or lack the token, before any other code sees them."""
 
     def __init__(self, app: ASGIApp, token: str, host: str) -> None:
         self._app, self._token = app, token
@@ -96,13 +96,13 @@ class Guard:
 
 
 class ViewServer:
-    """The server, from its socket to its end."""
+    """The HTTP server of `recorder view`, from its socket to its end."""
 
     def __init__(self, watching: Watching, listener: socket.socket, host: str, token: str = "") -> None:
         """Prepare the server, and serve nothing yet.
 
-        `listener` is bound to `host`. The token, by default a new one that nobody can guess, is the first part of every
-        address.
+        `listener` is a socket bound to `host`. The token is the first part of every address, and by default a new token
+        that nobody can guess.
         """
         self._watching, self._listener = watching, listener
         self.token = token or secrets.token_urlsafe(18)
@@ -127,12 +127,12 @@ class ViewServer:
         try:
             self._server.run(sockets=[self._listener])
         except KeyboardInterrupt:
-            pass  # how people leave it
+            pass  # Ctrl-C is the usual way to end the server
         finally:
             self._watching.close()
 
     def stop(self) -> None:
-        """End, from any thread."""
+        """Make the server end; any thread may call this."""
         self._server.should_exit = True
 
     async def _front(self, request: Request) -> Response:
@@ -214,11 +214,12 @@ def _missing() -> Response:
 
 
 _LOOK_S = 0.5
-"""How often a run in a directory is looked at: with a flush a second, a step is seen within two seconds of its end."""
+"""The time between looks at a run in a directory: with a flush a second, a step is seen within two seconds of its end.
+"""
 _STORE_LOOK_S = 5.0
-"""How often a run in an object store is looked at: each look is several requests, and each request costs."""
+"""The time between looks at a run in an object store: each look is several requests, and each request costs."""
 _OVER_LOOK_S = 5.0
-"""How often a run that is over or gone is looked at: the run may begin again."""
+"""The time between looks at a run that is over or gone, because the run may begin again."""
 _AT_MOST = 0.5
 """The largest share of a core that the thread of a run takes."""
 _CLOSE_S = 0.3
@@ -242,18 +243,18 @@ class WatchedRun:
         self._panes_version = 1
         self._why_not_saved = why_not_saved(location)
         self.problem = ""
-        """Why the run cannot be drawn; empty where the run can be drawn."""
+        """Why the run cannot be drawn; empty if it can be drawn."""
         self._thread = threading.Thread(target=self._follow, name=f"recorder-view {location.name}", daemon=True)
         self._thread.start()
 
     def opened(self) -> None:
-        """Note that one more page shows the run."""
+        """Count one more page that shows the run."""
         with self._lock:
             self._num_watching += 1
             self._wanted.set()
 
     def closed(self) -> None:
-        """Note that one page less shows the run."""
+        """Count one page less that shows the run."""
         with self._lock:
             self._num_watching -= 1
             if not self._num_watching:
@@ -267,12 +268,12 @@ class WatchedRun:
 
     @property
     def now(self) -> str:
-        """The knowledge of a page that has everything; the text changes with every news."""
+        """The state that a page with all news knows, as a text that changes with all news."""
         drawing = self._drawing
         return f"{self._boot}-{drawing.epoch}-{drawing.version}-{self._panes_version}"
 
     def news(self, known: str) -> tuple[str, bool, dict[str, str]]:
-        """Return what a page that knows `known` is sent: its new knowledge, whether that is all, and blocks."""
+        """Return the news for a page in the state `known`: its new state, True if all blocks are sent, and blocks."""
         with self._lock:
             now, drawing = self.now, self._drawing
             parts, of_now = known.split("-"), now.split("-")
@@ -283,7 +284,7 @@ class WatchedRun:
         return now, is_all, blocks
 
     def save(self, panes: Any) -> str | None:
-        """Keep the panes that a page has now; why they are not saved with the run, else None."""
+        """Keep the panes that a page has now; return why they cannot be saved with the run, or None."""
         with self._lock:
             self._panes = checked_panes(panes)
             self._panes_version += 1
@@ -303,7 +304,7 @@ class WatchedRun:
                 self.problem = ""
             except (RecorderError, OSError) as error:
                 self.problem = str(error)
-            except Exception as error:  # the page says it, and goes on with what it has
+            except Exception as error:  # the page shows the error and keeps what it has
                 _logger.exception("recorder view: %s cannot be drawn", self.name)
                 self.problem = f"{type(error).__name__}: {error}"
             self._stopped.wait(0.01 if has_more and not self.problem else self._pause_s(time.thread_time() - began_s))
@@ -326,7 +327,7 @@ class Watching:
         self._lock = threading.Lock()
 
     def find(self, name: str) -> WatchedRun | None:
-        """Return the run whose directory has this name; None where there is none."""
+        """Return the run whose directory has this name; None if there is none."""
         with self._lock:
             if name in self._watched:
                 return self._watched[name]
@@ -347,7 +348,7 @@ class Watching:
         return runs_in(self.folder)
 
     def listed(self) -> list[dict[str, Any]]:
-        """The runs of the folder for people, the newest first."""
+        """Return the runs of the folder as JSON for the list, the newest first."""
         with self._lock:
             runs = self._runs()[-_MAX_LISTED:]
             return [self._describe(run) for run in reversed(runs)]
@@ -368,11 +369,11 @@ class Watching:
         }  # fmt: skip
 
     def close(self) -> None:
-        """End all threads."""
+        """End the threads of all runs."""
         for run in self._watched.values():
             run.close()
 
 
 def listed_block(watching: Watching) -> PageBlock:
-    """The list of runs as a block of its page."""
+    """Return the list of runs as a block of its page."""
     return PageBlock(name="runs", data={"folder": str(watching.folder), "runs": watching.listed()})
