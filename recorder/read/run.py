@@ -90,6 +90,11 @@ class RecordedRun:
         return self.manifest.world_size
 
     @property
+    def size_bytes(self) -> int:
+        """The bytes of the shards and their indexes now; of a run that is over the size that all commands print."""
+        return sum(writer.size_bytes for writer in self.writers)
+
+    @property
     def problems(self) -> list[str]:
         """A message for each thing that is damaged on disk and missing from the rows; each is logged when it is found.
 

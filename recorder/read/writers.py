@@ -27,6 +27,7 @@ from ..format.rundir import (
     Members,
     Shared,
     check_version,
+    index_name,
     parse_rank_dir,
     parse_shard_name,
     shard_name,
@@ -110,10 +111,9 @@ class RecordedWriter:
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
-    def disk_bytes(self) -> int:
-        """Return the bytes of all files in the directory now, indexes and manifest included."""
-        names = store_of(self.directory).list_directory(self.directory, directories=False)
-        return sum(_look(self.directory / name)[1] for name in names)
+    def size_bytes(self) -> int:
+        """The bytes of the shards and their indexes now."""
+        return size_of(self.directory)
 
     @cached_property
     def balance(self) -> Balance:
@@ -321,6 +321,13 @@ def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
             # A shard that was sealed a moment ago may still have its open name, too.
             is_open_by_key[key] = shard.is_open and is_open_by_key.get(key, True)
     return [(kind, number, is_open) for (number, kind), is_open in sorted(is_open_by_key.items())]
+
+
+def size_of(directory: Location) -> int:
+    """Return the bytes of the shards in the directory of a writer, and of their indexes, as `max_bytes` counts them."""
+    names = store_of(directory).list_directory(directory, directories=False)
+    shards = {name for name in names if parse_shard_name(name)}
+    return sum(_look(directory / name)[1] for name in shards | ({*map(index_name, shards)} & {*names}))
 
 
 def _look(path: Location) -> tuple[float, int]:

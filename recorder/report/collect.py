@@ -88,9 +88,8 @@ def collect(
             told["verdict"] = "`recorder doctor` was not asked; it says so on its own"
             checks = ()
         stands_out = [*of_first(nonfinite), *judged]
-        size_text = size(sum(writer.shard_bytes for writer in run.writers))
         states = [writer.state for writer in run.writers]
-        facts = facts_of(run, steps=span(run.steps), states=states, rows=f"{run.num_rows:,}, {size_text}")
+        facts = facts_of(run, steps=span(run.steps), states=states, rows=f"{run.num_rows:,}, {size(run.size_bytes)}")
         yield top_block(run, checks, stands_out, nonfinite.notes, collected, told, list(facts))
         keys: list[DrawnSeries] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)

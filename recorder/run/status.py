@@ -22,9 +22,8 @@ from ..format.rundir import (
     WRITER_MANIFEST,
     Members,
     encode_manifest,
-    parse_shard_name,
 )
-from ..read.writers import list_writers, writer_folders
+from ..read.writers import list_writers, size_of, writer_folders
 from ..storage.locations import Location, store_of
 
 PROOF = "_prove.json"
@@ -249,7 +248,7 @@ def _parse_manifest(directory: Location, raw: dict[str, Any]) -> Status:
         observed=balance.observed,
         written=balance.written,
         dropped=_drops(balance),
-        used_bytes=_shard_bytes(directory),
+        used_bytes=size_of(directory),
         commands=tuple(map(Answer.read, Members(raw).list_inner("commands")[-_MAX_ANSWERS:])),
     )
 
@@ -260,17 +259,6 @@ def _identity(writer: str, raw: dict[str, Any]) -> dict[str, Any]:
         identity[name] = identity[name] and identity[name][:_MAX_TEXT]
     state = identity["state"] if identity["state"] in ENDED else "recording"
     return identity | {"writer": writer, "state": state}
-
-
-def _shard_bytes(directory: Location) -> int:
-    store, total = store_of(directory), 0
-    try:
-        for name in store.list_directory(directory, directories=False):
-            if parse_shard_name(name) is not None:
-                total += store.look_at(directory / name).size_bytes
-    except (OSError, RunError):
-        return total
-    return total
 
 
 def _drops(balance: Balance) -> dict[str, int]:

@@ -108,7 +108,7 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
     file = _SealedFile(rows.path)
     report(rows.size_bytes - sum(block.body_bytes for block in file.shard.blocks.values()))
     names = [name for name in file.shard.schema.names if name != "data"]  # also columns that this version does not know
-    index, findings = _read_index(rows, names)
+    index, findings = _read_index(rows, names, report)
     metadata: dict[int, Any] = {}
     num_damaged = 0
     for number, checked in _read_all(file.shard, report):
@@ -167,7 +167,7 @@ class _SealedFile:
     def __init__(self, path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> None:
         """Read the beginning and the end of the file. Arguments and errors are those of `open_sealed`."""
         with store_of(path).open_sealed(path) as source:
-            self._source = source
+            self._source, self.num_bytes = source, source.size_bytes
             self._layout, schema_block = read_layout(source, extra, without)
             self._blocks = footer_blocks(source)
             self.shard, self._seal = open_sealed(path, extra, without)
@@ -220,7 +220,7 @@ def _check_footer(source: ByteSource, schema: object, schema_block: MessageBlock
         raise CorruptError(f"{source.where}: the schema in the footer is not the one at the beginning")
 
 
-def _read_index(rows: ShardRows, metadata: Sequence[str]) -> tuple[Any, list[VerifyResult]]:
+def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tuple[Any, list[VerifyResult]]:
     """Return the index as a table, None where there is none to compare, and the findings about the index."""
     path = rows.path.with_name(index_name(rows.path.name))
     try:
@@ -234,6 +234,7 @@ def _read_index(rows: ShardRows, metadata: Sequence[str]) -> tuple[Any, list[Ver
             file.pass_batch(checked)
             batches.append(checked.batch.select(names))
         file.check_end()
+        report(file.num_bytes)
     except FileNotFoundError:
         is_missed = rows.path.name.startswith("tensors")  # statistics are read as fast from the shard itself
         return None, [VerifyResult(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []

@@ -348,7 +348,7 @@ class Drawing:
         steps = ""
         if known:
             steps = str(known[0]) if known[0] == known[1] else f"{known[0]} to {known[1]} ({known[2]})"
-        used = sum(rank.status.used_bytes for rank in ranks)
+        used = run.size_bytes if self.state == "over" else sum(rank.status.used_bytes for rank in ranks)
         states = [rank.state for rank in ranks] or [writer.state for writer in run.writers]
         rows = f"{self.growing.num_rows:,}" + (f", {size(used)}" if used else "")
         facts = list(facts_of(run, steps=steps, states=states, rows=rows))

@@ -33,7 +33,7 @@ def test_a_sound_run_has_no_findings_and_every_byte_is_reported(run_path: Path) 
     seen: list[int] = []
     run = open_run(run_path)
     assert list(verify(run, seen.append)) == []
-    assert sum(seen) == sum(writer.shard_bytes for writer in run.writers)
+    assert sum(seen) == run.size_bytes
 
 
 def test_each_batch_of_a_sealed_shard_is_read_once(run_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

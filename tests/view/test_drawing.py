@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
+import torch
 
 import recorder
 from recorder.cli.commands.report import told_by_check, told_by_doctor
@@ -21,10 +22,15 @@ from recorder.report.blocks import GrowingCube
 from recorder.report.collect import collect
 from recorder.report.distributions import HistogramCollector
 from recorder.run.finding import find_run
+from recorder.system.text import size
 from recorder.view import drawing
 from recorder.view.drawing import Drawing
+from tests.rigs.capturing import Tiny, flagged
+from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 from tests.rigs.report_pages import Read, unpacked, values_of
+
+__all__ = ["cli"]
 
 NUM_STEPS, MODULES = 12, ("a", "b", "b.c")
 
@@ -100,6 +106,28 @@ def test_what_is_drawn_step_by_step_is_what_is_drawn_at_once(tmp_path: Path) -> 
     same(values_of(live["scalars/mean"])[0], values_of(whole["scalars/mean"])[0])
     assert any("nonfinite: 'b' output, step 7" in text for text, *_ in live["top"].data["findings"])
     assert live["top"].data["verdict"] is None and live["top"].data["checks"]  # by then doctor was asked
+
+
+def test_all_that_show_a_closed_run_show_one_size_of_it(tmp_path: Path, cli: Cli) -> None:
+    with flagged(tmp_path, "keep=tensor") as recording:
+        model = Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    (path,) = recording.folder.iterdir()
+    indexes = list(path.glob("rank=*/*/_tensors-*.index"))
+    num_bytes = sum(file.stat().st_size for file in [*indexes, *path.glob("rank=*/*/*.arrow")])
+    drawn = draw(path)
+    refresh(drawn)
+    assert indexes and drawn.state == "over"
+    for page in (read(drawn.blocks()), at_once(path)):
+        assert dict(page["top"].data["facts"])["rows"].endswith(f", {size(num_bytes)}")
+    for words in (["ls", path.parent], ["ls", path], ["verify", path], ["top", path]):
+        assert size(num_bytes) in cli(*words).out, words
+    (listed,) = cli("ls", path.parent, "--json").json["runs"]
+    (rank,) = cli("top", path, "--json").json["ranks"]
+    assert listed["bytes"] == cli("verify", path, "--json").json["bytes"] == rank["used_bytes"] == num_bytes
 
 
 @pytest.mark.usefixtures("no_wait")

@@ -52,18 +52,20 @@ class RecordedCall:
     """Rows of the gradients that only this call has given to parameters of the module and of its submodules."""
 
 
-def recorded_calls(run: Run, *, step: int, module: str | None = None, rank: int | None = None) -> list[RecordedCall]:
+def recorded_calls(
+    run: Run, *, step: int | None, module: str | None = None, rank: int | None = None
+) -> list[RecordedCall]:
     """Return the calls of a step that a rule with ``keep=replay`` has recorded, by module and rank.
 
-    Of several attempts at a step the newest counts. Raises LookupFailedError if there is none; the message says what
-    there is, or which rule to record with.
+    Of several attempts at a step the newest counts. Raises LookupFailedError if there is no such call, or no step is
+    given; the message says what there is, or which rule to record with.
     """
     table = run.table(["module_path", "step", "rank"], pc.field("site") == CALL)
     if not table.num_rows:
         raise LookupFailedError(
             f"{run.name}: nothing to replay; record with a rule such as 'module=blocks.3.mlp steps=100 keep=replay'"
         )
-    for column, asked in (("step", step), ("module_path", module), ("rank", rank)):
+    for column, asked in (("module_path", module), ("rank", rank), ("step", step)):
         there = sorted(table.column(column).unique().to_pylist())
         if asked is not None and asked not in there:
             name = column.removesuffix("_path")
@@ -73,6 +75,9 @@ def recorded_calls(run: Run, *, step: int, module: str | None = None, rank: int 
             raise LookupFailedError(f"{run.name}: no call with {name}={asked!r} was recorded for a replay{choices}")
         if asked is not None:
             table = table.filter(pc.field(column) == asked)
+    if step is None:
+        steps = sorted(table.column("step").unique().to_pylist())
+        raise LookupFailedError(f"replay needs the step: --step {steps[-1]}; there is {steps_in_words(steps)}")
     modules_and_ranks = sorted({(row["module_path"], row["rank"]) for row in table.to_pylist()})
     return [call for path, its_rank in modules_and_ranks for call in _calls_of(run, path, step, its_rank)]
 
@@ -222,7 +227,7 @@ class Audited(NamedTuple):
 
 
 def audit(
-    run: Run, *, step: int, module: str | None = None, rank: int | None = None, factory: str = ""
+    run: Run, *, step: int | None, module: str | None = None, rank: int | None = None, factory: str = ""
 ) -> list[Audited]:
     """Run the recorded calls of a step again, of all modules and ranks or of one.
 

@@ -169,7 +169,7 @@ def _lines(run: Run, report: MergeReport) -> Iterator[str]:
     rate = f", {report.merged_bytes / 1e6 / report.elapsed_s:.0f} MB/s" if is_measurable else ""
     yield (
         f"{report.path}: {counted(report.num_tensors, 'tensor')} of {counted(len(run.ranks), 'rank')}, "
-        f"{size(report.source_bytes)} of values, {size(_shard_bytes(run))} in, {size(report.written_bytes)} out{kept}; "
+        f"{size(report.source_bytes)} of values, {size(run.size_bytes)} in, {size(report.written_bytes)} out{kept}; "
         f"{size(report.merged_bytes)} merged in {report.elapsed_s:.1f} s{rate}"
     )
     verdict = counted(report.num_problems, "finding") if report.num_problems else _NO_FINDINGS
@@ -193,7 +193,7 @@ def _members(run: Run, report: MergeReport) -> dict[str, Any]:
         "tensors": report.num_tensors,
         "rows": report.num_rows,
         "payload_bytes": report.source_bytes,
-        "bytes_in": _shard_bytes(run),
+        "bytes_in": run.size_bytes,
         "bytes_out": report.written_bytes,
         "merged_bytes": report.merged_bytes,
         "seconds": report.elapsed_s,
@@ -202,7 +202,3 @@ def _members(run: Run, report: MergeReport) -> dict[str, Any]:
         "problems": report.num_problems,
         "findings": report.findings,
     }
-
-
-def _shard_bytes(run: Run) -> int:
-    return sum(writer.shard_bytes for writer in run.writers)

@@ -46,8 +46,6 @@ def command(
 
     Exit code 1: with --audit, the output or a gradient of a call cannot be reproduced. 2: no call could be judged.
     """
-    if step is None:
-        raise LookupFailedError("replay needs the step: --step 100")
     run = open_run(path)
     if is_audit:
         if out is not None:
@@ -56,10 +54,11 @@ def command(
         sys.path.insert(0, os.getcwd())  # where a factory is
         results = audit(run, step=step, module=module, rank=rank, factory=factory)
         return audit_reply(run, results)
+    calls = recorded_calls(run, step=step, module=module, rank=rank)
     if module is None or out is None:
         raise LookupFailedError(
             "replay needs a module and a folder to write: recorder replay RUN MODULE --step N -o FOLDER; or --audit"
         )
-    chosen = the_call(recorded_calls(run, step=step, module=module, rank=rank), micro_step, call)
+    chosen = the_call(calls, micro_step, call)
     lacks = write_bundle(run, chosen, out)
     return bundle_reply(run, chosen, out, lacks, factory)

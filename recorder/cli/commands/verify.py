@@ -18,7 +18,7 @@ def command(path: RunPath = None) -> Reply:
     It checks checksums, seals, footers, indexes and accounts. Exit code 1: something is wrong.
     """
     run = open_run(path)
-    total_bytes = sum(writer.shard_bytes for writer in run.writers)
+    total_bytes = run.size_bytes
     with progress("verify", total_bytes) as report:
         findings = list(verify(run, report))
     num_faults = sum(finding.is_fault for finding in findings)

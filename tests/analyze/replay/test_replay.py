@@ -240,6 +240,7 @@ def test_the_command_writes_a_bundle_and_refuses_in_one_line(zoo: recorder.Run, 
     assert own.out.splitlines()[-1].endswith(f"python {tmp_path / 'own' / 'replay.py'} --factory {FACTORY}")
     quoted = cli("replay", zoo.path, "up", "--step", 1, "-o", tmp_path / "my own")
     assert quoted.out.splitlines()[-1].endswith(f"python '{tmp_path / 'my own' / 'replay.py'}'")
+    last = zoo.steps[-1]
     refused = {
         ("replay", zoo.path, "up", "--step", 1, "-o", out): "exists; choose another name",
         ("replay", zoo.path, "upp", "--step", 1, "-o", tmp_path / "c"): "nearest are 'up'",
@@ -247,7 +248,9 @@ def test_the_command_writes_a_bundle_and_refuses_in_one_line(zoo: recorder.Run, 
         ("replay", zoo.path, "up", "--step", 1, "--rank", 3, "-o", tmp_path / "c"): "no call with rank=3",
         ("replay", zoo.path, "up", "--step", 1, "--call", 3, "-o", tmp_path / "c"): "no call 3",
         ("replay", zoo.path, "up", "--step", 1): "needs a module and a folder to write",
-        ("replay", zoo.path, "up"): "needs the step: --step 100",
+        ("replay", zoo.path): f"needs the step: --step {last}; there is",
+        ("replay", zoo.path, "up"): f"needs the step: --step {last}; there is",
+        ("replay", zoo.path, "--audit"): f"needs the step: --step {last}; there is",
         ("replay", zoo.path, "--step", 1, "--audit", "-o", out): "writes no folder",
     }
     for words, problem in refused.items():

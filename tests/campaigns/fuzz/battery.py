@@ -149,7 +149,7 @@ def use_api(run: Path, chooser: random.Random, share: float = 1.0) -> Iterator[s
         "repr": lambda: (repr(opened), opened._repr_html_(), opened.run_id, opened.world_size, opened.is_merged),
         "lists": lambda: (opened.ranks, opened.steps, opened.module_paths, opened.modules, opened.problems),
         "keys": lambda: [repr(opened[path]._repr_html_()) for path in opened._ipython_key_completions_()[:5]],
-        "endings": lambda: (opened.endings, [(w.balance, w.state, w.ending, w.disk_bytes) for w in opened.writers]),
+        "endings": lambda: (opened.endings, [(w.balance, w.state, w.ending, w.size_bytes) for w in opened.writers]),
         "table": opened.table,
         "filter": lambda: opened.table(["step", "module_path"], pc.field("step") < 5),
         "to_pandas": opened.to_pandas,
