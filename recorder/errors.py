@@ -62,7 +62,7 @@ class StoreError(RecorderError):
         """Keep a word for the kind of failure.
 
         It is ``unreachable``, ``refused``, ``anonymous`` (the store wants credentials, and none were found), ``busy``,
-        ``changed`` or ``failed``.
+        ``changed``, ``damaged`` or ``failed``.
         """
         super().__init__(message)
         self.kind = kind

@@ -47,8 +47,11 @@ class TakenError(Exception):
     """Another object is there already, or another one than was expected."""
 
 
-class DamagedError(Exception):
-    """The store has taken other bytes than were sent; what it took was removed again."""
+class DamagedError(StoreError):
+    """The store has kept other bytes than were sent."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "damaged")
 
 
 class StoredObject(NamedTuple):

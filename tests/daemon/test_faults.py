@@ -103,6 +103,18 @@ def test_a_put_that_fails_does_not_take_the_machines_role_away(
         daemon.check_store()
 
 
+def test_a_daemon_that_begins_while_the_store_damages_a_put_goes_on(
+    tmp_path: Path, store: StoreServer, to: str, proxy: FaultyProxy
+) -> None:
+    run = small_run(tmp_path)
+    faults = iter(["damage"])
+    proxy.fault = lambda method, path: next(faults, None) if method == "PUT" else None
+    with at_work(tmp_path, to) as daemon:
+        wait_until(lambda: any(one.is_settled for one in daemon.runs))
+    assert daemon.counters.of("errors") == {"damaged": 1}
+    assert objects(store, prefix_of(to)) == files(run.parent)
+
+
 def test_a_store_that_would_overwrite_is_refused_before_anything_is_moved(
     tmp_path: Path, store: StoreServer, to: str, proxy: FaultyProxy, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

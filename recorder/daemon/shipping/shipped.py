@@ -20,7 +20,7 @@ from crc32c import crc32c
 
 from ...errors import RunError, StoreError
 from ...format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
-from ..destination import DamagedError, Destination, StoredObject, TakenError
+from ..destination import Destination, StoredObject, TakenError
 from ..fleet import PRUNED
 from ..settings import DaemonSettings
 from ..telemetry import Counters, Health
@@ -167,7 +167,6 @@ class Shipping:
         """Count an error of a job and log it once; the job is tried again."""
         kind = error.kind if isinstance(error, StoreError) else "internal"
         kind = "local" if isinstance(error, (OSError, RunError, RefusedError)) else kind
-        kind = "damaged" if isinstance(error, DamagedError) else kind
         self.counters.add("errors", kind)
         if isinstance(error, StoreError):
             is_first = not self.health.problem

@@ -29,7 +29,7 @@ from ...format.rundir import (
     parse_rank_dir,
 )
 from ...read.messages import FIRST_MESSAGE, block_at
-from ..destination import DamagedError, TakenError
+from ..destination import TakenError
 from ..watching import Folder, LocalFile, RefusedError, Stamp, WriterFiles, list_writer, sealed_name
 from .shipped import LOOK_S, ShippedRun
 
@@ -160,7 +160,7 @@ class WriterShipper:
             is_denied = isinstance(error, PermissionError)
             if is_denied:
                 self.unreadable, self.is_put, self.has_looked = str(error), True, True
-            if is_denied or not isinstance(error, (OSError, RunError, StoreError, DamagedError)):
+            if is_denied or not isinstance(error, (OSError, RunError, StoreError)):
                 self._next_look_s = time.monotonic() + QUIET_LOOK_S
             if isinstance(error, RefusedError):
                 self._run.shared.refused(error)

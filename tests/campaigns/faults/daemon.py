@@ -167,9 +167,11 @@ def main(arguments: argparse.Namespace) -> int:
                 os.kill(daemon.pid, signal.SIGCONT)
                 num_stops += 1
                 time.sleep(draw.uniform(0.02, 1.5))
-            os.kill(daemon.pid, signal.SIGKILL)
+            daemon.kill()
             daemon.join()
             num_kills += 1
+            if daemon.exitcode != -signal.SIGKILL:
+                problems.append(f"kill {num_kills}: the daemon had ended with {daemon.exitcode}")
             if num_kills % _KILLS_A_STORE == 0:
                 outages.next()
             if num_kills % 25 == 0 and outages.is_over:
