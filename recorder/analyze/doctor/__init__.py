@@ -1,1 +1,1 @@
-"""What should have been recorded against what was: every missing value with its reason."""
+"""Compares what should have been recorded with what was recorded: every missing value has its reason."""

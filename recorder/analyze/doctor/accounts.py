@@ -1,6 +1,6 @@
-"""What the accounts of the writers and the numbers of their rows tell about missing values.
+"""Finds why rows are missing, from the writers' counts of rows and from the sequence numbers of the rows.
 
-Each row is numbered before anything can be dropped: where no number is missing, no value is missing.
+Each row gets its number before it can be dropped. So where no number is missing, no value is missing.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from .slots import SLOT_SITES
 Integers = npt.NDArray[np.int64]
 
 ACCOUNTED = ("dropped", "retired")
-"""Reasons of which writers keep accounts."""
+"""The reasons for missing rows of which writers count the rows."""
 DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
 CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
-"""Why numbers are missing; the first cause that fits a gap counts."""
+"""The causes of missing numbers. If several causes fit a gap, the first one counts."""
 _PASSED = 0
-"""The cause of missing numbers whose values nobody expected: the values waited for a trigger that did not come."""
+"""The cause of missing numbers of rows kept in memory only: no trigger asked for their steps."""
 _END = np.iinfo(np.int64).max
 FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
-"""When in a step a row was numbered; a tap or a scalar may be at any time."""
+"""The phases of a step in which a row gets its number. A tap or a scalar may come at any time."""
 _WHEN_OF_PHASE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": UPDATE}
 WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_SITES])
-"""For each of `SLOT_SITES`, when in a step its rows come."""
+"""For each of `SLOT_SITES`, the phase of a step in which its rows come."""
 TOTAL = 3
-"""The index of all three together in `LostRows.room`."""
+"""The index in `LostRows.room` of the limit for all three phases together."""
 _MANY = 1 << 40
-"""More numbers than this are never missing at once, whatever an untrusted file says."""
+"""An upper limit of missing numbers, which no untrusted file can exceed."""
 
 
 class DroppedTail(NamedTuple):
-    """Rows that a rank saw and dropped after the last one that it recorded."""
+    """Rows that a rank saw and dropped after the last row that it recorded."""
 
     rank: int | None
     step: int
@@ -48,10 +48,10 @@ class DroppedTail(NamedTuple):
 def accounted(
     lost: Mapping[int | None, Mapping[str, Integers]], writers: Mapping[int | None, Sequence[RecordedWriter]]
 ) -> dict[str, Integers]:
-    """Return the missing values that accounts explain, by reason and site.
+    """Return the missing values that the writers' counts explain, by reason and site.
 
-    A rank counts if it misses no more values than its own accounts say. `lost` has the missing values by site, by rank
-    and reason.
+    A rank's values are included if it misses no more of them than its own counts say. `lost` has the missing values by
+    rank, reason and site.
     """
     missing: dict[str, Integers] = {}
     for rank, by_reason in lost.items():
@@ -75,49 +75,49 @@ def dropped_tail(
     """
     newest = writers[-1]
     if newest.balance.passed:
-        return None  # numbers without a row are mostly those that passed
+        return None  # numbers without a row are mostly rows that stayed in memory
     rest = min(newest.balance.observed - last_seq - 1, newest.balance.num_dropped)
     return DroppedTail(rank, last_step, rest) if rest > 0 and newest.state == "closed" else None
 
 
 def retention(writers: Sequence[RecordedWriter]) -> str:
-    """Return the setting by which rows of these writers were removed."""
+    """Return the name of the setting by which rows of these writers were removed."""
     kept = [writer.manifest.whole_setting("keep_newest") for writer in writers]
     return " or ".join(dict.fromkeys("keep_newest" if number > 0 else "max_bytes" for number in kept))
 
 
 class NumberedRows(NamedTuple):
-    """The rows of one writer in the order of their numbers."""
+    """The rows of one writer, sorted by their sequence numbers."""
 
     seq: Integers
     step: Integers
     shard: npt.NDArray[np.int32]
-    """The index of the shard that a row is in."""
+    """The index of the shard that each row is in."""
     micro_step: npt.NDArray[np.int32]
     when: npt.NDArray[np.int8]
-    """`FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
+    """The phase of each row: `FORWARD`, `BACKWARD`, `UPDATE` or `ANYTIME`."""
 
 
 class LostRows(NamedTuple):
-    """What is missing of one rank, step by step."""
+    """The causes of missing rows of one rank, and how many may have been dropped, step by step."""
 
     bits: npt.NDArray[np.uint8]
-    """The causes."""
+    """The bits of all causes that apply at each step."""
     room: Integers
-    """How many rows can have been dropped at most: in the forward, in the backward, around the update, and in all."""
+    """The most rows that can have been dropped: in the forward, in the backward, around the update, and in all."""
 
 
 class _Gaps(NamedTuple):
-    """Runs of missing numbers with one cause."""
+    """Ranges of consecutive missing numbers that have one cause."""
 
     cause: int
     first: Integers
-    """The steps of the rows around each run."""
+    """The steps of the rows before each range; `last` has the steps of the rows after it."""
     last: Integers
     size: Integers
-    """How many numbers are missing."""
+    """The number of missing rows in each range."""
     earliest: Integers
-    """When in its step a number was given, at the earliest."""
+    """The earliest phase of a step in which a number of each range can have been given."""
     latest: Integers
 
     @classmethod
@@ -126,9 +126,9 @@ class _Gaps(NamedTuple):
 
 
 def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], steps: Integers) -> LostRows:
-    """Return why rows of one rank are missing at each of some ascending steps, and how many were dropped there.
+    """Return why rows of one rank are missing at each of some ascending steps, and how many were dropped.
 
-    The writers are in the order of their start, each with its rows.
+    The writers are in the order of their start, and `rows` has the rows of each writer.
     """
     changes = {cause: np.zeros(len(steps) + 1, np.int64) for cause in CAUSES}
     rooms = np.zeros((TOTAL + 1, len(steps) + 1), np.int64)
@@ -151,11 +151,11 @@ def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], 
 
 
 def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> Iterator[_Gaps]:
-    """Yield the runs of missing numbers of a writer; `following` is the first step of the rank's next writer."""
+    """Yield the ranges of missing numbers of a writer; `following` is the first step of the rank's next writer."""
     balance = writer.balance
     is_open = {"recording": LIVE, "unclosed": CUT}.get(writer.state)
     usual = DROPPED if balance.num_dropped else UNACCOUNTED if is_open is None else is_open
-    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual  # rows are on both sides
+    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual  # for gaps with rows on both sides
     if balance.passed and not balance.num_missing:
         usual = usual_between
     spans = _removed(writer, rows)
@@ -198,7 +198,7 @@ def _gaps_between(
 
 
 def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
-    """Return when in a step the numbers after each of these rows were given, at the earliest and at the latest."""
+    """Return the earliest and the latest phase in which the numbers after each of these rows were given."""
     before, after = rows.when[indices], rows.when[indices + 1]
     is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
     is_known = (rows.step[indices] == rows.step[indices + 1]) & is_slice & (before <= after) & (after < ANYTIME)
@@ -209,7 +209,7 @@ def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
 
 
 def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
-    """Return the numbers (exclusive on both sides) between which shards are damaged or were removed by retention."""
+    """Return the ranges of numbers, without their ends, in which shards are damaged or removed by retention."""
     removed = []
     limits = _limits(rows, len(writer.shards))
     for kind in ("tensors", "stats"):

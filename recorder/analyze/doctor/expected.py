@@ -1,6 +1,6 @@
-"""Compares what should have been recorded (selected modules x sites x steps x ranks) with what was, gap by gap.
+"""Compares what should have been recorded (selected modules x sites x steps x ranks) with what was recorded.
 
-The module needs only files: manifests (module tree, rules, accounts) and metadata rows. It never reads a payload.
+This module reads only manifests (module tree, rules, row counts) and metadata rows, and never a payload.
 """
 
 from __future__ import annotations
@@ -27,51 +27,52 @@ Window = tuple[int, int]
 
 _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
-"""With more steps, only steps that have rows are judged: somebody named steps far apart."""
+"""The most steps of which all are judged. Of more steps, as when a program sets distant ones, only those with rows
+are."""
 _MAX_CELLS = 1 << 30
-"""The most steps x rules x ranks. Where ranks share nothing, each cell takes a byte of memory."""
+"""The most steps x rules x ranks. Where ranks share nothing, each combination takes a byte of memory."""
 _MAX_ABSENT = 1 << 20
 
 
 class SiteTotal(NamedTuple):
-    """One site of the table: values counted once for each rank and step."""
+    """One line of the table: the values of one site, counted once for each rank and step."""
 
     site: str
     expected: int
     found: int
     explained: int
-    """Missing values that the training never had."""
+    """The number of missing values that the training never had."""
     dropped: int
-    """Missing values that the accounts call dropped."""
+    """The number of missing values that the writers' counts call dropped."""
     retired: int
-    """Missing values that retention removed."""
+    """The number of missing values that retention removed."""
     perhaps_dropped: int
-    """Missing values that were dropped or never existed: the accounts know of drops at these steps, but of fewer."""
+    """The number of missing values that were dropped or never existed: not all of them can have been dropped."""
 
 
 class Uneven(NamedTuple):
-    """Ranks that ran forwards of one mode a different number of times at the same steps."""
+    """Ranks that ran another number of forwards of one mode than the first rank at the same steps."""
 
     mode: str
     ranks: list[int | None]
     """The ranks that differ from the first rank with rows."""
     steps: list[int]
     is_alone: bool
-    """True if one rank ran them, and the others none."""
+    """True if only one rank ran such forwards."""
 
 
 class LackingRows(NamedTuple):
-    """Global rows of a merged run that lack ranks."""
+    """The global rows of a merged run that lack ranks."""
 
     missing: list[int]
     num_rows: int
     steps: list[int]
     mode: str
-    """``train``, or the mode in which the present ranks evaluated alone."""
+    """The mode of the rows: ``train``, or the mode in which the present ranks evaluated alone."""
 
 
 class RuleReach(NamedTuple):
-    """A rule that is limited to some ranks."""
+    """A rule that is limited to some ranks, with these ranks and the others."""
 
     rule: str
     ranks: list[int]
@@ -79,7 +80,7 @@ class RuleReach(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """The answer: totals, and every gap with its reason."""
+    """The answer of doctor: totals, and every gap with its reason."""
 
     totals: list[SiteTotal]
     gaps: list[Gap]
@@ -89,30 +90,30 @@ class Expectation(NamedTuple):
     tails: list[DroppedTail]
     """Rows that ranks dropped after their last recorded row, beyond the steps of the table."""
     problems: list[str]
-    """What could not be used of the manifests."""
+    """What in the manifests could not be used, and why."""
     unknown: dict[tuple[str, str], int]
-    """What a later version of the format added: kind (``site``, ``encoding``, ``column``) and word, and the number of
-    rows with it."""
+    """The number of rows with a word that a later version of the format added, by kind (``site``, ``encoding``,
+    ``column``) and word."""
     num_steps_lived: int
     num_steps_expected: int
     num_steps_passed: int
-    """Steps that only the ring kept, and no trigger asked for."""
+    """The number of steps that were kept in memory only, because no trigger asked for them."""
     num_modules: int
     num_selected: int
-    """Modules with at least one slot that a rule selects."""
+    """The number of modules with at least one slot that a rule selects."""
     num_filtered: int
-    """Selected modules without a value that the rules want by step, name and call."""
+    """The number of selected modules of which rules want no value at these steps, by step, name and call."""
     last_steps: dict[int | None, int | None]
-    """The last step of each rank's rows."""
+    """The last step of each rank's rows; None for a rank without rows."""
     silent: dict[str, list[tuple[str, str]]]
     """Root and path of modules that are selected and left no row, by the reason."""
     shared: list[tuple[str, str]]
-    """Path and alias of modules that have several paths."""
+    """Path and alias of each module that has several paths."""
     num_incomplete: int
-    """Tensors of which some parts were dropped."""
+    """The number of tensors of which some parts were dropped."""
     is_merged: bool
     absent: list[int]
-    """Ranks without a writer."""
+    """The ranks without a writer."""
 
 
 class _Rank(NamedTuple):
@@ -126,7 +127,7 @@ class _Rank(NamedTuple):
 
 
 class _AskedSlots:
-    """What the rules ask for: which slots at which steps."""
+    """What the rules ask for: the slots, and the steps of each slot."""
 
     def __init__(self, run: Run, slots: Slots) -> None:
         self.is_merged = run.is_merged
@@ -164,7 +165,7 @@ class _AskedSlots:
         return view
 
     def absent_views(self, missing: Sequence[int], selected: Flags) -> Iterator[tuple[list[int], RankView]]:
-        """Yield what was expected of ranks that left nothing; ranks with the same rules share a view."""
+        """Yield what was expected of ranks that left nothing. Ranks with the same rules share a view."""
         groups: dict[tuple[bool, ...], list[int]] = {}
         for rank in missing:
             groups.setdefault(tuple(rank in match.rule.rank for match in self.matches), []).append(rank)
@@ -173,7 +174,7 @@ class _AskedSlots:
             yield group, RankView(self.slots, self.axis, promised, *self._when(selected, is_on), rank=group[0])
 
     def _when(self, selected: Flags, is_on: Sequence[bool]) -> tuple[Integers, Flags]:
-        """Return for each slot a row of the second result: the steps at which it is expected; row 0 is never."""
+        """Return each slot's index into the second result, whose rows have the expected steps; row 0 expects none."""
         key = selected.tobytes(), tuple(is_on)
         if key in self._known:
             return self._known[key]
@@ -196,7 +197,7 @@ class _AskedSlots:
 
 
 def compare(run: Run) -> Expectation:
-    """Compare what a run's manifests promise with its rows."""
+    """Compare what a run's manifests promise with the run's rows."""
     slots = Slots(writer.manifest for writer in run.writers)
     asked = _AskedSlots(run, slots)
     ranks, axis, is_merged = asked.ranks, asked.axis, run.is_merged
@@ -220,7 +221,7 @@ def compare(run: Run) -> Expectation:
     known_lost = accounted(gaps.lost, {one.rank: one.writers for one in ranks})
     by_account = (known_lost.get(reason, np.zeros(len(SLOT_SITES), np.int64)) for reason in ACCOUNTED)
     columns = (gaps.expected, gaps.found, gaps.explained, *by_account, gaps.perhaps_dropped)
-    # No step is wanted where the ring kept all of them and no trigger came; the run still had steps.
+    # No step is wanted where all were kept in memory and no trigger came. The run still had steps.
     is_all_passed = asked.num_lived > 0 and any(match.rule.keep == KEEP_RING for match in asked.matches)
     return Expectation(
         totals=[
@@ -251,7 +252,7 @@ def compare(run: Run) -> Expectation:
 
 
 def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
-    """Return the writers by rank; only the newest writer of a rank that merely counts steps, each time from 0."""
+    """Group the writers by rank. Of a rank that only counts steps, each time from 0, the newest writer counts."""
     groups: defaultdict[int | None, list[int]] = defaultdict(list)
     for number, writer in enumerate(run.writers):
         groups[None if run.is_merged else writer.rank].append(number)
@@ -262,7 +263,7 @@ def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
         writers = [run.writers[number] for number in numbers]
         writer_slots = [slots.writer_slots[number] for number in numbers]
         texts = {rule.text for writer in writers for rule in read_rules(writer.manifest)[0]}
-        if not any(writer.manifest.roots for writer in writers):  # lost: then what holds on the others
+        if not any(writer.manifest.roots for writer in writers):  # manifest lost: the other ranks' rules count
             writer_slots, texts = slots.writer_slots, {rule.text for rule in rules}
         rows = [read_slots(writer, slots) for writer in writers]
         ranks.append(_Rank(rank, writers, texts, WriterSlots.joined(slots, writer_slots), rows))
@@ -285,7 +286,7 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
 
 
 def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int, int]:
-    """Return the steps at which a rule wants a module value, the number of all steps, and how many the ring passed."""
+    """Return the steps at which a rule wants a value, the number of all steps, and of those only kept in memory."""
     recorded = [np.unique(rows.step) for one in ranks for rows in one.rows if len(rows.step)]
     if not recorded:
         return np.zeros(0, np.int64), 0, 0
@@ -313,7 +314,7 @@ def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -
 
 
 def at_steps(rule: Rule, steps: Integers, windows: Sequence[Window] = ()) -> Flags:
-    """Return the steps at which a rule wants values on disk: its schedule, and for a ring the windows of triggers."""
+    """Return at which steps a rule wants values on disk: its schedule, for a ring within the windows of triggers."""
     are_wanted = _in_schedule(rule, steps)
     return are_wanted & _in_windows(windows, steps) if rule.keep == KEEP_RING else are_wanted
 
@@ -348,7 +349,7 @@ def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
 
 
 def _has_lost(writers: Iterable[RecordedWriter]) -> bool:
-    """Whether writers of a merged run say that the source has lost rows, but not at which steps."""
+    """Return whether writers of a merged run say that the source has lost rows, though not at which steps."""
     return any(source.has_lost for writer in writers for source in writer.manifest.merged_writers)
 
 

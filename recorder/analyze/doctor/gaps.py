@@ -1,6 +1,6 @@
-"""Why an expected value is missing: one rank's values against its slots and steps, each gap with its reason.
+"""Finds why expected values of a rank are missing, by slots and steps; values missing for one reason form a gap.
 
-The module works in blocks of modules, so that memory stays bounded. It never reads a run.
+This module works in blocks of modules, so that memory stays bounded. It must never read a run.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Integers = npt.NDArray[np.int64]
 _MAX_CELLS = 4_000_000
 """The most slots x steps of a block."""
 _VALUES = [OF_CALLS.index(site) for site in VALUES_OF_CALLS]
-"""Sites of a call's values; the other sites of calls have the gradients of these values."""
+"""Sites of a call's values. The other sites of calls have the gradients of these values."""
 _VALUE_OFFSET = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
-"""For each site of calls, the site of the value."""
+"""For each site of calls, the site of the value that it is the gradient of, or the site itself."""
 
 
 class Reason(NamedTuple):
-    """Why a value is missing."""
+    """A reason for which a value is missing."""
 
     key: str
     text: str
     is_loss: bool
-    """True if the value existed and is gone, or should have been recorded: somebody should look."""
+    """True if the value existed and is gone, or should have been recorded, so that a person should look."""
     is_harmless: bool
-    """True if the recording explains that the value never existed."""
+    """True if the recording proves that the value never existed."""
 
 
 REASONS = (
@@ -95,7 +95,7 @@ _OF_MODULE = {
     "untapped", "no_tensor", "no_gradient", "tied", "not_optimized", "no_param_gradient", "param_unseen", "no_state",
     "no_buffer", "disarmed",
 }  # fmt: skip
-"""Reasons that differ from module to module: sites share a gap if they have the same modules."""
+"""Reasons that differ from module to module. Sites share such a gap only if they have the same modules."""
 
 
 _CERTAIN = np.array([_CODE[key] for key in (
@@ -106,10 +106,10 @@ _EXPLAINED = np.array([_CODE[key] for key in (*HIDDEN, "children")])
 _UNCALLED = np.array([_CODE[key] for key in (
     "root_idle", "not_called", "other_ranks", "elsewhere", "bypassed", "children", "never_called", "silent",
 )])  # fmt: skip
-"""Reasons that are certain if nothing of the step's forward was dropped: a call would have left a row."""
+"""Reasons that are certain if nothing of the step's forward was dropped, because a call would have left a row."""
 
 _NEVER_CALLED = np.array([_CODE[key] for key in ("never_called", "silent")])
-"""Reasons without a proof other than that there is no row."""
+"""Reasons that only the absence of a row shows."""
 _GONE = np.array([_CODE[key] for key in ("perhaps_dropped", *_OF_CAUSE.values())])
 """Reasons for which a row may have existed."""
 
@@ -119,15 +119,15 @@ class Gap(NamedTuple):
 
     reason: Reason
     detail: str
-    """Facts beyond the reason: where a record ends, which shard is damaged, why rows were dropped."""
+    """Facts beyond the reason: where a record ends, which shard is damaged, or why rows were dropped."""
     root: str
     sites: list[str]
     modules: list[str]
-    """In the order of the tree."""
+    """The paths of the modules, in the order of the tree."""
     steps: list[int]
     ranks: list[int | None]
     num_missing: int
-    """At most modules x sites x steps x ranks, since not each module misses a value at each step."""
+    """The number of missing values, at most modules x sites x steps x ranks: not each combination need be missing."""
 
 
 @dataclass(slots=True)
@@ -141,16 +141,16 @@ class _Sum:
 
 
 class Gaps:
-    """Gaps as they are found, added up over modules, steps and ranks."""
+    """Collects gaps, and adds them up over modules, steps and ranks."""
 
     def __init__(self, slots: Slots, axis: Integers) -> None:
         self.slots = slots
         self.axis = axis
         self.expected, self.found, self.explained, self.perhaps_dropped = np.zeros((4, len(SLOT_SITES)), np.int64)
-        """By site: values, recorded values, missing values that need not be there, and missing values that were dropped
-        or never existed, because the accounts know of drops, and not of so many."""
+        """By site, the number of: all expected values; recorded values; missing values that need not exist; and missing
+        values that were dropped or never existed, because fewer were dropped than are missing."""
         self.lost: dict[int | None, dict[str, Integers]] = {}
-        """By rank and reason, values by site that the accounts of the rank must know of."""
+        """By rank, reason and site, the number of missing values that the rank's own counts must confirm."""
         self._sums: dict[tuple[int, str, int, int], _Sum] = {}
 
     def add(
@@ -177,9 +177,9 @@ class Gaps:
     def silent(
         self, wanted: Flags, has_rows: Flags, called: Flags, hidden: Integers
     ) -> dict[str, list[tuple[str, str]]]:
-        """Return the modules of which rows are expected and that left none on any rank, by the reason.
+        """Return the modules with expected rows that left no row on any rank, by the reason.
 
-        `hidden` says for each module why hooks see no call of it, as `WriterSlots` does.
+        `hidden` says for each module why hooks see no call of it, as in `WriterSlots`.
         """
         slots = self.slots
         below = _above(slots, called)
@@ -196,7 +196,7 @@ class Gaps:
         return silent
 
     def collected(self) -> list[Gap]:
-        """Return the gaps, harmless ones first; sites that are missing for the same reason share a gap."""
+        """Return the gaps, harmless ones first. Sites with values missing for the same reason share a gap."""
         groups: dict[Any, list[tuple[int, _Sum]]] = {}
         for (code, detail, root, site), one in self._sums.items():
             reason = REASONS[code - 1]
@@ -226,13 +226,13 @@ class Gaps:
 def explain(gaps: Gaps, view: RankView, *, has_rows: Flags, called: Flags, graded: Flags) -> None:
     """Add one rank's gaps.
 
-    For each module, `has_rows` says whether any rank left a row of it, `called` whether any rank saw it run, and
+    For each module, `has_rows` says whether any rank has a row of it, `called` whether any rank saw it run, and
     `graded` whether any rank saw it run with gradients.
     """
     slots, first = view.slots, view.slots.first
     np.add.at(gaps.expected, slots.site, view.when.sum(axis=1)[view.code])
     details = _details(view)
-    usual = np.zeros(slots.num_slots, np.uint8)  # why a slot lacks its values at every step; 0 where it has some
+    usual = np.zeros(slots.num_slots, np.uint8)  # the reason of slots that never have a value, else 0
     module_reason = _module_reasons(view, has_rows, called, graded)
     columns_of = [np.flatnonzero(row & view.alive) for row in view.when]
     size = max(1, _MAX_CELLS // (10 * max(1, int(view.alive.sum()))))
@@ -250,18 +250,18 @@ def explain(gaps: Gaps, view: RankView, *, has_rows: Flags, called: Flags, grade
 
 
 class _SlotBlock:
-    """The slots of some modules at some steps of which there are rows."""
+    """The slots of some modules, at some steps with rows."""
 
     def __init__(self, view: RankView, low: int, high: int, columns: Integers) -> None:
         slots = view.slots
         self.view, self.low, self.high = view, low, high
         self.columns = columns
-        """The steps, by their position in the axis."""
+        """The steps, as indices into the axis."""
         self.recorded = view.cells(view.recorded, low, high, columns)
         self.expected = view.when[view.code[low:high]][:, columns]
         missing = self.expected & ~self.recorded
         self.rows = np.flatnonzero(missing.any(axis=1))
-        """The slots of the block of which something is missing, counted from `low`; what follows is of these slots."""
+        """The indices from `low` of the block's slots that lack a value. All further arrays are about these slots."""
         self.missing = missing[self.rows]
         self.slots = low + self.rows
         self.site, self.module = slots.site[self.slots], slots.module[self.slots]
@@ -271,10 +271,10 @@ class _SlotBlock:
 def _with_losses(
     block: _SlotBlock, reason: npt.NDArray[np.uint8], usual_of: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
-    """Return the reasons with those of rows that were lost.
+    """Return the reasons, replaced where rows were lost by the cause of the loss.
 
-    `reason` says why a value would be missing even if nothing had been lost; `usual_of` takes the reason of each slot
-    that never has a value.
+    `reason` says why a value would be missing even if nothing had been lost. `usual_of` is set to the reason of each
+    slot that never has a value.
     """
     view, missing, columns = block.view, block.missing, block.columns
     without_losses = reason.copy()
@@ -283,7 +283,7 @@ def _with_losses(
     lost = np.zeros(len(columns), np.uint8)
     for cause in reversed(CAUSES):
         lost[view.bits[columns] & cause > 0] = _CODE[_OF_CAUSE[cause]]
-    # What never came where nothing was lost would not have come where something was.
+    # A slot without values where nothing was lost would have no values elsewhere, either.
     never = (expected & is_free).any(axis=1) & ~(expected & there & is_free).any(axis=1)
     usual = reason[np.arange(len(reason)), np.argmax(missing & is_free, axis=1)]
     usual_of[block.slots[never]] = usual[never]
@@ -320,7 +320,7 @@ def _add_block(gaps: Gaps, block: _SlotBlock, reason: npt.NDArray[np.uint8], det
 
 
 def _reasons(block: _SlotBlock, module_reason: Integers) -> npt.NDArray[np.uint8]:
-    """Return why slots x steps would have no value even if nothing had been lost; the first reason that fits counts."""
+    """Return why slots would have no value at each step even if nothing had been lost; the first reason counts."""
     codes = np.zeros(block.missing.shape, np.uint8)
 
     def put(key: str, flags: Flags) -> None:
@@ -373,7 +373,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
         return is_site
 
     def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
-        """Return whether the parameter's slot of another site is there, and whether it was selected."""
+        """Return which parameters have a value at another site, and for which that site was selected."""
         is_site, distance = site == SLOT_SITES.index(name), SLOT_SITES.index(name) - SLOT_SITES.index(other)
         there, chosen = np.zeros_like(is_updated), np.zeros((len(site), 1), bool)
         there[is_site] = block.recorded[block.rows[is_site] - distance]
@@ -399,8 +399,8 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
 def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flags) -> Integers:
     """Return for each module why its call was not seen at a step at which its root was called.
 
-    A module that has parameters and left no row of anything is suspicious; one without any, such as a dropout that its
-    owner leaves to a fused function, is merely not called.
+    A module with parameters that left no row at all is suspicious. A module without parameters, such as a dropout whose
+    owner calls a fused function, is merely not called.
     """
     slots, hidden = view.slots, view.promised.hidden
     has_param, has_grad, wants_grad = (np.zeros(len(slots.modules), bool) for _ in range(3))
@@ -421,7 +421,7 @@ def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flag
     reasons = np.full(len(slots.modules), _CODE["never_called"])
     for key, flags in reversed(order):
         reasons[flags] = _CODE[key]
-    # What hides a module, or that its children ran without it, explains its values whether or not it left other rows.
+    # Where something hides a module, or its children ran without it, other rows of the module are not needed as proof.
     has_params = np.array([bool(module.params) for module in slots.modules], bool)
     reasons[~has_rows & has_params & ~np.isin(reasons, _EXPLAINED)] = _CODE["silent"]
     return reasons
@@ -438,7 +438,7 @@ def _above(slots: Slots, flags: Flags) -> Flags:
 
 
 def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], usual: npt.NDArray[np.uint8]) -> None:
-    """Add the steps at which the rank has no module's value: one reason a step, unless a slot never has a value."""
+    """Add the steps without a value of any module: one reason for each step, unless a slot never has a value."""
     axis = gaps.axis
     codes = np.full(len(axis), _CODE["not_merged" if view.is_merged else "no_step"], np.uint8)
     if not view.is_merged:
@@ -454,7 +454,7 @@ def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], us
 
 
 def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.NDArray[np.uint8]) -> Flags:
-    """Return the slots that may not exist, since no step shows them, where too few rows were dropped to explain all."""
+    """Return the slots that no step shows and that may not exist, where too few rows were dropped to explain all."""
     is_empty = ~view.alive & (codes == _CODE["dropped"])
     per_slot = np.where(usual == 0, view.when[:, is_empty].sum(axis=1)[view.code], 0)
     was_seen = np.zeros(len(usual), bool)
@@ -466,7 +466,7 @@ def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.ND
 
 
 def absent(gaps: Gaps, view: RankView, ranks: Sequence[int]) -> None:
-    """Add what was expected of ranks that left nothing, all with the same rules."""
+    """Add what was expected of ranks that left nothing; all these ranks have the same rules."""
     per_slot = view.when.sum(axis=1)[view.code] * len(ranks)
     np.add.at(gaps.expected, gaps.slots.site, per_slot)
     codes = np.full(len(gaps.axis), _CODE["absent"], np.uint8)

@@ -1,6 +1,6 @@
-"""What was recorded: the rows of each writer as numbers, and what one rank should and did record, by slots and steps.
+"""What was recorded: the rows of each writer as numbers, and one rank's expected and recorded values by slot and step.
 
-The module reads no payload, and does not ask why a value is missing.
+This module reads no payload, and does not ask why a value is missing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _COLUMNS = ("seq", "step", "micro_step", "mode", "phase", "root", "module_path",
 
 
 class SlotRows(NamedTuple):
-    """The rows of one writer as numbers, in few bytes: the rows of all ranks are in memory together."""
+    """The rows of one writer as numbers, in few bytes, because the rows of all ranks are in memory together."""
 
     numbered: NumberedRows
     slot: npt.NDArray[np.int32]
-    """-1 for a row that is in no module tree, of a tap or of a scalar."""
+    """The slot of each row; -1 for a row that is in no module tree, of a tap or of a scalar."""
     step: Integers
     root: npt.NDArray[np.int32]
     module: npt.NDArray[np.int32]
@@ -45,13 +45,13 @@ class SlotRows(NamedTuple):
     is_forward: Flags
     num_incomplete: int
     unknown: Counter[tuple[str, str]]
-    """Kind (``site``, ``encoding``, ``column``) and word that this version does not know, and the number of rows."""
+    """The number of rows by kind (``site``, ``encoding``, ``column``) and word, for words unknown to this version."""
     partial: list[tuple[str, str, str, Integers]]
-    """Rows that lack ranks: ranks present, ranks expected, mode, and the steps."""
+    """Groups of rows that lack ranks: the ranks present, the ranks expected, the mode, and the steps of the rows."""
 
 
 def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
-    """Return all rows of a writer, in file order."""
+    """Return all rows of a writer, in the order of the file."""
     batches = [(number, batch) for number, shard in enumerate(writer.shards) for batch in shard.columns(_COLUMNS)]
     shard_of = np.concatenate([np.zeros(0), *(np.full(batch.num_rows, number) for number, batch in batches)])
     columns = {
@@ -100,10 +100,10 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
 _TYPES = {"seq": pa.int64(), "step": pa.int64(), "micro_step": pa.int32(), "part": pa.int32(), "numel": pa.int64(),
           "payload_bytes": pa.int64()}  # fmt: skip
 _WHEN = np.array([*WHEN_OF_SITES, ANYTIME])
-"""For each of `SLOT_SITES`, and for other sites, when in a step the rows come."""
+"""The phase in which rows come: for each of `SLOT_SITES`, and at the end for all other sites."""
 MODES = {"train": 0, "eval": 1, "no_grad": 2}
 _Codes = tuple[Integers, list[str]]
-"""The number of each row's text, -1 for null, and the texts."""
+"""The number of each row's text, -1 for null; and the texts."""
 
 
 def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
@@ -168,30 +168,30 @@ def _lacking(columns: dict[str, Any], step: Integers) -> list[tuple[str, str, st
 
 @dataclass(eq=False)
 class RankView:
-    """What one rank should have recorded, and what it recorded, by slots and steps."""
+    """The values that one rank should have recorded, and those that it recorded, by slot and step."""
 
     slots: Slots
     axis: Integers
     promised: WriterSlots
-    """What the rank's manifests say of the slots."""
+    """What the rank's manifests say about the slots."""
     code: Integers
-    """For each slot a row of `when`."""
+    """For each slot, the index of its row in `when`."""
     when: Flags
-    """At which steps of the axis a value is expected; row 0 is never."""
+    """For each kind of slot, the steps of the axis at which a value is expected; row 0 expects none."""
     rank: int | None
     writers: Sequence[RecordedWriter] = ()
     is_merged: bool = False
     is_lossy: bool = False
-    """True for a merged run whose source had lost rows; it does not say at which steps."""
+    """True for a merged run whose source lost rows, at steps that nobody knows."""
 
     def __post_init__(self) -> None:
         num_roots, num_steps, num_modules = len(self.slots.roots), len(self.axis), len(self.slots.modules)
         self.bits = np.zeros(num_steps, np.uint8)
-        """The causes of `lost_steps` at each step."""
+        """The causes of missing rows at each step, from `lost_steps`."""
         self.room = np.zeros((TOTAL + 1, num_steps), np.int64)
-        """How many missing values of a step drops can explain, as in `LostRows`."""
+        """The most missing values of a step that drops can explain, as in `LostRows`."""
         self.room_taken = np.zeros((TOTAL + 1, num_steps), np.int64)
-        """How many missing values drops do explain."""
+        """The number of missing values of a step that drops do explain."""
         self.alive = np.zeros(num_steps, bool)
         """True for steps with a row of a module."""
         self.called = np.zeros((num_roots, num_steps), bool)
@@ -199,7 +199,7 @@ class RankView:
         self.updated = np.zeros((num_roots, num_steps), bool)
         """True for steps at which an optimizer stepped."""
         self.recorded = np.zeros(0, np.int64)
-        """Sorted slot x steps + step of each recorded value."""
+        """The key of each recorded value, slot x number of steps + index of the step, ascending."""
         self.recorded_with_grad = np.zeros(0, np.int64)
         self.called_ever = np.zeros(num_modules, bool)
         self.graded_ever = np.zeros(num_modules, bool)
@@ -237,7 +237,7 @@ class RankView:
         self.graded_ever[slots.module[graded // len(axis)]] = True
 
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
-        """Return for each slot of a block and each of some steps whether the value is among the sorted `keys`."""
+        """Return, for a block of slots and some steps, which values are among the sorted `keys`."""
         num_steps = self.when.shape[1]
         has_value = np.zeros((high - low, len(columns)), bool)
         begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])
@@ -249,9 +249,9 @@ class RankView:
         return has_value
 
     def take_room(self, columns: Integers, wanted: Flags, site: Integers, num_found: Integers) -> Flags:
-        """Return the values that drops explain, at most as many as were dropped in a phase of a step.
+        """Return which missing values drops explain, at most as many as were dropped in that phase of a step.
 
-        Drops explain the most regular values first.
+        Slots with the most recorded values come first.
         """
         chosen = np.zeros_like(wanted)
         order = np.argsort(-num_found, kind="stable")

@@ -1,7 +1,7 @@
-"""What `recorder doctor` replies: lines about what a run misses and why, the most important last, next to the prompt.
+"""Makes the reply of `recorder doctor`: what a run misses and why, the most important lines last, next to the prompt.
 
 Without a run the lines are about the environment: the flag, the hook in torch, the settings, the disk. Nothing here
-imports torch or the training side of the package: doctor answers also where those are broken.
+imports torch or the training side of the package, because doctor must answer where those are broken.
 """
 
 from __future__ import annotations
@@ -38,44 +38,44 @@ from .gaps import REASONS, Gap
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MAX_LISTED = 10
 _MAX_GAPS = 40
-"""Lines about gaps of one state; ``--json`` has all."""
+"""The most lines about gaps of one state; ``--json`` has all."""
 _STEP_SOURCES = {
     "counted": "counted from 0",
     "optimizer": "counted on from the number in the optimizer's state",
     "user": "those that the program gave",
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
-"""Reasons of gaps by the kind of event that explains them; other events say that something failed."""
+"""Reasons of gaps, by the kind of event that explains them. Events of other kinds say that something failed."""
 _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed"}
-"""Kinds of events after which nothing that was promised is missing."""
+"""Kinds of events after which no promised value is missing."""
 _OF_COMMANDS = {"command_refused", "uncarried"}
-"""Kinds of events of commands that were not done: anybody may send an invalid command, and nothing is lost."""
+"""Kinds of events about commands that were not done: anybody may send an invalid command, and nothing is lost."""
 _UNKNOWN = {
     "site": "nothing is expected there; a later version of recorder knows what is missing",
     "encoding": "their values cannot be read here; a later version of recorder reads them",
     "column": "it is passed over",
 }
-"""The end of a line about something that a later version of the format added."""
+"""The end of a line about a word that a later version of the format added."""
 _STATES = ("ok", "note", "missing")
-"""The states of lines; lines of the most important state come last, next to the prompt."""
+"""The states of lines. Lines of the most important state come last, next to the prompt."""
 
 
 class Check(NamedTuple):
     """One line of the answer."""
 
     state: str
-    """``ok``, ``note``, or ``missing``: something is not, or will not be, recorded."""
+    """``ok``, ``note``, or ``missing`` if something is not, or will not be, recorded."""
     text: str
     is_strict: bool = False
-    """True for a line that is a finding under ``--strict``."""
+    """True for a line that counts as a finding under ``--strict``."""
     members: Mapping[str, Any] = MappingProxyType({})
     """Further members of the line in JSON."""
     is_listed: bool = True
-    """Whether people see the line; JSON has all lines."""
+    """Whether the line is printed; JSON has all lines."""
 
 
 def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Reply:
-    """Return the reply; the exit code is 1 if something is missing, or the strict reader would object."""
+    """Return the reply. The exit code is 1 if something is missing, or a line counts under ``--strict``."""
     known = list(checks)
     return Reply(
         members=lambda: {
@@ -102,7 +102,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _recorded_settings(run)
     yield from _proof(run)
     yield from _told(run)
-    yield from (Check("note", text, is_strict=True) for text in strays(run))  # other readers take these for rows
+    yield from (Check("note", text, is_strict=True) for text in strays(run))  # other readers take these for shards
     yield from _dumps(run)
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)
@@ -114,7 +114,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _merged(run, expected)
     yield from _events(run)
     yield from _accounts(run)
-    layout_faults = layout_problems(run)  # what it reads may show more damage
+    layout_faults = layout_problems(run)  # reading the layouts may reveal more damage
     for problem in run.problems:
         yield Check("missing", problem)
     for problem in layout_faults or ():
@@ -179,7 +179,7 @@ def _told(run: Run) -> Iterator[Check]:
 def _dumps(run: Run) -> Iterator[Check]:
     """Yield the dumps that triggers caused, and the ranks that heard of a trigger too late, or never.
 
-    A rank with a trigger of its own for the same steps wrote what was asked for, and need not hear of another trigger.
+    A rank whose own trigger asked for the same steps has written them, and need not hear of another trigger.
     """
     dumps = run.dumps
     wrote: dict[tuple[int, int, int], set[int]] = defaultdict(set)
@@ -234,7 +234,7 @@ def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
 
 
 def _totals(expected: Expectation) -> Iterator[Check]:
-    """Yield the table. A value counts once a module (or parameter), rank and step, however often it was seen."""
+    """Yield the table. A value counts once for each module (or parameter), rank and step, however often it was seen."""
     if not expected.totals:
         return
     width = max(len(f"{total.expected:,}") for total in expected.totals)
@@ -420,7 +420,7 @@ def environment_checks() -> Iterator[Check]:
 
 
 def _shadows() -> Iterator[Check]:
-    """Find a module of the user's with our name, which hides the package in a script's folder."""
+    """Find a user's module with this package's name, which hides the package in a script's folder."""
     own = Path(__file__).resolve().parents[2]
     for name in (f"{own.name}.py", f"{own.name}/__init__.py"):
         shadow = Path.cwd() / name

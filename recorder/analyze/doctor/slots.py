@@ -1,6 +1,6 @@
-"""What manifests promise: a slot for each module's value at a site, and the rules that select it.
+"""What manifests promise: a slot for each module's value at a site, and the rules that select the slot.
 
-The module never looks at rows, and never raises over untrusted JSON or rules.
+This module must never look at rows, and never raise an error because of untrusted JSON or rules.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 SLOT_SITES = (*OF_CALLS, *OF_PARAMETERS, *OF_BUFFERS)
-"""Sites at which a module tree says what should exist; taps and scalars are up to the program."""
+"""Sites at which the module tree says which values exist. Taps and scalars are up to the program."""
 _OF_OPTIMIZERS = [number for number, site in enumerate(SLOT_SITES) if SITE_OF[site].is_of_optimizer]
-"""Sites of optimizer state, whose names begin with the parameter's: ``weight.exp_avg``."""
+"""Sites of optimizer state, whose names begin with the parameter's name: ``weight.exp_avg``."""
 NEVER = 1 << 62
-"""A step after all others."""
+"""A step number that is larger than all others."""
 _MAX_DEPTH = 200
-"""The most levels of a module tree. Walking up an untrusted, endless path would take for ever."""
+"""The most levels of a module tree, because an untrusted path may be endless."""
 HIDDEN = ("fused", "inlined", "tapped", "dtensor", "scripted", "compiled", "late")
-"""Why hooks see no call of a module, as its manifest says; keys of `gaps.REASONS`. The last three hold below it, too.
+"""Why hooks see no call of a module, as the manifest says; keys of `gaps.REASONS`. The last three hold for all modules
+below, too.
 """
 _HOLDS_BELOW = HIDDEN.index("scripted") + 1
 _MAX_RULES = 1000
-"""The most rules of one writer. Each rule is judged for every module and step, whoever wrote the rules."""
+"""The most rules of one writer. Each rule is judged for every module and step, even if the file is untrusted."""
 
 
 class DescribedModule(NamedTuple):
-    """A module of one root, as all writers together describe it."""
+    """A module of one root, as the manifests of all writers together describe it."""
 
     root: str
     path: str
@@ -50,22 +51,22 @@ class DescribedModule(NamedTuple):
 
 
 class WriterSlots(NamedTuple):
-    """What the manifest of one writer, or the manifests of all writers of a rank, say of the slots."""
+    """What the manifest of one writer, or the manifests of all writers of a rank, say about the slots."""
 
     selected: Flags
     """For each slot, whether a rule selects its site on the writer's rank."""
     hidden: Integers
-    """For each module, why hooks see no call of it: 0, or 1 + the index in `HIDDEN`."""
+    """For each module, why hooks see no call of it: 0 if hooks see calls, else 1 + the index in `HIDDEN`."""
     disarmed: Integers
-    """For each slot, the first step at which its hooks were disarmed, as they kept failing; `NEVER` elsewhere."""
+    """For each slot, the first step at which failing hooks were disarmed; `NEVER` if they were not."""
     untapped: Flags
-    """For each slot, whether only graphs show its module, and show it only at other sites."""
+    """For each slot, whether its module appears only in graphs, and there only at other sites."""
     tied: dict[int, str]
     """For each slot of a tied parameter, the other name under which that parameter is recorded."""
 
     @classmethod
     def joined(cls, slots: Slots, some: Iterable[WriterSlots]) -> WriterSlots:
-        """Join what several writers say; without any writer no slot is selected."""
+        """Join what several writers say. Without any writer no slot is selected."""
         of_slots, of_modules = np.zeros(slots.num_slots, bool), np.zeros(len(slots.modules), np.int64)
         joined = cls(of_slots, of_modules, np.full(slots.num_slots, NEVER, np.int64), of_slots, {})
         for one in some:
@@ -80,7 +81,7 @@ class WriterSlots(NamedTuple):
 
 
 class Slots:
-    """Every value that may exist at a step: modules in the order of the tree, and the slots of each together."""
+    """Every value that may exist at a step: modules in the order of the tree, each with its slots in one range."""
 
     def __init__(self, manifests: Iterable[WriterManifest]) -> None:
         trees: list[tuple[RecordedRoot, ...]] = []
@@ -99,11 +100,11 @@ class Slots:
         root_number = {root: number for number, root in enumerate(self.roots)}
         self.root_of = np.array([root_number[module.root] for module in self.modules], np.int64)
         self.parent_of = self._parents()
-        """The module above each module, -1 for a root."""
+        """The number of each module's parent; -1 for a root."""
         self._lay_out()
         writer_slots = [self._writer_slots(modules) for modules in described]
         self.writer_slots = [writer_slots[number] for number in numbers]
-        """One for each manifest, in the given order."""
+        """The `WriterSlots` of each manifest, in the order of the manifests."""
 
     @property
     def num_slots(self) -> int:
@@ -133,13 +134,13 @@ class Slots:
                     rows += [(number, SLOT_SITES.index(site), code) for site in sites]
         module, site, names_of = np.array(rows, np.int64).reshape(-1, 3).T
         self.module: Integers = np.ascontiguousarray(module)
-        """For each slot, its module."""
+        """For each slot, the number of its module."""
         self.site: Integers = np.ascontiguousarray(site)
-        """For each slot, its site in `SLOT_SITES`."""
+        """For each slot, the index of its site in `SLOT_SITES`."""
         self.name: Integers = np.ascontiguousarray(names_of)
         self.names = list(names)
         self.first = np.array([*first, len(rows)], np.int64)
-        """For each module its first slot, and the end."""
+        """For each module the first of its slots, followed by the number of all slots."""
         self._name_codes = names
         self._named = np.flatnonzero(self.site >= len(OF_CALLS))
         keys = self._key(self.module[self._named], self.site[self._named], self.name[self._named])
@@ -150,10 +151,10 @@ class Slots:
         return (module * len(SLOT_SITES) + site) * len(self.names) + name
 
     def of_rows(self, module: Integers, site: Integers, name: Integers) -> Integers:
-        """Return the slot of each row, -1 for none.
+        """Return the slot of each row; -1 for a row without a slot.
 
-        `module` is the module's number, `site` the index in `SLOT_SITES`, and `name` that of `name_code`; each is -1 if
-        unknown.
+        `module` is the module's number, `site` the index in `SLOT_SITES`, and `name` the number that `name_code` gives.
+        Each is -1 if unknown.
         """
         slots = np.full(len(module), -1, np.int64)
         known = (module >= 0) & (site >= 0)
@@ -167,7 +168,7 @@ class Slots:
         return slots
 
     def name_code(self, name: str) -> int:
-        """Return the number of a parameter's or buffer's name, or of the parameter of a state (``weight.exp_avg``)."""
+        """Return the number of a parameter or buffer, or of the parameter of a state such as ``weight.exp_avg``."""
         code = self._name_codes.get(name)
         return self._name_codes.get(name.partition(".")[0], -1) if code is None else code
 
@@ -192,7 +193,7 @@ class Slots:
                 is_of_dtensors = module.has_dtensors and root.model_parallel is not None
                 (of_dtensors if is_of_dtensors else tapped).append(number)
         above = np.maximum(self.parent_of, 0)
-        while True:  # a graph holds all that its module calls
+        while True:  # a graph hides all modules that its module calls
             is_inside = (self.parent_of >= 0) & (hidden[above] >= _HOLDS_BELOW) & (hidden < hidden[above])
             if not is_inside.any():
                 break
@@ -227,12 +228,12 @@ def _join(described: Sequence[Sequence[tuple[RecordedRoot, RecordedModule]]]) ->
 
 
 class RuleMatch(NamedTuple):
-    """One rule, and the slots that it can select on any rank."""
+    """One rule, and the slots that the rule can select on some rank."""
 
     rule: Rule
     slots: Flags
     is_limited: Flags
-    """Slots of which the rule wants only some names or calls; only rows tell whether these exist."""
+    """Slots of which the rule wants only some names or calls, so that only rows show whether they exist."""
 
 
 def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
@@ -260,7 +261,7 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
 
 
 def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
-    """Return the slots of one rule; None if a regular expression of it cannot be judged in bounded time."""
+    """Return the slots of one rule; None if one of its regular expressions cannot be judged in bounded time."""
     expressions = _BoundedExpressions([text for m in slots.modules for text in (m.path, m.class_name)] + slots.names)
     is_leaf = _leaves(slots) if rule.leaf else np.ones(len(slots.modules), bool)
     try:
@@ -290,16 +291,16 @@ def _leaves(slots: Slots) -> Flags:
 
 
 class _BoundedExpressions:
-    """Matches untrusted regular expressions with known texts, by RE2, whose time is linear in the text."""
+    """Matches untrusted regular expressions with known texts, using RE2, whose time is linear in the text."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = list(dict.fromkeys(texts))
         self._matching: dict[str, set[str]] = {}
 
     def __call__(self, expression: str, text: str) -> bool:
-        """Whether the expression matches one of the texts completely.
+        """Return whether the expression matches one of the texts completely.
 
-        Raises: pa.ArrowInvalid: RE2 does not have what the expression asks for, such as a backward reference.
+        Raises: pa.ArrowInvalid: RE2 does not support a part of the expression, such as a backward reference.
         """
         if expression not in self._matching:
             matching = pc.match_substring_regex(pa.array(self._texts, pa.string()), pattern=f"^(?:{expression})$")
@@ -308,6 +309,6 @@ class _BoundedExpressions:
 
 
 def distinct(numbers: Integers) -> Integers:
-    """Sort numbers and keep each once. numpy looks integers up in a hash table, at a fifth of the speed."""
+    """Sort numbers and keep each once. numpy's own way for integers, a hash table, is five times slower."""
     ascending = np.sort(numbers)
     return ascending[np.insert(np.diff(ascending) > 0, 0, True)] if len(ascending) else ascending
