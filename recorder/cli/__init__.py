@@ -1,7 +1,7 @@
 """The command line, which shows people and programs what was read. Only this room prints.
 
 The command line needs no pandas, and keeps pyarrow from importing it. `hide_pandas` must never be called in the process
-of a user.
+of a user's program.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 class _Hidden:
-    """A finder that finds no pandas."""
+    """A finder that raises ModuleNotFoundError for pandas, as if pandas were not installed."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -19,11 +19,11 @@ class _Hidden:
 
 
 def show_pandas() -> None:
-    """Undo `hide_pandas`, before something is imported that wants to know whether pandas is there, as torch does."""
+    """Undo `hide_pandas`. Call this before an import of a package that looks for pandas, such as torch."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Hidden]
 
 
 def hide_pandas() -> None:
-    """Keep pyarrow from importing pandas, whose types it looks for in its arguments: that costs each command 0.4 s."""
+    """Keep pyarrow from importing pandas, which it does to check argument types, and which costs each command 0.4 s."""
     if "pandas" not in sys.modules:
         sys.meta_path.insert(0, _Hidden)

@@ -1,7 +1,7 @@
 """The command line: finds the command, runs it, and turns what it returns or raises into an exit code.
 
-Exit codes: 0 fine, 1 a finding, 2 misuse or unreadable input, 130 interrupted. An error of ours is one line on stderr,
-without a traceback, and with --json also the document on stdout.
+Exit codes: 0 fine, 1 a finding, 2 misuse or unreadable input, 130 interrupted. An error of the package is one line on
+stderr, without a traceback, and with --json also a document on stdout.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .output import LineHandler, print_json, print_reply
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
 _READER_GONE = 141
-"""The exit code that a shell gives a program whose output nobody reads any more."""
+"""The exit code that a shell gives a program when nobody reads the program's output any more."""
 _MISUSE = 2
 _INTERRUPTED = 130
 _COMPLETION = ("--install-completion", "--show-completion")
 _SHELL_IS_NAMED = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
-"""A variable that lets typer's options for completion take the name of a shell, which they ignore without it."""
+"""A variable without which typer's completion options ignore the name of a shell behind them."""
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""The base of usage errors in typer's own copy of click, or in click itself where typer has no copy."""
+"""The base class of usage errors, in typer's own copy of click or, where typer has no copy, in click itself."""
 _SETTINGS: dict[str, Any] = {"context_settings": {"help_option_names": ["-h", "--help"]}}
 
 
 class _Commands(TyperGroup):
     """The group of all commands: help and completion read `COMMANDS`, and a call imports only the command it names.
 
-    Importing them all takes half a second, most of it pyarrow.
+    Importing all commands takes half a second, most of it for pyarrow.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -53,13 +53,13 @@ class _Commands(TyperGroup):
         self.commands = {name: TyperCommand(name, help=summary) for name, summary in COMMANDS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Replace the placeholder of a command, which has a summary only, by the command of its file."""
+        """Replace the placeholder of a command, which has only a summary, by the command from its file."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else load_command(name), rest
 
 
 def load_command(name: str) -> Any:
-    """Import a command's file and make a typer command of it."""
+    """Import the file of a command, and make a typer command from it."""
     module = import_module(f".commands.{name}", __package__)
     single = typer.Typer(rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False)
     settings = _SETTINGS | getattr(module, "SETTINGS", {})
@@ -68,7 +68,7 @@ def load_command(name: str) -> Any:
 
 
 def _printing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command that returns a `Reply` the option ``--json``, and print the reply; others print by themselves."""
+    """Add the option ``--json`` to a command that returns a `Reply`, and print the reply; keep other commands as is."""
     signature = inspect.signature(command, eval_str=True)
     if signature.return_annotation is not Reply:
         return command
@@ -79,13 +79,13 @@ def _printing(command: Callable[..., Any]) -> Callable[..., Any]:
 
     option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
     changed = signature.replace(parameters=[*signature.parameters.values(), option])
-    printing.__signature__ = changed  # type: ignore[attr-defined] # typer asks for it, and for the annotations
+    printing.__signature__ = changed  # type: ignore[attr-defined] # typer reads it, and the annotations
     printing.__annotations__ = {name: one.annotation for name, one in changed.parameters.items()}
     return printing
 
 
 def _lines_of(examples: str) -> str:
-    """Return the examples of a command as lines, one a command; the first line keeps them from being filled."""
+    """Return the examples of a command, one on a line; the first line keeps typer from joining the other lines."""
     title, _, typed = examples.partition(": ")
     return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in typed.split(BETWEEN_EXAMPLES))])
 
@@ -131,7 +131,7 @@ def run_command(arguments: list[str]) -> NoReturn:
     except SystemExit:
         if sys.stdout is stdout:
             raise
-        sys.exit(_READER_GONE)  # typer has replaced stdout, and exits with 1, which would be a finding
+        sys.exit(_READER_GONE)  # typer replaced stdout, and exits with 1, which would mean a finding
     except typer.Abort:
         sys.exit(_INTERRUPTED)
     except _UsageError as error:
@@ -141,6 +141,6 @@ def run_command(arguments: list[str]) -> NoReturn:
         message = str(error) or "out of memory"
         print(f"recorder: {printable_line(message)}", file=sys.stderr)
     if "--json" in arguments:
-        with suppress(OSError):  # of a full disk, which is what the message says
+        with suppress(OSError):  # if the disk is full, which is what the message then says
             print_json({"error": {"message": message, "exit_code": _MISUSE}})
     sys.exit(_MISUSE)

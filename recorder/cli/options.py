@@ -1,8 +1,8 @@
-"""The options that several commands share, the words that a shell is offered for them, and what `--scheduler` means.
+"""The options that several commands share, the completions for a shell, and the workers that `--scheduler` names.
 
-Words are offered while a command is typed: names of runs, and paths of modules. No shard is opened for them, and only
-words that mean nothing to any shell are offered, because the name of a module is untrusted input. What finds runs is
-imported when the shell asks.
+The completions are names of runs and paths of modules. Completing opens no shard. A word is offered only if it is
+harmless to every shell, because the name of a module is untrusted input. The code that finds runs is imported when the
+shell asks for completions.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 _HARMLESS = re.compile(r"[A-Za-z0-9._=+@/-]+")
 _MAX_BACK = 9
-"""The number of runs that are offered by their age."""
+"""The most runs that are offered by their age, as ``@-1``, ``@-2`` and so on."""
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Offer runs by name, runs by age where ``@`` was typed, and folders."""
+    """Offer runs by name, runs by age if ``@`` was typed, and folders."""
     return _offered(incomplete, _runs)
 
 
@@ -42,7 +42,7 @@ def _complete_module(context: typer.Context, incomplete: str) -> list[str]:
 
 def _offered(incomplete: str, words: Callable[[str], Iterable[str]]) -> list[str]:
     before = logging.root.manager.disable
-    logging.disable()  # a line of the log would break the line that is typed
+    logging.disable()  # a log line would break the line that is being typed
     try:
         candidates = dict.fromkeys(words(incomplete))
     except (RecorderError, OSError):
@@ -56,7 +56,7 @@ def _runs(incomplete: str) -> Iterator[str]:
     from ..run.finding import default_folder, has_manifest, runs_in, scheme_of
 
     if scheme_of(incomplete) is not None:
-        return  # each key would be a request
+        return  # each directory would cost a request
     folder, slash, _ = incomplete.rpartition("/")
     typed = folder + slash
     for folder_path in dict.fromkeys([Path(typed)] if typed else [Path(default_folder()), Path()]):
@@ -82,7 +82,7 @@ _RUNS = (
     "A run's path or name, or its beginning; latest, @-2 (the last but one), FOLDER/@-1; also s3://... A folder means "
     "its newest run, and without RUN it is RECORDER_DIR."
 )
-RunPath = Annotated[  # a text: pathlib would make s3:/bucket of s3://bucket
+RunPath = Annotated[  # a str: a pathlib path would turn s3://bucket into s3:/bucket
     str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=complete_run)
 ]
 RunOrModule = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=_complete_run_or_module)]
@@ -135,7 +135,7 @@ SchedulerOption = Annotated[
 
 @contextmanager
 def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
-    """Yield the mapper for the ranges of a question: in this process, or on the workers of a Dask cluster."""
+    """Yield a mapper that reads ranges of steps in this process, or on the workers of a Dask cluster."""
     from ..run.step_ranges import map_serially, spread_over
     from ..system.executors import open_dask
 
@@ -147,7 +147,7 @@ def mapper_for(scheduler: str | None) -> Iterator[Mapper]:
 
 
 def refuse(why: str, **options: object) -> None:
-    """Raise LookupFailedError, whose message ends with `why`, where an option was given that would change nothing."""
+    """Raise LookupFailedError, whose message ends with `why`, if an option was given that would have no effect."""
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if given:
         raise LookupFailedError(f"{' and '.join(given)}: {why}")

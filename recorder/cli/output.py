@@ -1,7 +1,6 @@
 """Writes to a terminal or a pipe: replies, tables, JSON, progress bars, one-line errors.
 
-Every text from a file passes `printable`: untrusted input must never bring a control sequence or markup to a
-terminal.
+Every text from a file passes `printable`: untrusted input must never bring a control sequence or markup to a terminal.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "differs": "b
 _MIN_PROSE = 24
 _MIN_TEXT = 8
 _MAX_JOINT_WIDTH = 24
-"""The most characters that a column must keep when it is folded."""
+"""The least width of a folded column is never more than this many characters, unless its title is longer."""
 _JOINTS = re.compile(r"[^\s./_,:=-]+[\s./_,:=-]*|[\s./_,:=-]+")
-"""Matches the parts of a path or a name, between which it may be folded."""
+"""Matches the parts of a path or a name between which it may be folded."""
 _PIPE_LINES = 100
 _MAX_WIDTH = 10_000
 
 
 def print_table(table: Table) -> None:
-    """Print a table: fitted to a terminal or to ``COLUMNS``, and complete in a pipe."""
+    """Print a table: fitted to a terminal or to the width in ``COLUMNS``, and complete in a pipe."""
     width = _pipe_width()
     if sys.stdout.isatty():
         from rich.console import Console
@@ -55,8 +54,8 @@ def print_table(table: Table) -> None:
 def fitted(table: Table, width: int) -> list[Any]:
     """Return what rich prints on a terminal of this width.
 
-    The table has lines where they fit; else it loses the lines, then cells are folded, and columns are left out whose
-    titles are named below the table.
+    If the table is too wide, its ruled lines go first; then cells are folded, and columns are left out. The titles of
+    columns that are left out are named below the table.
     """
     from rich.text import Text
 
@@ -127,9 +126,9 @@ class _ColumnWidths(NamedTuple):
     column: TableColumn
     natural: int
     of_words: int
-    """The width with the title folded between words."""
+    """The width if the title is folded between words."""
     least: int
-    """The width with the cells folded, too, where they may be."""
+    """The width if cells are folded as well, in a column that allows it."""
 
     @classmethod
     def of(cls, column: TableColumn, cells: Sequence[str]) -> _ColumnWidths:
@@ -150,10 +149,10 @@ class _ColumnWidths(NamedTuple):
 
 
 def _fit(measured: dict[int, _ColumnWidths], width: int) -> dict[int, int]:
-    """Return widths by column, for lines with gaps of two, that break no word and no number.
+    """Return widths by column, for lines with gaps of two characters, that break no word and no number.
 
-    First titles are folded, then prose; then columns with a `drop` are left out; then texts are folded. Where that is
-    not enough, columns are left out from the right.
+    First titles are folded, then prose. Then columns with a `drop` are left out, and then texts are folded. If the line
+    is still too wide, columns are left out from the right.
     """
     kept = dict(measured)
     while True:
@@ -171,7 +170,7 @@ def _fit(measured: dict[int, _ColumnWidths], width: int) -> dict[int, int]:
 
 
 def _narrow(widths: dict[int, int], leasts: dict[int, int], width: int) -> None:
-    """Narrow the widest columns, each down to its least, until the line fits."""
+    """Narrow columns, the widest first and each down to its least width, until the line fits."""
     for number in sorted(leasts, key=lambda number: -widths[number]):
         excess = max(_line_width(widths) - width, 0)
         widths[number] = max(widths[number] - excess, min(widths[number], leasts[number]))
@@ -200,7 +199,7 @@ def _pipe_width() -> int | None:
 
 
 def print_reply(reply: Reply, *, as_json: bool) -> int:
-    """Print what a command replies, as one JSON document or for people, and return the exit code."""
+    """Print the reply of a command, as one JSON document or as text, and return the exit code."""
     if as_json:
         print_json(reply.members())
     else:
@@ -217,12 +216,12 @@ def print_reply(reply: Reply, *, as_json: bool) -> int:
 
 
 def say(text: str) -> None:
-    """Print one line for people on stdout."""
+    """Print one line of text on stdout."""
     print(printable_line(text))
 
 
 def say_state(state: str, text: str) -> None:
-    """Print one line that begins with a state, in the state's colour on a terminal."""
+    """Print one line that begins with a state, in the colour of the state on a terminal."""
     color = _COLORS.get(state)
     if color is None or not sys.stdout.isatty():
         say(f"{state:8}{text}")
@@ -234,13 +233,13 @@ def say_state(state: str, text: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print one JSON document on stdout, in ASCII and without NaN, which JSON does not have."""
+    """Print one JSON document on stdout, in ASCII, with null for NaN and infinities."""
     print(json.dumps(for_json(value), indent=2, allow_nan=False))
 
 
 @contextmanager
 def progress(title: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr, where that is a terminal; yield a function that takes bytes, or `unit`s, done."""
+    """Show a progress bar if stderr is a terminal; yield a function that takes the bytes, or `unit`s, newly done."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
@@ -267,10 +266,10 @@ def progress(title: str, total: int, unit: str = "") -> Iterator[Callable[[int],
 
 
 class LineHandler(logging.Handler):
-    """Prints each warning of the library, and each note, as one line on stderr."""
+    """Prints each warning and each note of the library as one line on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record."""
+        """Print one log record."""
         text = printable_line(record.getMessage())
         word = getattr(record, "word", record.levelname.lower())
         print(f"recorder: {word}: {text}", file=sys.stderr)

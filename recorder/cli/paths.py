@@ -1,4 +1,4 @@
-"""Decides what the words of a command line select: runs, modules and rows; for ``show --where``, ranks' chunks."""
+"""Finds the runs, modules and rows that a command line names, and answers ``show --where``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ..system.text import grouped, listed, span
 
 _MAX_LISTED = 20
 _SITES = ("output", *(site for site in SITES if site != "output"))
-"""Sites in the order in which they are shown; most questions are about outputs."""
+"""The sites in the order in which they are shown: outputs first, because most questions are about them."""
 _VALUE = ("root", "name", "scope", "phase", "mode")
 _MOMENT = ("micro_step", "call", "repeat")
 _OF_STAGES = ("root", "micro_step")
-"""Columns in which the chunks of one value differ where several pipeline stages have them."""
+"""The columns in which chunks of one value may differ between pipeline stages."""
 
 
 def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None]:
@@ -43,7 +43,7 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
             raise error from None
         if Selection(module=run).modules(list(newest.known_paths)):
             return newest, run
-        if Path(run).exists():  # and so was meant
+        if Path(run).exists():  # then `run` was meant as a path
             raise
         near = hint(run, newest.known_paths)
         raise LookupFailedError(f"{error}; and {newest.name}, the newest, has no module {run!r}{near}") from None
@@ -64,10 +64,10 @@ def two_runs(a: str | None, b: str | None) -> tuple[Run, Run]:
 
 
 def other_run(typed: str, given: Mapping[str, Run], option: str = "") -> Run:
-    """Return a run that is compared with others.
+    """Open a run that is compared with other runs.
 
-    LookupFailedError is raised where the run is one of `given`, however each is spelled or linked; the keys of `given`
-    say what each is called, and `option` says for which option `typed` was typed.
+    LookupFailedError is raised if the run is one of `given`, whatever path or link leads to it. The keys of `given` are
+    the names of those runs in the message, and `option` is the option that `typed` belongs to.
     """
     run = open_run(typed)
     for what, one in given.items():
@@ -78,7 +78,7 @@ def other_run(typed: str, given: Mapping[str, Run], option: str = "") -> Run:
 
 
 def other_runs(option: str, typed: Sequence[str], given: Mapping[str, Run]) -> list[Run]:
-    """Return runs that are compared with others, each of which is given once; it raises what `other_run` raises."""
+    """Open runs that are compared with other runs, each of them once; raises what `other_run` raises."""
     runs: dict[str, Run] = {}
     for one in typed:
         runs[f"{option} {one}"] = other_run(one, {**given, **runs}, option)
@@ -86,7 +86,7 @@ def other_runs(option: str, typed: Sequence[str], given: Mapping[str, Run]) -> l
 
 
 def local_path(text: str) -> Path:
-    """Return the path of a file or directory on a disk; raises LookupFailedError for a path in an object store."""
+    """Return the path of a file or directory on a disk; raise LookupFailedError for a path in an object store."""
     if not text:
         raise LookupFailedError("an empty text is no path; name a file or a directory")
     if (scheme := scheme_of(text)) is not None:
@@ -97,7 +97,7 @@ def local_path(text: str) -> Path:
 
 
 def modules_meant(run: Run, wanted: Selection) -> list[str]:
-    """Return the modules with rows that a selection names, or all; raises LookupFailedError where none matches."""
+    """Return the modules with rows that a selection names, by default all; raise LookupFailedError if none matches."""
     paths = wanted.modules(run.module_paths)
     if not paths and wanted.module is not None:
         command = shlex.join(["recorder", "show", typed_for(run.path, run.name)])
@@ -107,7 +107,7 @@ def modules_meant(run: Run, wanted: Selection) -> list[str]:
 
 
 def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = None) -> Any:
-    """Return the selected rows, one for each tensor; Arrow chooses the modules before rows are made."""
+    """Return the selected rows, one row for each tensor; Arrow filters by module before other columns are compared."""
     expression = pc.field("part") == 0
     if wanted.module is not None:
         expression &= pc.field("module_path").isin(wanted.modules(run.module_paths))
@@ -117,7 +117,7 @@ def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = Non
 
 
 def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
-    """Raise the most helpful reason why there is nothing to show."""
+    """Raise LookupFailedError with the most helpful reason why there is nothing to show."""
     subject = "this run" if wanted.module is None else repr(wanted.module)
     table = rows_of(run, Selection(module=wanted.module), ["site", "name", "step", "rank"])
     for column, text in (("site", wanted.site), ("name", wanted.name)):
@@ -138,15 +138,15 @@ def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
 
 
 def site_order(site: str) -> tuple[int, str]:
-    """Return the key that sorts sites: outputs first, then as the format lists them."""
+    """Return the key that sorts sites: outputs first, then in the order of the format."""
     return (_SITES.index(site) if site in _SITES else len(_SITES), site)
 
 
 def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: int | None) -> Reply:
-    """Return the reply about the values of one site at one step, by default outputs at the last.
+    """Return the reply of ``show --where`` about one site at one step, by default outputs at the last step.
 
-    The exit code is 1 where a chunk is missing or does not fit. A value that the step has several times is drawn once,
-    as it was first seen.
+    The exit code is 1 if a chunk is missing or does not fit. A value that was recorded several times in the step is
+    shown once, as it was first recorded.
     """
     module_path, *others = modules_meant(run, wanted)
     if others:
@@ -173,9 +173,9 @@ def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: i
 
 
 def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:
-    """Return, for each value at its first moment, the columns that tell it from the others.
+    """Return for each value, at its first moment, the columns that distinguish it from the other values.
 
-    `is_named`: the table has only values of some names, and the site has others.
+    `is_named` means that the table holds only values of some names, and that the site may have more.
     """
     of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
     of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]

@@ -1,4 +1,4 @@
-"""Tells a run that is under way something, and shows which of its ranks have it: for ``set`` and ``dump``."""
+"""Sends a command to a run that is recording, and shows which ranks have it: for ``set`` and ``dump``."""
 
 from __future__ import annotations
 
@@ -26,45 +26,46 @@ if TYPE_CHECKING:
     from ..daemon.destination import Destination
 
 _LEAD_S = 2.0
-"""The shortest time between sending a command and its first step, beyond what ranks need to find the command."""
+"""The least time between sending a command and its first step, beyond the time that ranks need to find the command."""
 _LOOKS_PER_S = 250
-"""The looks for commands of all nodes together, which `lifecycle.commands` bounds."""
+"""The number of looks for commands of all nodes together, which `lifecycle.commands` limits."""
 _RANKS_OF_A_NODE = 8
 _POLL_S, _POLL_OF_STORE_S = 0.2, 1.0
 _CARRYING_S = 15.0
-"""The time that daemons take to carry a command and its answers: their `status_s` (5 s) twice, and some more."""
+"""The time that daemons take to carry a command and its answers: twice their `status_s` of 5 s, and some more."""
 _YOUNG_S = 8.0
-"""A speed over a shorter time is ignored: the first steps of a run are its slowest."""
+"""A speed that was measured over a shorter time is ignored: the first steps of a run are its slowest."""
 _WATCHED_S = 0.5
-"""The shortest time for which the step of a young run is watched."""
+"""The least time for which the step of a young run is watched."""
 _PACE_S = 10.0
-"""The longest wait for the speed of a young run: some `status_interval_s`, which is 2 s."""
+"""The longest wait for the speed of a young run: a few times `status_interval_s`, which is 2 s."""
 _SILENT = ("silent", "starting")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A run under way, with the state of its ranks when it was found."""
+    """A run that is recording, with the state of its ranks when it was found."""
 
     run: Location
     name: str
     manifest: RunManifest
     watch: RunWatch
     ranks: Sequence[RankNow]
-    """The ranks that may hear a command."""
+    """The ranks that may receive a command."""
     store: Destination | None = None
-    """The destination that the run was found at; daemons carry commands from there. None for a run where it records."""
+    """The store in which the run was found, from which daemons carry commands; None if the run was found where it
+    records."""
     key: bytes = b""
-    """The key that signs a command for daemons; empty where daemons ask for no signature."""
+    """The key that signs a command for daemons; empty if daemons ask for no signature."""
 
     @property
     def attempt(self) -> int:
-        """The newest launch of the job."""
+        """The number of the newest launch of the job."""
         return max(rank.status.attempt for rank in self.ranks)
 
     @property
     def step(self) -> int | None:
-        """The step that the fastest rank is at by now, judged by its last word; None where no rank says its step."""
+        """The estimated step of the fastest rank now, from the ranks' last status; None if no rank shows its step."""
         steps = [
             rank.status.step + math.ceil(min(rank.silent_s, 60.0) * rank.status.steps_per_s)
             for rank in self.ranks
@@ -73,11 +74,11 @@ class Target:
         return max(steps, default=None)
 
     def step_ahead(self, at: str | None, option: str = "--at") -> int:
-        """Return the first step of a command, written `at` behind the option `option`.
+        """Return the first step of a command from the text `at`, which belongs to the option `option`.
 
-        A text such as ``+20`` means so many steps ahead, or more where the ranks hear of it no sooner; None means the
-        first step that every rank can hear of in time. CommandError is raised where `at` is no step, where the step has
-        passed, and where nothing tells which step the run is at.
+        ``+20`` means 20 steps ahead, or more if the ranks cannot receive the command sooner; None means the first step
+        that every rank can receive the command before. CommandError is raised if `at` is not a step, if the step has
+        passed, or if the run's present step is unknown.
         """
         text = "" if at is None else at.strip()
         if text and re.fullmatch(r"\+?[0-9]{1,14}", text) is None:
@@ -96,9 +97,10 @@ class Target:
         return step + max(int(text or 0), 2 + math.ceil(lead_s * steps_per_s))
 
     def _pace(self, option: str) -> tuple[int, float]:
-        """Return the step that the fastest rank is at by now, and its steps a second.
+        """Return the estimated step of the fastest rank now, and its steps a second.
 
-        Where a run has just begun, its statuses show no speed, or that of its slow first steps. Then it is measured.
+        The statuses of a young run show no speed, or the speed of its slow first steps. The speed is then measured
+        here.
         """
         until_s = time.monotonic() + _PACE_S + (0.0 if self.store is None else _CARRYING_S)
         ranks, began = self.ranks, dict[str, tuple[float, int]]()
@@ -120,7 +122,7 @@ class Target:
         return max(rank.status.step + math.ceil(min(rank.silent_s, 60.0) * fastest) for rank in shown), fastest
 
     def send(self, command: Command) -> Command:
-        """Leave a command where the ranks, or the daemons of their nodes, find it; return it with its number."""
+        """Write a command where the ranks, or the daemons of their nodes, find it; return it with its number."""
         if self.store is None:
             assert isinstance(self.run, Path), "what lies in an object store was shipped there"
             return send(self.run, command)
@@ -130,14 +132,15 @@ class Target:
 
 
 def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -> float | None:
-    """Return a rank's steps a second; None for a young rank whose step was not seen to move for long enough.
+    """Return a rank's steps a second; None for a young rank whose step was not watched for long enough.
 
-    The rank showed its step at `shown_s`; `began` keeps when each writer was first seen to show which step.
+    The rank showed its step at the monotonic time `shown_s`. `began` holds for each writer the time and the step that
+    were first seen.
     """
     status = rank.status
     if status.recent_s >= _YOUNG_S or rank.state == "silent":
         return status.steps_per_s
-    if status.step == 0:  # which may take minutes, as where a model is compiled
+    if status.step == 0:  # step 0 may take minutes, as when a model is compiled
         return None
     first_s, first_step = began.setdefault(status.writer, (shown_s, status.step))
     if shown_s - first_s < _WATCHED_S or status.step == first_step:
@@ -146,10 +149,10 @@ def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -
 
 
 def find_target(path: str | None, key_file: str | None) -> Target:
-    """Find a run that can take a command.
+    """Find a run that can receive a command.
 
-    CommandError is raised where the run is over, where nobody has begun to record it, or where there is a key and no
-    daemon to want it. Without `key_file` the key is that of the environment, if any.
+    CommandError is raised if the run is over, if no rank has begun to record it, or if `key_file` is given for a run
+    that is not in a store. Without `key_file` the key comes from the environment, if it names one.
     """
     location, manifest = find_run(path)
     name = manifest.name or location.name
@@ -182,10 +185,10 @@ def _states(ranks: Sequence[RankNow]) -> str:
 
 
 def sender() -> str:
-    """Return who types: a user and a host."""
+    """Return the user and the host that send a command, as ``user@host``."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container where the user has no name
+    except (KeyError, OSError):  # in a container, the user may have no name
         user = str(os.geteuid())
     return f"{user}@{os.uname().nodename}"
 
@@ -196,16 +199,16 @@ class _Heard:
 
     rank: int
     state: str
-    """The state of its answer, or ``unheard``."""
+    """The state of the rank's answer, or ``unheard``."""
     since: int | None
     until: int | None
     why: str
 
 
 def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_done: bool = False) -> Reply:
-    """Send a command; the reply waits until every rank has answered, and shows which ranks have it.
+    """Send a command; the reply waits until every rank has answered, and shows the answers.
 
-    With `until_done` the reply waits until every rank has done what the command says, not only until it is sure to.
+    With `until_done` the reply waits until every rank has done what the command says, and not only accepted it.
     """
     text = describe(command)
     command = target.send(replace(command, by=sender(), attempt=target.attempt))

@@ -1,5 +1,5 @@
-"""The node daemon: ships what lies on a node's disk to a store, is watched, and carries commands back.
+"""The node daemon: ships the runs on a node's disk to a store, shows metrics, and carries commands from the store.
 
-Must never change a run on the disk but by `recorder repair`, in a process of its own, and never remove a file that
-the store has not confirmed. A writer does not know whether a daemon is there.
+The daemon must never change a run on the disk except by `recorder repair`, in a process of its own, and never remove a
+file that the store has not confirmed. A writer does not know whether a daemon is running.
 """

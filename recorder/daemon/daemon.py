@@ -1,7 +1,7 @@
 """The daemon: looks at the watched folders, hands jobs to its threads, and runs until a signal stops it.
 
-The main thread looks and decides; threads ship. Nothing is waited for but with a deadline, and what a stop leaves under
-way is found again by the next start.
+The main thread looks and decides; other threads ship. Every wait has a deadline, and the next start finds the jobs that
+a stop leaves unfinished.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _PASS_S = 1.0
 _FIND_S = 5.0
 _STATE_S = 5.0
 _SUMMARY_S = 30.0
-"""The shortest time between two puts of the fleet's index, because each node's part is a request."""
+"""The shortest time between two puts of the fleet's index, because each node's document is a request."""
 _LATE_S = 60.0
-"""A daemon that has made no pass for so long is not healthy."""
+"""A daemon that has made no pass for this long is not healthy."""
 _ERRAND_END_S = 0.5
 """How long a stop waits for the killed process of an errand, beyond `stop_s`."""
 _LOW_PRIORITY = 10
 
 
 class Daemon:
-    """One daemon: `run` until a signal, or `run_once` until all that is here is there."""
+    """One daemon: `run` until a signal, or `run_once` until the destination has all files."""
 
     def __init__(self, settings: DaemonSettings, reload: Callable[[], DaemonSettings] | None = None) -> None:
-        """Check what can be checked without asking the store.
+        """Check everything that needs no request to the store.
 
-        ConfigError is raised where a setting cannot be used. `reload` reads the settings anew after SIGHUP.
+        ConfigError is raised if a setting cannot be used. `reload` reads the settings again after SIGHUP.
         """
         self._reload = reload
         read_key(settings.key_file)
@@ -77,7 +77,7 @@ class Daemon:
         self._counts = Entries()
         self._unshipped_before: dict[str, str] = {}
         self._fleet: FleetDocument | None = None
-        """Known once a watched folder is there, which holds the name of this node."""
+        """None until a watched folder exists, because a watched folder holds the name of this node."""
         self._pools = {
             lane: ThreadPoolExecutor(num_threads, f"recorder-{lane}")
             for lane, num_threads in (("small", settings.threads), ("large", settings.threads), ("errand", 1))
@@ -90,19 +90,19 @@ class Daemon:
         self._has_found = False
         self._state_path: Path | None = None
         self.url, self.port = "", 0
-        """The address of the metrics; empty and 0 where there is none."""
+        """The URL and the port of the metrics; empty and 0 if they are not served."""
 
     @property
     def runs(self) -> list[RunShipper]:
         return list(self._runs.values())
 
     def seen(self) -> dict[str, int]:
-        """Return how much in the watched folders was left alone: files of no run, and what no key may have."""
+        """Return the numbers of entries that were left alone: files that belong to no run, and refused entries."""
         counted = [self._counts, *(one for run in self.runs for one in run.counted)]
         return {"foreign": sum(one.num_foreign for one in counted), "refused": sum(one.num_refused for one in counted)}
 
     def check_store(self) -> None:
-        """Ask the store once, so that StoreError tells of a wrong setting before anything is moved."""
+        """Make one request to the store, so that a wrong setting raises StoreError before anything is shipped."""
         self.shared.destination.check()
 
     def run(self) -> int:
@@ -124,9 +124,9 @@ class Daemon:
                 except StoreError as error:
                     if error.kind == "anonymous":
                         raise
-                    self.shared.failed(error, "the start")  # a store that is away for now comes back
+                    self.shared.failed(error, "the start")  # a store that cannot be reached now may come back
                 _lower_priority()
-                # Else glibc keeps the largest snapshot that each thread has freed.
+                # Without this glibc keeps the largest snapshot that each thread has freed.
                 set_malloc(M_ARENA_MAX=2, M_MMAP_THRESHOLD=1 << 18, M_TRIM_THRESHOLD=1 << 20)
                 self._say_start()
                 while not self._stop.is_set():
@@ -155,14 +155,14 @@ class Daemon:
                 if self._is_all_there():
                     break
                 has_moved = self._throttle.taken_bytes != taken_bytes or bool(self._under_way)
-                if has_moved and not self.health.problem:  # what is under way has an end of its own
+                if has_moved and not self.health.problem:  # a job under way has a timeout of its own
                     taken_bytes, moved_s = self._throttle.taken_bytes, time.monotonic()
                 if time.monotonic() > moved_s + self.shared.settings.deadline_s:
                     break
                 self._wake.wait(0.1)
                 self._wake.clear()
             is_all_there = self._is_all_there() and not self._stop.is_set()
-            with contextlib.suppress(StoreError):  # it is derived
+            with contextlib.suppress(StoreError):  # the index is derived from the runs
                 self._summarise()
             self._finish()
             self.left = sum(len(run.backlog) for run in self.runs)
@@ -171,11 +171,11 @@ class Daemon:
 
     @property
     def unshipped(self) -> dict[str, str]:
-        """Return why directories that hold a run, or may hold one, are not shipped, by their paths."""
+        """Why directories that hold a run, or may hold one, are not shipped, by their paths."""
         return self._counts.unshipped | {path: why for run in self.runs for path, why in run.unshipped.items()}
 
     def stop(self) -> None:
-        """Stop soon. Re-entrant: the handlers of signals call it."""
+        """Stop soon. Signal handlers call this, so it is re-entrant."""
         self._stop.set()
         self._wake.set()
 
@@ -198,7 +198,7 @@ class Daemon:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Stop at SIGTERM and SIGINT and reload at SIGHUP, as far as this is the thread that signals come to."""
+        """Stop at SIGTERM and SIGINT, and reload at SIGHUP, inside the block; only the main thread receives signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -251,7 +251,7 @@ class Daemon:
             try:
                 jobs = run.look(now_s) if is_open else []
             except FileNotFoundError:
-                self._next_find_s = 0.0  # it was removed
+                self._next_find_s = 0.0  # the run was removed
                 continue
             except OSError as error:
                 self.shared.failed(error, run.key)
@@ -271,7 +271,7 @@ class Daemon:
             self._write_state()
 
     def _has_unlisted_run(self) -> bool:
-        """Whether the fleet's index does not name some run: commands find the runs of a destination by the index."""
+        """Tell if the fleet's index lacks one of the runs: commands find the runs of a destination by the index."""
         fleet = self._fleet or ()
         return any(run.is_known and not run.there.conflict and run.key not in fleet for run in self.runs)
 
@@ -280,7 +280,7 @@ class Daemon:
     def _submit(
         self, lane: str, job: Callable[[], None], run: RunShipper | None, end: Callable[[], object] = lambda: None
     ) -> None:
-        """Run a job in a thread of a lane; `end` is called afterwards, whatever became of the job."""
+        """Run a job in a thread of a lane; call `end` afterwards, even after an error."""
 
         def do() -> None:
             try:
@@ -304,9 +304,9 @@ class Daemon:
                 with Folder.root(root) as folder:
                     runs |= {(root, names) for names in find_runs(folder, counts)}
             except OSError as error:
-                if not isinstance(error, FileNotFoundError):  # else it is waited for
+                if not isinstance(error, FileNotFoundError):  # a missing folder is waited for
                     self.shared.failed(error, root)
-                runs |= {key for key in self._runs if key[0] == root}  # it may come back
+                runs |= {key for key in self._runs if key[0] == root}  # the folder may come back
         for key in sorted(runs - self._runs.keys()):
             try:
                 self._runs[key] = RunShipper(*key, self.shared)
@@ -354,7 +354,7 @@ class Daemon:
                 folder = self._state_path.parent
                 self._errand(run, lambda: errands.catalog(run, folder))
                 return
-            run.cataloged_bytes = 0  # the first one comes after a while, or at the end
+            run.cataloged_bytes = 0  # the first catalog is made after `catalog_s`, or at the end
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
             run.next_check_s = now_s + settings.check_s
             self._errand(run, lambda: self._check(run))
@@ -370,7 +370,7 @@ class Daemon:
         self._submit("small", carrier.carry, run, partial(setattr, run, "is_carrying", False))
 
     def _is_cataloged(self, run: RunShipper) -> bool:
-        """Whether no catalog is to be made now: the newest one is there, or has just failed."""
+        """Tell if no catalog is to be made now: the newest catalog is there, or the last attempt has just failed."""
         is_made = run.shard_bytes in (0, run.cataloged_bytes)
         return is_made or run.has_catalog_failed or not self.shared.settings.catalog_s
 
@@ -399,7 +399,7 @@ class Daemon:
         logger.info("%s: is there completely, and was removed here", run.key)
         self._next_find_s = 0.0
 
-    # What it says of itself.
+    # The daemon's own state.
 
     def _is_alive(self) -> bool:
         return time.monotonic() - self._last_pass_s < _LATE_S
@@ -433,9 +433,9 @@ class Daemon:
         write_state(self._state_path, state)
 
     def _finish(self) -> None:
-        """Wait for what is under way until the deadline, and leave the rest for the next start.
+        """Wait until the deadline for jobs under way, and leave the rest for the next start.
 
-        Catalogs of runs that are there are made now: on a node that is wiped there is no next start.
+        Catalogs of runs that are completely there are made now, because a node that is wiped has no next start.
         """
         self._stop.set()
         now_s = time.monotonic()
@@ -462,9 +462,9 @@ class Daemon:
             time.sleep(0.02)
 
     left = 0
-    """Files that `run_once` could not ship."""
+    """The number of files that `run_once` could not ship."""
     is_parked = False
-    """Whether threads are still at work, so that the process must be ended without waiting for them."""
+    """True if threads are still working, so that the process must end without waiting for them."""
 
 
 def _watched_folders(settings: DaemonSettings) -> list[str]:
@@ -489,7 +489,7 @@ def _watched_folders(settings: DaemonSettings) -> list[str]:
 
 
 def _lower_priority() -> None:
-    """Yield to training: the processor to whoever wants it, the disk to whoever has asked before."""
+    """Give training precedence: lower the priority for processor time, and use the disk only when it is idle."""
     with contextlib.suppress(OSError):
         os.nice(_LOW_PRIORITY)
     with contextlib.suppress(Exception):

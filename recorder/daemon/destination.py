@@ -1,7 +1,7 @@
-"""The destination of runs: a bucket or a folder, written so that nothing there is overwritten with something else.
+"""The destination of runs: a bucket or a folder, written so that nothing there is overwritten by other content.
 
-A new file is made only where none is; a document is replaced only where it is the one that was put before. What a store
-says of a put is checked: by its ETag where that is the MD5 that S3 has, else by reading back.
+A new file is put only if none has its name; a document is replaced only if it is still the one that was put before.
+Each put is verified: by the returned ETag if that is the MD5 that S3 computes, else by reading back.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .telemetry import Requests
 from .watching import LocalFile
 
 PART_BYTES = 5 << 20
-"""The part of a multipart upload: the least that S3 takes, because a slow link must send it within `_SILENCE_S`."""
+"""The part size of a multipart upload: the minimum of S3, because a slow link must send a part within `_SILENCE_S`."""
 _PIECE_BYTES = 1 << 18
 _SILENCE_S = 30.0
 _NUM_TRIES = 2
-"""The tries of one request. The daemon itself tries again for as long as it runs."""
+"""The tries of one request. The daemon repeats a failed job for as long as it runs."""
 _CRC_KEY = "recordercrc32c"
-"""The metadata of an object that holds the checksum of the bytes that were sent."""
+"""The metadata key under which an object holds the CRC32C of the bytes that were sent."""
 _PROBE = f"{FLEET}/_conditions"
-"""The object on which a store shows that it judges the conditions of puts."""
+"""The object with which a daemon tests that a store obeys the conditions of puts."""
 _JUDGES = b"judged\n"
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
@@ -44,7 +44,7 @@ Answer = TypeVar("Answer")
 
 
 class TakenError(Exception):
-    """Another object is there already, or another one than was expected."""
+    """The name has another object already, or another object than was expected."""
 
 
 class DamagedError(StoreError):
@@ -55,7 +55,7 @@ class DamagedError(StoreError):
 
 
 class StoredObject(NamedTuple):
-    """The facts of an object at a destination."""
+    """Size, time and ETag of an object at a destination."""
 
     size_bytes: int
     changed_s: float
@@ -63,17 +63,17 @@ class StoredObject(NamedTuple):
 
 
 class Throttle:
-    """A bound on bytes a second over all threads; 0: none."""
+    """A limit on bytes a second over all threads; 0 means no limit."""
 
     def __init__(self, max_bytes_per_s: int) -> None:
         self.max_bytes_per_s = max_bytes_per_s
         self.taken_bytes = 0
-        """The bytes sent so far, in which a waiting caller sees progress."""
+        """The bytes that were passed so far, which show a waiting caller that there is progress."""
         self._lock = threading.Lock()
         self._free_at_s = 0.0
 
     def take(self, num_bytes: int) -> None:
-        """Wait until so many bytes may go."""
+        """Wait until this number of bytes may be sent."""
         with self._lock:
             self.taken_bytes += num_bytes
             if not self.max_bytes_per_s:
@@ -84,49 +84,50 @@ class Throttle:
         time.sleep(max(begin_s - now, 0))
 
     def paced(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield each piece when it may go."""
+        """Yield each piece as soon as it may be sent."""
         for piece in pieces:
             self.take(len(piece))
             yield piece
 
 
 class Destination(Protocol):
-    """The place where a daemon keeps runs; keys are relative to it. Any thread may call."""
+    """The place to which a daemon ships runs; keys are relative to the place. Any thread may call."""
 
     url: str
     requests: Requests
-    """The requests to it. A file that is sent in parts is one request and is not counted, because it may take long."""
+    """The requests to the destination. A multipart upload may take long, and is not counted."""
 
     def check(self) -> None:
-        """Ask once whether puts are safe there; raises StoreError where it refuses or does not judge conditions."""
+        """Check once that puts are safe there; raise StoreError if the store refuses or ignores conditions of puts."""
 
     def put_new(self, key: str, file: LocalFile) -> str:
-        """Put a file that will never change; return how it was confirmed: ``etag``, ``read``, ``synced`` or ``there``.
+        """Put a file that never changes; return the confirmation: ``etag``, ``read``, ``synced`` or ``there``.
 
-        TakenError is raised where something else has the name, DamagedError where the store has kept other bytes (try
-        again), StoreError where the store cannot be asked, or refuses.
+        TakenError is raised if another object has the name, DamagedError if the store has kept other bytes (then try
+        again), and StoreError if the store cannot be reached, or refuses.
         """
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
-        """Put a document where none is (`e_tag` None), or in place of the one of this ETag; return the new ETag.
+        """Put a document where none is (`e_tag` None), or over the document with this ETag; return the new ETag.
 
-        TakenError is raised where another document is there, or none any more; StoreError as by `put_new`.
+        TakenError is raised if another document is there, or if the expected document is gone; StoreError as by
+        `put_new`.
         """
 
     def get(self, key: str) -> tuple[bytes, str] | None:
-        """Return a small document and its ETag; None where there is none.
+        """Return a small document and its ETag; None if there is none.
 
-        One that the store has damaged, as the checksum that was put with it tells, is empty: it may be replaced.
+        The content is empty if it does not match the checksum that was put with it: a damaged document may be replaced.
         """
 
     def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
-        """Yield all that lies below a prefix."""
+        """Yield key and facts of every object below a prefix."""
 
     def delete(self, keys: list[str]) -> None:
-        """Delete objects; one that is gone already is no error."""
+        """Delete objects; an object that is already gone is no error."""
 
     def renew(self) -> None:
-        """Find the credentials anew."""
+        """Read the credentials again."""
 
 
 class Bucket:
@@ -153,7 +154,7 @@ class Bucket:
         self._is_checked = True
 
     def _try_conditions(self) -> None:
-        """See that the store refuses what it must, on an object of our own that then says so to the next daemon."""
+        """Test on an object of our own that the store obeys conditions; the object then tells the next daemon."""
         with contextlib.suppress(TakenError):
             self._put_if(_PROBE, b"?", None)
         for wrong in (None, "1" if self._tag == "version" else "0" * 32):
@@ -184,7 +185,7 @@ class Bucket:
         except TakenError:
             if self._is_same(key, file, e_tag):
                 return "there"
-            if self._claims(key, crc):  # it was to be ours, and is damaged
+            if self._claims(key, crc):  # an earlier upload of this file was damaged
                 self._delete_damaged(key)
             raise
         if put_e_tag == e_tag:
@@ -236,7 +237,7 @@ class Bucket:
             return None
 
     def head(self, key: str) -> StoredObject | None:
-        """Return what is known of an object; None where there is none."""
+        """Return the facts of an object; None if there is none."""
         try:
             return self._ask(key, lambda store: _held(store.head(self._prefix + key)))
         except FileNotFoundError:
@@ -304,7 +305,7 @@ class Bucket:
 
 
 class FolderDestination:
-    """A folder, such as that of another machine's file system; what is confirmed was synced."""
+    """A folder, for example of another machine's file system; what is confirmed was synced."""
 
     def __init__(self, path: Path, throttle: Throttle) -> None:
         self.url = f"file://{path}"
@@ -344,7 +345,7 @@ class FolderDestination:
 
     @contextlib.contextmanager
     def _written(self, key: str, pieces: Iterable[bytes]) -> Iterator[tuple[Path, Path]]:
-        """Write a temporary file, sync it, and yield its path and that of the key; at the end it is removed."""
+        """Write and sync a temporary file, yield its path and the key's path, and remove the temporary file."""
         final = self.path / key
         temporary = final.with_name(f"_{final.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
         try:
@@ -389,13 +390,13 @@ class FolderDestination:
             while folder != self.path:
                 try:
                     folder.rmdir()
-                except OSError:  # it is not empty
+                except OSError:  # the folder is not empty
                     break
                 folder = folder.parent
 
 
 def parse_destination(text: str, throttle: Throttle | None = None) -> Bucket | FolderDestination:
-    """Return the destination that a URL names, and ask nothing of it; raises ConfigError for any other text."""
+    """Return the destination that a URL names, without any request; raise ConfigError for any other text."""
     throttle = throttle or Throttle(0)
     if scheme_of(text) not in (None, "file", *KINDS):
         raise ConfigError(f"to = {text!r}: expected a folder, or one of {SCHEMES}")
@@ -421,7 +422,7 @@ def _pieces(file: LocalFile) -> Iterator[bytes]:
 
 
 def _digests(file: LocalFile) -> tuple[int, str]:
-    """Return the CRC32C of a file, and the ETag that S3 gives it when it is put in parts of `PART_BYTES`."""
+    """Return the CRC32C of a file, and the ETag that S3 gives it after an upload in parts of `PART_BYTES`."""
     crc, parts = 0, [hashlib.md5(usedforsecurity=False)]
     for number, piece in enumerate(_pieces(file)):
         if number and number * _PIECE_BYTES % PART_BYTES == 0:

@@ -1,15 +1,14 @@
-"""What the daemon does for a run besides shipping: it repairs, catalogs and checks the run, and carries commands to it.
+"""The errands of the daemon for a run: repairs, catalogs, checks, and commands that are carried to the run.
 
-Other commands of the package run in a process of their own at the lowest priority: a command that crashes on a damaged
-run, or takes much memory, takes nothing of the daemon with it. New findings are posted to the webhook, which may take a
-few seconds.
-Its receiver may be slow, gone or malicious, and can waste only a few seconds of one thread: of its answer nothing but
-the status is read, and a redirection is never followed.
+Commands of the package run in processes of their own at the lowest priority, so a command that crashes on a damaged
+run, or takes much memory, does not harm the daemon. New findings are posted to the webhook. The webhook's receiver may
+be slow, gone or malicious, and can waste only a few seconds of one thread: only the status of its answer is read, and a
+redirect is never followed.
 
-Commands to runs under way come from the store and change only what is recorded, whoever sends them; the daemon judges
-each, and each writer judges it once more. Nothing is carried without `accept_commands`. With a key, a command needs a
-signature over its run, its number and its text, so that nobody can send it to another run, or a second time. Must never
-carry what is not a command.
+Commands from the store change only what a run records, whoever sends them. The daemon validates each command, and each
+writer validates it once more. Commands are carried only under `accept_commands`. With a key, a command needs a
+signature over its run, its number and its text, so that nobody can send the command to another run, or a second time.
+The daemon must never carry a file that is not a command.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _TOLD_MEMBERS = ("rule", "severity", "step", "ranks", "module_path")
 
 
 def _run(words: list[str], must_end: Callable[[], bool]) -> tuple[int, str, str]:
-    """Run a command of the package; it is killed where it must end or takes too long."""
+    """Run a command of the package; kill it if `must_end` returns True or if it takes too long."""
     package = str(Path(__file__).resolve().parents[2])
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RECORDER", "_RECORDER"))}
     command = ["nice", "-n", "19", sys.executable, "-m", "recorder", *words]
@@ -88,7 +87,7 @@ def _why(code: int, said: str) -> str:
 
 
 def repair(run: RunShipper) -> None:
-    """Seal what dead writers of a run have left open."""
+    """Seal the shards that dead writers of a run left open."""
     ended = [writer for writer in run.all_writers if writer.needs_repair]
     code, _, said = _run(["repair", run.path], run.shared.is_over)
     run.shared.counters.add("errands", f"repair {'done' if code in (0, 1) else 'failed'}")
@@ -102,7 +101,7 @@ def repair(run: RunShipper) -> None:
 
 
 def catalog(run: RunShipper, folder: Path) -> None:
-    """Make the catalog of this node's part of a run anew, and put it beside the run; a failure is tried again."""
+    """Make a new catalog of this node's part of a run, and put it beside the run; a failure is tried again."""
     shard_bytes, name = run.shard_bytes, run.catalog_name
     file = folder / f"catalog-{os.getpid()}-{os.urandom(4).hex()}.parquet"
     run.has_catalog_failed, run.next_catalog_retry_s = True, time.monotonic() + _CATALOG_PAUSE_S
@@ -168,7 +167,7 @@ _MAX_TOLD_FINDINGS = 50
 
 
 def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[str], None]) -> threading.Thread:
-    """Post findings on a thread of its own, and return it; it calls `counted` with ``sent`` or ``failed`` in 10 s."""
+    """Post findings in a new thread, and return the thread; `counted` gets ``sent`` or ``failed`` within 10 s."""
 
     def post() -> None:
         try:
@@ -201,7 +200,7 @@ def _post(url: str, findings: list[dict[str, Any]]) -> int:
     try:
         connection.connect()
         sock = connection.sock
-        # A receiver that sends its answer byte by byte keeps the timeout of the socket from ever passing.
+        # A receiver that sends its answer byte by byte would keep the timeout of the socket from ever passing.
         killer = threading.Timer(_WEBHOOK_TIMEOUT_S, lambda: sock.shutdown(2))
         killer.daemon = True
         killer.start()
@@ -216,14 +215,14 @@ def _post(url: str, findings: list[dict[str, Any]]) -> int:
 
 
 _OLDEST_S = 3600.0
-"""A command that is older when it is first seen is stale: whoever sent it has given it up."""
+"""A command that is older than this when it is first seen is stale: its sender no longer waits for it."""
 _NEWEST_S = 300.0
-"""The largest difference of clocks."""
+"""The largest allowed difference between the clocks of the sender and of this node."""
 _LEAST_KEY_BYTES = 16
 
 
 def read_key(path: str) -> bytes:
-    """Return the key of a file, empty where none is named; raises ConfigError for an unreadable or short key."""
+    """Return the key in a file, empty if no file is named; raise ConfigError for an unreadable or short key."""
     if not path:
         return b""
     try:
@@ -242,24 +241,24 @@ def signature(key: bytes, run_id: str, number: int, text: bytes) -> bytes:
 
 
 def _signature_name(number: int, command: Command) -> str:
-    """Return the name of a signature, which whoever was slower or was killed does not keep from others."""
+    """Return the name of a signature; the id in the name keeps senders of the same number apart."""
     return f"{number:06d}-{command.id}.hmac"
 
 
 class StoreCarrier:
-    """Carries the commands of one run. One job at a time."""
+    """Carries the commands of one run from the store; only one job at a time may call it."""
 
     def __init__(self, run: RunShipper) -> None:
         self._run = run
         self._folder = CommandFolder(Path(run.path))
         self._known: dict[str, int] = {}
-        """Numbers here of the commands that are here, by their ids."""
+        """The numbers of the commands on this disk, by their ids."""
         self._ids: dict[int, str] = {}
-        """Ids of the store's commands by their numbers there."""
+        """The ids of the commands in the store, by their numbers in the store."""
         self._next = 1
 
     def carry(self) -> None:
-        """Carry what is new. While nothing is, this is one request."""
+        """Carry new commands. If there is no new command, this costs one request."""
         run = self._run
         key = read_key(run.shared.settings.key_file)
         while self._next <= MAX_COMMANDS:
@@ -313,9 +312,9 @@ class StoreCarrier:
 
 
 def send_to_store(destination: Destination, run: str, command: Command, key: bytes) -> Command:
-    """Put a command for a run at a destination, signed where there is a key; return it with its number.
+    """Put a command for a run at a destination, signed if there is a key; return the command with its number.
 
-    CommandError is raised where there is no such run, or where no writer would take the command.
+    CommandError is raised if there is no such run, or if no writer would accept the command.
     """
     held = destination.get(f"{run}/{RUN_MANIFEST}")
     if held is None:
@@ -325,8 +324,8 @@ def send_to_store(destination: Destination, run: str, command: Command, key: byt
     names = [name.rpartition("/")[2] for name, _ in destination.listing(f"{run}/{COMMANDS}/")]
     first = max((number for name in names if (number := parse_command_name(name)) is not None), default=0) + 1
     for number in range(first, MAX_COMMANDS + 1):
-        with contextlib.suppress(TakenError):  # somebody was faster
-            if key:  # the signature is there first: a daemon may look at any moment
+        with contextlib.suppress(TakenError):  # another sender was faster
+            if key:  # the signature is put first, because a daemon may look at any moment
                 signed = f"{run}/{COMMANDS}/{_signature_name(number, command)}"
                 destination.put_if(signed, signature(key, run_id, number, text), None)
             destination.put_if(f"{run}/{COMMANDS}/{command_name(number)}", text, None)

@@ -1,13 +1,14 @@
 """The fleet at a destination: the name of this node, its document in the index, and which runs a prune removes.
 
-Host names are no identity, because containers, and machines that were made of one image, share them. A node's name is
-drawn once and kept in the folder of its runs: a restart, a new pod and a renamed host go on under the same name.
+Host names do not identify a node, because containers, and machines that were made from one image, share them. A node's
+name is drawn once and kept in the folder of its runs: a restart, a new pod and a renamed host keep the name.
 `run.finding` reads the index.
 
-A prune must never touch a run that may be under way, nor one with a `_keep` mark. A run that was pruned leaves its name
-in `_pruned`, so that no node puts it there again. The run's manifest goes last: a prune that was killed finds it again.
+A prune must never touch a run that may be recording, nor a run with a `_keep` mark. A pruned run leaves its name in
+`_pruned`, so that no node ships it again. The run's manifest is removed last, so that a prune that was killed finds the
+run again.
 
-The folder of the daemon's lock and state belongs to the user alone, because anybody may make names in a folder for
+The folder of the daemon's lock and state must belong to this user, because anybody may create names in a folder for
 temporary files.
 """
 
@@ -35,19 +36,19 @@ from .destination import Destination, StoredObject, TakenError
 from .watching import Folder, RefusedError
 
 PRUNED = "_pruned"
-"""The folder of a destination in which each run that was pruned leaves its name."""
+"""The folder of a destination in which each pruned run leaves its name."""
 _CATALOG = "_catalog"
 
 
 NODE = ".recorder-node"
-"""The file in a watched folder that holds the node's name; its dot keeps it out of what is counted there."""
+"""The file in a watched folder that holds the node's name; its leading dot keeps it from being counted as foreign."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}-[0-9a-f]{12}")
 
 
 def node_name(watched: Sequence[str]) -> str:
-    """Return the name of this node in keys: its host's, and what was drawn at the first start on one of the folders.
+    """Return the name of this node in keys: the host's name and a random part that a watched folder keeps.
 
-    Where no folder takes the file, the name is made of the host's, the machine's id and the folders.
+    If no folder can keep the file, the name is made from the host's name, the machine's id and the folders.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)[:100] or "node"
     for is_drawn in (False, True):
@@ -64,7 +65,7 @@ def node_name(watched: Sequence[str]) -> str:
 
 
 def _draw(path: Path, host: str) -> None:
-    """Keep a new name where there is none, or none that is valid; the first of several daemons wins."""
+    """Write a new name if there is none, or only an invalid one; if several daemons do so at once, the first wins."""
     temporary = path.with_name(f"{NODE}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         temporary.write_text(f"{host}-{os.urandom(6).hex()}\n")
@@ -87,15 +88,15 @@ def catalog_name(node: str) -> str:
 
 
 class FleetDocument:
-    """This node's document, which keeps what was said of runs that are here no more."""
+    """This node's document in the index, which also keeps runs that are no longer on this node."""
 
     def __init__(self, destination: Destination, node: str, clashes: Callable[[str], None]) -> None:
-        """Ask nothing yet. `clashes` is called once, with the host of another daemon that writes this document, too."""
+        """Make no request yet. `clashes` is called once, with the host of a second daemon that writes this document."""
         self._destination = destination
         self._key = f"{FLEET}/{node}.json"
         self._clashes = clashes
         self._daemon = os.urandom(8).hex()
-        """A word drawn at each start, which tells this daemon's documents from those of another daemon."""
+        """A word drawn at each start, which distinguishes this daemon's documents from another daemon's."""
         self._has_put = self._has_clashed = False
         self._e_tag: str | None = None
         self._runs: dict[str, Any] = {}
@@ -105,7 +106,7 @@ class FleetDocument:
         return run in self._runs
 
     def put(self, runs: Mapping[str, Any]) -> None:
-        """Put what is known of the runs of this node, where it is news."""
+        """Put the summaries of this node's runs, if any of them is new."""
         for _ in range(3):
             if not self._has_read:
                 self._read()
@@ -116,7 +117,7 @@ class FleetDocument:
             members = {"node": host, "daemon": self._daemon, "time_ns": time.time_ns(), "runs": merged}
             try:
                 self._e_tag = self._destination.put_if(self._key, encode_manifest(members), self._e_tag)
-            except TakenError:  # a prune has taken runs out, or another daemon has the name
+            except TakenError:  # a prune has removed runs, or another daemon has the same name
                 self._has_read = False
                 continue
             self._runs, self._has_put = merged, True
@@ -137,7 +138,7 @@ class FleetDocument:
 
 
 def remove_from_fleet(destination: Destination, run: str) -> None:
-    """Take a run that was pruned out of every node's document."""
+    """Remove a pruned run from the documents of all nodes."""
     for key, _ in destination.listing(f"{FLEET}/"):
         for _ in range(5):
             held = destination.get(key)
@@ -156,10 +157,10 @@ def remove_from_fleet(destination: Destination, run: str) -> None:
 
 
 def state_folder(setting: str) -> Path:
-    """Return the folder of the state, and make it; raises ConfigError where it belongs to somebody else."""
+    """Return the folder of the state, and create it; raise ConfigError if it belongs to another user."""
     runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or os.environ.get("XDG_RUNTIME_DIR", "")
     if setting:
-        path = Path(setting).absolute()  # errands have another working directory
+        path = Path(setting).absolute()  # errands run in another working directory
     elif runtime:
         path = Path(runtime) / "recorder-daemon"
     elif os.getuid() == 0:
@@ -184,13 +185,13 @@ def _name(destination: str) -> str:
 
 @contextlib.contextmanager
 def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Path]:
-    """Hold the lock of a destination and of the watched folders; yield the file for the daemon's state.
+    """Hold the lock of a destination and of the watched folders; yield the path of the daemon's state file.
 
-    WriteError is raised, and says which daemon it is, where another daemon has the lock.
+    WriteError names the other daemon if another daemon has the lock.
     """
     others = folder / ".starting"
     with open(others, "a") as gate:
-        fcntl.flock(gate, fcntl.LOCK_EX)  # two that start at once look one after the other
+        fcntl.flock(gate, fcntl.LOCK_EX)  # daemons that start at once check one after the other
         for other in running(folder):
             who = f"process {other.get('pid')} (to {other.get('to')}, watching {', '.join(other.get('watch', ()))})"
             if other.get("to") == destination:
@@ -216,7 +217,7 @@ def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Pa
 
 
 def running(folder: Path) -> list[dict[str, Any]]:
-    """Return what the daemons that hold a lock in the folder say of themselves."""
+    """Return the states of the daemons that hold a lock in the folder."""
     daemons = []
     for path in sorted(folder.glob("*.lock")):
         with contextlib.suppress(OSError, ValueError), open(path) as lock:
@@ -228,7 +229,7 @@ def running(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Replace the state; an error leaves it old."""
+    """Replace the state file; after an error the old state stays."""
     with contextlib.suppress(OSError):
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(state))
@@ -236,28 +237,28 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def holds_folder(outer: str, inner: str) -> bool:
-    """Whether a folder is another one, or holds it at any depth."""
+    """Return True if `outer` is the folder `inner`, or contains it at any depth."""
     return inner == outer or inner.startswith(outer.rstrip("/") + "/")
 
 
 KEEP = "_keep"
 _QUIET_S = 3600.0
-"""A run with an object that is younger may be under way, whatever its manifests say."""
+"""A run with an object that is younger than this may be recording, whatever its manifests say."""
 
 
 class KeptRun(NamedTuple):
-    """A run at the destination, as its listing shows it."""
+    """A run at the destination, as a listing shows it."""
 
     key: str
     num_bytes: int
     num_objects: int
     changed_s: float
-    """When its newest object was put."""
+    """The time at which the run's newest object was put."""
     is_kept: bool
 
 
 class PrunePlan(NamedTuple):
-    """The plan of a prune for one run: whether the run goes, and why."""
+    """The plan of a prune for one run: whether the run is removed, and why."""
 
     run: KeptRun
     goes: bool
@@ -265,7 +266,7 @@ class PrunePlan(NamedTuple):
 
 
 def list_runs(destination: Destination) -> list[KeptRun]:
-    """Return all runs at a destination, the oldest first; one listing of all of it."""
+    """Return all runs at a destination, the oldest first, from one listing of the whole destination."""
     folders: dict[str, list[tuple[str, StoredObject]]] = {}
     everything = list(destination.listing(""))
     for key, _ in everything:
@@ -300,7 +301,7 @@ def plan_prune(
     names: Sequence[str] = (),
     now_s: float | None = None,
 ) -> list[PrunePlan]:
-    """Return what goes by age, by the bytes that may stay (the oldest go first), or by name."""
+    """Plan which runs to remove by age, by the bytes that may stay (the oldest go first), or by name."""
     now_s = time.time() if now_s is None else now_s
     runs = list_runs(destination)
     for name in names:
@@ -332,11 +333,11 @@ def plan_prune(
 
 
 def prune(destination: Destination, run: KeptRun) -> bool:
-    """Remove a run there; return False where it has changed since it was listed, or was marked, and stays."""
+    """Remove a run there; return False, and keep the run, if it was changed or marked since it was listed."""
     before = dict(destination.listing(f"{run.key}/"))
     if f"{run.key}/{KEEP}" in before or max((one.changed_s for one in before.values()), default=0) > run.changed_s:
         return False
-    with contextlib.suppress(TakenError):  # an earlier prune of it was killed
+    with contextlib.suppress(TakenError):  # an earlier prune of this run was killed
         destination.put_if(f"{PRUNED}/{run.key}.json", encode_manifest({"time_ns": time.time_ns()}), None)
     last = f"{run.key}/{RUN_MANIFEST}"
     manifests = [key for key in before if key.endswith(f"/{WRITER_MANIFEST}")]
@@ -349,9 +350,9 @@ def prune(destination: Destination, run: KeptRun) -> bool:
 
 
 def find_key(destination: Destination, typed: str) -> str:
-    """Return the directory of the run that was typed: that directory, or a name or the beginning of one.
+    """Return the directory of the run that was typed as a directory, as a name, or as the beginning of either.
 
-    A name of several runs is refused with LookupFailedError, because what is asked for may remove the run.
+    A name that several runs share is refused with LookupFailedError, because the caller may remove the run.
     """
     folder, _, name = typed.rpartition("/")
     if name and destination.get(f"{typed}/{RUN_MANIFEST}") is not None:
@@ -371,11 +372,11 @@ def find_key(destination: Destination, typed: str) -> str:
 
 
 def set_keep(destination: Destination, key: str, *, is_kept: bool) -> None:
-    """Put or remove the mark that keeps a run from every prune; raises LookupFailedError for an unknown run."""
+    """Put or remove the mark that protects a run from every prune; raise LookupFailedError for an unknown run."""
     if destination.get(f"{key}/{RUN_MANIFEST}") is None:
         raise LookupFailedError(f"{destination.url}/{key}: no such run; `recorder ls {destination.url}` lists them")
     if is_kept:
-        with contextlib.suppress(TakenError):  # it is marked
+        with contextlib.suppress(TakenError):  # the run is already marked
             destination.put_if(f"{key}/{KEEP}", b"", None)
     else:
         destination.delete([f"{key}/{KEEP}"])

@@ -1,7 +1,7 @@
-"""The metrics of the daemon and of the runs of its node, by Prometheus' names; no metric is renamed later.
+"""The metrics of the daemon and of the runs of its node for Prometheus; no metric is ever renamed.
 
-docs/daemon-reference.md lists every metric, and a test compares the list with what is shown. Must never ask the store
-anything. The port answers GET to /metrics, /healthz and /readyz, and takes nothing from whoever asks.
+docs/daemon-reference.md lists every metric, and a test compares the list with what is served. The metrics must never
+make a request to the store. The port answers only GET, to /metrics, /healthz and /readyz, and takes no input.
 """
 
 from __future__ import annotations
@@ -56,16 +56,15 @@ COUNTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "commands": ("Commands from the store, by what became of them", "result", _COMMANDS),
     "refused_contents": ("Files whose content is not what their name says", "reason", ("content",)),
 }  # fmt: skip
-"""The counters by their names in `Counters`: the help, the label, and the words that the label may have.
+"""The counters by their names in `Counters`: the help, the label, and the values that the label may have.
 
-The metric is called ``recorder_daemon_`` and the name. Each is shown from the start as 0: a counter that appears with
-its first event has no increase to alert on.
-"""
+The metric is called ``recorder_daemon_`` and the name. Each metric is shown from the start as 0: a counter that appears
+with its first event has no increase to alert on."""
 _DROP_REASONS = (
     *("pool_full", "ring_full", "disk_full", "disk_floor", "quota", "no_memory", "write_error:EIO"),
     *("interrupted", "abandoned_at_close", "writer_error", "writer_dead"),
 )
-"""Reasons for which rows are dropped, shown as 0 until they are. There are others: FORMAT.md leaves them open."""
+"""Reasons for dropped rows that are shown as 0 until rows are dropped. FORMAT.md allows further reasons."""
 
 _Value = str | Callable[[WriterShipper], float | None]
 """The member of a rank's status that is shown, or a function that returns the number."""
@@ -89,9 +88,9 @@ _SUMS_OF_RANK: tuple[tuple[str, str, _Value], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a registry keeps collectors by their identity
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a registry identifies collectors by `id`
 class DaemonCollector:
-    """Makes the metrics when they are asked for."""
+    """Makes the metrics whenever they are requested."""
 
     counters: Counters
     health: Health
@@ -178,7 +177,7 @@ class DaemonCollector:
 
 
 def make_registry(collector: DaemonCollector) -> CollectorRegistry:
-    """Return a registry with the daemon's metrics and those of its process."""
+    """Return a registry with the metrics of the daemon and of its process."""
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)
@@ -215,7 +214,7 @@ _TIMEOUT_S = 10
 
 
 class MetricsServer:
-    """Serves on one thread a request until `close`."""
+    """Serves requests on a thread until `close`."""
 
     def __init__(
         self,
@@ -224,7 +223,7 @@ class MetricsServer:
         is_alive: Callable[[], bool],
         not_ready: Callable[[], str],
     ) -> None:
-        """Take the port; raises ConfigError where the port, the certificate or the password cannot be used."""
+        """Bind the port; raise ConfigError if the port, the certificate or the password cannot be used."""
         address, certificate = settings.address, settings.listen_certificate
         wanted = _authorization(settings.listen_password_file)
         if certificate:
@@ -263,7 +262,7 @@ class MetricsServer:
                 self.wfile.write(body)
 
             def log_message(self, *words: Any) -> None:
-                """Say nothing: a scrape every few seconds is no news."""
+                """Log nothing: a scrape every few seconds is no news."""
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
@@ -273,7 +272,7 @@ class MetricsServer:
                 connection, client = super().get_request()
                 if not certificate:
                     return connection, client
-                try:  # the file is read each time, since certificates are renewed; the handler's thread shakes hands
+                try:  # read anew each time, because certificates are renewed; the handler's thread shakes hands
                     return _tls(certificate).wrap_socket(
                         connection, server_side=True, do_handshake_on_connect=False
                     ), client
@@ -282,7 +281,7 @@ class MetricsServer:
                     raise OSError(str(error)) from error
 
             def handle_error(self, *words: Any) -> None:
-                """Say nothing of clients that speak no TLS, or leave."""
+                """Log nothing about clients that speak no TLS or disconnect."""
 
         try:
             self._server = Server(address, Handler)
@@ -306,8 +305,8 @@ class MetricsServer:
 def _tls(certificate: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(certificate, password="")  # which no terminal is asked for
-    except OSError as error:  # an ssl.SSLError is one
+        context.load_cert_chain(certificate, password="")  # else OpenSSL would ask a terminal
+    except OSError as error:  # ssl.SSLError is a subclass
         raise ConfigError(
             f"listen_certificate = {certificate!r}: cannot be used ({error.strerror or error}); expected a PEM file "
             "with a certificate and its key"

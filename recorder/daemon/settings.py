@@ -1,6 +1,6 @@
-"""The settings of the daemon: one TOML file, the environment, the command line; the latter wins.
+"""The settings of the daemon from a TOML file, the environment and the command line; each overrides those before.
 
-The variables begin with ``RECORDERD_``, because a training refuses what begins with ``RECORDER_`` and is no setting.
+The variables begin with ``RECORDERD_``, because a training refuses unknown variables that begin with ``RECORDER_``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _FIXED = ("watch", "to", "listen", "listen_certificate", "listen_password_file",
 
 
 def _setting(default: Any, doc: str, metavar: str | None = None) -> Any:
-    """Describe a setting; `metavar` is what the help calls its value on the command line where that is a text."""
+    """Describe a setting. `metavar` is the placeholder of its value in the command's help; None if it is no text."""
     return field(default=default, metadata={"doc": doc, "metavar": metavar})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonSettings:
-    """Everything that can be set; each field's text says what it does, here and in the command's help."""
+    """All settings of the daemon. The text of each field explains the setting, here and in the command's help."""
 
     watch: tuple[str, ...] = _setting((), "a folder of this node's runs; RECORDER_DIR or recordings; repeatable", "DIR")
     to: str = _setting("", f"where runs go: {DESTINATIONS} or file:///DIR", "URL")
@@ -72,12 +72,12 @@ class DaemonSettings:
 
     @property
     def keep_local_s(self) -> float:
-        """Return how long an ended run stays, in seconds; infinite where nothing is removed."""
+        """How long an ended run stays on the disk, in seconds; infinite if nothing is removed."""
         return math.inf if self.keep_local == KEEP_ALL else duration_s("keep_local", self.keep_local)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Return host and port of `listen`."""
+        """Host and port of `listen`."""
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isdigit() or not 0 <= int(port) < 65536:
             raise ConfigError(f"listen = {self.listen!r}: expected HOST:PORT, such as 127.0.0.1:9436")
@@ -118,13 +118,13 @@ def load_daemon_settings(
 
 
 def reloaded(old: DaemonSettings, new: DaemonSettings) -> tuple[DaemonSettings, list[str]]:
-    """Return the settings after a reload, and the names of those that need a restart and stay as they are."""
+    """Return the settings after a reload, and the names of changed settings that keep their values until a restart."""
     kept = [name for name in _FIXED if getattr(old, name) != getattr(new, name)]
     return dataclasses.replace(new, **{name: getattr(old, name) for name in _FIXED}), kept
 
 
 def duration_s(name: str, text: str) -> float:
-    """Return the seconds of a text such as ``90``, ``15m``, ``12h`` or ``30d``; raises ConfigError for others."""
+    """Return the seconds of a text such as ``90``, ``15m``, ``12h`` or ``30d``; raise ConfigError for another text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match is not None and match[2] in _UNITS else math.inf
     if math.isinf(seconds):

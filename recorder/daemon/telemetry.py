@@ -1,4 +1,4 @@
-"""The daemon's counters, the health of the store, and the lines of the log on standard error. Any thread may call."""
+"""The daemon's counters, the health of the store, and the log on standard error. Any thread may call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_WAIT_S = 30.0
 
 
 class Counters:
-    """Sums by a name and one word, such as a reason."""
+    """Sums by a name and a label, such as a reason."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class Counters:
             self._sums.setdefault(name, Counter())[word] += amount
 
     def of(self, name: str) -> dict[str, int]:
-        """Return the sums of a name by their words."""
+        """Return the sums of a name by their labels."""
         with self._lock:
             return dict(self._sums.get(name, ()))
 
@@ -37,9 +37,9 @@ class Counters:
 
 
 class Requests:
-    """Counts requests to the store and their seconds; requests under way count as far as they are.
+    """Counts requests to the store and their seconds; requests under way count with their seconds so far.
 
-    Only these numbers show a store that hangs, and answers just before a request is given up.
+    Only these numbers reveal a store that hangs, and answers just before a request times out.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,7 +63,7 @@ class Requests:
                 self._ended_s += self._clock() - self._began_s.pop(key)
 
     def totals(self) -> tuple[int, float]:
-        """Return the number of requests and the seconds of all of them together; both only grow."""
+        """Return the number of requests and the sum of their seconds; both only grow."""
         with self._lock:
             now_s = self._clock()
             under_way_s = sum(now_s - began_s for began_s in self._began_s.values())
@@ -71,7 +71,7 @@ class Requests:
 
 
 class Health:
-    """Whether the store answers; after an error nothing is asked for a while, which doubles up to half a minute."""
+    """Whether the store works; an error blocks requests for a time that doubles up to half a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -79,13 +79,13 @@ class Health:
         self._wait_s = 0.0
         self._until_s = 0.0
         self.problem = ""
-        """The last error, as a sentence; empty while all is well."""
+        """The last error, as a sentence; empty while the store works."""
         self.answered_s = 0.0
-        """When the store has last done what it was asked, by the wall clock; 0: never."""
+        """The wall-clock time of the store's last success; 0 means never."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the store may be asked now."""
+        """True if requests are allowed now."""
         return self._clock() >= self._until_s
 
     def succeeded(self) -> None:
@@ -94,7 +94,7 @@ class Health:
 
     def failed(self, problem: str) -> None:
         with self._lock:
-            if self._clock() < self._until_s:  # others have failed with it
+            if self._clock() < self._until_s:  # jobs that failed at the same time count as one failure
                 return
             self._wait_s = min(max(2 * self._wait_s, 0.5), _LONGEST_WAIT_S)
             self._until_s = self._clock() + self._wait_s * random.uniform(0.7, 1.3)
@@ -105,7 +105,7 @@ _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: ``time``, ``level``, ``message``, and what else a line knows."""
+    """Formats a record as one JSON object: ``time``, ``level``, ``message``, and the extra members of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         members: dict[str, Any] = {
@@ -120,7 +120,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people: paths and names may hold anything, and a terminal must not obey them."""
+    """Formats a record as a line of text with unprintable characters escaped, because names may come from anywhere."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -130,7 +130,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler[Any]):
-    """Writes to what standard error is when a line is written."""
+    """Writes to the stream that is `sys.stderr` at the time of each line."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -141,7 +141,7 @@ class _Stderr(logging.StreamHandler[Any]):
 
 
 def log_to_stderr(kind: str) -> None:
-    """Write the daemon's lines to standard error."""
+    """Write the daemon's log to standard error, as ``text`` or ``json``."""
     logger = logging.getLogger("recorder.daemon")
     handler = _Stderr()
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())

@@ -1,7 +1,7 @@
 """Lists the runs, writers and files below the watched folders, and never follows a link.
 
 Every component of a path is opened from its parent's descriptor, so that nobody can put a link in the way between two
-looks. What a name may be is decided here, before it becomes a key in a store. Must never write.
+looks. Names are checked here, before they become keys in a store. This module must never write.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from ..format.rundir import (
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
-"""Names that are the same in every store, and that no shell, URL or terminal reads otherwise."""
+"""Names that are the same in every store, and that are harmless in every shell, URL and terminal."""
 _ASIDE = re.compile(r"_[A-Za-z0-9._=+@-]*\.(json|damaged)")
 """Matches other files of a run: informative documents, and damaged shards that a repair has set aside."""
 _REMAINS = re.compile(r".*\.tmp|__.*\.open|_shipped-.*|_commands|_keep")
-"""Names that are neither shipped nor counted as foreign: half-written files, our ledgers, commands and marks."""
+"""Names that are neither shipped nor counted as foreign: half-written files, the daemon's ledgers, commands and marks.
+"""
 _MAX_DEPTH = 4
-"""Folders between a watched folder and a run."""
+"""The most folders between a watched folder and a run."""
 _GLOBAL_DIR = "global"
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\0", ".json": b"{"}
-"""The first bytes of files by the end of their names: a hard link to something else goes nowhere."""
+"""The first bytes of files by the extension: a hard link to a file of another kind is not shipped."""
 
 
 class Stamp(NamedTuple):
@@ -54,11 +55,11 @@ class Stamp(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A file is not what its name says: a link, a device, or other content. It is left alone and counted."""
+    """A file is not what its name says, but a link, a device or other content. The file is left alone and counted."""
 
 
 class LocalFile:
-    """A regular file that was opened safely; a `ByteSource`, as far as messages are looked at."""
+    """A regular file that was opened safely; provides what `read.messages` needs of a `ByteSource`."""
 
     def __init__(self, descriptor: int, where: str) -> None:
         self.where = where
@@ -69,7 +70,7 @@ class LocalFile:
         self.stamp = Stamp.of(status)
 
     def bytes(self, offset: int, num_bytes: int) -> bytes:
-        """Return exactly these bytes; raises OSError where the file is shorter by now."""
+        """Return exactly these bytes; raise OSError if the file has become shorter."""
         parts, wanted = [], num_bytes
         while wanted:
             part = os.pread(self.descriptor, wanted, offset)
@@ -102,11 +103,11 @@ class Entries:
     directories: list[str] = field(default_factory=list)
     files: dict[str, Stamp] = field(default_factory=dict)
     num_refused: int = 0
-    """Links, devices, and names that no key may have."""
+    """The number of links, devices, and entries whose names may not become keys."""
     num_foreign: int = 0
-    """Files and directories that are no part of a run."""
+    """The number of files and directories that belong to no run."""
     misnamed: list[str] = field(default_factory=list)
-    """Directories with names that no key may have."""
+    """Directories whose names may not become keys."""
     unshipped: dict[str, str] = field(default_factory=dict)
     """Why directories that hold a run, or may hold one, are not shipped, by their paths."""
 
@@ -132,7 +133,7 @@ class WriterFiles:
 
     @property
     def changed_s(self) -> float:
-        """When the newest file was changed; 0 without any."""
+        """The time at which the newest file was changed; 0 without files."""
         kinds = (self.sealed, self.opened)
         stamps = [stamp for kind in kinds for stamp in kind.values()]
         stamps += [stamp for stamp in (self.manifest, self.status) if stamp is not None]
@@ -140,7 +141,7 @@ class WriterFiles:
 
 
 class Folder:
-    """A directory that is held open; its entries are opened from its descriptor alone."""
+    """A directory that is held open; its entries are opened only from its descriptor."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self.path = path
@@ -148,11 +149,11 @@ class Folder:
 
     @classmethod
     def root(cls, path: str) -> Folder:
-        """Open a watched folder, which may itself be a link: whoever started the daemon has named it."""
+        """Open a watched folder, which may be a link, because the person who started the daemon named it."""
         return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def below(self, *names: str) -> Folder:
-        """Open a directory below this one; raises OSError where one of the names is missing, or is a link."""
+        """Open a directory below this one; raise OSError if one of the names is missing, or is a link."""
         descriptor = os.dup(self.descriptor)
         for name in names:
             try:
@@ -163,12 +164,12 @@ class Folder:
         return Folder("/".join((self.path, *names)), descriptor)
 
     def open(self, name: str) -> LocalFile:
-        """Open a regular file that begins as its name promises (else RefusedError); OSError: it cannot be opened."""
+        """Open a regular file; raise RefusedError if it is another kind of file, or OSError if it cannot be opened."""
         where = f"{self.path}/{name}"
         try:
             descriptor = os.open(name, _OPEN, dir_fd=self.descriptor)
         except OSError as error:
-            if error.errno == 40:  # ELOOP: a link
+            if error.errno == 40:  # ELOOP: the file is a link
                 raise RefusedError(f"{where}: is a symbolic link") from error
             raise
         try:
@@ -176,7 +177,7 @@ class Folder:
                 raise RefusedError(f"{where}: is not a regular file")
             head = _HEADS.get(name[name.rfind(".") :], b"")
             content = os.pread(descriptor, len(head), 0)
-            if content != head[: len(content)]:  # one that has only begun may be shorter
+            if content != head[: len(content)]:  # a file that was just begun may be shorter
                 raise RefusedError(f"{where}: does not begin as a file of this name does")
         except BaseException:
             os.close(descriptor)
@@ -204,7 +205,7 @@ class Folder:
         return listed
 
     def changed_ns(self, path: str = ".") -> int:
-        """Return when this directory, or one below it, was changed; nothing of it is opened."""
+        """Return the time at which this directory, or a directory below it, was changed, without opening it."""
         return os.stat(path, dir_fd=self.descriptor, follow_symlinks=False).st_mtime_ns
 
     def __enter__(self) -> Self:
@@ -215,7 +216,7 @@ class Folder:
 
 
 def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the `names` that lead from a watched folder to each run below, and count what belongs to no run."""
+    """Yield the `names` that lead from a watched folder to each run below, and count entries that belong to no run."""
     entries = folder.entries(with_stamps=False)
     if RUN_MANIFEST in entries.files and names:
         yield names
@@ -231,7 +232,7 @@ def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> I
                 yield from find_runs(inner, counts, (*names, name))
         except PermissionError as error:
             counts.unshipped[f"{folder.path}/{name}"] = closed_to_us(error)
-        except OSError:  # it is gone, or was replaced
+        except OSError:  # the directory is gone, or was replaced
             continue
     for name in entries.misnamed:
         with contextlib.suppress(OSError), folder.below(name) as inner:
@@ -240,12 +241,12 @@ def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> I
 
 
 def closed_to_us(error: PermissionError) -> str:
-    """Return why a directory that may not be read is not shipped."""
+    """Return as a sentence that the daemon may not read a directory."""
     return f"the daemon may not look into it ({error.strerror})"
 
 
 def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], Entries]:
-    """Return the writers of a run as pairs of names, its own documents, and what was counted on the way."""
+    """Return the writers of a run as pairs of names, the run's own documents, and the counted entries."""
     entries = folder.entries()
     counts = Entries(num_refused=entries.num_refused)
     documents = {name: stamp for name, stamp in entries.files.items() if _ASIDE.fullmatch(name)}
@@ -259,7 +260,7 @@ def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], E
             except PermissionError as error:
                 counts.unshipped[f"{folder.path}/{name}"] = closed_to_us(error)
                 continue
-            except OSError:  # it is gone, or was replaced
+            except OSError:  # the directory is gone, or was replaced
                 continue
             writers += [(name, writer) for writer in below.directories]
             counts.num_refused += below.num_refused
@@ -297,7 +298,7 @@ def list_writer(folder: Folder) -> WriterFiles:
 
 
 def sealed_name(name: str) -> str:
-    """Return the final name of an open shard."""
+    """Return the name that an open shard gets when it is sealed."""
     shard = parse_shard_name(name)
     assert shard is not None, "only shards are asked about"
     return shard_name(shard.kind, shard.number)

@@ -1,10 +1,10 @@
 """One file for each command, named after the command: its options, its help, and what it prints.
 
-A file of a command holds a function `command`, whose signature is the command's options and whose docstring is its
-help. It returns a `Reply`, which `app` prints and for which `app` adds the option ``--json``; a command that prints by
-itself returns an exit code. `EPILOG` is "Examples: " and two or more commands that a reader may type, with four spaces
-between them; `tests/cli/test_help_examples.py` runs them. `SETTINGS`, where there are any, are handed to typer. A file
-is imported when its command is called.
+The file of a command holds a function `command`, whose signature gives the command's options and whose docstring is the
+command's help. The function returns a `Reply`, which `app` prints and for which `app` adds the option ``--json``; a
+function that prints by itself returns an exit code. `EPILOG` is "Examples: " and two or more commands that a reader may
+type, with four spaces between them; `tests/cli/test_help_examples.py` runs them. `SETTINGS`, if present, are passed to
+typer. The file is imported when the command is called.
 """
 
 from __future__ import annotations

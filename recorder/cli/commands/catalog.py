@@ -1,4 +1,4 @@
-"""``recorder catalog``: all rows of all ranks in one file, with a progress bar."""
+"""``recorder catalog``: writes all rows of all ranks to one Parquet file."""
 
 from __future__ import annotations
 

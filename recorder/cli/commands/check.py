@@ -1,4 +1,4 @@
-"""``recorder check``: what is wrong with a training, one sentence a finding, or JSON."""
+"""``recorder check``: prints what is wrong with a training, one sentence for each finding, or JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recorder checkpoint``: writes tensors for torch, and names those that cannot be written, and why."""
+"""``recorder checkpoint``: writes tensors as torch loads them, and names the tensors that cannot be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recorder daemon``: ships the runs of a node to a store, and keeps house there."""
+"""``recorder daemon``: ships the runs of a node to a store, and removes old runs there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EPILOG = (
 )
 
 _SILENT_S = 60
-"""How old the state of a daemon may be before the age is shown."""
+"""The age in seconds from which the state of a daemon is shown with its age."""
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
@@ -66,7 +66,7 @@ def command(
     if runs and action in ("ship", "status"):
         raise LookupFailedError(f"{action}: takes no RUN; folders are named with --watch")
     try:
-        from ...daemon import daemon as _  # noqa: F401 # all that it needs is installed
+        from ...daemon import daemon as _  # noqa: F401 # ImportError if a package of the daemon is missing
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "prometheus_client":
             raise
@@ -87,7 +87,7 @@ def command(
 
 
 def _option(item: Field[Any]) -> inspect.Parameter:
-    """Return the option of the command for a setting of the daemon; without the option the setting is not given."""
+    """Return the command-line option for a setting of the daemon; its default None means that it was not given."""
     doc, metavar, default = item.metadata["doc"], item.metadata["metavar"], item.default
     kind = list[str] if isinstance(default, tuple) else str if metavar else type(default)
     shown = f" ({default:g})" if isinstance(default, (int, float)) and default else f" ({default})" if default else ""
@@ -98,13 +98,13 @@ def _option(item: Field[Any]) -> inspect.Parameter:
 
 
 _signature = inspect.signature(command, eval_str=True)
-command.__signature__ = _signature.replace(  # type: ignore[attr-defined] # typer asks for it
+command.__signature__ = _signature.replace(  # type: ignore[attr-defined] # typer reads it
     parameters=[*list(_signature.parameters.values())[:-1], *map(_option, fields(DaemonSettings))]
 )
 
 
 def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, once: bool) -> NoReturn:
-    """Ship until the end of the daemon, which logs what it does, and end with its exit code."""
+    """Ship until the daemon ends, and end this process with the daemon's exit code; the daemon logs what it does."""
     from ...daemon.daemon import Daemon
     from ...daemon.telemetry import log_to_stderr
 
@@ -126,7 +126,7 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
     if daemon.is_parked:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # an upload that hangs must not keep the process from its end
+        os._exit(code)  # an upload that hangs must not delay the end of the process
     raise typer.Exit(code)
 
 
@@ -171,7 +171,7 @@ def _keys(destination: Destination, runs: list[str]) -> list[str]:
 
 
 def _mark(action: str, settings: DaemonSettings, runs: list[str]) -> NoReturn:
-    """Set or remove the marks that keep runs from every prune, which is done without a word."""
+    """Set or remove the marks that protect runs from every prune, and exit without printing anything."""
     from ...daemon.fleet import set_keep
 
     destination = _destination(action, settings)

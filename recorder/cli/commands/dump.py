@@ -51,7 +51,7 @@ def _window(run: Run, name: str) -> RingWindow:
     for text in dict.fromkeys(text for writer in run.writers for text in writer.manifest.rules):
         try:
             rules += parse_rules(text, takes_unknown_sites=True)
-        except ConfigError:  # of a later version
+        except ConfigError:  # the rule is from a later version
             continue
     window = ring_window(rules)
     if window is None:
@@ -67,7 +67,7 @@ def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, i
     if text is None:
         if now is None:
             raise CommandError(f"{target.name}: no rank shows its step (status_interval_s = 0); name one with --step")
-        if target.store is not None:  # a ring has given up what is under way by the time that a daemon has carried this
+        if target.store is not None:  # a daemon takes longer to carry this than a ring holds a step
             now = target.step_ahead(None)
         return max(now - window.before, 0), now + window.after
     if re.fullmatch(r"\+[0-9]{1,14}", text.strip()):

@@ -73,7 +73,7 @@ def command(
     with options.mapper_for(scheduler) as mapper:
         planned: Export | BoardExport
         if to in BOARDS:
-            show_pandas()  # wandb looks whether it is there
+            show_pandas()  # wandb looks for pandas when it is imported
             planned = BoardExport(run, to, selection, question, payload=payload, mapper=mapper)
         else:
             planned = Export(run, to, selection, question, payload=payload, mapper=mapper)

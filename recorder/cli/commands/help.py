@@ -12,7 +12,7 @@ EPILOG = "Examples: recorder help diff    recorder help"
 
 
 def complete_command(incomplete: str) -> list[str]:
-    """Offer the commands that begin with what was typed."""
+    """Offer the commands that begin with the typed text."""
     return [name for name in COMMANDS if name.startswith(incomplete)]
 
 

@@ -30,7 +30,7 @@ from ..options import complete_run
 EPILOG = "Examples: recorder ls recordings    recorder ls @-1 --json"
 
 _STATES = ("unclosed", "recording", "closed")
-"""States of writers, the worst first: a run has the state of its worst writer."""
+"""The states of writers, the worst first: a run has the state of its worst writer."""
 
 
 def command(
@@ -79,7 +79,7 @@ def _runs_reply(folder: Location) -> Reply:
 
 
 def _fleet_row(path: str, summary: dict[str, Any]) -> list[str]:
-    """Return the cells of a run that the index of a fleet names; nothing of it is opened."""
+    """Return the cells of a run from the index of a fleet, without opening any file of the run."""
     num_ranks = len(summary["ranks"])
     ranks = f"{num_ranks} of {summary['world_size']}" if summary["world_size"] else str(num_ranks)
     steps = "" if summary["last_step"] is None else f"..{summary['last_step']}"
@@ -184,7 +184,7 @@ def _lost_rows(summary: dict[str, Any]) -> str:
 
 
 def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one entry for all writers of a rank: a merge makes a writer for each unit of its work."""
+    """Return one entry for all writers of a rank: a merge makes a writer for each unit."""
     entries: dict[int | None, dict[str, Any]] = {}
     for writer in writers:
         empty = {**writer, "steps": [], "rows": 0, "bytes": 0, "sites": [], "num": 0}

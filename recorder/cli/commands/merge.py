@@ -51,9 +51,9 @@ _KINDS = {
     "between_stages": "kept per rank, because it goes from one pipeline stage to another",
     "superseded": "left out, because a newer attempt recorded the same steps",
 }
-"""The text of each kind of finding; a kind without one is shown by its name."""
+"""The text for each kind of finding; a kind without a text is shown by its name."""
 _OF_WRITERS = ("stranger", "superseded")
-"""Kinds of findings about writers, which are counted once for each unit, whatever its number of rows."""
+"""The kinds of findings about writers, which are counted once for each unit, whatever its number of rows."""
 _KEPT_BYTES = 128 << 20
 
 
@@ -114,7 +114,7 @@ def _merge(
 
 @contextmanager
 def _workers(num_workers: int) -> Iterator[Executor | None]:
-    """Start processes that merge beside this one. They are fresh ones: a fork would inherit Arrow's locks."""
+    """Start worker processes for a merge by spawning, because a forked process would inherit Arrow's locks."""
     if num_workers < 1:
         yield None
         return
@@ -124,7 +124,7 @@ def _workers(num_workers: int) -> Iterator[Executor | None]:
 
 
 def _begin_worker() -> None:
-    """Let a worker end with the merge: quietly on an interrupt, and also after a kill, which a pool hides."""
+    """Make a worker end with the merge: quietly on an interrupt, and also after a kill, which the pool ignores."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     hide_pandas()
     _prepare()
@@ -134,10 +134,10 @@ def _begin_worker() -> None:
 
 
 def _prepare() -> None:
-    """Tune the memory of this process for merging, which is all that it does.
+    """Tune the memory of this process for merging, which is all that the process does.
 
-    glibc keeps freed payloads: else the kernel zeroes the same pages for each payload, 10 % of a merge. The garbage
-    collection before each window leaves out the objects that were there before: 9 % of the processor time.
+    glibc keeps freed payloads, or else the kernel zeroes the same pages for each payload: 10 % of a merge. The garbage
+    collection before each window skips the objects that exist now: 9 % of the processor time.
     """
     gc.freeze()
     set_malloc(M_MMAP_THRESHOLD=PART_BYTES, M_TRIM_THRESHOLD=_KEPT_BYTES)

@@ -1,4 +1,4 @@
-"""``recorder prove``: shows on the user's own program whether it trains under the recorder as it does without."""
+"""``recorder prove``: shows on the user's own program whether it trains the same with and without the recorder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recorder repair``: repairs a run, and shows what was done as a table and a verdict."""
+"""``recorder repair``: repairs a run, and prints what was done as a table and a verdict."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def command(
 
 
 def check_is_local(path: str | None) -> None:
-    """Raise LookupFailedError for a run in a store, before anything is asked of the store."""
+    """Raise LookupFailedError for a run in a store, before any request to the store."""
     if path is not None and scheme_of(path) is not None:
         raise LookupFailedError(f"{path}: repair writes, and runs in a store are only read; repair a copy on a disk")
 

@@ -51,7 +51,7 @@ def command(
         if out is not None:
             raise LookupFailedError("--audit writes no folder; leave -o out, or --audit")
         show_pandas()
-        sys.path.insert(0, os.getcwd())  # where a factory is
+        sys.path.insert(0, os.getcwd())  # a factory may be in the current directory
         results = audit(run, step=step, module=module, rank=rank, factory=factory)
         return audit_reply(run, results)
     calls = recorded_calls(run, step=step, module=module, rank=rank)

@@ -1,4 +1,4 @@
-"""``recorder report``: writes a run as one HTML file to look at, with a progress bar."""
+"""``recorder report``: writes the page of a run as one HTML file, with a progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recorder set``: changes what a run records while it is under way."""
+"""``recorder set``: changes what a run records while the run is recording."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _without_steps(command: Command, steps: int | None) -> Command:
 
 
 def _check(target: Target, made: Command) -> None:
-    """Raise CommandError where a rule matches no module, or there is no such command to undo."""
+    """Raise CommandError if a rule matches no module, or if there is no such command to undo."""
     run = open_location(target.run)
     if made.kind == UNDO:
         known = {one.number: one for one in run.commands.sound}

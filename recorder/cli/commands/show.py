@@ -33,20 +33,20 @@ from ..paths import explain_nothing, modules_meant, rows_of, run_and_module, sit
 EPILOG = "Examples: recorder show blocks.0.mlp.up    recorder show @-2 'blocks.*' --statistic l2"
 
 _KEY = ("site", "name", "root", "scope", "phase", "mode", "rank")
-"""Columns whose values are the same in all rows of a series."""
+"""The columns that have the same value in all rows of a series."""
 _MOMENT = ("attempt", "step", "micro_step", "call", "repeat")
 _ALWAYS_SHOWN = ("site", "step", "rank")
 _SHOWN_STATISTICS = ("mean", "std", "min", "max", "absmax", "l2")
 _DROPS = ("min", "max", "std", "values", "l2", "zero", "micro_step", "repeat", "attempt", "mode", "mean", "inf", "nan")
-"""Columns of the long table that a narrow terminal leaves out, the least important first."""
+"""The columns of the long table that a narrow terminal leaves out, the least important first."""
 _SERIES_DROPS = ("dtype", "histogram", "rows", "shape", "root", "scope", "mode", "phase", "steps")
 _MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
 _DEAD = "dead units"
 _MAX_UNIT_STEPS = 1000
-"""Steps of which units are read, the newest: each is a read of its own, so that few units are in memory at once."""
+"""Units are read for this many of the newest steps, one step at a time, so that few units are in memory at once."""
 _LIBRARY = "site-packages/torch/"
 _VALUES_INSIDE = ("values", "_values", "_masked_data")
-"""Tensors inside composite tensors that hold the values of the composite as they are."""
+"""The inner tensors of composite tensors that hold the elements of the composite unchanged."""
 
 _NUMBERS = (*STATISTICS, *COUNTS)
 _OTHERS = tuple(name for name in REASON_COLUMNS if name not in _NUMBERS)
@@ -161,7 +161,7 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
     def members() -> dict[str, Any]:
         for row in (row for member in series for row in member.rows):
-            del row["histogram"]  # bytes, which JSON has not
+            del row["histogram"]  # bytes, which JSON cannot hold
         described = [member.key | {"rows": member.rows} for member in series]
         return {"run": str(run.path), "module": module_path, "series": described}
 
@@ -184,7 +184,7 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
 
 def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
-    """Return a line for each series: its last values, its trend, and its last histogram where rules kept one."""
+    """Return a line for each series: its last values, its trend, and its last histogram if one was recorded."""
     of_tensors = statistic or "absmax"
     keys = _worth_showing(_KEY, [member.key for member in series])
     lines: list[list[str]] = []
@@ -209,7 +209,7 @@ def _series_table(series: Sequence[Series], statistic: str | None) -> Table:
 
 
 def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
-    """Draw the last histogram of each series, all in the same powers of two; also return what the lines are."""
+    """Draw the last histogram of each series, all in the same powers of two; also return a legend for the lines."""
     newest = [
         next((one for row in reversed(member.rows) if (one := histogram_of_row(row)) is not None), None)
         for member in series
@@ -219,7 +219,7 @@ def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
 
 
 def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statistics: Sequence[str]) -> Table:
-    """Return the statistics of one site, a line for each moment and rank; with dead units where rules kept units."""
+    """Return the statistics of one site, a line for each moment and rank; with dead units if units were recorded."""
     site = rows[0]["site"]
     steps = sorted({row["step"] for row in rows})
     shown_steps = set(steps[-last:] if last else steps)
@@ -243,13 +243,13 @@ def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statist
 
 
 def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> dict[tuple[Any, ...], str]:
-    """Return, by the key of a row, how many of its units have no value but zero; the steps are read one by one."""
+    """Return by the key of a row how many of its units are always zero, as ``dead/all``; read steps one by one."""
     num_dead_of_all = {}
     is_wanted = (pc.field("part") == 0) & (pc.field("module_path") == module_path) & (pc.field("site") == site)
     for step in steps[-_MAX_UNIT_STEPS:]:
         table = run.table([*_MOMENT, *_KEY, "shape", "units"], is_wanted, steps=(step, step + 1))
         for row in table.filter(pc.field("units").is_valid()).to_pylist():
-            with suppress(RunError):  # `recorder verify` tells of damage
+            with suppress(RunError):  # `recorder verify` reports damage
                 units = Units.from_bytes(row["units"], parse_shape(row["shape"]))
                 num_dead_of_all[_key_of(row)] = f"{units.num_dead}/{len(units)}"
     return num_dead_of_all
@@ -263,7 +263,7 @@ def _table(
     titles: Sequence[str], lines: list[list[str]], *, texts: Sequence[str], title: str, subtitle: str = "",
     drops: Sequence[str] = (), dull: bool = False,
 ) -> Table:  # fmt: skip
-    """Return a table, without the column of reasons where it is empty; `dull` leaves counts out where all are 0."""
+    """Return a table, without an empty last column of reasons; `dull` also leaves out count columns with only zeros."""
     if titles[-1] == WHY and not any(line[-1] for line in lines):
         titles, lines = titles[:-1], [line[:-1] for line in lines]
     return table_of(
@@ -275,7 +275,7 @@ def _table(
 
 
 def _as_observed(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by step and, within a step, as the values were seen; the ranks of one value stay together."""
+    """Sort rows by step and, within a step, in the order of observation; the ranks of one value stay together."""
     seen: dict[tuple[Any, ...], int] = {}
     positions: dict[tuple[Any, ...], int] = {}
     for row in sorted(rows, key=lambda row: row["seq"]):
@@ -320,7 +320,7 @@ def _first_bad(run: Run, wanted: Selection) -> dict[tuple[str, str], Row]:
 def _describe_modules(run: Run, wanted: Selection, bad: dict[tuple[str, str], Row], statistic: str) -> list[Row]:
     """Return an entry for each module, in the order of execution; Arrow does the counting.
 
-    An entry shows the largest statistic of the last step's rows, and the smallest for `min`.
+    An entry shows the largest statistic of the last step's rows, or for `min` the smallest.
     """
     columns = ["root", "module_path", "site", "name", "step", "rank", statistic, "nan_count", "inf_count"]
     table = rows_of(run, wanted, list(dict.fromkeys([*columns, *REASON_COLUMNS])))
@@ -377,7 +377,7 @@ def _groups(table: Any, names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
 
 
 def _worth_showing(names: Sequence[str], keys: Sequence[Row]) -> list[str]:
-    """Return columns that are always shown, that hold a name, or that tell lines of one site and name apart."""
+    """Return the columns that are always shown, that hold a name, or that distinguish lines of one site and name."""
     values = {(key["site"], key["name"]) for key in keys}
     always = (*_ALWAYS_SHOWN, *(["name"] if any(name for _, name in values) else []))
     return [

@@ -1,4 +1,4 @@
-"""``recorder stats``: shows statistics of values, or combined over steps, modules and ranks."""
+"""``recorder stats``: shows statistics of values, or combines statistics over steps, modules and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recorder view``: serves the page of a run, live, or of each run of a folder, until Ctrl-C."""
+"""``recorder view``: serves the live page of a run, or of each run of a folder, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def command(
 
     folder = find_folder(path, may_be_empty=True)
     run = None if folder is not None else find_run(path)[0]
-    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # what it says is not for whoever watches a run
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # uvicorn's log is not for the user
     with closing(listen(host, port)) as listener:
         bound = listener.getsockname()[1]
         if port is None and bound != _PORT:
@@ -64,7 +64,7 @@ def command(
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Bind a socket: to the port that was asked for, else to the first that is free."""
+    """Return a socket bound to the given port, or to the first free port from 8765 on."""
     for one in [port] if port is not None else range(_PORT, _PORT + _NUM_PORTS):
         try:
             family = socket.getaddrinfo(host, one, type=socket.SOCK_STREAM)[0][0]

@@ -1,1 +1,1 @@
-"""The shipping of runs' files to a destination: in order, confirmed one by one, and never over something else."""
+"""Ships the files of runs to a destination: in order, confirmed one by one, and never over another object."""

@@ -1,6 +1,7 @@
-"""Decides what is to be done for one run: first for its writers, then for its documents, and last for its manifest.
+"""Decides what is shipped next of one run: first the files of its writers, then its documents, and last its manifest.
 
-Data goes first, then indexes, then manifests. Must never remove what a listing of the destination has not just shown.
+Data is shipped first, then indexes, then manifests. A file must never be removed here unless a new listing of the
+destination has just shown it.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from .shipped import ShippedRun, Shipping
 from .writer import QUIET_LOOK_S, WriterShipper
 
 _SETTLED_LOOK_S = 5.0
-"""The seconds between two looks at a settled run, to which something may come, as when its job restarts."""
+"""The seconds between two looks at a settled run, which may grow again, for example when its job restarts."""
 
 
 class RunShipper:
-    """One run below a watched folder. `look` is called by one thread, the jobs that it returns run on others."""
+    """One run below a watched folder. One thread calls `look`; the jobs that `look` returns run on other threads."""
 
     def __init__(self, root: str, names: tuple[str, ...], shared: Shipping) -> None:
         self.there = ShippedRun(root, names, shared)
         self.key, self.path, self.shared = self.there.key, self.there.path, shared
         self.writers: dict[tuple[str, str], WriterShipper] = {}
         self.unreadable = ""
-        """Why its manifest cannot be read; empty where it can."""
+        """Why the run's manifest cannot be read; empty if it can be read."""
         self.is_settled = False
         self.settled_since_s = 0.0
-        """When everything was there for the first time, by the monotonic clock."""
+        """The monotonic time at which the destination first had everything."""
         self.next_catalog_s = self.next_check_s = self.next_carry_s = 0.0
         self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
-        """Findings of `recorder check` by rule and severity."""
+        """The number of findings of `recorder check`, by rule and severity."""
         self._counts = Entries()
         self._next_look_s = self._next_settled_look_s = 0.0
         self._has_reconciled = self._has_looked = self._was_removed = False
@@ -48,14 +49,14 @@ class RunShipper:
         confirmed = self.there.ledger.get(self.catalog_name)
         cataloged = re.fullmatch(r"bytes:(\d+)", confirmed.how) if confirmed is not None else None
         self.cataloged_bytes = int(cataloged[1]) if cataloged else -1
-        """Bytes of the run's shards here when its catalog was made; -1: none was."""
+        """The bytes of the run's shards here when its catalog was made; -1 if no catalog was made."""
         self.has_catalog_failed = False
-        """Whether the last attempt to make its catalog has failed; the next one comes at `next_catalog_retry_s`."""
+        """True if the last attempt to make the catalog failed; the next attempt is at `next_catalog_retry_s`."""
         self.next_catalog_retry_s = 0.0
 
     @property
     def all_writers(self) -> list[WriterShipper]:
-        """Return the writers that are known now: the thread that looks adds and removes some."""
+        """A copy of the writers known now, because the thread that looks adds and removes writers."""
         return list(self.writers.values())
 
     def close(self) -> None:
@@ -104,83 +105,83 @@ class RunShipper:
 
     @property
     def name(self) -> str:
-        """Return the name of the run: what its manifest says, or else its directory."""
+        """The name of the run in its manifest, or else the name of its directory."""
         return str(self.there.facts.get("name") or self.there.names[-1])
 
     @property
     def num_rows(self) -> int:
-        """Return the rows that the run's writers here have written and kept."""
+        """The number of rows that the run's writers here have written and kept."""
         return sum(writer.num_rows for writer in self.all_writers)
 
     @property
     def shard_bytes(self) -> int:
-        """Return the bytes of the shards here; a catalog that was made at another number of bytes is out of date."""
+        """The bytes of the shards here; a catalog that was made at another number of bytes is out of date."""
         shards = (stamp for one in self.all_writers for stamp in (one.files.sealed | one.files.opened).values())
         return sum(stamp.size_bytes for stamp in shards)
 
     @property
     def backlog(self) -> list[Stamp]:
-        """Return the sealed files that the destination has not confirmed; one that is settled has none."""
+        """The sealed files that the destination has not confirmed; a settled run has none."""
         if self.is_settled:
             return []
         return [stamp for writer in self.all_writers for stamp in writer.backlog.values()]
 
     @property
     def has_stuck_files(self) -> bool:
-        """Whether files cannot be shipped until somebody does something."""
+        """True if files cannot be shipped until somebody intervenes."""
         return bool(self.unshipped) or any(writer.stuck for writer in self.all_writers)
 
     @property
     def unshipped(self) -> dict[str, str]:
-        """Return why something of the run cannot be read, by its path."""
+        """Why parts of the run cannot be read, by path."""
         own = {f"{self.path}/{RUN_MANIFEST}": self.unreadable} if self.unreadable else {}
         of_writers = {one.path: one.unreadable for one in self.all_writers if one.unreadable}
         return own | self._counts.unshipped | of_writers
 
     @property
     def is_recording(self) -> bool:
-        """Whether a writer is at work."""
+        """True if a writer is recording."""
         return any(writer.state == "alive" for writer in self.all_writers)
 
     @property
     def counted(self) -> list[Entries | WriterFiles]:
-        """Return the listings that count the files which are no part of the run, or are refused."""
+        """The listings that count the files which are refused or belong to no run."""
         return [self._counts, *(writer.files for writer in self.all_writers)]
 
     @property
     def needs_repair(self) -> bool:
-        """Whether a writer has ended and has left a shard open."""
+        """True if a writer has ended and has left a shard open."""
         return any(writer.needs_repair for writer in self.all_writers)
 
     @property
     def has_quiet_writer(self) -> bool:
-        """Whether nobody here can tell if a writer has ended."""
+        """True if it is unknown for some writer whether it has ended."""
         return any(writer.state == "quiet" for writer in self.all_writers)
 
     @property
     def is_put(self) -> bool:
-        """Whether the destination has all that was here at the last look, also of writers that are still at work."""
+        """True if the destination has all that was here at the last look, even of writers that are still recording."""
         are_put = self._has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
         return are_put or bool(self.unreadable)
 
     @property
     def is_known(self) -> bool:
-        """Whether every writer was looked at, so that a summary says something."""
+        """True if every writer was looked at, so that a summary is meaningful."""
         return self._has_looked and all(writer.has_looked for writer in self.all_writers)
 
     @property
     def may_go(self) -> bool:
-        """Whether the run may be removed from this disk: it is shipped completely, and all its writers have ended."""
+        """True if the run may be removed from this disk: it is shipped completely, and all its writers have ended."""
         return self.is_settled and not self._was_removed and not self.has_quiet_writer and bool(self.writers)
 
     def missing_there(self) -> str:
-        """Ask the destination for a listing; return a file that is here and not there, empty where there is none."""
+        """List the destination; return the name of a file that is here and not there, empty if there is none."""
         held = self.there.listed()
         for writer in self.all_writers:
             files = writer.files
             for name, stamp in (files.sealed | files.indexes | files.opened).items():
                 there = held.get(writer.below + name)
-                # An open shard is there up to its last complete batch.
+                # The destination has an open shard up to the shard's last complete batch.
                 if there is None or (there.size_bytes != stamp.size_bytes and not name.endswith(".open")):
                     return writer.below + name
             if files.manifest is not None and writer.below + WRITER_MANIFEST not in held:
@@ -188,9 +189,9 @@ class RunShipper:
         return "" if RUN_MANIFEST in held else RUN_MANIFEST
 
     def remove(self) -> tuple[int, bool]:
-        """Remove the files that the destination was seen to have; return their bytes, and whether nothing is left.
+        """Remove the files that the destination was seen to have; return their bytes, and True if nothing is left.
 
-        What has come since keeps its directories, and the run stays. A run whose removal was killed is removed later.
+        Directories with newer files stay, and so does the run. If the removal is killed, a later pass removes the rest.
         """
         self._was_removed = True
         num_bytes = sum(writer.files.num_bytes for writer in self.all_writers)
@@ -222,7 +223,7 @@ class RunShipper:
             writer.look_again()
 
     def _has_changed(self) -> bool:
-        """Whether anything may be new; what has settled costs one look at each directory."""
+        """Return True if anything may be new; for a settled run this costs one stat of each directory."""
         writers = self.all_writers
         if any(writer.state == "quiet" and writer.has_changed() for writer in writers):
             return True
@@ -234,7 +235,7 @@ class RunShipper:
             return True
 
     def _reconcile(self) -> None:
-        """List what the destination has, and forget confirmed files that it does not have any more."""
+        """List what the destination has, and forget confirmed files that the destination has lost."""
         try:
             self.unreadable = ""
             is_ours = self.there.identify()
@@ -253,7 +254,7 @@ class RunShipper:
         self.look_again()
 
     def summary(self) -> dict[str, Any]:
-        """Return what the fleet's index says of this node's part of the run."""
+        """Return the entry for this node's part of the run in the fleet's index."""
         writers = [writer.summary() for writer in self.all_writers]
         states = {writer["state"] for writer in writers}
         dropped: Counter[str] = Counter()

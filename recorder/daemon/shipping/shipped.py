@@ -1,6 +1,7 @@
 """One run at the destination: which files were put there, in which state, and how further files are put.
 
-Must never put anything over something else: what is there and is not ours stays, and is logged as a conflict.
+Nothing may ever be put over another object: an object there that this daemon did not put stays, and is logged as a
+conflict.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ _MAX_LEDGER_BYTES = 1 << 30
 
 
 class Confirmed(NamedTuple):
-    """A file that the store has."""
+    """A file that the store has confirmed."""
 
     size_bytes: int
     how: str
-    """``etag``, ``read``, ``synced`` or ``there``, as `Destination.put_new` says; ``crc:`` and the checksum of a
-    document; ``rows:`` and the rows of a catalog."""
+    """``etag``, ``read``, ``synced`` or ``there``, as `Destination.put_new` returns; ``crc:`` and the checksum of a
+    document; ``bytes:`` and the bytes of the shards that a catalog covers."""
 
 
 def ledger_name(url: str) -> str:
-    """Return the name of the ledger for a destination: a run may be shipped to several, one after the other."""
+    """Return the name of the ledger for a destination: a run may be shipped to several destinations in turn."""
     return f"_shipped-{hashlib.sha256(url.encode()).hexdigest()[:8]}.jsonl"
 
 
 class ShippedLedger:
-    """The confirmed files of one run by their names below it. Any thread."""
+    """The confirmed files of one run, by their names below the run. Any thread may call."""
 
     def __init__(self, folder: Folder, url: str) -> None:
-        """Read what was confirmed before; where the ledger cannot be kept, `problem` says why."""
+        """Read what was confirmed before; if the ledger cannot be kept, `problem` says why."""
         self.name = ledger_name(url)
         self.problem = ""
         self._lock = threading.Lock()
@@ -72,34 +73,34 @@ class ShippedLedger:
                 entry = json.loads(line)
                 name, size, how = entry["name"], entry["bytes"], entry["how"]
             except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # a kill has cut the last line, or somebody has written into it
+                continue  # a kill has cut the last line, or another program wrote into the file
             if isinstance(name, str) and isinstance(size, int) and isinstance(how, str):
                 self._files[name] = Confirmed(size, how)
         if text and not text.endswith(b"\n"):
             os.write(self._descriptor, b"\n")
 
     def get(self, name: str) -> Confirmed | None:
-        """Return what was confirmed of a file."""
+        """Return the confirmation of a file; None if it was not confirmed."""
         return self._files.get(name)
 
     def has(self, name: str, stamp: Stamp) -> bool:
-        """Whether the store has confirmed a file of this size under this name."""
+        """Return True if the store has confirmed a file of this size under this name."""
         confirmed = self.get(name)
         return confirmed is not None and confirmed.size_bytes == stamp.size_bytes
 
     def names(self) -> dict[str, Confirmed]:
-        """Return all that was confirmed."""
+        """Return all confirmations by file name."""
         with self._lock:
             return dict(self._files)
 
     def add(self, name: str, size_bytes: int, how: str) -> None:
-        """Note that the store has a file."""
+        """Record that the store has a file."""
         with self._lock:
             self._files[name] = Confirmed(size_bytes, how)
             self._write([name])
 
     def forget(self, names: list[str]) -> None:
-        """Take files for not shipped: the store has lost them."""
+        """Remove the confirmations of files that the store has lost."""
         with self._lock:
             for name in names:
                 self._files.pop(name, None)
@@ -115,7 +116,7 @@ class ShippedLedger:
             if is_anew:
                 os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, text.encode())
-        except OSError as error:  # such as a full disk: the next listing of the store shows what the ledger misses
+        except OSError as error:  # for example a full disk; the next listing of the store shows what the ledger lacks
             self.problem = f"{self.name}: cannot be written ({error.strerror}); what it lacks is found in the store"
 
     def close(self) -> None:
@@ -125,7 +126,7 @@ class ShippedLedger:
 
 
 LOOK_S = 2.0
-"""How often a writer at work is looked at, where `fresh_s` allows that."""
+"""The seconds between two looks at a recording writer, unless `fresh_s` asks for more looks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,17 +141,17 @@ class Shipping:
     """The name of this node at the destination; the daemon sets it before it ships a run."""
     is_stopping: Callable[[], bool] = lambda: False
     is_over: Callable[[], bool] = lambda: False
-    """Whether a stop has waited for as long as it may: the processes of errands end at once."""
+    """True once a stop has waited for as long as allowed: the processes of errands then end at once."""
     is_once: bool = False
-    """Whether open shards go as they are, because there may be no other time."""
+    """True if open shards are shipped as they are, because no later pass may follow."""
     at_once: Any = field(default_factory=threading.Lock)
-    """Held while a snapshot of many bytes is in memory."""
+    """A lock that is held while a snapshot of many bytes is in memory."""
     said: dict[str, str] = field(default_factory=dict)
-    """The last error of each run, so that a job that fails again and again is said once."""
+    """The last error of each run, so that a job that fails again and again is logged once."""
 
     @property
     def look_s(self) -> float:
-        """How often a writer at work is looked at, seconds."""
+        """The seconds between two looks at a recording writer."""
         return min(LOOK_S, self.settings.fresh_s / 5)
 
     def uploaded(self, kind: str, num_bytes: int) -> None:
@@ -159,7 +160,7 @@ class Shipping:
         self.counters.add("uploaded_bytes", kind, num_bytes)
 
     def refused(self, error: RefusedError) -> None:
-        """Count a file that is not what its name says, and log it."""
+        """Count and log a file whose content is not what its name says."""
         self.counters.add("refused_contents", "content")
         logger.error("%s; it is not shipped", error)
 
@@ -194,12 +195,12 @@ class PutOver(NamedTuple):
     there: bytes
     e_tag: str
     is_new: bool
-    """False where the document was there before: the same one, or one that may not be replaced."""
+    """False if the document was there before, because it is equal or may not be replaced."""
 
 
 @dataclass(slots=True)
 class _Document:
-    """A document in the state that was put."""
+    """Checksum and ETag of a document as it was put."""
 
     crc: int
     e_tag: str
@@ -218,18 +219,18 @@ class ShippedRun:
         self.facts: dict[str, Any] = {}
         """The members of the run's manifest."""
         self.manifest: Stamp | None = None
-        """The stamp of the manifest that showed that the destination has this very run."""
+        """The stamp of the local manifest that was last compared with the manifest at the destination."""
         self.conflict = ""
-        """Why nothing of the run is shipped; empty where it is."""
+        """Why nothing of the run is shipped; empty if the run is shipped."""
         self.was_pruned = False
         self.stamps: dict[str, Stamp] = {}
-        """The run's own documents, as they were here at the last look."""
+        """The stamps of the run's own documents here at the last look."""
         self.held: dict[str, StoredObject] = {}
-        """The objects of the last listing of the destination, by their names below the run."""
+        """The objects in the last listing of the destination, by their names below the run."""
         self.listed_s = 0.0
-        """When that listing began, by the monotonic clock."""
+        """The monotonic time at which that listing began."""
         self.list_at_s = 0.0
-        """When the destination is listed again, by the monotonic clock."""
+        """The monotonic time at which the destination is listed again."""
         self._documents: dict[str, _Document] = {}
         self._aside: dict[str, Stamp] = {}
         self._conflicting: set[str] = set()
@@ -243,10 +244,10 @@ class ShippedRun:
         with Folder.root(self.root) as top:
             return top.below(*self.names)
 
-    # What is there.
+    # The state of the destination.
 
     def identify(self) -> bool:
-        """Whether the destination has no other run of this name, and none that was pruned."""
+        """Return True if the run may be shipped: no other run has its name there, and no prune has removed it there."""
         with self.open() as folder, folder.open(RUN_MANIFEST) as file:
             local = parse_json(file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES)), file.where)
             self.manifest = file.stamp
@@ -269,13 +270,13 @@ class ShippedRun:
         return not self.conflict
 
     def listed(self) -> dict[str, StoredObject]:
-        """Ask the destination what it holds below the run."""
+        """List the objects that the destination holds below the run."""
         prefix = f"{self.key}/"
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
 
     def reconcile(self) -> list[str]:
         """List what the destination has; forget, count and return the confirmed files that it has lost."""
-        # What others put while the destination lists may be missing there, and is not lost.
+        # Files that other threads put during the listing may be missing from it, but are not lost.
         self.listed_s, confirmed_before, documents = time.monotonic(), self.ledger.names(), list(self._documents)
         self.held = self.listed()
         lost = [
@@ -299,30 +300,30 @@ class ShippedRun:
         return lost
 
     def suspect(self) -> None:
-        """Compare the destination's listing with what it has confirmed: it has lost something."""
+        """Schedule a comparison of the destination's listing with the ledger, because a file seems to be lost."""
         self.list_at_s = min(self.list_at_s, time.monotonic() + _RECONCILE_PAUSE_S)
 
     @property
     def are_documents_there(self) -> bool:
-        """Whether the run's own documents are there as they were here at the last look."""
+        """True if the destination has the run's own documents as they were here at the last look."""
         return self._documents.get(RUN_MANIFEST) is not None and all(
             self.is_aside_there(name, stamp) for name, stamp in self.stamps.items() if name != RUN_MANIFEST
         )
 
     def is_aside_there(self, key: str, stamp: Stamp) -> bool:
-        """Whether the destination has this file in its present state, or has refused it."""
+        """Return True if the destination has this file in its present state, or has refused it."""
         return self._aside.get(key) == stamp
 
     def is_document_there(self, name: str) -> bool:
-        """Whether the destination has some state of a document."""
+        """Return True if the destination has a document in some state."""
         return name in self._documents or name in self.held
 
     def has_document(self, name: str, content: bytes) -> bool:
-        """Whether the destination has a document in this very state."""
+        """Return True if the destination has a document in exactly this state."""
         known = self._documents.get(name)
         return known is not None and known.crc == crc32c(content)
 
-    # What puts more there. Each returns whether nothing else has the name.
+    # The methods that put files. Each returns False if another object has the name.
 
     def put_documents(self) -> None:
         """Put the run's own documents, its manifest last."""
@@ -333,7 +334,7 @@ class ShippedRun:
             if self._documents.get(RUN_MANIFEST) is None:
                 with folder.open(RUN_MANIFEST) as file:
                     content = file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES))
-                # Nodes with disks of their own have each their own words for one run: the first that arrives stays.
+                # Nodes with separate disks have different manifests for one run: the first that arrives stays.
                 self.put_document(RUN_MANIFEST, content, stays=self._is_same_run)
 
     def _is_same_run(self, there: bytes) -> bool:
@@ -353,7 +354,7 @@ class ShippedRun:
         return is_ours
 
     def put_new(self, name: str, file: LocalFile) -> bool:
-        """Put an immutable file of the run and note that it is there."""
+        """Put an immutable file of the run, and record that the destination has it."""
         shared = self.shared
         try:
             how = shared.destination.put_new(f"{self.key}/{name}", file)
@@ -375,10 +376,10 @@ class ShippedRun:
         stays: Callable[[bytes], bool] = lambda there: False,
         is_noted: bool = True,
     ) -> bool:
-        """Put a document that may change, in place of what was put before.
+        """Put a document that may change, in place of the version that was put before.
 
-        `is_ours` tells whether the document there is an earlier state of this one, and `stays` whether it is as good;
-        `is_noted`: the ledger names the document, by its checksum.
+        `is_ours` tells if the document there is an earlier version of this one, and `stays` if it may stay instead.
+        With `is_noted` the ledger records the document by its checksum.
         """
         shared, crc = self.shared, crc32c(content)
         known = self._documents.get(name)
@@ -386,7 +387,7 @@ class ShippedRun:
             return True
         confirmed, held = self.ledger.get(name), self.held.get(name)
         noted = confirmed.how if confirmed is not None else ""
-        if known is None and held is not None and noted == f"crc:{crc:08x}":  # as before the last start
+        if known is None and held is not None and noted == f"crc:{crc:08x}":  # unchanged since the last start
             self._documents[name] = _Document(crc, held.e_tag)
             return True
         put = self.put_over(
@@ -396,7 +397,7 @@ class ShippedRun:
             ),
         )  # fmt: skip
         if put is None:
-            return True  # somebody is faster; the next look tries again
+            return True  # another daemon is faster; the next look tries again
         if not put.is_new and put.there != content and not stays(put.there):
             return self._conflicts(name)
         if put.is_new:
@@ -407,9 +408,9 @@ class ShippedRun:
     def put_over(
         self, name: str, content: bytes, e_tag: str | None, may_replace: Callable[[bytes], bool]
     ) -> PutOver | None:
-        """Put a document in place of the one with this ETag, or of another one that it may replace.
+        """Put a document in place of the document with this ETag, or of another document that it may replace.
 
-        Return what is there then; None where somebody else was faster each time.
+        Return the document that is then there; None if another daemon was faster each time.
         """
         destination, key = self.shared.destination, f"{self.key}/{name}"
         for _ in range(3):
@@ -432,14 +433,14 @@ class ShippedRun:
             self.note(name, noted_bytes, f"crc:{crc:08x}")
 
     def note(self, name: str, size_bytes: int, how: str) -> None:
-        """Note in the ledger that the destination has a file; what hinders that is said once."""
+        """Record in the ledger that the destination has a file; log a problem of the ledger once."""
         said = self.ledger.problem
         self.ledger.add(name, size_bytes, how)
         if self.ledger.problem and not said:
             logger.warning("%s/%s", self.path, self.ledger.problem)
 
     def _conflicts(self, name: str) -> bool:
-        """Count and say a conflict, once between two listings: a document is tried again at each look."""
+        """Count and log a conflict once between two listings, because a document is tried again at each look."""
         if name not in self._conflicting:
             self._conflicting.add(name)
             self.shared.counters.add("conflicts", _kind(name))

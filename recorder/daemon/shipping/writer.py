@@ -1,7 +1,7 @@
-"""One writer's files, in two lanes: the small one (statistics, manifest, status) has a deadline, the large one none.
+"""Ships one writer's files in two lanes: the small lane (statistics, manifest, status) has a deadline, the large none.
 
-A manifest or a status that says that its writer has ended waits until all that the writer left is there, so that
-whoever reads there never misses a row that an ended writer has promised.
+A manifest or a status that says that its writer has ended is held back until the destination has all files of the
+writer. A reader there thus never misses a row that an ended writer has promised.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ logger = logging.getLogger("recorder.daemon")
 QUIET_LOOK_S = 20.0
 """The seconds between two looks at a writer that cannot be shipped, or may have ended."""
 _QUIET_S = 60.0
-"""A writer that cannot be asked and has changed nothing for so long may have ended: its open shards go as they are."""
+"""A writer on another host that has changed nothing for this long may have ended: its open shards are shipped as they
+are."""
 
 
 class WriterShipper:
-    """One writer's directory."""
+    """The directory of one writer."""
 
     def __init__(self, there: ShippedRun, rank: str, writer: str) -> None:
         self._run = there
@@ -51,36 +52,38 @@ class WriterShipper:
         self.rank = parse_rank_dir(rank)
         self.files = WriterFiles()
         self.state = "quiet"
-        """``alive``, ``closed``, ``dead`` (its process is gone), or ``quiet``: nobody here can tell."""
+        """``alive``, ``closed``, ``dead`` (its process is gone), or ``quiet`` (it is unknown whether the process
+        lives)."""
         self.status: dict[str, Any] = {}
         self.lifetime = Lifetime()
         self.balance = Balance()
-        """The balance of the manifest or of the status, whichever is later."""
+        """The balance in the manifest or in the status, whichever is later."""
         self.step_changed_s = 0.0
         self.path = f"{there.path}/{rank}/{writer}"
         self.unreadable = ""
-        """Why its directory, its manifest or its status cannot be read; empty where they can."""
+        """Why the writer's directory, manifest or status cannot be read; empty if they can be read."""
         self.stuck: set[str] = set()
-        """Files that cannot be shipped, until somebody does something: there or here is something else."""
+        """Files that cannot be shipped until somebody intervenes, for example because another object has the name."""
         self.is_settled = False
         self.has_looked = False
         self.is_put = False
-        """Whether all that was here at the last look is there, an open shard up to what it was."""
+        """True if the destination has all that was here at the last look, an open shard up to its end at that time."""
         self.was_repaired = False
-        """Whether a repair has done what it could; what is open still goes as it is."""
+        """True if a repair has done what it could; shards that are still open are shipped as they are."""
         self.small_since_s = time.time()
-        """When the small lane was last there as it was here, by the wall clock; at first, when the writer was seen."""
+        """The wall-clock time of the last look whose small lane was completely shipped; at first, the time of this
+        object."""
         self._ledger: dict[str, Any] = {}
         self._manifest: tuple[Stamp, bytes] | None = None
         self._opened = OpenShards(there, self.below)
         self._is_busy: set[str] = set()
         self.changed_ns = 0
-        """When its directory was changed last, as it was when it was looked at."""
+        """The time at which the writer's directory was changed last, as of the last look."""
         self._next_look_s = self._next_snapshot_s = self._next_status_s = 0.0
         self.reconciled()
 
     def look(self, now_s: float) -> list[tuple[str, Callable[[], None]]]:
-        """Return the jobs that are due and not under way."""
+        """Return the jobs that are due and not already running."""
         jobs: list[tuple[str, Callable[[], None]]] = []
         if self.is_settled and not self.has_changed():
             return jobs
@@ -100,7 +103,7 @@ class WriterShipper:
         self._next_look_s = 0.0
 
     def has_changed(self) -> bool:
-        """Whether the directory may hold something new; the directory of a closed writer does not change."""
+        """Return True if the directory may hold something new; the directory of a closed writer does not change."""
         if self.state == "quiet":
             return time.monotonic() >= self._next_look_s
         try:
@@ -110,7 +113,7 @@ class WriterShipper:
             return True
 
     def reconciled(self) -> None:
-        """Take over what the destination's listing has shown."""
+        """Use the new listing of the destination."""
         self.stuck.clear()
         self._opened.reconciled()
 
@@ -124,7 +127,7 @@ class WriterShipper:
 
     @property
     def backlog(self) -> dict[str, Stamp]:
-        """Return the sealed files that the destination has not confirmed."""
+        """The sealed files that the destination has not confirmed, by name."""
         files = self.files.sealed | self.files.indexes
         return {name: stamp for name, stamp in list(files.items()) if not self._is_there(name, stamp)}
 
@@ -171,7 +174,7 @@ class WriterShipper:
 
     @property
     def _is_growing(self) -> bool:
-        """Whether the writer will seal its open shards, and there is time for that."""
+        """True if the writer will seal its open shards, and the daemon waits for that."""
         return self.state == "alive" and not self._goes_open
 
     def _is_there(self, name: str, stamp: Stamp) -> bool:
@@ -185,11 +188,11 @@ class WriterShipper:
 
     @property
     def _goes_open(self) -> bool:
-        """Whether open shards of tensors go as they are: nobody will seal them, or nobody here knows, or it is time."""
+        """True if open shards of tensors are shipped as they are, as no writer may seal them or no pass follows."""
         is_time = self._run.shared.is_once and not self.has_ended
         return self.state == "quiet" or (self.has_ended and self.was_repaired) or is_time
 
-    # What follows runs in jobs: one of each lane at a time.
+    # The methods below run in jobs, at most one job of each lane at a time.
 
     def _ship_small(self) -> None:
         now_s = time.monotonic()
@@ -201,7 +204,7 @@ class WriterShipper:
             status = self._read_status(folder)
             balances = (Balance.read(Members(members)) for members in (self._ledger, self.status))
             self.balance = max(balances, key=lambda one: (one.observed, one.written))
-            files = list_writer(folder)  # after the manifest: what a closed one promises is in this list
+            files = list_writer(folder)  # after the manifest: it has all that a closed manifest promises
             self.files = files
             self._judge(files)
             self.has_looked = True
@@ -259,7 +262,7 @@ class WriterShipper:
         self._next_look_s = 0.0
 
     def _note(self, name: str, is_ours: bool) -> None:
-        """Note a file as stuck where something else has its name there."""
+        """Mark a file as stuck if another object has its name at the destination."""
         if is_ours:
             self.stuck.discard(name)
         else:
@@ -276,11 +279,11 @@ class WriterShipper:
             with folder.open(name) as file:
                 self._note(name, self._run.put_new(self.below + name, file))
         except FileNotFoundError:
-            pass  # retention was faster
+            pass  # retention has deleted the file
         except RefusedError as error:
             self.stuck.add(name)
             self._run.shared.refused(error)
-        except OSError as error:  # its permissions, or the disk; the next listing of the store tries it again
+        except OSError as error:  # bad permissions or a disk error; the next listing of the store tries it again
             self.stuck.add(name)
             self._run.shared.failed(error, f"{self.path}/{name}")
 
@@ -305,7 +308,7 @@ class WriterShipper:
             with folder.open(STATUS) as file:
                 content = file.bytes(0, min(file.size_bytes, STATUS_BYTES))
             raw = parse_json(content, folder.path)
-        except (FileNotFoundError, CorruptError):  # it is being rewritten
+        except (FileNotFoundError, CorruptError):  # the status is being rewritten
             return None
         if raw.get("step") != self.status.get("step"):
             self.step_changed_s = time.time()
@@ -332,7 +335,7 @@ class WriterShipper:
 
 
 def _as_begun(manifest: bytes) -> bytes:
-    """Return a writer's manifest as one that promises no rows yet: it is put before the rows that it promises."""
+    """Return a writer's manifest without its promise of rows, so that it can be put before the rows."""
     with contextlib.suppress(RunError):
         raw = parse_json(manifest, WRITER_MANIFEST)
         if raw.get("state") == "closed":
@@ -342,14 +345,14 @@ def _as_begun(manifest: bytes) -> bytes:
 
 
 def status_says_closed(status: dict[str, Any]) -> bool:
-    """Whether a status is the last word of its writer."""
+    """Return True if a status is the last one that its writer wrote."""
     return status.get("state") == "closed"
 
 
 _MAX_AT_ONCE_BYTES = 32 << 20
 """The largest snapshot of an open shard that is replaced in one request."""
 _MAX_BESIDE_BYTES = 2 << 20
-"""A larger snapshot is in memory only while no other large snapshot is."""
+"""A snapshot larger than this may be in memory only while no other such snapshot is."""
 
 
 @dataclass(slots=True)
@@ -364,17 +367,17 @@ class _Snapshot:
 
 
 class OpenShards:
-    """The open shards of one writer. One thread at a time for each of them."""
+    """The open shards of one writer. For each shard, one thread at a time."""
 
     def __init__(self, there: ShippedRun, below: str) -> None:
         self._run = there
         self._below = below
         self._snapshots: dict[str, _Snapshot] = {}
         self._there: set[str] = set()
-        """The open shards that the destination has."""
+        """The names of the open shards that the destination has."""
 
     def reconciled(self) -> None:
-        """Take over what the destination's listing has shown, and keep what was put since it began."""
+        """Use the new listing of the destination, and keep what was put since that listing began."""
         opened = {name for name in self._run.held if name.startswith(self._below) and name.endswith(".open")}
         newer = {name for name, one in self._snapshots.items() if one.put_s >= self._run.listed_s}
         self._there = {name.removeprefix(self._below) for name in opened} | (self._there & newer)
@@ -385,15 +388,15 @@ class OpenShards:
         return name in self._snapshots
 
     def is_put(self, name: str, stamp: Stamp) -> bool:
-        """Whether an open shard was put as it is here."""
+        """Return True if an open shard was put in its present state."""
         snapshot = self._snapshots.get(name)
         return snapshot is not None and snapshot.stamp == stamp
 
     def put(self, folder: Folder, name: str, stamp: Stamp, *, is_growing: bool) -> None:
-        """Put the complete batches of an open shard, in place of fewer of them.
+        """Put the complete batches of an open shard, in place of an earlier put with fewer batches.
 
-        `stamp` is what the shard was when the directory was listed. Where the shard `is_growing`, its writer will seal
-        it, and a shard that is too large for one request waits for that.
+        `stamp` is the shard's stamp from the listing of the directory. If the shard `is_growing`, its writer will seal
+        it, and a shard that is too large for one request waits until then.
         """
         with contextlib.suppress(FileNotFoundError), folder.open(name) as file:
             before = self._snapshots.get(name)
@@ -411,7 +414,7 @@ class OpenShards:
     def _put_prefix(self, name: str, content: bytes, before: _Snapshot | None, stamp: Stamp) -> None:
         shared = self._run.shared
         if before is not None and crc32c(memoryview(content)[: before.num_bytes]) != before.crc:
-            shared.counters.add("conflicts", "open")  # a failed write was cut back: the sealed shard will tell
+            shared.counters.add("conflicts", "open")  # a failed write was truncated: the sealed shard will be right
             before.stamp = stamp
             return
         e_tag = before.e_tag or None if before is not None else None
@@ -427,7 +430,7 @@ class OpenShards:
         shared.health.succeeded()
 
     def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: Stamp) -> None:
-        """Put what is too large for one request: of a writer that is gone or quiet, so that it happens about once."""
+        """Put batches too large for one request, about once: their writer is gone or quiet."""
         destination, key = self._run.shared.destination, f"{self._run.key}/{self._below}{name}"
         file.size_bytes = end
         if name in self._there:
@@ -439,7 +442,7 @@ class OpenShards:
         self._run.shared.uploaded("open", end)
 
     def remove_sealed(self) -> None:
-        """Remove open shards there whose sealed shards are there."""
+        """Remove open shards from the destination if it has the sealed shards."""
         stale = [name for name in self._there if self._run.ledger.get(self._below + sealed_name(name)) is not None]
         if stale:
             self._run.shared.destination.delete([f"{self._run.key}/{self._below}{name}" for name in stale])
@@ -449,7 +452,7 @@ class OpenShards:
 
 
 def end_of_batches(file: LocalFile, start: int = 0) -> int:
-    """Return where the last complete batch of an open shard ends; 0 without any. `start` is an end found earlier."""
+    """Return the end of the last complete batch of an open shard; 0 without one. `start` is an end found earlier."""
     offset, end = start or FIRST_MESSAGE, start
     with contextlib.suppress(CorruptError):
         while (message := block_at(file, offset)) is not None:
