@@ -1,6 +1,6 @@
-"""Whether a program trains with the recorder as it does without: `prove` starts the program three times and compares.
+"""Shows whether a program trains the same with the recorder: `prove` runs the program three times and compares.
 
-`judge` compares two plain launches with a recorded one, and knows neither processes nor files. Must never import torch.
+`judge` compares two plain launches with a recorded one, without any process or file. torch is never imported here.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _KINDS = {
     "optim": "optimizer state",
     "rng": "random state",
 }
-"""The word for each kind. A difference of one kind causes differences of the kinds after it."""
+"""The word for each kind of digest. A difference of one kind causes differences of the kinds after it."""
 _UNSEEDED = ("rng python", "rng numpy")
-"""Random states that the operating system seeds in each process, unless the program does."""
+"""Random states that the operating system seeds in each process, unless the program seeds them."""
 _MAX_LISTED = 4
 
 
@@ -57,9 +57,9 @@ class _Course:
 
 
 def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: int) -> Proof:
-    """Say whether the recorder has changed the training.
+    """Return whether the recorder has changed the training.
 
-    What differs between the two plain launches, `plain` and `again`, differs by itself. `num_steps` were asked for.
+    Differences between the two plain launches, `plain` and `again`, are the program's own. `num_steps` were asked for.
     """
     notes: list[str] = []
     compared = min(plain.num_steps, recorded.num_steps)
@@ -133,7 +133,7 @@ def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
 
 
 def _ends(a: Observed, b: Observed) -> str:
-    """Say how two launches ended differently; empty if they ended alike."""
+    """Return how two launches ended differently; empty if they ended alike."""
     if a.ranks.keys() != b.ranks.keys():
         then = named("rank", sorted(b.ranks)) if b.ranks else "none"
         return f"{named('rank', sorted(a.ranks))} trained, then {then} (exit codes {a.exit_code} and {b.exit_code})"
@@ -164,7 +164,7 @@ def _described(differences: Sequence[_Difference]) -> str:
 
 
 def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes: list[str]) -> tuple[str, int]:
-    """Return the first difference of what ranks printed, and how many lines were compared."""
+    """Return the first difference in the lines that ranks printed, and how many lines were compared."""
     num_compared = num_left_out = 0
     problem = ""
     for rank in plain.ranks:
@@ -192,7 +192,7 @@ class Look(NamedTuple):
 
     step: int
     digests: Mapping[str, str]
-    """By kind and name with a space between: ``param blocks.0.weight``."""
+    """The digest of each value, by kind and name with a space between: ``param blocks.0.weight``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class RankSeen:
     pid: int
     looks: tuple[Look, ...]
     printed: tuple[str, ...]
-    """Lines that the rank wrote to its standard output after `import torch`."""
+    """The lines that the rank wrote to its standard output after `import torch`."""
 
     @property
     def num_steps(self) -> int:
@@ -214,7 +214,7 @@ class Observed:
     """What one launch of the program did."""
 
     exit_code: int
-    """A negative code is the signal that ended the command."""
+    """The exit code of the command; a negative code is the signal that ended it."""
     ranks: Mapping[int, RankSeen]
 
     @property
@@ -223,9 +223,9 @@ class Observed:
 
 
 def read_observed(folder: Path, exit_code: int) -> Observed:
-    """Read what the probes of one launch left.
+    """Read the files that the probes of one launch wrote.
 
-    Raises LookupFailedError if two processes have trained as the same rank, so that nobody can tell what to compare.
+    Raises LookupFailedError if two processes trained as the same rank, so that it is unknown what to compare.
     """
     ranks: dict[int, RankSeen] = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -246,30 +246,30 @@ def read_observed(folder: Path, exit_code: int) -> Observed:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a file; the last line of a process that was killed may be cut."""
+    """Read the JSON objects of a file. The last line of a killed process may be cut, and is left out."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
 
 
 _PROBE, _PROBE_STEPS = "_RECORDER_PROBE", "_RECORDER_PROBE_STEPS"
-"""The variables that `recorder_probe`, which imports nothing of the package, reads."""
+"""The environment variables that `recorder_probe` reads, which imports nothing of this package."""
 _END_S = 90.0
-"""How long a program may take to end once all its ranks have done their steps."""
+"""How long a program may take to end once all its ranks have done their steps, in seconds."""
 _POLL_S = 0.2
 _TAIL_LINES = 15
 
 
 class Proven(NamedTuple):
-    """The answer of `prove`."""
+    """The result of `prove`."""
 
     proof: Proof
     runs: tuple[Run, ...]
-    """The run with the verdict; several if the ranks could not agree on one, none without a record."""
+    """The run that the verdict is kept with: several if the ranks could not agree on one, none without a recording."""
     said: str
     """The last lines that the command wrote if it failed; else empty."""
 
 
 def reply_of(proved: Proven) -> Reply:
-    """Return the reply of `recorder prove`; the exit code is 0 for unchanged, 1 for changed and 2 for all else."""
+    """Return the reply of `recorder prove`: exit code 0 for unchanged, 1 for changed, and 2 for anything else."""
     proof = proved.proof
 
     def members() -> dict[str, Any]:
@@ -291,10 +291,10 @@ def reply_of(proved: Proven) -> Reply:
 def prove(
     command: Sequence[str], environ: Mapping[str, str], *, num_steps: int, report: Callable[[str], None]
 ) -> Proven:
-    """Run a program three times and say whether the recorder changes it; a fourth time if it seems to.
+    """Run a program three times and judge whether the recorder changes it; a fourth time if it seems to.
 
-    `environ` is the environment that records, with the user's settings; `report` is called with what is launched next.
-    Raises LookupFailedError if two processes trained as one rank, and OSError if the command cannot be run.
+    `environ` is the environment that records, with the user's settings. `report` is called with a text about the next
+    launch. Raises LookupFailedError if two processes trained as one rank, and OSError if the command cannot be run.
     """
     ours = (PREFIX, f"_{PREFIX}")
     bare = {name: value for name, value in environ.items() if name != FLAG and not name.startswith(ours)}
@@ -331,7 +331,7 @@ class _Launches:
         self._report = report
         self._num_launches = 0
         self.said = ""
-        """The end of what the last failed launch wrote."""
+        """The last lines that the last failed launch wrote."""
 
     def launch(self, what: str, environ: Mapping[str, str]) -> Observed:
         self._num_launches += 1
@@ -354,7 +354,7 @@ class _Launches:
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Wait for the end of a command; a command that goes on although its ranks have done their steps is ended."""
+    """Wait for a command to end. End a command that continues although its ranks have done their steps."""
     patience_s = _END_S
     try:
         while True:
@@ -371,16 +371,16 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 
 
 def _is_done(folder: Path) -> bool:
-    """Whether the probe has ended the program on all ranks; then the exit code is not the program's own.
+    """Return whether the probe has ended the program on all ranks, so that the exit code is not the program's own.
 
-    A process group that nobody has destroyed may abort while the interpreter ends.
+    A process group that was never destroyed may abort while the interpreter ends.
     """
     num_done = len(list(folder.glob("*.done")))
     return num_done > 0 and num_done == len(list(folder.glob("*.jsonl")))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that we started; a launcher ends its ranks on SIGTERM."""
+    """End a command that this process started. A launcher ends its ranks on SIGTERM."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)

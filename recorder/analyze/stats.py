@@ -1,6 +1,6 @@
-"""Statistics over steps, ranks and modules, combined from those of the rows, and why a row has none.
+"""Combines the statistics of rows over steps, ranks and modules, and says why a row has no statistics.
 
-The module also has what `recorder stats` replies. Must never read a payload.
+The module also makes the reply of `recorder stats`. It must never read a payload.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     import pandas
 
 GROUPS = {"step": ("step",), "module": ("root", "module_path"), "site": ("site",), "rank": ("rank",), "name": ("name",)}
-"""Columns by the word that groups by them."""
+"""The columns that each word of `by` stands for."""
 _NEVER_MIXED = ("site", "phase", "mode", "scope")
-"""Numbers that differ in these columns mean different things, and are never added up."""
+"""Numbers that differ in these columns mean different things, and are never combined."""
 INNER = "inner"
-"""The column, in grouped statistics, with the tensor inside of composite ones, such as ``indices``; their numbers mean
-different things too."""
+"""The column, in grouped statistics, with the name of an inner tensor of a composite tensor, such as ``indices``.
+Numbers of different inner tensors are never combined."""
 _VALUE = (
     "step", "micro_step", "call", "repeat", "attempt", "rank", "mode", "phase", "scope", "root", "module_path", "site",
     "name", "dtype", "shape", "numel",
@@ -51,7 +51,7 @@ _NUMBERS = (*STATISTICS, *COUNTS)
 HISTOGRAM = "histogram"
 """The column of the histograms, on request; a group has the sum of its rows' histograms."""
 WHY = "why"
-"""The column of the reason; null if a row has statistics and belongs to all ranks, or was never to do so."""
+"""The column that says why a row has no statistics or no global tensor; null where neither is missing."""
 REASON_COLUMNS = ("note", "placements", "nan_count", "mean", "numel")
 """The columns that `with_why` reads."""
 _HAS_ALL, _HAS_COUNTS, _IS_EMPTY, _HAS_NONE = range(4)
@@ -62,20 +62,20 @@ LONG_COLUMNS = ("step", "rank", "root", "module_path", "site", "name", "statisti
 
 
 class Statistics(NamedTuple):
-    """The answer of `statistics`."""
+    """The result of `statistics`."""
 
     table: Any
-    """A `pa.Table`. Ungrouped: one row a value; `why` says why it has no statistics, or no global tensor. Grouped: the
-    keys, `inner` if there are tensors inside of composite ones, `rows`, `rows_without` (rows without statistics, which
-    do not count), `numel`, the statistics and the counts."""
+    """A `pa.Table`. Ungrouped, it has one row for each value; `why` says why a row has no statistics or no global
+    tensor. Grouped, it has the keys, `inner` if there are tensors inside composite tensors, `rows`, `rows_without`
+    (rows without statistics, which do not count), `numel`, the statistics and the counts."""
     notes: list[str]
-    """What is not in the table, and why, and of which values ranks are missing."""
+    """What is not in the table, and why, and which values lack ranks."""
     problems: Sequence[str] = ()
-    """With `across_ranks`: contradictions in the rows, or in the layouts that were given."""
+    """With `across_ranks`, contradictions in the rows, or in the layouts that were given."""
     is_whole: bool = True
     """False if something of the run is damaged, or values lack ranks."""
     damage: Sequence[str] = ()
-    """What is damaged on disk, and so missing."""
+    """Damage on disk that makes rows missing."""
 
 
 def stats(
@@ -93,27 +93,27 @@ def stats(
     partial: bool = False,
     long: bool = False,
 ) -> pandas.DataFrame:
-    """Statistics as a pandas frame; see `statistics`. What it leaves out is said in ``frame.attrs["notes"]``.
+    """Return statistics as a pandas frame; see `statistics`. ``frame.attrs["notes"]`` says what is left out.
 
-    What contradicts itself is in ``frame.attrs["problems"]``. Without `by` the column `why` says why a row has none, or
-    stays with its rank.
+    ``frame.attrs["problems"]`` has contradictions in the run. Without `by`, the column `why` says why a row has no
+    statistics, or belongs to a single rank.
 
     Args:
         run: from `open_run`.
-        module: a module's path, or a glob over paths; all modules without.
+        module: a module's path, or a glob over paths; None for all modules.
         site: one site, or several with commas.
         name: a name at the site, or a glob.
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
         rank: ranks, written like steps.
-        by: ``step``, ``module``, ``site``, ``name``, ``rank``: combine the rows that agree in these. What is computed
-            in another phase or mode is never mixed, nor the tensors inside of composite ones, such as the indices and
-            the values of a sparse one (column `inner`), and ranks only with `across_ranks`.
-        across_ranks: the statistics of the global tensors, replicas counted once.
+        by: ``step``, ``module``, ``site``, ``name``, ``rank``: combine the rows that agree in these. Rows of different
+            phases or modes are never combined, nor different inner tensors of composite ones, such as the indices and
+            the values of a sparse tensor (column `inner`), and rows of several ranks only with `across_ranks`.
+        across_ranks: whether to return the statistics of the global tensors, replicas counted once.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
-        partial: where values lack ranks, take the numbers of the others; else such values have none, and `why` says so.
-        long: one row a number, for plotting: columns step, rank, root, module_path, site, name, statistic, value, and
-            micro_step, call, repeat, mode, phase where they tell rows apart.
+        partial: whether values that lack ranks get the other ranks' numbers; else they get none, and `why` says so.
+        long: whether to return one row for each number, for plotting, with the columns step, rank, root, module_path,
+            site, name, statistic, value, and micro_step, call, repeat, mode, phase where rows differ in them.
 
     Raises:
         LookupFailedError: nothing is selected; the message says what there is.
@@ -138,10 +138,10 @@ def statistics(
     with_histograms: bool = False,
     mapper: Mapper = map_serially,
 ) -> Statistics:
-    """Return the statistics of values, or combined over all values that agree in `by`, as `pa.Table`.
+    """Return the statistics of each value, or combined over all values that agree in `by`, as `pa.Table`.
 
-    `mapper` works on ranges of steps: groups of groups combine like groups of rows. With `with_histograms` the table
-    has the column `HISTOGRAM`.
+    `mapper` works on ranges of steps, because groups combine like rows. With `with_histograms` the table has the column
+    `HISTOGRAM`.
 
     Raises:
         LookupFailedError: nothing is selected, or a word in `by` or an option is unknown.
@@ -181,9 +181,9 @@ def statistics(
 class _RangeAnswer(NamedTuple):
     tables: list[Any]
     left_out: list[Any]
-    """Grouped: values that are in no group, because they stay per rank."""
+    """With groups, tables of the values that stay per rank, and so are in no group."""
     without: Counter[str]
-    """Grouped: how many rows have no statistics, by the reason."""
+    """With groups, the number of rows without statistics, by the reason."""
     num_rows: int
     partial: MissingRanks
     problems: Problems
@@ -210,7 +210,7 @@ class _RangeStatistics:
         self._view = run.view(loss=options.loss, layouts=options.layouts) if options.across_ranks else None
 
     def __call__(self, *steps: int) -> _RangeAnswer:
-        """Return the answer to a range of steps: a first and a last step, of ranks' own rows behind an attempt."""
+        """Return the answer for a range of steps: first and last step, for ranks' own rows after the attempt."""
         problems, partial = Problems(self._selection), MissingRanks()
         if self._view is None:
             attempt, first, last = steps
@@ -241,7 +241,7 @@ class _RangeStatistics:
 
 
 def as_long(table: Any) -> Any:
-    """Return one row for each number of a table, without the numbers that are null."""
+    """Return a table with one row for each number of `table` that is not null."""
     keys = [name for name in table.column_names if name in (*LONG_COLUMNS, *_NEVER_MIXED, INNER)]
     keys += [name for name in ("micro_step", "call", "repeat") if name in table.column_names]
     tables = []
@@ -253,7 +253,7 @@ def as_long(table: Any) -> Any:
 
 
 def inner_leaves(table: Any) -> Any:
-    """Return the tensor inside a composite one that each row is of, such as ``indices``; null for other rows."""
+    """Return the name of each row's inner tensor in a composite tensor, such as ``indices``; null for other rows."""
     is_inner = holds(table.column("note"), lambda note: "inner_of" in note_members(note))
     leaves = pc.replace_substring_regex(table.column("name").cast(pa.string()), pattern=r"^.*\.", replacement="")
     return pc.if_else(pa.array(is_inner), leaves, pa.scalar(None, pa.string()))
@@ -302,7 +302,7 @@ def _say_left_out(stays: Any) -> list[str]:
 
 
 def with_why(table: Any) -> Any:
-    """Return a table of rows with the column `WHY`."""
+    """Return a table of rows with the added column `WHY`."""
     has_counts, has_mean = (table.column(name).is_valid().to_numpy() for name in ("nan_count", "mean"))
     is_empty = pc.equal(table.column("numel"), 0).to_numpy()
     has = np.select([has_mean, ~has_counts, is_empty], [_HAS_ALL, _HAS_NONE, _IS_EMPTY], _HAS_COUNTS)
@@ -318,7 +318,7 @@ def _why(note: str | None, placements: str | None, has: int) -> str | None:
     reasons = [] if has == _HAS_ALL else [_no_statistics(told, placements, has)]
     if isinstance(told.get("per_rank"), str):
         reasons.append(f"per rank: {told['per_rank']}")
-    return "; ".join(filter(None, reasons)) or None  # of a row with counts and no more these tell: nothing is finite
+    return "; ".join(filter(None, reasons)) or None  # no reason for a row whose counts show that nothing is finite
 
 
 def _no_statistics(told: dict[str, Any], placements: str | None, has: int) -> str:
@@ -352,7 +352,7 @@ _DROPS = (
     "shape", "numel", _SUBNORMAL, "min", "max", "rows", "name", "std", HISTOGRAM, "zero_count", "l2", "inf_count",
     "nan_count", "mean",
 )  # fmt: skip
-"""Columns that a narrow terminal leaves out, the least important first."""
+"""The columns that a narrow terminal leaves out, the least important first."""
 
 
 def reply_of(
@@ -369,12 +369,12 @@ def reply_of(
 
     Args:
         run: the run of the answer.
-        answer: what `statistics` found; people see histograms where the answer has them.
+        answer: the result of `statistics`, whose histograms, if any, are drawn for people.
         by: the words that the rows are combined by.
         across_ranks: whether the statistics are of the global tensors.
         sort: ``l2`` or ``l2:asc``, ``-l2`` or ``l2:desc``.
-        top: rows to show, counted from the start; 0: all.
-        last: rows to show, counted from the end; 0: all.
+        top: the number of rows to show from the start; 0 for all.
+        last: the number of rows to show from the end; 0 for all.
 
     Raises:
         LookupFailedError: `sort` names no column or no direction.
@@ -382,7 +382,7 @@ def reply_of(
     table, sorted_by = answer.table, ""
     if sort is not None:
         sorted_by, direction = _order(table, sort)
-        table = table.take(pc.sort_indices(table, [(sorted_by, direction)]))  # nulls stand last
+        table = table.take(pc.sort_indices(table, [(sorted_by, direction)]))  # nulls are placed last
 
     def members() -> dict[str, Any]:
         document = {"run": str(run.path), "problems": [*answer.problems, *answer.damage], "notes": answer.notes}
@@ -408,13 +408,13 @@ def reply_of(
 
 
 def _order(table: Any, sort: str) -> tuple[str, str]:
-    """Return a column and Arrow's word for a direction: ``-l2`` and ``l2:desc`` are descending."""
+    """Return a column, and Arrow's word for the direction: ``-l2`` and ``l2:desc`` are descending."""
     column, _, order = sort.removeprefix("-").partition(":")
     column = next((name for name, title in _TITLES.items() if title == column), column)
     column = f"{column}_count" if f"{column}_count" in COUNTS else column
     if order not in ("", "asc", "desc") or (order and sort.startswith("-")):
         raise LookupFailedError(f"--sort {sort}: expected COLUMN, COLUMN:asc, COLUMN:desc or -COLUMN")
-    names = [name for name in table.column_names if name != HISTOGRAM]  # bytes, which have no order
+    names = [name for name in table.column_names if name != HISTOGRAM]  # histograms are bytes, which have no order
     if column not in names:
         near = hint(column, names, otherwise=f"; columns are {', '.join(names)}")
         raise LookupFailedError(f"--sort {sort}: there is no column {column!r}{near}")
@@ -427,7 +427,7 @@ def _is_worth_showing(table: Any, name: str) -> bool:
 
 
 def _table_of(table: Any, keys: Sequence[str], sorted_by: str, title: str, *, has_types: bool) -> Table:
-    """Return a table for people; `has_types`: each row is of a single value, and so has one type."""
+    """Return a table for people. `has_types` says that each row is of one value, and so has one type."""
     drawn, subtitle = _drawn(table, has_types=has_types)
     counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
     has_why = WHY in table.column_names and table.column(WHY).null_count < table.num_rows
@@ -453,7 +453,7 @@ def _table_of(table: Any, keys: Sequence[str], sorted_by: str, title: str, *, ha
 
 
 def _drawn(table: Any, *, has_types: bool) -> tuple[dict[str, list[str]], str]:
-    """Return the histograms of the rows, and the counts of their subnormal values, as cells by name; and a legend."""
+    """Return the rows' histograms and counts of subnormal values, as cells by column name; and a legend."""
     histograms = [
         histogram_of_row({"histogram": data, "zero_count": 0, "nan_count": 0})
         for data in (table.column(HISTOGRAM).to_pylist() if HISTOGRAM in table.column_names else ())

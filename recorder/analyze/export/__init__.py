@@ -1,1 +1,1 @@
-"""Runs in other formats: Parquet, npz, safetensors, checkpoints of torch."""
+"""Writes runs in other formats: Parquet, npz, safetensors, and checkpoints of torch."""

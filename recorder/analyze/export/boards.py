@@ -1,7 +1,7 @@
-"""Statistics, histograms and pictures of a run, as files that TensorBoard or Weights & Biases show.
+"""Writes statistics, histograms and pictures of a run as files that TensorBoard or Weights & Biases show.
 
-The packages of the two write the files, and are imported only for such an export. The export holds what was recorded:
-histograms keep their bins, and a number that was not recorded is left out.
+The packages of the two programs write the files, and are imported only for such an export. The export contains only
+what was recorded: histograms keep their bins, and a number that was not recorded is left out.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .tensors import NAMING, ROOT, Tensors, as_level, unusual_levels
 
 BOARDS = ("tensorboard", "wandb")
 MAX_RANKS = 64
-"""The most ranks that are written; each is a run of its own."""
+"""The most ranks that are written; each rank becomes a run of its own on the board."""
 _STATISTICS = ("mean", "std", "absmax", "l2")
 _COUNTS = ("nan_count", "inf_count")
 _MAX_TENSOR_BYTES = 64 << 20
-"""The largest tensor that is drawn as a picture."""
+"""The size of the largest tensor that is drawn as a picture."""
 _MAX_TILES, _LEAST_SIDE, _MAX_SIDE, _GAP = 16, 3, 512, 1
-"""The tiles of a picture, the sides of a tile, and the pixels between two tiles."""
+"""The most tiles of a picture, the limits of a tile's side, and the gap between two tiles, in pixels."""
 _MAX_BUCKETS = 512
-"""The most buckets of a histogram that Weights & Biases takes."""
+"""The most buckets of a histogram that Weights & Biases accepts."""
 _COLUMNS = tuple(dict.fromkeys((*NAMING, *_STATISTICS, *_COUNTS, "zero_count", "histogram", "time_ns", "note")))
 
 Picture = npt.NDArray[np.uint8]
@@ -50,11 +50,11 @@ class Board(Protocol):
     """One run on the page of TensorBoard or W&B."""
 
     def add(self, step: int, time_s: float, values: Step) -> None:
-        """Take the values of a step; steps come in order."""
+        """Add the values of a step; steps come in order."""
 
 
 class BoardExport:
-    """An export to TensorBoard or W&B, planned; `write` does it."""
+    """A planned export to TensorBoard or W&B, which `write` carries out."""
 
     def __init__(
         self, run: Run, to: str, selection: Selection, options: GlobalOptions, *, payload: bool = False,
@@ -70,7 +70,7 @@ class BoardExport:
         self._board_of = _OPENERS[to]()
         self._run, self._selection, self._options, self._mapper = run, selection, options, mapper
         self.to = to
-        Tensors(run, selection, options, mapper)  # refuses what can match nothing
+        Tensors(run, selection, options, mapper)  # refuses a selection that can match nothing
         self._ranks: list[int | None] = [None] if options.across_ranks else [*selection.ranks(run.ranks)] or [None]
         if len(self._ranks) > MAX_RANKS:
             raise LookupFailedError(
@@ -78,12 +78,12 @@ class BoardExport:
                 "with --rank, or --global for the whole model"
             )
         self.total_bytes = 0
-        """0, because the size is not known before."""
+        """0, because the size is not known in advance."""
 
     def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
         """Write the folder, which gets its name once it is complete.
 
-        Raises WriteError if something has the name, or the folder cannot be written.
+        Raises WriteError if something with this name exists, or the folder cannot be written.
         """
         if force:
             raise LookupFailedError(f"--force replaces a file, and {self.to} is a folder: take the old one away first")
@@ -112,7 +112,7 @@ class BoardExport:
         try:
             entries = tensors.entries(MissingRanks())
         except LookupFailedError:
-            return {}  # nothing has values
+            return {}  # no selected row has values
         chosen = [
             one
             for one in entries
@@ -166,27 +166,27 @@ def _take(row: Mapping[str, Any], values: dict[str, float | Histogram | Picture]
                 row["histogram"], zero_count=row["zero_count"] or 0, nan_count=row["nan_count"] or 0
             )
         except CorruptError:
-            return  # `recorder verify` tells of it
+            return  # `recorder verify` reports the damage
 
 
 def _tag(row: Mapping[str, Any]) -> str:
-    """Return ``output/blocks.0.mlp.up``, then the name at the site and everything unusual."""
+    """Return ``output/blocks.0.mlp.up``, then the name at the site and all unusual columns as ``key=value``."""
     path = as_level(row["module_path"]) or ("" if row["site"] == "scalar" else ROOT)
     levels = [as_level(row["site"]), path, as_level(row["name"])]
     return "/".join([*filter(None, levels), *unusual_levels({**row, "rank": None})])
 
 
 def is_picture(site: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor may be drawn."""
+    """Return whether a tensor of this site and shape can be drawn."""
     if len(shape) != 4 or not all(shape):
         return False
     return site in ("input", "output", "param") and all(_LEAST_SIDE <= side <= _MAX_SIDE for side in shape[2:])
 
 
 def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8] | None:
-    """Return a tensor of four dims as a picture of shape (height, width, 3): tiles from black, the least, to white.
+    """Return a tensor of four dimensions as tiles of a picture of shape (height, width, 3).
 
-    A parameter is drawn by its filters, any other value by the channels of the first sample.
+    A parameter is drawn by its filters, other values by the channels of the first sample. Black is the least value.
     """
     if array.shape[1] == 3:
         tiles = array[: _MAX_TILES if site == "param" else 1].transpose(0, 2, 3, 1)
@@ -210,7 +210,7 @@ def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint
 
 
 Opener = Callable[[Path, str, Run], AbstractContextManager[Board]]
-"""Opens a board: in a folder, under a name, for a run."""
+"""A function that opens a board in a folder, under a name, for a run."""
 
 
 def _tensorboard() -> Opener:
@@ -258,9 +258,9 @@ def _tensorboard() -> Opener:
 
 
 def _wandb() -> Opener:
-    """Return what opens offline runs of Weights & Biases, written with its package, for ``wandb sync``.
+    """Return a function that opens an offline run of Weights & Biases, which ``wandb sync`` can send.
 
-    Nothing is sent anywhere.
+    Nothing is sent anywhere here.
     """
     try:
         import wandb
@@ -299,7 +299,7 @@ def _wandb() -> Opener:
         finally:
             started.finish()
             for link in (folder / "wandb").iterdir():
-                if link.is_symlink():  # W&B links to the newest run, of which there may be one for each rank
+                if link.is_symlink():  # a link to the newest run, where each rank has a run
                     link.unlink()
 
     return open_run

@@ -1,7 +1,7 @@
-"""The format of `torch.distributed.checkpoint`: a folder with the tensors in chunks, and a pickle that lists them.
+"""Writes a `torch.distributed.checkpoint`: a folder with the tensors in chunks, and a pickle that lists them.
 
-This module imports torch, so import it only if such a folder is asked for: the pickle is made of torch's own classes,
-and each chunk is what `torch.save` writes.
+This module imports torch, so import it only for such an export. The pickle contains torch's own classes, and
+`torch.save` writes each chunk.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .files import HasSpans
 from .tensors import Entry, Span
 
 CHUNK_BYTES = 16 << 20
-"""The largest chunk. A rank that loads reads only the chunks that it needs."""
+"""The size of the largest chunk. A rank that loads the checkpoint reads only the chunks that it needs."""
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
 _VERSION = "1.0.0"
-"""The version of the member's format; readers that do not know the member ignore it."""
+"""The version that torch writes into the metadata; readers that do not know this member ignore it."""
 
 
 def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
-    """Write tensors into an empty folder; the file that makes it a checkpoint comes last.
+    """Write tensors into an empty folder. The metadata file, which makes it a checkpoint, is written last.
 
-    Raises UnsupportedError if this torch lacks an element type.
+    Raises UnsupportedError if this torch does not have an element type.
     """
     dtypes = {entry.name: _torch_dtype(entry) for entry in entries}
     entries_by_name: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], 
 
 
 def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and sizes of boxes that follow one another in a tensor's memory, each of at most `max_numel`."""
+    """Yield offsets and sizes of boxes of at most `max_numel` elements that follow each other in a tensor's memory."""
     dim, inner = 0 if 0 in shape else len(shape), 1
     while dim and inner * shape[dim - 1] <= max_numel:
         dim, inner = dim - 1, inner * shape[dim - 1]
@@ -88,7 +88,7 @@ def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, .
 
 
 def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of some spans, end to end, in arrays of these sizes; each is valid until the next one comes.
+    """Yield the bytes of some spans, end to end, in arrays of these sizes. An array is valid until the next one.
 
     All arrays share one buffer, because `torch.save` may keep its argument until a garbage collection (torch 2.9).
     """
@@ -104,7 +104,7 @@ def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArr
             out[done : done + num] = span[used : used + num]
             done, used = done + num, used + num
         yield out
-    for _ in source:  # to its end, where it says so if there were too many
+    for _ in source:  # reads to the end, where `spans` raises if there are too many bytes
         pass
 
 

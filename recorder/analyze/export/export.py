@@ -1,9 +1,9 @@
-"""Runs in other formats: statistics as Parquet, tensors as npz or safetensors, and the catalog of a run.
+"""Writes runs in other formats: statistics as Parquet, tensors as npz or safetensors, and the catalog of a run.
 
 An export overwrites no file unless it is asked to. The catalog is one Parquet file with a row for each row on disk, but
-without the payloads. Ranks come in blocks, and each block is in the order of attempt, step, rank and seq: every file of
-the run is read about once whatever the number of files, memory holds one block, and both a step and a rank are found by
-the statistics of the row groups.
+without the payloads. Ranks come in blocks, and each block is sorted by attempt, step, rank and seq. So every file of
+the run is read about once whatever the number of files, memory holds one block, and the statistics of the row groups
+find both a step and a rank.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ _ROWS_A_GROUP = 65_536
 _MAX_NAMED = 8
 _WRITERS = {"npz": write_npz, "safetensors": write_safetensors}
 _ORDERS: dict[str, Callable[[Sequence[Entry]], list[Entry]]] = {"npz": list, "safetensors": widest_first}
-"""The order in which the writers ask for tensors."""
+"""For each format, the order in which its writer asks for tensors."""
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """The result of an export."""
 
     path: Path
     num_rows: int
-    """Rows of a table, or tensors."""
+    """The number of rows of a table, or of tensors."""
     num_bytes: int
-    """Size of the file."""
+    """The size of the file."""
     notes: list[str]
-    """Names of the values of which some ranks are missing."""
+    """Notes on the values of which some ranks are missing."""
     problems: list[str]
     """Global tensors whose ranks contradict each other, so that the file has the ranks' rows instead; and values that
-    cannot be read, which are not in the file."""
+    cannot be read and are not in the file."""
     is_whole: bool
     """False if something is damaged, or values lack ranks."""
 
 
 def reply_of(run: Run, done: Exported, to: str) -> Reply:
-    """Return the reply of `recorder export` to a format; the exit code is 1 if something is damaged or missing."""
+    """Return the reply of `recorder export`. The exit code is 1 if something is damaged or missing."""
 
     def members() -> dict[str, Any]:
         summary = {"path": str(done.path), "format": to, "rows": done.num_rows, "bytes": done.num_bytes}
@@ -74,13 +74,13 @@ def reply_of(run: Run, done: Exported, to: str) -> Reply:
 
 
 class Export:
-    """One export, planned; `write` does it."""
+    """A planned export, which `write` carries out."""
 
     def __init__(
         self, run: Run, to: str, selection: Selection, options: GlobalOptions, *, payload: bool = False,
         mapper: Mapper = map_serially,
     ) -> None:  # fmt: skip
-        """Find what is to be written; `mapper` works on ranges of steps, here and in `write`.
+        """Find what is to be written. `mapper` works on ranges of steps, here and in `write`.
 
         Raises LookupFailedError if nothing is selected or has values, or the format is unknown.
         """
@@ -100,12 +100,12 @@ class Export:
         self._names: dict[RowId, str] = {}
         self._entries: list[Entry] = self._tensors.entries(self._partial) if to != "parquet" else []
         self.total_bytes = sum(entry.payload_bytes for entry in self._entries)
-        """The sum of the payload bytes that `report` is called with; 0 if that is not known before."""
+        """The sum of the payload bytes that `report` is called with; 0 if the sum is not known in advance."""
 
     def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
         """Write the file, which gets its name once it is complete.
 
-        Raises WriteError if the file exists and `force` is not given, or it cannot be written.
+        Raises WriteError if the file exists and `force` is False, or if the file cannot be written.
         """
         try:
             num_rows = self._write(path, force, report)
@@ -128,7 +128,7 @@ class Export:
             return len(self._entries)
 
     def _find_unreadable(self) -> None:
-        """Find the values that cannot be read; the file is then written again without them."""
+        """Find the values that cannot be read. The file is then written again without these values."""
         entries = self._entries
         if self.to == "parquet":
             entries = self._tensors.entries(MissingRanks())
@@ -152,7 +152,7 @@ class Export:
         names = [*METADATA_COLUMNS, *(["data"] if self._payload else [])]
         metadata = {b"recorder_run_id": self._run.run_id.encode(), **(SCHEMA.metadata or {})}
         schema = pa.schema([SCHEMA.field(name).with_nullable(True) for name in names], metadata=metadata)
-        # Payloads hardly compress as they lie, and are nothing to look up.
+        # Payloads hardly compress, and nobody looks values up by payload.
         compression = {name: "NONE" if name == "data" else "ZSTD" for name in names}
         without_data = [name for name in names if name != "data"]
         options = {"compression": compression, "use_dictionary": without_data, "write_statistics": without_data}
@@ -167,7 +167,7 @@ class Export:
         return num_rows
 
     def _light(self) -> Iterator[Any]:
-        """Yield rows without payloads; without the global view they are the rows on disk, of all attempts."""
+        """Yield rows without payloads. Without the global view these are the rows on disk, of all attempts."""
         if self._options.across_ranks:
             for chosen in self._tensors.chosen(METADATA_COLUMNS, self._partial):
                 yield chosen.table
@@ -179,11 +179,11 @@ class Export:
             yield table
 
     def _with_payload(self) -> Iterator[Any]:
-        """Yield rows with their decoded bytes, some megabytes at once; a large tensor has several rows."""
+        """Yield rows with their decoded bytes, some megabytes at once. A large tensor has several rows."""
         order: deque[list[tuple[tuple[int, int], int, int]]] = deque()
 
         def small() -> Iterator[tuple[int, int, list[int]]]:
-            """Yield the batches that are read at once; `order` also takes the large rows between them."""
+            """Yield the batches that are read at once. `order` also receives the large rows between the batches."""
             for chosen in self._tensors.chosen(("at", "num_bytes"), self._partial):
                 steps = chosen.first, chosen.last
                 columns = (chosen.table.column(name).to_pylist() for name in ("at", "num_bytes"))
@@ -219,7 +219,7 @@ class _OwnRows:
 
 
 class _RowsWithPayload:
-    """Reads rows with their decoded bytes; rows that lack ranks have no bytes unless the options take such rows."""
+    """Reads rows with their decoded bytes. Rows that lack ranks have no bytes unless the options take them."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
         self._rows = Rows(run, selection, options)
@@ -264,20 +264,20 @@ def export(
     Args:
         run: from `open_run`.
         path: the file to write; it appears once it is complete.
-        module: a module's path, or a glob over paths; all modules without.
-        to: ``parquet`` (a row a value, with its statistics), ``npz`` or ``safetensors`` (the tensors, under names such
-            as ``step=3/layers.0.mlp/output/rank=1``); by default what the path ends with.
+        module: a module's path, or a glob over paths; None for all modules.
+        to: ``parquet`` (a row for each value, with its statistics), ``npz`` or ``safetensors`` (tensors, under names
+            such as ``step=3/layers.0.mlp/output/rank=1``); by default the suffix of the path.
         site: one site, or several with commas.
         name: a name at the site, or a glob.
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
         rank: ranks, written like steps.
-        across_ranks: the global tensors instead of the ranks' own.
+        across_ranks: whether to write the global tensors instead of the ranks' own.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
-        partial: give tensors that lack ranks as the other ranks have them; else they are left out.
-        payload: parquet with the values, too: column `data` holds each tensor's decoded bytes, so that
+        partial: whether to write tensors that lack ranks as far as other ranks have them; else they are left out.
+        payload: whether Parquet has the values, too: column `data` holds each tensor's decoded bytes, so that
             `recorder.decode` takes a row.
-        force: replace a file that exists.
+        force: whether to replace a file that exists.
 
     Raises:
         LookupFailedError: nothing is selected or has values; the message says what there is.
@@ -291,9 +291,9 @@ def export(
 
 
 def format_of(path: Path) -> str:
-    """Return the format that a file's name means.
+    """Return the format that the suffix of a file's name stands for.
 
-    Raises LookupFailedError if it means none.
+    Raises LookupFailedError if the suffix stands for no format.
     """
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in FORMATS:
@@ -302,7 +302,7 @@ def format_of(path: Path) -> str:
 
 
 def _parts(row: dict[str, Any], rows: Any, at: int, *, has_bytes: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row as it is, or with its bytes; a large tensor as several rows, with the statistics in the first."""
+    """Yield a row without or with its bytes; a large tensor makes several rows, with the statistics in the first."""
     if row["encoding"] is None or not has_bytes:
         yield row | {"encoding": None, "payload_bytes": None, "data": None}
         return
@@ -320,7 +320,7 @@ def _as_table(rows: list[dict[str, Any]]) -> Any:
 
 
 _ROWS_A_BLOCK = 1 << 19
-"""The rows in memory at once, at 1 to 2 kB each; a rank with more rows is read in ranges of steps."""
+"""The most rows in memory at once, at 1 to 2 kB each. A rank with more rows is read in ranges of steps."""
 _CATALOG_ROWS_A_GROUP = 1 << 17
 _COLUMNS = ("run_id", "writer", *METADATA_COLUMNS)
 _FIELDS = [pa.field("run_id", pa.string()), pa.field("writer", pa.string())]
@@ -331,26 +331,26 @@ Integers = npt.NDArray[np.int64]
 
 
 class Catalog(NamedTuple):
-    """What was written."""
+    """The result of `write_catalog`."""
 
     path: Path
     num_rows: int
     num_bytes: int
-    """Size of the file."""
+    """The size of the file."""
     num_superseded: int
-    """Rows of steps that a restart did again; they are not in the file."""
+    """The number of rows left out because a restart did their steps again."""
     problems: list[str]
-    """Damage in the run, and writers of other runs, whose rows are not in the file."""
+    """Damage in the run, and writers that belong to other runs, whose rows are left out."""
 
 
 def write_catalog(
     run: Run, path: str | PathLike[str], *, report: Callable[[int], None] = lambda done: None,
     rows_a_block: int = _ROWS_A_BLOCK,
 ) -> Catalog:  # fmt: skip
-    """Write all rows of a run without their payloads, at each step those of the attempt that counts.
+    """Write all rows of a run without their payloads; at each step only the attempt that counts.
 
-    The file appears once it is complete. `report` is called with the bytes of shards done since the last call;
-    `rows_a_block` are in memory at once. Raises WriteError if the file exists, or cannot be written.
+    The file appears once it is complete. `report` is called with the bytes of shards done since the last call. At most
+    about `rows_a_block` rows are in memory at once. Raises WriteError if the file exists, or cannot be written.
     """
     path = Path(path)
     topology = run.topology
@@ -380,7 +380,7 @@ def _open(file: BinaryIO, run: Run) -> Any:
 
 
 def _blocks(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[list[int]]:
-    """Yield the numbers of the writers of neighbouring ranks with about so many rows; a rank is never cut."""
+    """Yield the numbers of writers of neighbouring ranks with about `max_rows` rows; no rank is divided."""
     block: list[int] = []
     num_rows = 0
     for _, of_rank in groupby(range(len(writers)), lambda number: writers[number].rank):
@@ -423,7 +423,7 @@ def _rows(
 
 
 class _Counting:
-    """Tells which rows of the run count: at a step of several launches those of the newest complete launch."""
+    """Decides which rows of the run count: where launches share a step, those of the newest complete launch."""
 
     def __init__(self, run: Run) -> None:
         self.num_superseded = 0
@@ -437,7 +437,7 @@ class _Counting:
         first_of: dict[int, int] = {}
         for number, writer in enumerate(run.writers):
             if not self._is_stranger[number]:
-                # All writers of a launch win or lose together, so that one can speak for them.
+                # All writers of a launch win or lose together, so that one writer can stand for all.
                 one = first_of.setdefault(int(self._launches[number]), number)
                 own = [batch.column("step").to_numpy() for shard in writer.shards for batch in shard.columns(["step"])]
                 steps_of[one] = np.unique(np.concatenate([steps_of.get(one, np.zeros(0, np.int64)), *own]))

@@ -1,4 +1,4 @@
-"""Files of other formats: tensors as npz and as safetensors, and how a file or a folder gets its final name.
+"""Writes tensors as npz and as safetensors, and gives files and folders their final names.
 
 Tensors are written span by span, so that no tensor is ever complete in memory; the formats' own libraries want all
 tensors in memory at once. A file gets its name once it is complete, and never replaces another file unasked. Ctrl-C and
@@ -32,9 +32,9 @@ from .tensors import Entry, Span
 Report = Callable[[int], None]
 _INDEX = "index.json"
 _NO_TIME = (1980, 1, 1, 0, 0, 0)
-"""A fixed time in the archive, so that equal tensors make equal files."""
+"""The fixed time of all members of the archive, so that equal tensors make equal files."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The most that the readers of safetensors accept."""
+"""The largest header that the readers of safetensors accept."""
 SAFETENSORS_TYPES: dict[str, str] = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
     "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
@@ -42,15 +42,15 @@ SAFETENSORS_TYPES: dict[str, str] = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
 _AS_PARTS = {"complex32": "F16", "complex128": "F64"}
-"""Types that safetensors does not have: real and imaginary part along one more dim."""
+"""Types that safetensors does not have, written with real and imaginary part along one more dimension."""
 _AS_BYTES = ("float4_e2m1fn_x2",)
-"""Types with two elements in a byte; the readers disagree on their shape."""
+"""Types with two elements in a byte, written as bytes because readers disagree on their shape."""
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class HasSpans(Protocol):
-    """A source of tensors."""
+    """A source of the bytes of tensors."""
 
     def spans(self, entry: Entry) -> Iterator[Span]:
         """Yield the bytes of one tensor, in order."""
@@ -59,9 +59,9 @@ class HasSpans(Protocol):
 def write_npz(file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], report: Report) -> None:
     """Write a file for `numpy.load`.
 
-    numpy has no bfloat16 and no 8-bit floats: they become float32, which holds every one of them exactly. The member
-    ``index.json`` describes the tensors: objects with `tensor` (its name here), `dtype`, `step`, ..., `ranks_present`,
-    `ranks_expected`, `scale`, `layout_source` and `note`.
+    numpy has no bfloat16 and no 8-bit floats: these become float32, which represents each of them exactly. The member
+    ``index.json`` is a list of objects, one for each tensor, with `tensor` (its name in the file), `dtype`, `step`,
+    ..., `ranks_present`, `ranks_expected`, `scale`, `layout_source` and `note`.
     """
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for entry in entries:
@@ -82,10 +82,10 @@ def write_npz(file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], repor
 def write_safetensors(
     file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], report: Report, about: Mapping[str, str] = _NOTHING
 ) -> None:
-    """Write a safetensors file: 8 bytes of length, a JSON header, then the bytes, without a gap.
+    """Write a safetensors file: 8 bytes of length, a JSON header, then the bytes of the tensors without a gap.
 
-    The header's metadata have ``origin of NAME`` as JSON, which says of which ranks a tensor was made, and how, and the
-    texts of `about`. Raises UnsupportedError if the header would be too large for the format.
+    The header's metadata contain the texts of `about`, and ``origin of NAME`` as JSON, which says of which ranks and
+    how a tensor was made. Raises UnsupportedError if the header would be too large for the format.
     """
     in_file_order = widest_first(entries)
     header: dict[str, Any] = {"__metadata__": {"writer": "recorder", **about}}
@@ -114,12 +114,12 @@ def write_safetensors(
 
 
 def widest_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the order in which `write_safetensors` asks for tensors: each lies at a multiple of its elements' size."""
+    """Return the order in which `write_safetensors` takes tensors: each offset is a multiple of the element size."""
     return sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
 
 
 def _npy_dtype(dtype: str) -> tuple[np.dtype[Any], bool]:
-    """Return the type that numpy's files can hold, and whether the values have to be widened for it."""
+    """Return the type that numpy's files can hold, and whether the values must be widened for it."""
     if dtype.startswith("float8") or dtype == "bfloat16":
         return np.dtype("<f4"), True
     return numpy_dtype(dtype), False
@@ -138,10 +138,10 @@ _TERMINATED = 143
 
 @contextmanager
 def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryIO]:
-    """Open a new file that gets its name if the block ends well, and else leaves nothing behind.
+    """Open a new file that gets its name if the block ends without an error, and else leaves nothing behind.
 
-    `force` replaces a file that has the name; None means that the user cannot ask for it. Raises WriteError if the name
-    is taken, or cannot be written.
+    `force` replaces a file of the same name; None means that the user cannot ask for this. Raises WriteError if the
+    name is taken, or the file cannot be written.
     """
     instead = _OR_FORCE if force is not None else ""
     _check_outside_runs(path)
@@ -149,7 +149,7 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
         raise WriteError(f"{path}: exists; choose another name{instead}")
     if path.is_dir():
         raise WriteError(f"{path}: is a directory; name the file to write")
-    if path.exists() and not path.is_file():  # root could put a file in the place of /dev/null
+    if path.exists() and not path.is_file():  # as root, a rename could replace /dev/null
         raise WriteError(f"{path}: is a device or a pipe, which is never replaced; name the file to write")
     temporary = _temporary(path)
     with _sigterm_raises():
@@ -173,7 +173,7 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
 
 @contextmanager
 def published_folder(path: Path) -> Iterator[Path]:
-    """Make a new folder that gets its name if the block ends well; whoever writes files into it syncs them.
+    """Make a new folder that gets its name if the block ends without an error; the block syncs its files itself.
 
     Raises WriteError if the path is something else than an empty directory, or cannot be written.
     """
@@ -199,14 +199,14 @@ def published_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM end the block by SystemExit, so that half-made files are removed; a program's own handler stays."""
+    """Let SIGTERM end the block by SystemExit, which removes unfinished files. A program's own handler stays."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
     def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the removal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not interrupt the removal
         raise SystemExit(_TERMINATED)
 
     signal.signal(signal.SIGTERM, end)
@@ -230,10 +230,10 @@ def _name(temporary: Path, path: Path, instead: str, *, force: bool) -> None:
         os.replace(temporary, path)
         return
     try:
-        os.link(temporary, path)  # unlike a rename, never replaces what came since
+        os.link(temporary, path)  # unlike a rename, never replaces a file that appeared meanwhile
     except FileExistsError:
         raise WriteError(f"{path}: exists by now; choose another name{instead}") from None
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         os.rename(temporary, path)
 
 

@@ -1,7 +1,7 @@
 """A model at one step of a run, as a file that torch loads: safetensors, or a folder of `torch.distributed.checkpoint`.
 
-The manifests, which are untrusted input, have the names of the model's state dict. Must never give a tensor of which a
-chunk is missing, or whose replicas differ, and never hold more than one tensor.
+The names of the model's state dict come from the manifests, which are untrusted. This module must never write a tensor
+that lacks a chunk or whose replicas differ, and never hold more than one tensor.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .files import published_file, published_folder, write_safetensors
 from .tensors import Entry, Span, row_spans, whole
 
 SITES = {"param": HELD_BY_MODULES, "grad": (GRADIENT_OF["param"],)}
-"""The sites of parameters, or of gradients; the first site decides which steps there are."""
+"""The sites of parameters, or of gradients. The first site decides which steps can be exported."""
 _NOUNS = {"param": "parameter", "grad": "gradient"}
 _COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "shape", "encoding", "note",
             "ranks_present", "ranks_expected")  # fmt: skip
 _NO_ROW = "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
 _MAX_NAMES = 1_000_000
-"""The most names of a model: an untrusted manifest may say that modules are shared in endless ways."""
+"""The most names of a model, because an untrusted manifest may share modules in endless ways."""
 FORMATS = ("dcp", "safetensors")
 _ONLY_DCP = ("complex32", "complex128", "float4_e2m1fn_x2")
-"""Types that safetensors does not have; their substitutes would fit no model."""
+"""Types that safetensors does not have, and for which a substitute type would fit no model."""
 _RESERVED = "__metadata__"
 
 
 class Refused(NamedTuple):
-    """A tensor of the model that cannot be given."""
+    """A tensor of the model that cannot be written."""
 
     name: str
     why: str
@@ -52,11 +52,11 @@ class Model:
     def __init__(
         self, run: Run, what: str, *, root: str | None = None, step: int | None = None, layouts: Sequence[str] = ()
     ) -> None:
-        """Find the tensors of `what`, which is ``param`` or ``grad``; none is read.
+        """Find the tensors of `what`, which is ``param`` or ``grad``. No tensor is read yet.
 
-        `root` names the model if the run has several; `step` is by default the last one with such tensors; `layouts`
-        are those of `Run.view`. Raises LookupFailedError if there is no such model or step, or nothing of it was
-        recorded with its values.
+        `root` names the model if the run has several. `step` is by default the last step with such tensors. `layouts`
+        are those of `Run.view`. Raises LookupFailedError if there is no such model or step, or none of its values were
+        recorded.
         """
         if what not in SITES:
             raise LookupFailedError(f"what {what!r}: choose of {', '.join(SITES)}")
@@ -69,9 +69,9 @@ class Model:
         self._steps: list[int] = sorted(table.column("step").unique().to_pylist())
         self.step, self._rows = self._find_rows(step)
         self.entries: list[Entry] = []
-        """The tensors that can be given, in the order of the state dict."""
+        """The tensors that can be written, in the order of the state dict."""
         self.refused: list[Refused] = []
-        """The tensors of the model that cannot be given."""
+        """The tensors of the model that cannot be written."""
         self.notes: list[str] = []
         self._judge()
         self.total_bytes = sum(entry.payload_bytes for entry in self.entries)
@@ -100,7 +100,7 @@ class Model:
 
     @property
     def step_before(self) -> int | None:
-        """The last earlier step with recorded values."""
+        """The last earlier step with recorded values; None if there is none."""
         return max((step for step in self._steps if step < self.step), default=None)
 
     def _mine(self, table: Any) -> Any:
@@ -145,7 +145,7 @@ class Model:
             self.notes.append(f"{counted(len(gone), 'parameter')} {when}: {listed(gone)}")
 
     def _names_before(self) -> set[str]:
-        """Return what had a gradient at the step before: a kill in the middle of a step leaves only some gradients."""
+        """Return the names with a gradient at the step before: a kill within a step leaves only some gradients."""
         if self.step_before is None:
             return set()
         table = self._run.table(["root", "site", "module_path", "name"], pc.field("step") == self.step_before)
@@ -158,7 +158,7 @@ class Model:
                 by = f"by ranks {present} alone, of {expected}"
                 self.notes.append(f"{counted(number, 'tensor')} recorded {by}: whole, but not compared")
         for entry in self.entries:
-            if entry.name in reasons:  # buffers: those of the first rank are taken
+            if entry.name in reasons:  # buffers, of which the first rank's is taken
                 self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's is taken")
         num_scaled = sum(note_members(row["note"]).get("grad") == "scaled" for row in given)
         if num_scaled:
@@ -179,7 +179,7 @@ def _choose_root(run: Run, what: str, root: str | None) -> str:
 
 
 def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
-    names = {name: name if name in rows else tied for name, tied in known.names.items()}  # a tie may have come apart
+    names = {name: name if name in rows else tied for name, tied in known.names.items()}  # a former tie has rows
     names = names if with_ties else {name: name for name in names.values()}
     taken = set(names.values())
     more = (name for name in rows if name not in taken and name not in known.left_out)
@@ -187,13 +187,13 @@ def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[s
 
 
 def _is_part(name: str, taken: set[str]) -> bool:
-    """Whether a row is of a part of a parameter, such as ``weight._scale``."""
+    """Return whether a row has only a part of a parameter, such as ``weight._scale``."""
     parts = name.split(".")
     return any(".".join(parts[:i]) in taken for i in range(1, len(parts)))
 
 
 def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row that the update used among several rows of a name; the global row comes before the ranks' own."""
+    """Return the row that the update used, among several rows of a name; the global row comes before ranks' rows."""
 
     def order(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["repeat"], row["scope"] in (None, "final"), row["rank"] is None
@@ -216,15 +216,16 @@ class StateDict(NamedTuple):
     """The names in a model's state dict."""
 
     names: dict[str, str]
-    """Each name in its order, with the name that its rows have: another one if the parameter is tied or shared."""
+    """The names in their order, each with the name that its rows have, which differs if a parameter is tied or
+    shared."""
     left_out: set[str]
-    """Buffers that are not persistent."""
+    """The names of buffers that are not persistent."""
 
 
 def state_dict_of(run: Run, root: str) -> StateDict:
     """Return the names of a model's parameters and buffers.
 
-    Raises UnsupportedError if the manifests name too many.
+    Raises UnsupportedError if the manifests have too many names.
     """
     state_dict = StateDict({}, set())
     aliases: dict[str, str] = {}
@@ -244,12 +245,12 @@ def state_dict_of(run: Run, root: str) -> StateDict:
 
 
 def full_name(path: str, name: str) -> str:
-    """Return the name in the model of a module's parameter or buffer."""
+    """Return the name that a module's parameter or buffer has in the model."""
     return f"{path}.{name}" if path and name else path or name
 
 
 def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
-    """Add names below the further paths of shared modules, the innermost first, so that outer ones repeat all names."""
+    """Add the names below further paths of shared modules, the innermost first, so that outer modules repeat them."""
     for alias, path in sorted(aliases.items(), key=lambda pair: -pair[1].count(".")):
         for name, recorded in list(names.items()):
             if not path or name.startswith(f"{path}."):
@@ -259,16 +260,16 @@ def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:
 
 
 class Stages(NamedTuple):
-    """What the stages of a pipeline hold of a model."""
+    """The parameters and buffers of a model by stage of a pipeline."""
 
     owners: dict[str, set[int]]
-    """The stages that have a parameter or buffer, by its name."""
+    """By name of a parameter or buffer, the stages that have it."""
     missing: list[int]
-    """Stages without a manifest of any rank."""
+    """The stages for which no rank has a manifest."""
 
 
 def stages_of(run: Run) -> Stages:
-    """Return the stages of a run of a pipeline; other runs have none."""
+    """Return the stages of a pipeline run; a run of another kind has none."""
     owners: dict[str, set[int]] = {}
     seen: set[int] = set()
     num_stages = 0
@@ -308,10 +309,10 @@ def check_format(to: str) -> None:
 
 
 def write_model(model: Model, path: Path, to: str, report: Callable[[int], None] = lambda done: None) -> int:
-    """Write the tensors of a model, under the name once all is complete; return the bytes on disk.
+    """Write the tensors of a model, under the final name once all is complete; return the bytes on disk.
 
     The caller judges whether a refused tensor matters. safetensors makes a new file, dcp fills a new or empty folder.
-    `report` is called with the bytes done since the last call. Raises WriteError if something has the name, or it
+    `report` is called with the bytes done since the last call. Raises WriteError if the name is taken, or the path
     cannot be written; UnsupportedError if the format cannot hold some tensor; CorruptError if a payload is damaged.
     """
     check_format(to)
@@ -325,7 +326,7 @@ def write_model(model: Model, path: Path, to: str, report: Callable[[int], None]
         if entry.dtype in _ONLY_DCP or entry.name == _RESERVED:
             what = f"is of {entry.dtype}" if entry.dtype in _ONLY_DCP else "has a name that is the format's own"
             raise UnsupportedError(f"{entry.name} {what}, which safetensors cannot hold so; use --to dcp")
-    # Loaders of Hugging Face want to be told that the tensors are torch's.
+    # Loaders of Hugging Face expect the metadata to say that the tensors are torch's.
     about = {"format": "pt", "what": model.what, "root": model.root, "step": str(model.step)}
     with published_file(path) as file:
         write_safetensors(file, model, model.entries, report, about)

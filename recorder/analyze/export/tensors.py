@@ -1,7 +1,7 @@
 """The tensors of a run one after the other: which are selected, how they are named in files, and their bytes in spans.
 
-The name of a tensor depends on its row alone, and is never a path upwards. Spans are bounded: a large tensor is read
-here, span by span; small ones may be read by other processes, some at once.
+The name of a tensor depends only on its row, and is never a path that leads upwards. Spans are bounded: a large tensor
+is read here, span by span. Several small tensors may be read at once by another process.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from ...run.step_ranges import Mapper, global_step_ranges, map_serially
 from ...sites import SITE_OF
 
 ORIGIN = ("ranks_present", "ranks_expected", "scale", "layout_source", "note")
-"""Columns that say of which ranks' values a tensor was made, and how."""
+"""The columns that say of which ranks' values, and how, a tensor was made."""
 BATCH_BYTES = 32 << 20
-"""The bytes that are read at once."""
+"""The most bytes that are read at once."""
 _BATCH_ITEMS = 65_536
 
 T = TypeVar("T")
 RowId = tuple[tuple[int, int], int]
-"""A range of steps, and the number of a row among all rows of the range."""
+"""A range of steps, and the index of a row among all rows of the range."""
 
 
 class Span(NamedTuple):
     """Consecutive elements of one tensor."""
 
     data: npt.NDArray[np.uint8]
-    """At most 32 MiB, little-endian."""
+    """The bytes of the elements, at most 32 MiB, little-endian."""
     flat_offset: int
-    """The position of the chunk's first element in the flattened tensor, in elements."""
+    """The position of the first element in the flattened tensor, in elements."""
 
 
 class Entry(NamedTuple):
-    """One tensor."""
+    """One tensor that can be exported."""
 
     steps: tuple[int, int]
-    """The range in which it was found, from the first up to, but not including, the last."""
+    """The range of steps in which the tensor was found, from the first up to, but not including, the last."""
     row: int
-    """The index among all rows of the range."""
+    """The index of the tensor's row among all rows of the range."""
     name: str
     """A unique name, as `tensor_name` makes it."""
     dtype: str
@@ -74,7 +74,7 @@ class Rows:
         self._held: tuple[tuple[int, int], Any] | None = None
 
     def all_of(self, first: int, last: int) -> Any:
-        """Return `GlobalRows` of some steps; the last rows are kept."""
+        """Return the `GlobalRows` of some steps. The last result is kept."""
         if self._held is None or self._held[0] != (first, last):
             self._held = None
             self._held = (first, last), self._view.rows(first, last)
@@ -85,14 +85,14 @@ class Rows:
         return [list(row_spans(rows, at, dtype)) for at, dtype in wanted]
 
     def selected(self, first: int, last: int) -> Any:
-        """Return the selected rows, with the columns `at`, the index among all rows, and `num_bytes`, decoded."""
+        """Return the selected rows, with the columns `at` (index among all rows) and `num_bytes` (decoded size)."""
         rows = self.all_of(first, last)
         table = rows.table.append_column("at", pa.array(np.arange(rows.table.num_rows)))
         return self._selection.narrow(table.append_column("num_bytes", pa.array(rows.payload_bytes)))
 
 
 def view_of(run: Run, options: GlobalOptions) -> GlobalView:
-    """Return the global view, or one in which every rank's row stays its own."""
+    """Return the global view, or a view in which the rows of each rank stay separate."""
     return run.view(loss=options.loss, layouts=options.layouts if options.across_ranks else PER_RANK)
 
 
@@ -103,12 +103,12 @@ class Chosen(NamedTuple):
     last: int
     table: Any
     num_rows: int
-    """The rows before those without values were left out."""
+    """The number of rows before rows without values were left out."""
     partial: MissingRanks
     problems: Problems
     """Contradictions in the global view."""
     is_damaged: bool
-    """Whether something that was read is damaged, as this process or a worker has found."""
+    """Whether anything that was read is damaged, here or in a worker process."""
 
 
 class Choosing:
@@ -147,7 +147,7 @@ class Tensors:
     """The selected tensors of a run, one after the other."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, mapper: Mapper = map_serially) -> None:
-        """Check the question; nothing is read yet.
+        """Check the selection and the options. Nothing is read yet.
 
         Raises LookupFailedError if the selection can match nothing in any run, or an option is unknown.
         """
@@ -161,14 +161,14 @@ class Tensors:
         self._mapper = mapper
         self._large = Rows(run, selection, options)
         self.problems = Problems(selection)
-        """Contradictions in the global view, as far as it was read."""
+        """Contradictions in the part of the global view that was read."""
         self.is_damaged = False
-        """Whether something that was read is damaged, here or in a worker."""
+        """Whether anything that was read is damaged, here or in a worker process."""
 
     def chosen(self, columns: Sequence[str], partial: MissingRanks, *, with_values: bool = False) -> Iterator[Chosen]:
         """Yield the selected rows, by ranges of steps in their order.
 
-        `partial` is told of every selected row. `with_values` leaves out rows without values, and rows that lack ranks
+        Every selected row is added to `partial`. `with_values` leaves out rows without values, and rows that lack ranks
         unless the options take them.
         """
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
@@ -180,9 +180,9 @@ class Tensors:
             yield one
 
     def entries(self, partial: MissingRanks) -> list[Entry]:
-        """Return the selected tensors that have values, in their order; `partial` is told of every selected row.
+        """Return the selected tensors that have values, in their order; every selected row is added to `partial`.
 
-        Raises LookupFailedError if nothing is selected, or nothing of it has values.
+        Raises LookupFailedError if nothing is selected, or no selected row has values.
         """
         entries: list[Entry] = []
         times: Counter[str] = Counter()
@@ -195,7 +195,7 @@ class Tensors:
                 at, dtype, shape = row.pop("at"), row.pop("dtype"), parse_shape(row.pop("shape"))
                 name = tensor_name(row)
                 times[name] += 1
-                if times[name] > 1:  # rows that no key tells apart, as of a damaged run
+                if times[name] > 1:  # rows with equal keys, as in a damaged run
                     name = f"{name}/again={times[name]}"
                 num_bytes = math.prod(shape) * item_bytes(dtype)
                 entries.append(Entry((chosen.first, chosen.last), at, name, dtype, shape, num_bytes, row, origin))
@@ -216,7 +216,7 @@ class Tensors:
         return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
 
     def unreadable(self, rows: Iterable[tuple[int, int, int, str]]) -> dict[RowId, str]:
-        """Return the rows, given by steps, index and type, whose values cannot be read, and why."""
+        """Return the rows, given by steps, index and type, whose values cannot be read, with the reason."""
         unreadable: dict[RowId, str] = {}
         for first, last, at, dtype in rows:
             try:
@@ -227,7 +227,7 @@ class Tensors:
         return unreadable
 
     def in_turn(self, entries: Sequence[Entry]) -> InTurn:
-        """Return the bytes of tensors that are asked for in this very order."""
+        """Return a source of the bytes of tensors, which must be asked for in exactly this order."""
         batches = [list(batch) for batch in batched(entries, lambda entry: (entry.steps, entry.payload_bytes))]
         ranges = [
             (*batch[0].steps, [(entry.row, entry.dtype) for entry in batch])
@@ -262,7 +262,7 @@ class InTurn:
 
 
 def whole(entry: Entry, spans: Iterable[Span]) -> Iterator[Span]:
-    """Yield the spans of a tensor; raise CorruptError if they are not all of it."""
+    """Yield the spans of a tensor. Raise CorruptError at the end if bytes are missing or too many."""
     num_bytes = 0
     for span in spans:
         num_bytes += span.data.nbytes
@@ -272,7 +272,7 @@ def whole(entry: Entry, spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iterator[list[T]]:
-    """Yield runs of items of one key, of some MiB together; a larger item is alone. `size_of` gives key and bytes."""
+    """Yield batches of consecutive items with one key, of at most `BATCH_BYTES`; `size_of` gives key and bytes."""
     batch: list[T] = []
     last, total_bytes = None, 0
     for item in items:
@@ -287,7 +287,7 @@ def batched(items: Iterable[T], size_of: Callable[[T], tuple[Any, int]]) -> Iter
 
 
 def _read(column: str, text: str | None) -> Any:
-    """Return the value of a column of JSON; a text that is no JSON comes back as it is."""
+    """Decode a column of JSON. A text that is no JSON is returned unchanged."""
     if text is None or column in ("scale", "layout_source"):
         return text
     try:
@@ -307,13 +307,13 @@ _DEFAULTS: dict[str, Any] = {
     "micro_step": 0, "call": 0, "repeat": 0, "mode": "train", "root": "model", "scope": None, "rank": None
 }  # fmt: skip
 ROOT = "(root)"
-"""The level for the empty path; a module of that name would be spelled %28root%29."""
+"""The level that stands for the empty path. A module of this name would be spelled %28root%29."""
 NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
-"""Columns that make a name."""
+"""The columns that the name of a tensor is made from."""
 
 
 def tensor_name(row: Mapping[str, Any]) -> str:
-    """Return ``step=3/layers.0.mlp/output``, then the name at the site, then ``key=value`` for everything unusual."""
+    """Return ``step=3/layers.0.mlp/output``, then the name at the site, then unusual columns as ``key=value``."""
     levels = [f"step={row['step']}", as_level(row["module_path"]) or ROOT, as_level(row["site"])]
     if row["name"]:
         levels.append(as_level(row["name"]))
@@ -321,10 +321,10 @@ def tensor_name(row: Mapping[str, Any]) -> str:
 
 
 def unusual_levels(row: Mapping[str, Any]) -> list[str]:
-    """Return ``key=value`` for everything unusual in a row, which has the columns of `NAMING`."""
+    """Return ``key=value`` for each column with an unusual value. The row has the columns of `NAMING`."""
     levels = []
     for column, usual in _DEFAULTS.items():
-        # Of gradients and parameters the final ones are usual.
+        # The usual scope of a gradient or a parameter is "final".
         if row[column] not in (usual, None) and (column, row[column]) != ("scope", "final"):
             levels.append(f"{column}={as_level(row[column])}")
     if row["site"] not in SITE_OF or row["phase"] != SITE_OF[row["site"]].phase:
@@ -333,7 +333,7 @@ def unusual_levels(row: Mapping[str, Any]) -> list[str]:
 
 
 def as_level(value: Any) -> str:
-    """Return an untrusted text without anything that separates or climbs; a long one ends with its digest."""
+    """Return an untrusted text as one level of a path, without separators; a long text ends with its digest."""
     text = quote(str(value), safe="", errors="surrogatepass")
     if text.strip(".") == "":
         text = text.replace(".", "%2E")

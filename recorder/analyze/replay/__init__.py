@@ -1,1 +1,1 @@
-"""`recorder replay`: one recorded call of a module as a folder that runs alone, and an audit of all calls of a step."""
+"""`recorder replay`: writes a recorded call of a module as a folder that runs alone, or audits all calls of a step."""

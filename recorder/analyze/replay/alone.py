@@ -31,7 +31,7 @@ from torch import nn
 
 VERSION = 1
 ROUNDING = 64
-"""A difference of so many units in the last place of the largest value counts as rounding."""
+"""The number of units in the last place of the largest value up to which a difference counts as rounding."""
 EQUAL, ROUNDED, TOTAL, DIFFERENT = "bit-equal", "within rounding", "not judged", "different"
 _TYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
@@ -42,24 +42,24 @@ _TYPES = {
 
 
 class CannotReplay(Exception):
-    """The call cannot be run here; the message says why, and what to do."""
+    """The call cannot be run here. The message says why, and what to do."""
 
 
 class Compared(NamedTuple):
-    """One tensor that came out, compared with the recorded one."""
+    """The comparison of one replayed tensor with the recorded tensor."""
 
     name: str
     verdict: str
     largest: float
-    """The largest difference."""
+    """The largest difference of an element."""
     scale: float
-    """The largest recorded value."""
+    """The largest recorded magnitude."""
     num_differing: int
     numel: int
 
 
 class Options(NamedTuple):
-    """How the call is run."""
+    """The options of a replay."""
 
     factory: str = ""
     anyway: bool = False
@@ -69,7 +69,7 @@ class Options(NamedTuple):
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the call of the folder that this file lies in, and print the comparison."""
+    """Run the call in the folder of this file, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--factory", default="", metavar="MODULE:FUNCTION", help="makes the module, or the whole model")
     parser.add_argument("--anyway", action="store_true", help="run it although the class's code has changed")
@@ -101,7 +101,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
-    """Run a call again and compare; return also notes on the comparison.
+    """Run a call again and compare the results; also return notes on the comparison.
 
     Raises CannotReplay if the folder is damaged, or the module cannot be made or run here.
     """
@@ -109,7 +109,7 @@ def replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
         return _replay(folder, options)
     except CannotReplay:
         raise
-    except Exception as error:  # what a damaged folder says may be anything
+    except Exception as error:  # a damaged folder may lead to any error
         raise CannotReplay(f"{folder}: {type(error).__name__}: {error}; write it anew") from error
 
 
@@ -131,7 +131,7 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
     one = _Call(call, tensors, _device(options.device), getattr(torch, options.dtype) if options.dtype else None)
     with _settings(call):
         module = make_module(bundle, options, notes)
-        if options.factory:  # others have no memory yet
+        if options.factory:  # without a factory the module has no memory yet
             module = module.to(one.device, one.dtype)
         _load(module, one)
         inputs = _inputs(one)
@@ -155,7 +155,7 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
 
 
 class _Call(NamedTuple):
-    """A recorded call, and where and in which type it is run; without a type in its own."""
+    """A recorded call, the device on which it is run, and its type there; None for the recorded types."""
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
@@ -172,14 +172,14 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name or "cpu")
         torch.empty(0, device=device)
-    except (AssertionError, ImportError, RuntimeError) as error:  # as torch says it where a device is not there
+    except (AssertionError, ImportError, RuntimeError) as error:  # torch raises any of these for a missing device
         why = str(error).partition("\n")[0].partition(". ")[0]
         raise CannotReplay(f"--device {name}: {why}; name a device that is here, or leave it out") from None
     return device
 
 
 def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -> nn.Module:
-    """Make the module: of torch.nn from its settings, any other with the factory."""
+    """Make the module: a class of torch.nn from its settings, any other class with the factory."""
     call = bundle["facts"]
     where, _, qualified = call["class"].partition(":")
     if options.factory:
@@ -212,7 +212,7 @@ def make_module(bundle: Mapping[str, Any], options: Options, notes: list[str]) -
         cls = getattr(importlib.import_module(where), qualified)
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise CannotReplay(f"{call['class']} is no module")
-        with torch.device("meta"):  # what the recording holds takes the place of its parameters
+        with torch.device("meta"):  # recorded tensors replace the parameters later
             return cls(**settings)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise CannotReplay(f"this torch makes no {qualified} of {settings}: {error}; give --factory") from None
@@ -320,13 +320,13 @@ def _load(module: nn.Module, call: _Call) -> None:
 
 
 def _strided(tensor: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
-    """Return a tensor of these values that lies in memory as the recorded one did."""
+    """Return a tensor of these values with the memory layout of the recorded tensor."""
     strides = about["stride"]
     if not tensor.numel() or len(strides) != tensor.dim():
         return tensor.clone()
-    offset = about["offset"] % 64  # of more only the alignment matters
+    offset = about["offset"] % 64  # only the alignment matters
     needed = offset + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    if needed > 16 * tensor.numel() + 64:  # a view of a small part of something large
+    if needed > 16 * tensor.numel() + 64:  # a view of a small part of a large tensor
         return tensor.clone()
     storage = torch.zeros(needed, dtype=tensor.dtype, device=tensor.device)
     once = tensor
@@ -334,14 +334,14 @@ def _strided(tensor: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
         if stride == 0:
             once = once.narrow(dim, 0, 1)
     storage.as_strided(once.shape, strides, offset).copy_(once)
-    # No view, which a module may not change in place where a function of our own has made it.
+    # Not a view: a module must not change a view in place that a custom autograd function returned.
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage.untyped_storage(), offset, tensor.shape, strides
     )
 
 
 class _Enter(torch.autograd.Function):
-    """Gives a leaf to the module as a tensor that is no leaf, so that it may change it in place."""
+    """Passes a leaf to the module as a tensor that is no leaf, so that the module may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
@@ -353,7 +353,7 @@ class _Enter(torch.autograd.Function):
 
 
 _Inputs = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Each argument by name: the leaf that takes its gradient, and the tensor that the module gets."""
+"""By argument name, the leaf that takes the gradient, and the tensor that the module gets."""
 
 
 def _inputs(call: _Call) -> _Inputs:
@@ -439,7 +439,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shown(name: str) -> str:
-    """Return a tensor's name for people: the name of an output that is a single tensor ends with a dot, which goes."""
+    """Return a tensor's name for people, without the dot at the end of the name of a single output."""
     return name.removesuffix(".")
 
 
@@ -472,7 +472,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def code_digest(cls: type[Any]) -> str:
-    """Return the digest of a class's code as the recorder makes it (`recorder/capture/hooks/calls.py`)."""
+    """Return the digest of a class's code, as the recorder makes it (`recorder/capture/hooks/calls.py`)."""
     digest = hashlib.sha256()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):

@@ -1,7 +1,7 @@
-"""Finds what a rule with ``keep=replay`` has kept of a call, and writes it as a folder that runs alone.
+"""Finds calls recorded by a rule with ``keep=replay``, and writes a call as a folder that runs alone.
 
-`audit` writes all calls of a step, and runs each of them. Must never import torch, nor a class that a run names: the
-folder's own script does, when its reader starts it, and an audit does on request.
+`audit` writes all calls of a step, and runs each of them. This module must never import torch, nor a class that a run
+names: the script in the folder does so when a user starts it, and an audit does so on request.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ..export.files import SAFETENSORS_TYPES, published_folder, write_safetensor
 from ..export.tensors import Entry, Span
 
 VERSION = 1
-"""The version of the folder's form; the script in the folder reads no other version."""
+"""The version of the folder's format. The script in the folder reads no other version."""
 BUNDLE, TENSORS, SCRIPT = "bundle.json", "tensors.safetensors", "replay.py"
 _KEY = ("attempt", "root", "micro_step", "call", "mode")
-"""What the rows of one call share besides module, step and rank."""
+"""The columns that all rows of one call share, besides module, step and rank."""
 _COLUMNS = (*_KEY, "site", "name", "phase", "scope", "repeat", "rank", "module_path", "dtype", "shape", "encoding")
 _ALONE = Path(__file__).with_name("alone.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """One call of a module that can be replayed, by its rows; no value is read."""
+    """The rows of one call of a module that can be replayed. No value is read."""
 
     module_path: str
     step: int
@@ -49,7 +49,7 @@ class RecordedCall:
     key: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     gradients: Sequence[Mapping[str, Any]]
-    """Rows of the gradients that only this call has given to parameters of the module and of its submodules."""
+    """The rows of gradients that this call alone gave to parameters of the module and of its submodules."""
 
 
 def recorded_calls(
@@ -57,8 +57,8 @@ def recorded_calls(
 ) -> list[RecordedCall]:
     """Return the calls of a step that a rule with ``keep=replay`` has recorded, by module and rank.
 
-    Of several attempts at a step the newest counts. Raises LookupFailedError if there is no such call, or no step is
-    given; the message says what there is, or which rule to record with.
+    The newest attempt at a step counts. Raises LookupFailedError if there is no such call, or no step is given; the
+    message says what there is, or which rule to record with.
     """
     table = run.table(["module_path", "step", "rank"], pc.field("site") == CALL)
     if not table.num_rows:
@@ -114,7 +114,7 @@ def _full_name(row: Mapping[str, Any]) -> str:
 
 
 def _class_without_settings(facts: Mapping[str, Any]) -> str | None:
-    """Return the class of a module that the script can make only with a factory, as its `make_module` decides."""
+    """Return the class of a module that the script can make only with a factory; None for other classes."""
     where, _, qualified = str(facts.get("class")).partition(":")
     is_made = facts.get("constructor") is not None and where.startswith("torch.nn.modules.")
     return None if is_made else qualified
@@ -187,7 +187,7 @@ def _array(run: Run, call: RecordedCall, row: Mapping[str, Any]) -> npt.NDArray[
 
 
 class _InMemory:
-    """Gives the tensors of one call, which fit into memory."""
+    """A source of the tensors of one call, which fit into memory."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         self._arrays = arrays
@@ -215,7 +215,7 @@ NOT_REPRODUCED, CANNOT_TELL = "not reproduced", "cannot tell"
 
 
 class Audited(NamedTuple):
-    """The result of one call."""
+    """The result of running one call again."""
 
     module: str
     step: int
@@ -231,7 +231,7 @@ def audit(
 ) -> list[Audited]:
     """Run the recorded calls of a step again, of all modules and ranks or of one.
 
-    `factory` is the ``MODULE:FUNCTION`` that makes the complete model, for classes that are not of torch.nn. Raises
+    `factory` is the ``MODULE:FUNCTION`` that makes the complete model, for classes outside torch.nn. Raises
     LookupFailedError if nothing was recorded for a replay.
     """
     calls = recorded_calls(run, step=step, module=module, rank=rank)
@@ -243,9 +243,9 @@ _STATES = {NOT_REPRODUCED: "differs", CANNOT_TELL: "note"}
 
 
 def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
-    """Return the reply of `recorder replay --audit`; the exit code is 1 if a call was not reproduced.
+    """Return the reply of `recorder replay --audit`. The exit code is 1 if a call was not reproduced.
 
-    Asking for the exit code raises LookupFailedError if not one of the calls could be judged.
+    Asking for the exit code raises LookupFailedError if none of the calls could be judged.
     """
 
     def parts() -> Iterator[str | StateLine]:
@@ -254,7 +254,7 @@ def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
         for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_REPRODUCED)):
             where = f"{printable(repr(one.module))}, rank {one.rank}"
             where += f", micro-step {one.micro_step}, call {one.call}" * (num_of[one.module, one.rank] > 1)
-            own = "" if one.verdict == CANNOT_TELL else where  # a reason not to judge is said once for all its calls
+            own = "" if one.verdict == CANNOT_TELL else where  # a reason not to judge is told once for all its calls
             calls_of.setdefault((one.verdict, one.why, own), []).append(where)
         for (verdict, why, _), calls in calls_of.items():
             of_calls = f" ({counted(len(calls), 'call')})" if len(calls) > 1 else ""
@@ -278,7 +278,7 @@ def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
 
 
 def the_call(calls: Sequence[RecordedCall], micro_step: int, call: int) -> RecordedCall:
-    """Return the one call of `recorded_calls` that is meant.
+    """Return the call with this micro-step and number, out of `recorded_calls`.
 
     Raises LookupFailedError if several ranks recorded the call, or none did; the message says what there is.
     """
@@ -294,7 +294,7 @@ def the_call(calls: Sequence[RecordedCall], micro_step: int, call: int) -> Recor
 
 
 def bundle_reply(run: Run, call: RecordedCall, out: Path, lacks: Sequence[str], factory: str) -> Reply:
-    """Return the reply of `recorder replay` about the folder of a call, which lacks some parts."""
+    """Return the reply of `recorder replay` about the folder of a call; `lacks` names its missing parts."""
     own_class = _class_without_settings(_facts(run, call))
 
     def parts() -> Iterator[str | StateLine]:
@@ -324,7 +324,7 @@ def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audite
     folder.mkdir()
     try:
         fill_bundle(run, call, folder)
-        # A module of torch.nn is made from its settings: a factory may make a large model each time.
+        # A module of torch.nn is made from its settings, because a factory may make a large model each time.
         options = Options()
         try:
             compared, notes = replay(folder, options)
