@@ -121,8 +121,6 @@ def _print_plain(table: Table) -> None:
 
 
 class _ColumnWidths(NamedTuple):
-    """The widths that a column may have, in characters."""
-
     column: TableColumn
     natural: int
     of_words: int

@@ -259,8 +259,6 @@ class _ShardedDim(NamedTuple):
 
 
 class _StepCuts(NamedTuple):
-    """How the rows of one step say that tensors are cut."""
-
     parameters: dict[object, set[_ShardedDim]]
     """The cuts of parameters, by root, module and rank."""
     activations: dict[object, set[_ShardedDim]]

@@ -368,7 +368,6 @@ def describe(
 
 
 def _in_words(plan: Plan) -> str:
-    """Return a sentence on how the layout is known."""
     if plan.source != "assumed":
         return _SOURCES.get(plan.source, "")
     if plan.dim is not None:

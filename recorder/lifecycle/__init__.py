@@ -1,1 +1,1 @@
-"""The life of a recording: from `import torch` and the flag, over the roots that are found, to the final summary."""
+"""The life of a recording, from `import torch` through the discovery of roots to the final summary."""

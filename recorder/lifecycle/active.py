@@ -1,7 +1,7 @@
-"""The active recorder of this process: the flag makes it at ``import torch``, or else the first `attach` makes it.
+"""The active recorder of this process, which the flag makes at ``import torch``, or else the first `attach`.
 
-At most one recorder is active at a time, and a forked child has none. Nothing here may raise into training, except for
-wrong settings.
+At most one recorder is active at a time, and a forked child has none. Except for wrong settings, nothing here may raise
+into training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def start_from_environment() -> None:
     """Make the recorder that the flag asks for. Called at the end of ``import torch``.
 
     Raises:
-        SystemExit: code 2, a setting is wrong, and no parent process has found the settings valid.
+        SystemExit: with code 2, if a setting is wrong and no parent process has found the settings valid.
     """
     global _current
     try:
@@ -69,7 +69,7 @@ def start_from_environment() -> None:
         raise SystemExit(2) from None
     os.environ[config.CHECKED_MARK] = "1"
     _current = _package._armed = made  # type: ignore[attr-defined]
-    ops.set_sink(_current.graph_taps)  # a graph may be made, or an artefact called, before anything records
+    ops.set_sink(_current.graph_taps)  # a graph may be compiled, or an artifact called, before the recording starts
 
 
 def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]) -> Attachment:
@@ -104,10 +104,10 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
             _current = recorder
             try:
                 root = recorder.add_root(model, name)
-            except Exception as error:  # such as no memory for the pool: training must not fail for it
+            except Exception as error:  # for example no memory for the pool, which must not make training fail
                 recorder.discovery_failed(error)
                 return Inactive()
-        # While a notebook cell runs for the second time, its first handle is still alive; it is dropped afterwards.
+        # When a notebook cell runs for the second time, its first handle is still alive until the cell ends.
         root.is_kept = root.is_kept or any(handle() is None for handle in root.attachments)
         attachment = Attachment(
             detach=partial(_detach, recorder, root),
@@ -120,7 +120,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
 
 
 def _detach(recorder: Recorder, root: Root) -> None:
-    """Detach one handle of a root. The last handle ends the recording, unless the flag has asked for it."""
+    """Detach one handle of a root. The last handle ends the recording, unless the flag asked for the recording."""
     root.attachments = [handle for handle in root.attachments if (held := handle()) is not None and held.is_attached]
     capture = recorder.capture
     if recorder.by_flag or root.attachments or root.is_kept or capture is None or root not in capture.roots:
@@ -138,7 +138,7 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     global _lock
-    _lock = threading.RLock()  # another thread may have held it
+    _lock = threading.RLock()  # another thread may have held the lock at the fork
     if _current is not None:
         _current.abandon()
     TerminationWatch.release()

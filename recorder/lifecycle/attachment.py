@@ -1,4 +1,4 @@
-"""The handle that `attach` returns: a handle on one model's recording, or one that does nothing."""
+"""The handles that `attach` returns: `Attachment` for a model that is recorded, and `Inactive`, which does nothing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Attachment:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the handle has not been closed."""
+        """True until the handle is closed."""
         return self._detach is not None
 
     @property
     def run_dir(self) -> Path | None:
-        """Return the run directory; None until the writer has made it, or if the writer could not make it."""
+        """The run directory; None until the writer has made it, or if the writer could not make it."""
         return self._run_dir()
 
     def __repr__(self) -> str:
@@ -53,7 +53,7 @@ class Attachment:
         return self._flush(deadline_s)
 
     def close(self) -> None:
-        """Take the hooks off and, with the last attached model, end the recording. May be called twice."""
+        """Remove the hooks and, with the last attached model, end the recording. May be called twice."""
         detach, self._detach = self._detach, None
         if detach is not None:
             detach()

@@ -1,11 +1,11 @@
 """Carries commands between the directories of one run if its nodes share no file system: `Carrier`.
 
-One rank of each directory carries. It puts each command that it finds in its directory into the store of the process
-group, and writes each command that other ranks have put there into its directory as a file, where the writer threads
-find the command as if it had been sent there. No collective is issued, and training's connections are not used.
+In each directory one rank carries. It puts the commands in its directory into the store of the process group, and
+writes the commands of other ranks from the store into its directory as files, where the writer threads find them like
+commands that were sent there. No collective is issued, and training's connections are not used.
 
-The carrier runs on a thread of its own, which may wait for the store and for the disk; training and the writer thread
-never wait for it. Every failure ends in a note. A carrier ends once it knows that all ranks have one directory.
+The carrier runs on its own thread, which may wait for the store and for the disk; training and the writer thread never
+wait for it. Every failure ends in a log line. A carrier ends once it knows that all ranks share one directory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
 """The most looks a second of all carriers together; the carriers of 512 directories look every two seconds."""
 _PATIENCE_S = 5.0
-"""The time that a command's text may come after its number; then the rank that took the number counts as gone."""
+"""How long a command's text may come after its number; then the rank that took the number counts as gone."""
 _LAST_S = 1.0
-"""The time that the end of a recording waits for the last commands to be carried, and for a call that is cut off."""
+"""How long the end of a recording waits for the last commands to be carried, and then for a call that it cuts off."""
 
 
 class Carrier:
@@ -50,7 +50,7 @@ class Carrier:
         self._dir_digest = _digest(dir_setting.encode(errors="surrogateescape"))
         self._events = events
         self._numbers: dict[str, int] = {}
-        """The numbers of the commands that lie in the directory, by the commands' ids."""
+        """The numbers of the commands in the directory, by the commands' ids."""
         self._carried: set[str] = set()
         """The ids of the commands that the store has."""
         self._next = 1
@@ -62,7 +62,7 @@ class Carrier:
         self._thread: threading.Thread | None = None
 
     def start(self, run_dir: Path) -> None:
-        """Begin once there is a process group; a further call does nothing. Without a thread no command is carried.
+        """Start the thread once a process group exists; a second call does nothing. A failure to start is logged.
 
         Args:
             run_dir: the directory of the run, as this rank sees it.
@@ -76,7 +76,7 @@ class Carrier:
             self._events.add("uncarried", f"commands are not carried between nodes: {error}", level=logging.INFO)
 
     def close(self) -> None:
-        """Carry the commands that were sent last, and end. Waits a bounded time; cuts off a store that does not answer.
+        """Carry the last commands, and end within a bounded time, cutting off a store that does not answer.
 
         The thread must end before the interpreter does: a thread that returns from the store later aborts the process.
         """
@@ -96,7 +96,7 @@ class Carrier:
             if store is None or not self._is_first(store, run_dir):
                 return
             folder = CommandFolder(run_dir)
-            while is_distributed():  # without the group nobody trains, and who holds the store may be about to end
+            while is_distributed():  # without the group nobody trains, and the process that holds the store may end
                 is_last = self._is_over.is_set()
                 if not self._is_needed(store):
                     return
@@ -126,14 +126,14 @@ class Carrier:
         digest = _digest((run_dir / RUN_MANIFEST).read_bytes())
         me = str(self._topology.rank)
         is_first = store.first(f"directory/{digest}", me) == me
-        if is_first and store.add(f"found/{digest}", 1) == 1:  # not again by a second recording of this process
+        if is_first and store.add(f"found/{digest}", 1) == 1:  # a second recording of this process is not counted again
             store.add("directories", 1)
         if store.add(f"joined/{me}", 1) == 1:
             store.add("ranks", 1)
         return is_first
 
     def _is_needed(self, store: JobStore) -> bool:
-        """Whether there is another directory, or may still be another directory."""
+        """Return True if there is another directory, or if another directory may still appear."""
         if not self._has_joined:
             self._has_joined = store.add("ranks", 0) >= self._topology.world_size
             num_apart = store.add("directories", 0)

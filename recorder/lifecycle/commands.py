@@ -72,7 +72,8 @@ class Commands:
         self.num_refused = 0
         """The number of files in the place of commands that contained no command."""
         self.has_changed = False
-        """Whether there is an answer that was not shown yet; the code that shows the answers sets this to False."""
+        """True if an answer has changed since the answers were last shown; the code that shows them resets this to
+        False."""
         self._topology = topology
         self._events = events
         self._clock = clock
@@ -90,9 +91,9 @@ class Commands:
         self._alone_s = max(_ALONE_S, topology.world_size / _MAX_LOOKS_PER_S)
 
     def on(self, kind: str, take: Callable[[Command], None]) -> None:
-        """Have each command of a kind given to `take`, once, on the writer thread; an error of `take` refuses it.
+        """Give each command of a kind to `take`, once, on the writer thread; an error of `take` refuses the command.
 
-        A command to which `take` gives no answer is ``waiting``.
+        If `take` gives no answer, the answer is ``waiting``.
         """
         self._takers[kind] = take
 
@@ -141,7 +142,7 @@ class Commands:
         return sent
 
     def look(self) -> None:
-        """Look for commands of other ranks at once, as before a command is sent that another rank may have sent."""
+        """Look for commands of other ranks at once, for example before sending one that another rank may have sent."""
         if self._folder is not None:
             self._look(is_told=True)
 
@@ -212,7 +213,7 @@ class Commands:
 
 
 class _NodeMark:
-    """The mark by which one rank tells the others of its node what it has seen. An error means that nobody looks."""
+    """The mark by which one rank of a node shows the others what it has seen. An error means that no rank looks."""
 
     def __init__(self, folder: Path, run_dir: Path, topology: JobRank) -> None:
         digest = hashlib.blake2b(os.fsencode(run_dir), digest_size=8).hexdigest()

@@ -1,6 +1,6 @@
 """Describes a recording on disk: the manifests of the run and of the writer, and the status.
 
-Any thread may call. Nothing here may read a value of a tensor, or touch a file.
+Any thread may call. Nothing here may read the elements of a tensor, or touch a file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .commands import Commands
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The facts that a recording keeps from its start, and the manifests that are made from them."""
+    """The facts that a recording keeps from its start, and the manifests made from these facts."""
 
     version: str
     """The version of the package."""
@@ -38,7 +38,7 @@ class Description:
     """The members that `processes.own_process` returns."""
     started_ns: int
     by_flag: bool
-    """Whether the environment asked for the recording, and not the program."""
+    """True if the environment asked for the recording, False if the program did."""
 
     def run(self, run_id: str) -> dict[str, Any]:
         """Return the content of `_run.json`."""

@@ -1,7 +1,7 @@
-"""Finds the model to record: the model around a module, whether it is trained, and rules that match nothing.
+"""Finds the model to record: the model around a module, whether the model is trained, and rules that match nothing.
 
-The search uses the live objects of the process, and optimizers that were made before there is a root. Nothing here may
-run a module or read a tensor's values.
+The search uses the live objects of the process, and optimizers that were made before the first root. Nothing here may
+run a module or read the elements of a tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..system.processes import instances_of
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector, which would take seconds among the million small objects for 50,000 modules."""
+    """Pause the garbage collector, which takes seconds among a million small objects when 50,000 modules are hooked."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -40,17 +40,17 @@ def collector_paused() -> Iterator[None]:
 
 
 def model_around(module: nn.Module) -> nn.Module:
-    """Return the outermost live module that contains a module and is completely trained, or the module itself.
+    """Return the outermost live module that contains `module` and is completely trained, or `module` itself.
 
-    As a result a module has one path on every rank, whether the program calls it or a model around it first. A model
-    of which optimizers have only some trainable parameters is not completely trained: it may be another rank's stage.
-    If two models share the module, neither counts. Transparent wrappers change no path and are not looked for.
+    A module thus has the same path on every rank, whether the program calls the module or a model around it first. A
+    model is not completely trained if optimizers have only some of its trainable parameters: it may be another rank's
+    stage. If two models contain the module, neither counts. Transparent wrappers change no path and are skipped.
     """
     live = gc.get_objects()
     trained = {
         id(p)
         for optimizer in instances_of(Optimizer, live)
-        for group in getattr(optimizer, "param_groups", ())  # its __init__ may have only begun
+        for group in getattr(optimizer, "param_groups", ())  # its __init__ may still be running
         for p in group["params"]
     }
     if not trained or isinstance(module, torch.jit.ScriptModule):
@@ -89,7 +89,7 @@ def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:
 
 
 def is_only_model(model: nn.Module) -> bool:
-    """Whether no other model can become a root on any rank: pipeline ranks have different parts, and a GAN has two."""
+    """Return True if no other model can become a root on any rank: pipeline ranks have several, and so has a GAN."""
     num_ranks = topology.read().world_size
     data_parallel = find_data_parallel(model, wrappers_around(model)) if num_ranks > 1 else None
     if num_ranks > 1 and (data_parallel is None or len(data_parallel["ranks"]) < num_ranks):
@@ -104,11 +104,11 @@ def is_only_model(model: nn.Module) -> bool:
 
 
 _MAX_LIVE_SCANS = 5
-"""The scans of all objects for optimizers (0.03 s for 361,000 objects) before a process without one is left alone."""
+"""A process is left alone after this many scans of all objects (0.03 s for 361,000 objects) without an optimizer."""
 
 
 class EarlyOptimizers:
-    """The optimizers that live before the first root. Training threads call the methods."""
+    """The optimizers that exist before the first root. Training threads call the methods."""
 
     def __init__(self, events: Events, *, closure_returned: Callable[[Optimizer], None]) -> None:
         """Look for nothing yet.
@@ -135,20 +135,20 @@ class EarlyOptimizers:
         ]
 
     def unwatch_steps(self) -> None:
-        """Take the hooks off. A second call does nothing."""
+        """Remove the hooks. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def hold(self, parameters: Collection[int]) -> bool:
-        """Whether one of the optimizers trains a parameter; parameters are given by their `id`."""
+        """Return True if an optimizer trains one of the parameters, which are given by their `id`."""
         if not self.live and self._num_scans < _MAX_LIVE_SCANS:
             self._num_scans += 1
             self.live = find_live()
         return any(id(p) in parameters for o in self.live for group in o.param_groups for p in group["params"])
 
     def take(self) -> list[Optimizer]:
-        """Return the optimizers to a caller that keeps them from now on; no optimizer is kept here any longer."""
+        """Return the optimizers, and keep no reference to them from now on."""
         live, self.live = self.live or find_live(), []
         return live
 

@@ -23,11 +23,11 @@ from ..taps.graphs import is_traced
 
 _EARLY_EVENT = "before_first_call"
 _MAX_SHOWN = 100
-"""The most letters of a name in a message."""
+"""The most characters of a name in a message."""
 
 
 class ProgramRecorder(Protocol):
-    """The part of the recorder that calls of a program need; it may not have started."""
+    """The members of the recorder that calls of a program need; the recorder may not have started."""
 
     settings: Settings
     events: Events
@@ -38,12 +38,12 @@ class ProgramRecorder(Protocol):
 
 
 class ProgramCalls:
-    """The calls of a program: passed on to the capture once there is one, and only counted before."""
+    """The calls of a program: passed to the capture once it exists, and only counted before."""
 
     def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
         self.first_step: int | None = None
-        """The step that the program has named before there was a root; None if it has named no step."""
+        """The step that the program named before the first root; None if it named no step."""
 
     def tap(self, name: str, tensor: Any) -> None:
         """Record a tensor for `recorder.tap`, under the module whose forward is running."""
@@ -83,7 +83,7 @@ class ProgramCalls:
             self._failed(f"scalar {_shown(name)}", error)
 
     def _came_early(self, site: str, name: str) -> None:
-        """Count a value that the program gives before the recording begins, if a rule asks for the value."""
+        """Count a value that the program gives before the recording starts, if a rule asks for the value."""
         recorder = self._recorder
         rules = recorder.settings.rules
         is_asked = any(site in one.site and one.matches_name(str(name)) for one in rules)
@@ -128,13 +128,13 @@ class ProgramCalls:
 
 
 def _shown(name: object) -> str:
-    """Return the program's value for a message: short, and safe even if its class fails to show it."""
+    """Return a value from the program for a message: short, and safe even if its class fails to print it."""
     text = one_line(name)
     return f"'{text[:_MAX_SHOWN]}{'...' * (len(text) > _MAX_SHOWN)}'"
 
 
 class RootMaker(Protocol):
-    """The part of the recorder that taps need; it may not have started."""
+    """The members of the recorder that taps need; the recorder may not have started."""
 
     @property
     def capture(self) -> Capture | None: ...
@@ -158,7 +158,7 @@ class GraphTaps:
     def __init__(self, recorder: RootMaker) -> None:
         self._recorder = recorder
         self._stand_ins: list[nn.Module] = []
-        """Empty modules in place of the modules of roots whose own calls are not seen."""
+        """Empty modules that stand for the modules of roots whose own calls are not seen."""
 
     def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None:
         """Record a value that an op in a graph shows."""
@@ -184,7 +184,7 @@ class GraphTaps:
             self._tap_failed(name, error)
 
     def has_no_hook(self, where: str) -> bool:
-        """Whether a module that runs eagerly is seen only through its tap."""
+        """Return True if a module that runs eagerly is seen only through its tap."""
         if self._recorder.is_over or self._recorder.capture is None:
             return False
         try:
@@ -204,7 +204,7 @@ class GraphTaps:
         if is_data_worker():
             return None
         model = module_taps.model_of(where)
-        if model is not None and self._recorder.by_flag:  # without the flag, `attach` names the models
+        if model is not None and self._recorder.by_flag:  # without the flag, the program names the models by `attach`
             return self._recorder.add_root(model, None) if self._recorder.wants(model) else None
         stand_in = nn.Module()
         used = (
@@ -220,6 +220,6 @@ class GraphTaps:
 
 
 def is_data_worker() -> bool:
-    """Whether this process loads data for another one."""
+    """Return True if this process is a worker of a data loader."""
     data = sys.modules.get("torch.utils.data")
     return data is not None and data.get_worker_info() is not None

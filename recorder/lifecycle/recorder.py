@@ -86,7 +86,7 @@ class Recorder:
         self._final_summary = FinalSummary(
             dir_setting=loaded.settings.dir, is_default=loaded.sources.get("dir", "default") == "default"
         )
-        self._dir = Path(loaded.settings.dir).absolute()  # the program may change its working directory later
+        self._dir = Path(loaded.settings.dir).absolute()  # the program may change its working directory
         self.events = Events()
         self.capture: Capture | None = None
         self.commands: Commands | None = None
@@ -109,7 +109,7 @@ class Recorder:
         self.graph_taps = GraphTaps(self)
         self._num_optimizers = 0
         self._num_judged = 0
-        """The number of module paths at the last comparison with the patterns of the rules."""
+        """The number of module paths when the patterns of the rules were last compared with the paths."""
         self._num_renewals = 0
         self._turned_down = (0, "")
         """The largest module that ran under no root: its number of parameters and its class name."""
@@ -125,11 +125,11 @@ class Recorder:
     # -- what discovery asks --------------------------------------------------------------------------------------
 
     def is_inside_root(self) -> bool:
-        """Whether this thread is inside a root's call."""
+        """Return True if this thread is inside a root's call."""
         return self.capture is not None and self.capture.root_calls.depth > 0
 
     def wants(self, module: nn.Module) -> bool:
-        """Whether an outermost module begins calls of a root: an optimizer trains it, or it is about to be trained."""
+        """Return True if calls of an outermost module begin a root's: an optimizer trains it, or may soon train it."""
         if self.is_over or is_data_worker():
             return False
         if self.capture is not None and (root := self.capture.root_of(module)) is not None:
@@ -149,40 +149,40 @@ class Recorder:
         return False
 
     def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Find or make the root of a module while its call is under way; return other arguments for jitter.
+        """Find or make the root of a module while the module's call is running; return changed arguments under jitter.
 
         Raises:
-            SystemExit: code 2, a rule matches no module, and there is no other model that it could mean.
+            SystemExit: with code 2, if a rule matches no module and no other model could be meant.
         """
         has_hooks = self.capture is not None and self.capture.root_of(module) is not None
         root = self._root_for(module)
         if root.can_enter_at(module):
             root.enter_at(module)
         if not root.is_entry(module):
-            return None  # TorchScript takes no hooks, so that nobody would see the call end; only its taps are recorded
+            return None  # TorchScript takes no hooks, so the end of the call is not seen, and only taps are recorded
         try:
             root.begins(module)
-        except Exception as error:  # as in the root's own hook: it counts for the root, and discovery goes on
+        except Exception as error:  # as in the root's own hook, the error counts for the root, and discovery goes on
             root.failed(error)
             return None
         moved = root.jitter(module, args, kwargs) if root.jitter is not None else None
         if moved is not None:
             args = moved[0]
-            kwargs.update(moved[1])  # the very dict with which the call goes on
+            kwargs.update(moved[1])  # in place, because the call goes on with this very dict
         watch = None if has_hooks else next((w for w in root.modules if w.module() is module), None)
         if watch is not None and watch.pre_hook is not None:
             watch.pre_hook(module, args, kwargs)
         return args if moved is not None else None
 
     def _root_for(self, module: nn.Module) -> Root:
-        """Return the root that a module lies in, or make the outermost model around the module a root."""
+        """Return the root that contains a module, or make the outermost model around the module a root."""
         capture = self.capture
         if capture is not None and (root := capture.root_of(module)) is not None:
             return root
         model = model_around(module)
         if capture is None:
             self._stop_for_rules(model)
-        elif (root := capture.root_of(model)) is not None and self._optimizers is not None:  # the module has joined it
+        elif (root := capture.root_of(model)) is not None and self._optimizers is not None:  # it has a new module
             with self._lock, collector_paused():
                 root.renew()
                 self._optimizers.rescan()
@@ -206,7 +206,7 @@ class Recorder:
         raise SystemExit(2)
 
     def discovery_failed(self, error: Exception) -> None:
-        """Stop looking for roots after an error of the recorder's own."""
+        """Stop looking for roots after an error of the recorder itself."""
         if comes_from_signal_handler(error):
             raise error
         self.events.add("start_failed", f"not recording: {type(error).__name__}: {error}", exception=error)
@@ -216,7 +216,7 @@ class Recorder:
 
     @property
     def is_over(self) -> bool:
-        """Whether the recorder was closed, or belongs to a parent process."""
+        """True if the recorder was closed, or belongs to a parent process."""
         return self._is_closed or os.getpid() != self._pid
 
     # -- roots ----------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Recorder:
                 except Exception:
                     self._undo_start()
                     raise
-                except BaseException:  # such as Ctrl-C: the next call starts again, unless the writer runs already
+                except BaseException:  # such as Ctrl-C: the next call starts again, unless the writer already runs
                     if self._writer is None or not self._writer.stats().is_alive:
                         self._writer = None
                         self._forget_start()
@@ -295,7 +295,7 @@ class Recorder:
         rule_commands.changed = self._loss.look_at_rules
         for kind in (SET, UNDO, PAUSE, RESUME):
             commands.on(kind, rule_commands.tell)
-        live = self._early.take()  # known from now on by weak references
+        live = self._early.take()  # from now on the recorder holds only weak references to them
         for optimizer in live:
             self._optimizers.name_of(optimizer)
         self.capture.every_call_is_a_step = self.settings.roots == "any" and not live
@@ -326,7 +326,7 @@ class Recorder:
         with blocked_in_new_threads():
             writer.start()
         self._on_change(self, True)
-        # A disk that takes nothing is reported before the first step; a merely slow disk delays nothing.
+        # A disk that refuses to write is reported before the first step; a disk that is only slow delays nothing.
         patience_s = self.settings.wait_s_per_step if self.settings.policy == "wait" else 0.0
         until_s = time.monotonic() + min(_START_PATIENCE_S, patience_s)
         while writer.last_progress_s == began_s and time.monotonic() < until_s:
@@ -417,14 +417,14 @@ class Recorder:
             roots = tuple((root, *(work is None for work in root.shared_work.values())) for root in capture.roots)
             if self.commands.has_changed:
                 self.commands.has_changed = False
-                self.events.has_changed = True  # the manifest has the answers, too
+                self.events.has_changed = True  # the manifest contains the answers, too
                 self._next_status_s = 0.0
             key = (self.events.has_changed, capture.clock.source, roots)
             if key != self._manifest_key:
                 self.events.has_changed = False
                 self._manifest_key = (False, *key[1:])
                 manifest = self._manifest()
-            if time.monotonic() >= self._next_status_s:  # the first also where none follows: a full disk takes the last
+            if time.monotonic() >= self._next_status_s:  # one status even if none follows: a full disk takes the last
                 self._next_status_s = time.monotonic() + (self.settings.status_interval_s or math.inf)
                 self._show_status(capture)
         except Exception as error:
@@ -432,7 +432,7 @@ class Recorder:
         return manifest
 
     def _before_last(self) -> None:
-        """Look for triggers for the last time, before the waiting values are lost. Called on the writer thread."""
+        """Look for triggers a last time, before the waiting values are lost. Called on the writer thread."""
         try:
             if not self._ring.has_triggers or self.capture is None or self.commands is None:
                 return
@@ -522,7 +522,7 @@ class Recorder:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Remove all hooks and write what is left within the deadline. Idempotent; does nothing in a forked child."""
+        """Remove all hooks, and write remaining data before the deadline. Idempotent; a no-op in a forked child."""
         if self.is_over:
             return
         self._is_closed = True
@@ -533,11 +533,11 @@ class Recorder:
             self.events.add("close_failed", f"the recording ended badly: {error!r}", exception=error)
         finally:
             self._stop_carrying()
-        atexit.unregister(self._at_exit)  # not before: an interrupt may have left the writer to be closed
+        atexit.unregister(self._at_exit)  # only now: an interrupt may have left the writer open
         self.events.say(is_last=True)
 
     def _at_exit(self) -> None:
-        """End the recording with the interpreter. A second Ctrl-C costs no row, a third one the rows that take longer.
+        """End the recording with the interpreter. After a third Ctrl-C, rows that take longer than `_LAST_S` are lost.
 
         The ledger is closed however often Ctrl-C comes.
         """
@@ -589,13 +589,13 @@ class Recorder:
         report = self._writer.close(self.settings.close_deadline_s)
         log.log(_logger, logging.DEBUG, "closed: %s", report)
         self.capture.nonfinite.look(self._how_to_learn_more(), is_last=True)
-        self.events.say()  # problems come before the summary
+        self.events.say()  # problems are logged before the summary
         self._sum_up(self.capture, report.ledger, until_s)
-        if self._termination is not None:  # last, so that a signal until here does not cost the summary
+        if self._termination is not None:  # last, so that a signal before this line does not prevent the summary
             self._termination.uninstall()
 
     def _say_why_nothing(self) -> None:
-        """Log why there was no root, on rank 0 of a program that neither failed nor left the work to others."""
+        """Log why there was no root, on rank 0 of a program that neither failed nor left training to other programs."""
         if self._turned_down[0]:
             self.events.add(
                 "no_root",
@@ -610,7 +610,7 @@ class Recorder:
             )
 
     def _sum_up(self, capture: Capture, ledger: Mapping[str, Any], until_s: float) -> None:
-        """Log the summary on rank 0, once, whichever thread comes first."""
+        """Log the summary on rank 0, once, from whichever thread comes first."""
         run_dir, description = self.run_dir(), self._description
         if description is None or description.topology.rank != 0 or run_dir is None:
             return
@@ -634,7 +634,7 @@ class Recorder:
         return None if run_dir is None else f"recorder first {self._final_summary.name_in_commands(run_dir)}"
 
     def _finish(self) -> None:
-        """End the recording because the process is about to end, or wait for the end that is under way."""
+        """End the recording because the process is about to end, or wait until a running `close` is done."""
         if not self._is_closed:
             self.close()
             return
@@ -647,7 +647,7 @@ class Recorder:
             self._sum_up(self.capture, report.ledger, until_s)
 
     def _stop_carrying(self) -> None:
-        """Let the carrier bring the last commands to the other nodes, once the writer sends no more."""
+        """Have the carrier bring the last commands to the other nodes, after the writer has sent its last command."""
         if self._carrier is not None:
             self._carrier.close()
 

@@ -1,10 +1,9 @@
-"""The ring of a rank, from the rules that keep a ring to the triggers that have it written.
+"""The ring of a rank: the rules that keep a ring, the memory for it, and the triggers that have it written.
 
-`RingWatch` joins the memory for the ring, `Triggers`, and the rules of `recorder check` that may be triggers. Code that
-sees a reason to write the ring asks `Triggers`, on any thread, and does nothing else. The writer thread names the
-window of steps, has its own ring write them, and sends the other ranks a command; no rank waits. A rank that learns of
-the command too late reports the steps that it has given up. Nothing here may touch a tensor, wait, or raise into
-training.
+`RingWatch` joins the memory, `Triggers`, and the rules of `recorder check` that may be triggers. Code that finds a
+reason to write the ring only asks `Triggers`, on any thread. The writer thread then determines the window of steps, has
+its own ring write them, and sends the other ranks a command; no rank waits. A rank that receives the command too late
+reports the steps that it no longer has. Nothing here may touch a tensor, wait, or raise into training.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from .commands import Commands
 
 
 class RingWatch:
-    """The reasons for which one rank's ring is written. Any thread may `ask`; the writer thread does the rest."""
+    """Finds the reasons to write one rank's ring. Any thread may `ask`; the writer thread does the rest."""
 
     def __init__(self, loaded: Loaded) -> None:
         """Do nothing before `start`.
@@ -44,15 +43,15 @@ class RingWatch:
         self._settings = loaded.settings
         self._thresholds, self._own_rules = check_settings(loaded)
         self._triggers: Triggers | None = None
-        """The triggers for which the ring is written; None if no rule keeps a ring."""
+        """The triggers that have the ring written; None if no rule keeps a ring."""
         self._has_ring = False
-        """Whether this rank has a ring, and `Triggers.turn_off` was not called."""
+        """True if this rank has a ring, and `Triggers.turn_off` was not called."""
         self._checks: LiveChecks | None = None
         self._current_step: Callable[[], int | None] = lambda: None
 
     @property
     def has_triggers(self) -> bool:
-        """Whether a rule keeps a ring on some rank."""
+        """True if a rule keeps a ring on some rank."""
         return self._triggers is not None
 
     def start(
@@ -118,7 +117,7 @@ class RingWatch:
             self._triggers.look(capture.clock.step)
 
     def end(self, capture: Capture, commands: Commands) -> None:
-        """Look for triggers for the last time, before the waiting values are lost. Writer thread."""
+        """Look for triggers a last time, before the waiting values are lost. Writer thread."""
         if self._triggers is None:
             return
         if self._checks is not None:
@@ -142,7 +141,7 @@ class RingWatch:
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 
     def _look_whether_off(self, capture: Capture) -> None:
-        """Notify the triggers if capture has turned the ring off, as it may when the first step is over."""
+        """Notify the triggers if capture has turned the ring off, which may happen after the first step."""
         if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
             self._has_ring = False
             self._triggers.turn_off()
@@ -153,19 +152,19 @@ _MAX_TEXT = 200
 _MAX_ASKED = 64
 """The most triggers that wait for the writer thread, which looks five times a second; others are only counted."""
 _DUE = ("exception", "signal", "user")
-"""The triggers that count however soon they follow another, because the process ends or a person asks."""
+"""The triggers that count even soon after another trigger, because the process ends or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
-"""Ranks that see the same reason at once notify the others in turn, at times spaced like multiples of the golden ratio,
-so that most ranks learn of it before they would send. Of 4,096 ranks, within 4 s, about 20 send."""
+"""Ranks that see the same reason at once notify the others at different times, spaced like multiples of the golden
+ratio, so that most ranks are notified before they would send. Of 4,096 ranks about 20 send, within 4 s."""
 MISSED_EVENT = "trigger_missed"
 PASSED_EVENT = "trigger_passed"
 OWN_RULE = "own rule"
-"""The kind of trigger for a finding of the user's own rule, whatever the name of the rule."""
+"""The kind of trigger for a finding of a rule that the user wrote, whatever the rule's name."""
 _ALWAYS = ("program", "user", OWN_RULE)
 
 
 class Sender(Protocol):
-    """An object that sends a command to all ranks, and takes answers."""
+    """An object that sends a command to all ranks, and takes answers to commands."""
 
     def look(self) -> None:
         """Look at once for commands that other ranks have sent."""
@@ -178,7 +177,7 @@ class Sender(Protocol):
 
 
 class DumpWriter(Protocol):
-    """The part of the writer that triggers need."""
+    """The methods of the writer that triggers need."""
 
     def dump(self, dump: Dump) -> None: ...
 
@@ -187,19 +186,17 @@ class _Asked(NamedTuple):
     kind: str
     reason: str
     step: int | None
-    """The step in question; None for the step that is under way when the writer thread looks."""
+    """The step to write; None for the step that is running when the writer thread looks."""
 
 
 class _Unsent(NamedTuple):
-    """A trigger of which the other ranks are to be notified."""
-
     due_s: float
     command: Command
     dump: Dump
 
 
 class _Answered(NamedTuple):
-    """A command that this rank will answer again once the command's window is over."""
+    """A command that this rank answers a second time, once the command's window is over."""
 
     command: Command
     dump: Dump
@@ -239,7 +236,7 @@ class Triggers:
         self._window = window
         self._channel = channel
         self._why_nothing = "no rule keeps a ring on this rank"
-        """The reason why this rank writes nothing while it has no channel."""
+        """The reason why this rank writes nothing, for the time without a channel."""
         self._sender = sender
         self._events = events
         self._clock = clock
@@ -250,7 +247,8 @@ class Triggers:
         self._quiet_until_s = float("-inf")
         self._step: int | None = None
         self._stepped_s: float | None = None
-        """The time of the last step change; None before it, because a first step compiles and may be slow."""
+        """The time of the last change of the step; None before a first change, because a first step compiles and may be
+        slow."""
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
         """Ask for the steps around a step to be written. Any thread; never waits.
@@ -273,7 +271,7 @@ class Triggers:
         self._why_nothing = "the ring is off, because it cannot hold its steps"
 
     def look(self, step: int) -> None:
-        """Name the windows of the triggers that were asked for, and notify the other ranks. Writer thread.
+        """Determine the windows of the triggers that were asked for, and notify the other ranks. Writer thread.
 
         Args:
             step: the step under way.
@@ -313,7 +311,7 @@ class Triggers:
         self._sender.answer(command, IN_FORCE, since=dump.first_step, until=dump.last_step)
 
     def end(self, step: int) -> None:
-        """Look for the last time: no record follows. Writer thread, before the ring lets its steps pass, and after."""
+        """Look a last time, because no record follows. Writer thread, before and after the ring releases its steps."""
         self.look(step)
         self._send_due(float("inf"))
         self._look_at_dumps(is_last=True)
@@ -341,14 +339,14 @@ class Triggers:
         self._events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
 
     def _send_due(self, now: float) -> None:
-        """Notify the other ranks, unless one of them was first to see the same reason."""
+        """Notify the other ranks, unless one of them saw the same reason first."""
         due = [unsent for unsent in self._unsent if unsent.due_s <= now]
         self._unsent = [unsent for unsent in self._unsent if unsent.due_s > now]
         for _, command, dump in due:
             self._sender.look()
             if dump.command is None:
                 try:
-                    self._sender.send(command)  # which comes back through `take`, as to all ranks
+                    self._sender.send(command)  # which `take` receives, as on every rank
                 except CommandError as error:
                     text = f"the other ranks were not told of a trigger: {error}"
                     self._events.add("trigger_unsent", text, key=str(dump.time_ns))
@@ -358,7 +356,7 @@ class Triggers:
         return next((dump for dump in self._dumps if dump.first_step <= first and last <= dump.last_step), None)
 
     def _write(self, dump: Dump) -> None:
-        if self._step is None or dump.first_step <= self._step:  # what lies ahead stands for nothing that happens now
+        if self._step is None or dump.first_step <= self._step:  # not for a window that begins later
             self._quiet_until_s = self._clock() + self._settings.trigger_cooldown_s
         self._dumps.append(dump)
         if self._channel is not None:
@@ -392,5 +390,5 @@ class Triggers:
             self._stepped_s = None if self._step is None else now
             self._step = step
         elif self._stepped_s is not None and 0 < self._settings.hang_s <= now - self._stepped_s:
-            self._stepped_s = None  # once for each step
+            self._stepped_s = None  # only once for each step
             self.ask("hang", f"hang: step {step} has not ended in {self._settings.hang_s:g} s", step=step)

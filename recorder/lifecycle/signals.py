@@ -26,22 +26,22 @@ _ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR
 """The signals by which launchers and schedulers announce the end, or ask for a checkpoint before it."""
 _STOP = 0
 _MAIN_THREAD_GRACE_S = 0.5
-"""The time that the watching thread gives the main thread to run its handler."""
+"""The time in which the main thread may run its handler before the watching thread acts."""
 _NAP_S = 0.05
 """The time that the watching thread sleeps after each wake-up, so that a profiler's timer does not keep it busy."""
 _SIGACTION_BYTES = 512
 """A size above that of any system's ``struct sigaction``, which begins with the handler."""
 
 _OF_THREADS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP})
-"""The signals that a thread causes by itself, which must not be blocked."""
+"""The signals that a thread causes itself, which must not be blocked."""
 
 _leftover_pipes: list[_Pipe] = []
-"""The pipes that other code may still make the wake-up descriptor again; they are reused, and never closed."""
+"""Pipes that other code may still make the wake-up descriptor again; they are reused, and never closed."""
 _masks: dict[int, set[signal.Signals]] = {}
 
 
 class _Pipe:
-    """The pipe that wakes the watching thread. The program may have closed either end and reused the end's number."""
+    """The pipe that wakes the watching thread. The program may have closed an end, and its number may be reused."""
 
     def __init__(self) -> None:
         self.read_end, self.write_end = map(Descriptor.of, os.pipe())
@@ -52,7 +52,7 @@ class _Pipe:
         return self.read_end.is_ours and self.write_end.is_ours
 
     def read(self) -> bytes:
-        """Return the bytes that have come, or wait for bytes; empty if the pipe is gone."""
+        """Return the bytes in the pipe, or wait for bytes; empty if the pipe is gone."""
         with contextlib.suppress(OSError):
             if self.read_end.is_ours:
                 return os.read(self.read_end, 4096)
@@ -80,7 +80,7 @@ class _Pipe:
 class _Handler(int):
     """A handler that equals SIG_DFL, so that `signal.getsignal` and `signal.signal` answer as without the recorder.
 
-    A program that checks whether a signal is free, or calls the old handler before its own, behaves as usual.
+    A program that checks whether a signal is free, or calls the old handler from its own handler, behaves as usual.
     """
 
     watch: TerminationWatch | None = None
@@ -93,14 +93,14 @@ class _Handler(int):
 
 
 def _die_of(number: int) -> None:
-    ctypes.CDLL(None).signal(int(number), 0)  # SIG_DFL; signal.signal works in the main thread only
+    ctypes.CDLL(None).signal(int(number), 0)  # SIG_DFL; signal.signal works only in the main thread
     os.kill(os.getpid(), number)
 
 
 def _action(number: int) -> int:
-    """Return the address of a signal's handler from the kernel; 0 is the default action, 1 ignores the signal.
+    """Return the address of a signal's handler from the kernel; 0 is the default action, 1 means that it is ignored.
 
-    Python does not know of handlers that C code installs, such as those of `faulthandler.register`.
+    Python does not know handlers that C code installs, for example by `faulthandler.register`.
     """
     action = ctypes.create_string_buffer(_SIGACTION_BYTES)
     if ctypes.CDLL(None).sigaction(int(number), None, action) != 0:
@@ -138,7 +138,7 @@ class TerminationWatch:
         self._trigger = trigger
         self._triggered = triggered
         self._handlers: dict[int, tuple[_Handler, int]] = {}
-        """The recorder's handler of each signal, with the address that the kernel has for the handler."""
+        """For each signal the recorder's handler, and the address that the kernel has for the handler."""
         self._pipe: _Pipe | None = None
         self._thread: threading.Thread | None = None
         self._is_ending = self._is_main_ending = False
@@ -152,7 +152,7 @@ class TerminationWatch:
         self._pipe = _leftover_pipes.pop() if _leftover_pipes else _Pipe()
         self._pipe.empty()
         other = signal.set_wakeup_fd(self._pipe.write_end, warn_on_full_buffer=False)
-        if other != -1:  # an event loop has it, and needs it more
+        if other != -1:  # an event loop uses it, and needs it more
             signal.set_wakeup_fd(other)
         self._thread = threading.Thread(target=self._watch, name="recorder-signals", daemon=True)
         with blocked_in_new_threads():
@@ -173,22 +173,22 @@ class TerminationWatch:
             self._triggered()
             return
         if self._pid == 1:
-            return  # the kernel spares the first process of a container; the watching thread flushes
+            return  # the kernel spares the first process of a container, and the watching thread flushes
         if self._is_main_ending:
-            return  # the handler of the first signal goes on
+            return  # the handler of the first signal is still running
         if os.getpid() == self._pid:
             self._is_main_ending = True
-            while self._is_ending:  # the watching thread has begun to end the process
+            while self._is_ending:  # the watching thread is ending the process
                 time.sleep(_NAP_S)
             self._is_ending = True
-            if self._pipe is not None:  # so that the watching thread bounds what follows
+            if self._pipe is not None:  # the watching thread then limits the time of what follows
                 self._pipe.write(number)
             self._ending(number)
             self._finish()
         _die_of(number)
 
     def _watch(self) -> None:
-        """Run the watching thread: end the process for a signal taken over, flush for one that the program handles."""
+        """Run the watching thread: end the process on a signal that was taken over, flush on one that was not."""
         pipe = self._pipe
         assert pipe is not None
         while numbers := pipe.read():
@@ -204,7 +204,7 @@ class TerminationWatch:
             if _STOP in numbers:
                 return
             if not _ENDING.isdisjoint(numbers):
-                if signal.SIGTERM in numbers:  # the program ends by a handler of its own, or lives as process 1
+                if signal.SIGTERM in numbers:  # the program ends by its own handler, or is process 1 and lives on
                     self._ending(signal.SIGTERM)
                 with contextlib.suppress(Exception):
                     self._flush()
@@ -216,7 +216,7 @@ class TerminationWatch:
         if not self._is_ending:  # the main thread is stuck, perhaps in a collective
             self._is_ending = True
             self._ending(number)
-            # Another thread runs it, because a log handler may hang on a lock that the main thread holds.
+            # Another thread runs `finish`, because a log handler may wait for a lock that the main thread holds.
             ender = threading.Thread(target=self._finish, name="recorder-end", daemon=True)
             with contextlib.suppress(RuntimeError):
                 ender.start()
@@ -227,7 +227,7 @@ class TerminationWatch:
         _die_of(number)
 
     def uninstall(self) -> None:
-        """Give handlers and wake-up descriptor back, unless the program has replaced them since."""
+        """Restore handlers and wake-up descriptor, unless the program has replaced them."""
         if self._is_ending or self._pipe is None:
             return
         self._give_back_handlers()
@@ -247,12 +247,13 @@ class TerminationWatch:
     def _give_back_handlers(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             for handler, _ in self._handlers.values():
-                handler.watch = None  # the handler stays, and does what the default action does
+                handler.watch = None  # the handler stays, and acts like the default action
             return
         for number, (handler, action) in self._handlers.items():
             handler.watch = None
             if _signal.getsignal(number) is handler and _action(number) == action:
-                # The kernel's handler is reset first: Python warns of a signal that comes while a handler is removed.
+                # The kernel's handler is reset first: Python warns of a signal that comes while a handler is being
+                # removed.
                 ctypes.CDLL(None).signal(int(number), 0)
                 signal.signal(number, signal.SIG_DFL)
 
@@ -267,20 +268,20 @@ class TerminationWatch:
         self._pipe = None
 
     def hold(self) -> None:
-        """Hold signals back before a fork: one to the child would enter the parent's pipe, and end the parent."""
+        """Block signals before a fork: a signal to the child would enter the parent's pipe, and end the parent."""
         ours = {number for number in self._handlers if self._is_ours(number)}
         _masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, ours)  # type: ignore[assignment]
 
     @staticmethod
     def release() -> None:
-        """Take signals again after a fork, in both processes."""
+        """Unblock signals after a fork, in both processes."""
         mask = _masks.pop(threading.get_ident(), None)
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def unhandled_exception() -> BaseException | None:
-    """Return the exception that ends the program, which the interpreter keeps if no handler took it; needs no hook.
+    """Return the exception that ends the program, which the interpreter stores if no handler took it.
 
     In an interactive session the result is None, because an exception ends one line only.
     """
@@ -292,7 +293,7 @@ def unhandled_exception() -> BaseException | None:
 
 @contextlib.contextmanager
 def replaced_interrupts(handle: Callable[[], None]) -> Iterator[None]:
-    """Let Ctrl-C call a function instead of raising KeyboardInterrupt, while the interpreter ends."""
+    """Let Ctrl-C call a function instead of raising KeyboardInterrupt, while the interpreter shuts down."""
     is_replaced = False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         with contextlib.suppress(ValueError):  # not the main thread
@@ -309,7 +310,7 @@ def replaced_interrupts(handle: Callable[[], None]) -> Iterator[None]:
 def blocked_in_new_threads() -> Iterator[None]:
     """Let threads that are started in the block receive no signal that is sent to the process.
 
-    Otherwise a signal that a program blocks, as during a checkpoint, would go to a thread of the recorder.
+    Otherwise a signal that a program blocks, for example during a checkpoint, would go to a thread of the recorder.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_THREADS)
     try:

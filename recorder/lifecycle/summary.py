@@ -1,8 +1,8 @@
 """The first and last lines that a recording logs: an estimate after the first recorded step, and two lines at the end.
 
 The estimate predicts how many bytes the rules will have written by later steps; it counts the records of the first step
-on the writer thread. Rank 0 logs all of this from its own data. Nothing here may call a collective, read a
-file of another rank, or touch a tensor.
+on the writer thread. Rank 0 logs all of this from its own data. Nothing here may call a collective, read a file of
+another rank, or touch a tensor.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _logger = logging.getLogger("recorder")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The facts that rank 0 has at the end."""
+    """The facts that rank 0 has at the end of a recording."""
 
     run: str
-    """The word for the run in a command, quoted for a shell."""
+    """The name of the run in a command, quoted for a shell."""
     world_size: int
     last_step: int | None
     """The last step with a written row."""
     ledger: Mapping[str, Any]
-    """The final accounts."""
+    """The final ledger."""
     nonfinite: tuple[int, str, str] | None
-    """Step, value and kind of the first value of rank 0 that was not finite."""
+    """Step, value and kind of the first nonfinite value of rank 0."""
     written_bytes: int
     waited_s: float
     longest_wait_s: float
@@ -50,7 +50,7 @@ class Summary:
 
     @property
     def lines(self) -> tuple[str, str]:
-        """Return a line with the result, and a line with the next commands to type."""
+        """A line with the result, and a line with the next commands to type."""
         ledger = self.ledger
         of_rank = f" of rank 0 (of {self.world_size})" if self.world_size > 1 else ""
         rows = counted(ledger["written"], "row")
@@ -84,7 +84,7 @@ class Summary:
 
 
 class FinalSummary:
-    """Logs the summary once, whichever thread comes first, and knows the word for the run in a command."""
+    """Logs the summary once, from whichever thread comes first, and holds the run's name for commands."""
 
     def __init__(self, *, dir_setting: str, is_default: bool) -> None:
         """Begin without a name of the run.
@@ -96,27 +96,27 @@ class FinalSummary:
         self._folder = Path(dir_setting)
         self._is_default = is_default
         self._name_in_commands = ""
-        """The word for the run in a command; empty while the name is not known."""
+        """The run's name for commands; empty while the name is not known."""
         self._has_begun = threading.Lock()
         """Acquired by the thread that logs the summary, and never released."""
 
     def take_name(self, run_dir: Path, name: str) -> None:
-        """Take the name of the run. Called on the writer thread, which may ask the disk whether the name is unique."""
+        """Set the name of the run. Called on the writer thread, because testing for uniqueness may read the disk."""
         self._name_in_commands = name_in_commands(run_dir, name, self._folder, is_default=self._is_default)
 
     def name_in_commands(self, run_dir: Path) -> str:
-        """Return the word for the run in a command, quoted for a shell."""
+        """Return the run's name for commands, quoted for a shell."""
         return self._name_in_commands or quoted(run_dir)
 
     def say(self, summary: Summary, deadline_s: float) -> None:
-        """Log the summary, unless another thread has begun to."""
+        """Log the summary, unless another thread has begun to do so."""
         log.tell(_logger, lambda: summary.lines, deadline_s, partial(self._has_begun.acquire, blocking=False))
 
 
 def name_in_commands(run_dir: Path, name: str, folder: Path, *, is_default: bool) -> str:
-    """Return the word for a run in a command that is typed where the program was started.
+    """Return the name of a run for a command that is typed where the program was started.
 
-    The word is the run's name, or its path if another run has the same name.
+    The result is the run's name, or its path if another run has the same name.
 
     Args:
         run_dir: the directory of the run.
@@ -151,7 +151,7 @@ _AHEAD = (100, 1000)
 
 
 class Estimate:
-    """The bytes that a rank will write. The writer thread calls all methods."""
+    """Estimates the bytes that a rank will write. The writer thread calls all methods."""
 
     def __init__(self, rules: Sequence[Rule], *, rank: int, world_size: int, max_bytes: int) -> None:
         self._rules = [rule for rule in rules if rank in rule.rank]
@@ -160,7 +160,7 @@ class Estimate:
         self._first: int | None = None
         self._num_rows: Counter[str] = Counter()
         self._num_bytes: Counter[tuple[str, int]] = Counter()
-        """The bytes that the first step kept besides its rows, by the site and the bit of `keep`."""
+        """The bytes that the first step kept in addition to its rows, by the site and the bit of `keep`."""
         self._num_looked_at = 0
         """The number of rows at the last call of `look`."""
         self._is_over = False
@@ -208,7 +208,7 @@ class Estimate:
         return f"at these rules {self._whose}{how} {at_first}, {' and '.join(until)}; at most {bound}"
 
     def num_bytes(self, first: int, num_steps: int) -> int:
-        """Return the bytes that `num_steps` steps from `first` on write, by the counts of the first step."""
+        """Return the bytes that `num_steps` steps from `first` on write, from the counts of the first step."""
 
         @cache
         def times(schedules: frozenset[Schedule]) -> int:
@@ -221,7 +221,7 @@ class Estimate:
         return frozenset(rule.steps for rule in self._rules if site in rule.site and rule.keep & keep)
 
     def _begins_later(self, site: str, first: int) -> bool:
-        """Whether tensors of a site will be kept soon, but none was kept at the first step."""
+        """Return True if tensors of a site will be kept soon, though none was kept at the first step."""
         schedules = self._schedules(site, KEEP_TENSOR)
         soon = range(first, first + _AHEAD[-1] + 1)
         return not any(first in schedule for schedule in schedules) and any(

@@ -248,7 +248,6 @@ def _open(job: _Job) -> tuple[UnitBuilder, Output]:
 
 
 def _check_reachable(output: Output) -> None:
-    """Raise ClusterError if this process cannot write where the merge is built."""
     for num_tries_left in reversed(range(_SEES_TRIES)):
         try:
             output.begin().rmdir()

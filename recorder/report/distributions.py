@@ -174,8 +174,6 @@ _UNIT_LEVELS = 254
 
 
 class _UnitsOfStep(NamedTuple):
-    """The units of a series at a step, reduced to what the page draws."""
-
     squares: list[npt.NDArray[np.float64]]
     """The mean squares of the units at the drawn positions, one array for each rank and call."""
     about: tuple[int, int, int, int]

@@ -1,1 +1,1 @@
-"""The storage of runs, in directories and object stores, and the opening of files of unknown origin."""
+"""Access to runs in directories and object stores, and the safe opening of files of unknown origin."""

@@ -1,6 +1,6 @@
-"""Clients of object stores, and the registry of the kinds of stores: one entry of `KINDS` for each scheme.
+"""Clients of object stores, and the registry of the kinds of stores, with one entry of `KINDS` for each scheme.
 
-Must never wait without an end, and never show credentials that a store or the environment has named.
+A client must never wait without a timeout, and never show credentials that a store or the environment has named.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from ..errors import StoreError, not_installed
 
 _CONNECT_TIMEOUT_S = 5
 _ROLE_TIMEOUT_S = 1
-"""Time to connect where nothing names credentials: most machines have no role, and no metadata service answers."""
+"""The connect timeout where nothing names credentials: most machines have no role, and no metadata service answers."""
 _SILENCE_TIMEOUT_S = 5
-"""Time to wait for the next byte. A request is tried `_NUM_TRIES` times: a store that hangs is given up after 20 s."""
+"""The longest wait for the next byte. A request is tried `_NUM_TRIES` times: a store that hangs is given up after 20 s.
+"""
 _NUM_TRIES = 3
 
 Answer = TypeVar("Answer")
@@ -38,7 +39,7 @@ _REFUSED = {
     "RequestExpired": "the request's time is not accepted; set this machine's clock",
     "RequestTimeTooSkewed": "the request's time is not accepted; set this machine's clock",
 }
-"""The reason of a refusal by the code that the store sends."""
+"""The reason of a refusal, by the code that the store sends."""
 _UNREACHED = {
     "dns error": "its host is not known",
     "ConnectionRefused": "it takes no connection",
@@ -46,19 +47,19 @@ _UNREACHED = {
     "InvalidMessage": "it does not speak TLS",
     "TimedOut": "it does not answer",
 }
-"""The reason of a failed connection by a word in the client's error text."""
+"""The reason of a failed connection, by a word in the client's error text."""
 
 
 class Client:
-    """A client of one bucket, with credentials where there are some. Any thread may call."""
+    """A client of one bucket, with credentials if there are any. Any thread may call."""
 
     def __init__(
         self, scheme: str, bucket: str, *, silence_s: float = _SILENCE_TIMEOUT_S, num_tries: int = _NUM_TRIES
     ) -> None:
-        """Ask the store nothing yet.
+        """Prepare the client, and make no request yet.
 
-        `silence_s` is the longest wait for the next byte, and includes the time in which a part is sent. A request that
-        gets no answer is tried `num_tries` times.
+        `silence_s` is the longest wait for the next byte, and includes the time in which a part is sent. A request
+        without an answer is tried `num_tries` times.
         """
         self._silence_s = silence_s
         self._num_tries = num_tries
@@ -69,7 +70,7 @@ class Client:
         self.renew()
 
     def ask(self, path: object, question: Callable[[Any], Answer]) -> Answer:
-        """Return the answer of a store of `obstore`. FileNotFoundError: there is no such object; StoreError: else."""
+        """Put a question to an `obstore` store. FileNotFoundError: no such object; StoreError: any other error."""
         from obstore.exceptions import BaseError
 
         try:
@@ -81,19 +82,19 @@ class Client:
         except (BaseError, OSError, ValueError) as error:
             problem = error
         if _is_without_credentials(str(problem)) and not (self._is_anonymous or self._names_credentials):
-            self._is_anonymous = True  # the machine has no role either
+            self._is_anonymous = True  # the machine has no role that gives credentials
             self.__dict__.pop("_store", None)
             return self.ask(path, question)
         raise self._refusal(problem, path) from None
 
     def renew(self) -> None:
-        """Look for the credentials again at the next question, because a file or a profile may hold new ones."""
+        """Read the credentials again at the next request, because a file or a profile may hold new ones."""
         self._is_anonymous = self.kind.has_no_role(os.environ) and not self._names_credentials
         self.__dict__.pop("_store", None)
 
     @property
     def filesystem(self) -> Any:
-        """The store for `pyarrow.dataset`, which reads by itself."""
+        """The store as a file system for `pyarrow.dataset`, which makes its own requests."""
         from obstore.fsspec import FsspecStore
         from pyarrow.fs import FSSpecHandler, PyFileSystem
 
@@ -107,7 +108,7 @@ class Client:
         options = self._options
         try:
             return getattr(obstore.store, self.kind.client)(self._bucket, **options)
-        except Exception as error:  # its text may repeat a setting
+        except Exception as error:  # the text of the error may repeat a setting
             problem = f"no client can be made of the settings ({type(error).__name__})"
         raise StoreError(f"{self._scheme}://{self._bucket}: {problem}; see {self.kind.advice}")
 
@@ -123,7 +124,7 @@ class Client:
             "allow_http": url.scheme == "http",
             "connect_timeout": timedelta(seconds=_ROLE_TIMEOUT_S if asks_for_role else _CONNECT_TIMEOUT_S),
             "read_timeout": timedelta(seconds=self._silence_s),
-            "timeout": timedelta(days=1),  # for a complete answer, as long as its bytes keep coming
+            "timeout": timedelta(days=1),  # for a complete answer, while its bytes keep coming
         }
         retries = {"max_retries": self._num_tries - 1, "retry_timeout": timedelta(minutes=1)}
         options: dict[str, Any] = {"client_options": client, "retry_config": retries}
@@ -143,7 +144,7 @@ class Client:
         return self.kind.names_credentials(os.environ)
 
     def _refusal(self, error: Exception, path: object) -> StoreError:
-        """Return an error in our own words: the text that a store sends back may hold an access key."""
+        """Return an error in the package's own words, because the text that a store sends may hold an access key."""
         text, bucket, advice = str(error), f"{self._scheme}://{self._bucket}", self.kind.advice
         endpoint = self.kind.endpoint(os.environ) or self.kind.title
         code, status = _last(r"<Code>(\w+)<", text), _last(r"status: (\d{3}),", text)
@@ -174,18 +175,18 @@ class Client:
 
 
 def bare_e_tag(e_tag: str | None) -> str:
-    """Return an ETag without its quotes and the mark of a weak one."""
+    """Return an ETag without quotes and without the mark of a weak ETag."""
     return (e_tag or "").removeprefix("W/").strip('"')
 
 
 def changed(path: object) -> StoreError:
-    """Return the error for an object that is not the one of the listing."""
+    """Return the error for an object that has replaced the listed one."""
     text = f"{path}: there is another object in its place since the run was listed; open the run again"
     return StoreError(text, "changed")
 
 
 def _is_without_credentials(text: str) -> bool:
-    """Whether the search for credentials has failed, and not the store itself."""
+    """Return True if the search for credentials has failed, rather than the store itself."""
     return (
         re.search(r"MissingAccessKeyId|token request|performing [A-Z]+ \S+/latest/(api/token|meta-data/)", text)
         is not None
@@ -193,7 +194,7 @@ def _is_without_credentials(text: str) -> bool:
 
 
 def _last(pattern: str, text: str) -> str:
-    """Return the last match of a pattern: a path, which anybody may have named, precedes the store's answer."""
+    """Return the last match of a pattern. A path, which anybody may have named, precedes the store's answer."""
     return next(reversed(re.findall(pattern, text)), "")
 
 
@@ -203,40 +204,40 @@ _ASKED_BY_BOTO3 = ("sso_session", "sso_start_url", "credential_process", "role_a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreKind:
-    """The facts about the object stores of one scheme. Blanks separate the names of settings."""
+    """The facts about the object stores of one scheme. In a field, spaces separate the names of settings."""
 
     client: str
     """The name of the class in `obstore.store`."""
     title: str
     endpoints: str
-    """Settings that name another endpoint than the provider's; the first that is set counts."""
+    """The settings that name another endpoint than the provider's; the first one that is set counts."""
     endpoint_option: str = "endpoint"
-    """The argument of the client that takes this endpoint."""
+    """The argument of the client that takes the endpoint."""
     credentials: str
-    """Settings each of which says where credentials are."""
+    """The settings that each say where credentials are."""
     file: str
-    """The file with credentials where no setting names any."""
+    """The file with credentials that is read if no setting names any."""
     advice: str
-    """The settings that a person is advised to set where credentials are missing or refused."""
+    """The settings that a message suggests if credentials are missing or refused."""
     certificates: str = ""
-    """The setting that names a file of certificates to trust."""
+    """The setting that names a file of trusted certificates."""
     version_tag: str = "e_tag"
-    """The fact by which a conditional put names the object that it replaces."""
+    """The member of an object's metadata by which a conditional put names the object that it replaces."""
 
     def endpoint(self, environ: Mapping[str, str]) -> str:
-        """Return where a store is, by the environment or a profile; empty for the provider's own endpoint."""
+        """Return the URL of the store from the environment or a profile; empty for the provider's own endpoint."""
         return next(filter(None, map(environ.get, self.endpoints.split())), "")
 
     def names_credentials(self, environ: Mapping[str, str]) -> bool:
-        """Whether a setting or a file names credentials. A role of this machine needs neither."""
+        """Return True if a setting or a file names credentials. A role of this machine needs neither."""
         return any(map(environ.get, self.credentials.split())) or Path(self._file(environ)).expanduser().is_file()
 
     def has_no_role(self, environ: Mapping[str, str]) -> bool:
-        """Whether the environment says that this machine has no role to be asked for credentials."""
+        """Return True if the environment says that this machine has no role that gives credentials."""
         return False
 
     def options(self, bucket: str, environ: Mapping[str, str]) -> dict[str, Any]:
-        """Return the arguments of the client that this kind of store alone has."""
+        """Return the client's arguments that only this kind of store has."""
         return {}
 
     def _file(self, environ: Mapping[str, str]) -> str:
@@ -244,7 +245,7 @@ class StoreKind:
 
 
 class AmazonS3(StoreKind):
-    """S3, whose client reads the environment and no profile: the profile is read here."""
+    """S3, whose client reads the environment but no profile, so the profile is read here."""
 
     __slots__ = ()
 
@@ -287,15 +288,15 @@ KINDS = {
         "AZURE_USE_AZURE_CLI=true",
     ),
 }  # fmt: skip
-"""The kind of store of each scheme."""
+"""The kind of store for each scheme."""
 SCHEMES = ", ".join(f"{scheme}://" for scheme in KINDS)
 """The schemes as messages list them."""
 DESTINATIONS = SCHEMES.replace("://", "://BUCKET/PREFIX", 1)
-"""The URLs that messages and help propose as a destination."""
+"""The URLs that messages and help suggest as a destination."""
 
 
 def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return region and credentials of the profile; the client itself reads the environment, and no profile."""
+    """Return region and credentials from the profile, because the client itself reads only the environment."""
     profile = _profile(environ)
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or profile.get("region")
     options: dict[str, Any] = {"region": region} if region else {}
@@ -309,7 +310,7 @@ def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
             return options | {"credential_provider": Boto3CredentialProvider(Session())}
         except ImportError:
             raise StoreError(not_installed(f"s3://: {asked} of the profile", "boto3", "store")) from None
-        except Exception as error:  # its text may repeat a setting
+        except Exception as error:  # the text of the error may repeat a setting
             problem = f"leads to no credentials ({type(error).__name__})"
         raise StoreError(f"s3://: {asked} of the profile {problem}")
     names = ("access_key_id", "secret_access_key", "session_token")
@@ -317,7 +318,7 @@ def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _profile(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of the profile in ~/.aws; none where there is no such profile, or its file cannot be read."""
+    """Return the settings of the profile in ~/.aws; empty if there is no such profile, or its file cannot be read."""
     name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
     config = environ.get("AWS_CONFIG_FILE") or "~/.aws/config"
     credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
@@ -328,5 +329,5 @@ def _profile(environ: Mapping[str, str]) -> dict[str, str]:
             parser.read(Path(file).expanduser())
             settings |= parser[section]
         except (ConfigParserError, KeyError, OSError, RuntimeError, UnicodeDecodeError):
-            continue  # where the credentials were in this file, the store refuses, and says so
+            continue  # if the credentials were in this file, the store refuses with a message
     return settings

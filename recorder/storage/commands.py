@@ -1,7 +1,7 @@
-"""The files of commands in a run's directory: sends one, and finds those that are new.
+"""The files of commands in a run's directory: sends commands, and finds new ones.
 
 A command is published complete under the next free number and never changed. Whoever may write to the run's directory
-may send one; what is found there is untrusted input all the same. Nothing here judges what a command is for.
+may send a command, and yet every file there is untrusted input. This module does not judge what a command asks for.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ..format.rundir import read_json
 from ..system.processes import sync_directory
 
 _MAX_ENTRIES = 2 * MAX_COMMANDS
-"""Names of a directory that are looked at; more were not made by us."""
+"""The most names of a directory that are read; the package never makes more."""
 _UNFINISHED_S = 5.0
-"""How long a file may be damaged before it is refused: where a disk has no links, a command is briefly incomplete."""
+"""The time after which a damaged file is refused: on a disk without links, a command is incomplete for a moment."""
 _FRESH_S = 2.5
-"""How long after a change the names are listed at each look: times of files may be as coarse as two seconds."""
+"""The time after a change in which every look lists the names: times of files may be as coarse as two seconds."""
 _RELIST_S = 5.0
-"""How often the names are listed although nothing seems to have changed: a network file system may be out of date."""
+"""The time after which the names are listed without a visible change: a network file system may be out of date."""
 
 
 def send(run_dir: Path, command: Command) -> Command:
-    """Write a command for all ranks of a run, and return it with its number. Any process, any thread; it may wait.
+    """Write a command for all ranks of a run, and return it with its number. Any thread may call this; it may block.
 
-    CommandError is raised, and nothing is left behind, where no writer would take the command or the disk refuses.
+    CommandError is raised, and nothing is left behind, if no writer would accept the command or the disk refuses.
     """
     text = command.encode()
     folder = run_dir / COMMANDS
@@ -67,7 +67,7 @@ def _make_folder(folder: Path) -> None:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is no directory", str(folder)) from None
     else:
-        os.chmod(folder, stat.S_IMODE(above.st_mode))  # as the run's directory, whatever the umask
+        os.chmod(folder, stat.S_IMODE(above.st_mode))  # the mode of the run's directory, whatever the umask
         _give_to_owner(folder, above)
         sync_directory(folder.parent)
 
@@ -112,17 +112,17 @@ def _create(path: Path, text: bytes) -> None:
 
 
 def _publish(temporary: Path, final: Path, text: bytes) -> bool:
-    """Give the file its name; return False where another command has it."""
+    """Give the file its final name; return False if another command has that name."""
     try:
         os.link(temporary, final, follow_symlinks=False)
     except FileExistsError:
-        # NFS may repeat a request that has succeeded.
+        # NFS may repeat a request that has succeeded, and then the link is ours.
         return os.path.samestat(os.lstat(temporary), os.lstat(final))
     except OSError:
         if os.path.lexists(final):
             return False
         try:
-            _create(final, text)  # a file system without links: a reader waits until the file is complete
+            _create(final, text)  # a file system without links: readers wait until the file is complete
         except FileExistsError:
             return False
     return True
@@ -135,14 +135,14 @@ def _numbers(folder: Path) -> list[int]:
 
 
 class Refusal(NamedTuple):
-    """A file in the place of a command that cannot be one."""
+    """A file under the name of a command that holds no valid command."""
 
     number: int
     why: str
 
 
 class CommandFolder:
-    """The commands of one run, found one after the other. One thread; a look is one system call while none is new."""
+    """The commands of one run, found in turn by one thread. A look without a new command is one system call."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = run_dir / COMMANDS
@@ -154,16 +154,16 @@ class CommandFolder:
 
     @property
     def num_seen(self) -> int:
-        """Return how many files were found so far, refused ones among them."""
+        """The number of files that were found so far, including refused files."""
         return len(self._seen)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a file was found that may not be complete yet."""
+        """True if a file was found that may be incomplete yet."""
         return bool(self._damaged_since_s)
 
     def look(self, *, is_told: bool = False) -> list[Command | Refusal]:
-        """Return what is new since the last look, by number. `is_told`: it is known that there is something new."""
+        """Return what is new since the last look, by number. `is_told` means that a new command is known to exist."""
         now = self._clock()
         try:
             folder_stat = os.stat(self._folder, follow_symlinks=False)
@@ -176,7 +176,7 @@ class CommandFolder:
                 return []
             self._listed_s = now
             new = [number for number in _numbers(self._folder) if number not in self._seen]
-        except OSError:  # none was sent yet, or the disk is gone, as the writer finds out
+        except OSError:  # no command was sent yet, or the disk is gone, which the writer notices itself
             return []
         return [one for number in new if (one := self._read(number, now)) is not None]
 

@@ -1,6 +1,7 @@
-"""Locations of runs in directories and object stores, and the `Store` that leads to each.
+"""Locations of runs in directories and object stores, and the `Store` for each location.
 
-Must never write. Paths of a store are made from what was typed and from names that `format.rundir` knows, as on a disk.
+This module must never write. Paths in a store are made only from typed text and from names that `format.rundir` knows,
+like paths on a disk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .untrusted_files import ByteSource, FileFacts, Found, GrowingFile, IsPart, 
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CUT = re.compile(rf"({'|'.join(KINDS)}):/(?=[^/])", re.IGNORECASE)
-"""The beginning of a URL as pathlib leaves it, with one slash."""
+"""Matches the beginning of a URL that pathlib has changed to one slash."""
 _NUM_TRIES = 3
 
 
@@ -68,7 +69,7 @@ class LocalStore:
         return map(function, items)
 
     def refresh(self) -> None:
-        """Do nothing: every question is asked of the disk."""
+        """Do nothing: every question is answered by the disk."""
 
     def arrow_path(self, path: Path) -> str:
         return str(path)
@@ -90,13 +91,14 @@ LOCAL = LocalStore()
 
 
 Location = Path | ObjectPath
-"""The path of a run, or of a file in one."""
+"""The path of a run, or of a file in a run."""
 OpenLocation = Path | Any
-"""The type of a location that an opened run shows: whoever opened a directory uses it as a `Path` without a cast."""
+"""The type of an opened run's location, by which callers that opened a directory may use it as a `Path` without a cast.
+"""
 
 
 def store_of(location: Location) -> Store:
-    """Return the store that a location lies in."""
+    """Return the store that a location is in."""
     return LOCAL if isinstance(location, Path) else location.store
 
 
@@ -108,14 +110,14 @@ def location_of(path: str | os.PathLike[str] | Location) -> Location:
     if isinstance(path, ObjectPath):
         return path
     text = os.fspath(path)
-    if not text:  # what a shell makes of "$RUN" where nothing was assigned; it would mean the current folder
+    if not text:  # "$RUN" without a value; as a path it would mean the current folder
         raise NotARunError("an empty text is no run; name a run, or a folder of runs")
     if (cut := _CUT.match(text)) and not os.path.lexists(text[: cut.end()]):
-        text = f"{cut[1]}://{text[cut.end() :]}"  # pathlib has made a path of a URL
+        text = f"{cut[1]}://{text[cut.end() :]}"  # pathlib has changed the URL to a path
     scheme = scheme_of(text)
     if scheme is None:
         return Path(path)
-    if scheme == "file":  # which is how a daemon shows a folder as its destination
+    if scheme == "file":  # a daemon names a destination folder in this way
         folder = unquote(text[len("file://") :])
         if not folder.startswith("/"):
             raise NotARunError(f"{text}: expected file:///FOLDER, with three slashes")
@@ -126,6 +128,6 @@ def location_of(path: str | os.PathLike[str] | Location) -> Location:
 
 
 def scheme_of(text: str) -> str | None:
-    """Return the scheme of a URL in small letters; None for a path."""
+    """Return the scheme of a URL in lower case; None for a path."""
     match = _SCHEME.match(text)
     return match[1].lower() if match else None

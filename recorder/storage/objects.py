@@ -1,6 +1,6 @@
-"""A run in an object store: its paths, one listing of it, and its objects by ranges of bytes.
+"""A run in an object store: its paths, one listing of the run, and its objects read by ranges of bytes.
 
-Must never write.
+This module must never write.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from .clients import Client, bare_e_tag, changed
 from .untrusted_files import FileFacts, Found, IsPart, Item, check_range
 
 _NUM_AT_ONCE = 16
-"""Requests under way: a store takes 20 to 50 ms for each, and a run of 64 ranks needs some 200."""
+"""The most requests at once: a store takes 20 to 50 ms for each request, and a run of 64 ranks needs about 200."""
 _WHOLE_BYTES = 512 << 10
-"""A smaller object is read at once, and so are ranges with less between them: a request costs as much time."""
+"""Smaller objects are read in one request, and ranges with a smaller gap too, because a request costs as much time."""
 _BLOCK_BYTES = 64 << 10
-"""The smallest request: the schema, the footer and the seal of a shard, or the head of a batch, fit into it."""
+"""The smallest request: it covers the schema, footer and seal of a shard, or the header of a batch."""
 _INDEX_BLOCK_BYTES = 8 << 20
-"""The smallest request for an object without payloads, most of whose bytes are wanted sooner or later."""
+"""The smallest request for an object without payloads, most of whose bytes are needed sooner or later."""
 _MAX_KEPT_BYTES = 256 << 20
-"""Bytes of blocks that a store keeps for the next question; larger blocks are payloads, which their reader keeps."""
+"""The most bytes of blocks that a store keeps for later questions; larger blocks are payloads, which their readers
+keep."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -47,13 +48,13 @@ class ObjectPath:
 
     @classmethod
     def parse(cls, text: str) -> ObjectPath:
-        """Parse ``s3://bucket/key``; raises NotARunError where the bucket or a name in the key is impossible."""
+        """Parse ``s3://bucket/key``; raise NotARunError if the bucket or a name in the key is invalid."""
         scheme, _, rest = text.partition("://")
         bucket, *parts = rest.split("/")
         while parts and not parts[-1]:
             parts.pop()
         scheme = scheme.lower()
-        if not _BUCKET.fullmatch(bucket):  # it may hold a password
+        if not _BUCKET.fullmatch(bucket):  # it may hold a password, which a message must not show
             raise NotARunError(f"{scheme}://: expected {scheme}://BUCKET/PATH; credentials and ports are settings")
         if not {"", ".", ".."}.isdisjoint(parts):
             raise NotARunError(f"{text}: expected {scheme}://BUCKET/PATH, without names that are empty, '.' or '..'")
@@ -98,19 +99,15 @@ class ObjectPath:
         return "/".join((f"{self.scheme}://{self.bucket}", *self.parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ObjectPath.parse, (str(self),)  # another process asks the store itself
+        return ObjectPath.parse, (str(self),)  # another process makes its own requests
 
 
 class _Folder(NamedTuple):
-    """The folders and files right below a path."""
-
     folders: set[str]
     files: dict[str, FileFacts]
 
 
 class _Block(NamedTuple):
-    """Consecutive bytes of an object."""
-
     start: int
     content: Any
 
@@ -119,7 +116,7 @@ class _Block(NamedTuple):
 
 
 class ObjectStore:
-    """One bucket, as it was when it was listed. Every answer is checked to be of the object that was listed."""
+    """One bucket, as of its listing. Every answer is checked to belong to the object that was listed."""
 
     def __init__(self, scheme: str, bucket: str) -> None:
         self._client = Client(scheme, bucket)
@@ -129,13 +126,13 @@ class ObjectStore:
 
     def refresh(self) -> None:
         self._runs: set[str] = set()
-        """Keys of the runs that are listed completely."""
+        """The keys of the runs that are listed completely."""
         self._folders: dict[str, _Folder] = {}
-        """Listed folders by their keys."""
+        """The listed folders by their keys."""
         self._manifests: dict[str, FileFacts | None] = {}
-        """The manifests of runs, by the keys of the runs; None where there is no manifest."""
+        """The facts of runs' manifests, by the keys of the runs; None if there is no manifest."""
         self._kept: OrderedDict[str, list[_Block]] = OrderedDict()
-        """Blocks by the keys of their objects; the object that was read last is the last entry."""
+        """Blocks by the keys of their objects; the most recently read object comes last."""
 
     @property
     def filesystem(self) -> Any:
@@ -167,7 +164,7 @@ class ObjectStore:
         return self._manifest(path.parent) if is_manifest else self._entries(path.parent).files.get(path.name)
 
     def read_json(self, path: ObjectPath, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
-        """Read a manifest, which may be newer than the listing: a growing run replaces its manifests."""
+        """Read a manifest, which may be newer than the listing, because a growing run replaces its manifests."""
         try:
             size_bytes = self.look_at(path).size_bytes
             with self._lock:
@@ -194,15 +191,15 @@ class ObjectStore:
         return seen, content
 
     def open_sealed(self, path: ObjectPath) -> RemoteFile:
-        """Open an object of the listing; the store is asked nothing for that."""
+        """Open an object of the listing, without any request."""
         return RemoteFile(self, path, self.look_at(path))
 
     def open_growing(self, path: ObjectPath) -> RemoteFile:
-        """Open an open shard of the listing; a longer one that begins with its bytes may have replaced it since."""
+        """Open an open shard of the listing; a longer object with the same beginning may have replaced it since."""
         return self.open_sealed(path)
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
-        """Call the function in threads. A nested call stays in its thread: the threads would wait for each other."""
+        """Call the function in threads. A nested call stays in its thread, or threads would wait for each other."""
         items = list(items)
         if len(items) < 2 or getattr(self._threads, "is_ours", False):
             return [function(item) for item in items]
@@ -219,7 +216,7 @@ class ObjectStore:
                 raise
 
     def blocks(self, path: ObjectPath, seen: FileFacts, wanted: Sequence[range]) -> list[_Block]:
-        """Return blocks of an object, one of which holds each wanted range completely; a new block costs one GET."""
+        """Return blocks of an object, such that each wanted range lies in one block; a new block costs one GET."""
         with self._lock:
             kept = self._kept.get(path.key, [])
         missing = [byte_range for byte_range in wanted if not any(block.holds(byte_range) for block in kept)]
@@ -239,13 +236,13 @@ class ObjectStore:
 
     def _get(self, path: ObjectPath, seen: FileFacts, byte_range: range) -> Any:
         def is_longer(meta: Any) -> bool:
-            # An open shard is replaced by one that begins with it, and checksums of its batches tell if it does not.
+            # An open shard is replaced by an object that begins with it; if not, the checksums of its batches fail.
             return path.name.endswith(OPEN_SUFFIX) and meta["size"] >= seen.size_bytes
 
         def ask(client: Any) -> Any:
             answer = client.get(path.key, options={"range": (byte_range.start, byte_range.stop)})
             content = answer.bytes() if _is_seen(answer.meta, seen) or is_longer(answer.meta) else b""
-            return np.frombuffer(content, np.uint8).copy()  # the client's own bytes may lie at an odd address
+            return np.frombuffer(content, np.uint8).copy()  # a copy, because the client's bytes may be unaligned
 
         content = self._client.ask(path, ask)
         if len(content) != len(byte_range):
@@ -271,7 +268,7 @@ class ObjectStore:
         return self._folders.setdefault(key, _Folder(set(), {}))
 
     def _entries(self, folder: ObjectPath) -> _Folder:
-        """Return what is right below a path. A run is listed completely, with one request for a thousand objects."""
+        """Return the entries directly below a path. A run is listed completely, one request for a thousand objects."""
         if folder.key not in self._folders and not self._is_listed(folder):
             prefix = folder.key or None
             if is_run := self._manifest(folder) is not None:
@@ -284,7 +281,7 @@ class ObjectStore:
                 parts = meta["path"].split("/")
                 for stop in range(len(folder.parts), len(parts) - 1):
                     self._folder("/".join(parts[:stop])).folders.add(parts[stop])
-                if len(parts) > len(folder.parts):  # else it is the empty object that consoles put for a folder
+                if len(parts) > len(folder.parts):  # without it: the empty object that consoles put for a folder
                     self._folder("/".join(parts[:-1])).files[parts[-1]] = _seen(meta)
             for entries in self._folders.values():
                 for name in entries.folders & entries.files.keys():
@@ -295,7 +292,7 @@ class ObjectStore:
 
 
 class RemoteFile:
-    """An object that is read by ranges of bytes. The store keeps what was read for a while, except payloads."""
+    """An object that is read by ranges of bytes. The store keeps recently read bytes, except payloads."""
 
     def __init__(self, store: ObjectStore, path: ObjectPath, seen: FileFacts) -> None:
         self.where = str(path)
@@ -305,7 +302,7 @@ class RemoteFile:
         self._seen = seen
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Read a range, or the wanted bytes in it, by few requests. StoreError: the object is another one by now."""
+        """Read a range, or the wanted bytes in it, in few requests. Raises StoreError if the object was replaced."""
         check_range(self, offset, num_bytes)
         whole = range(offset, offset + num_bytes)
         byte_ranges = (
@@ -324,7 +321,7 @@ class RemoteFile:
         return pa.py_buffer(out)
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Yield all of the object: objects have no holes."""
+        """Yield the rest of the object as one range, because objects have no holes."""
         yield range(start, self.size_bytes)
 
     def __enter__(self) -> Self:
@@ -335,7 +332,7 @@ class RemoteFile:
 
 
 def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
-    """Return a range worth a request: all of a small object, else no less than a block."""
+    """Return a range that is worth a request: all of a small object, else at least a block."""
     if size_bytes <= _WHOLE_BYTES:
         return range(size_bytes)
     start = max(min(byte_range.start, size_bytes - least_bytes), 0)
@@ -343,7 +340,7 @@ def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
 
 
 def _joined(byte_ranges: Iterable[range]) -> list[range]:
-    """Return ranges in order, after joining those with little between them."""
+    """Sort ranges, and join ranges with a small gap."""
     joined: list[range] = []
     for byte_range in sorted(byte_ranges, key=lambda byte_range: byte_range.start):
         if joined and byte_range.start - joined[-1].stop <= _WHOLE_BYTES:
@@ -359,7 +356,7 @@ def _seen(meta: Any) -> FileFacts:
 
 
 def _is_seen(meta: Any, seen: FileFacts) -> bool:
-    """Whether an answer is of the object that was listed. Some stores send no ETag with one of the two."""
+    """Return True if an answer belongs to the listed object. Some stores omit the ETag in one of the two."""
     answered = _seen(meta)
     is_same = answered.e_tag == seen.e_tag or not (answered.e_tag and seen.e_tag)
     return is_same and answered.size_bytes == seen.size_bytes

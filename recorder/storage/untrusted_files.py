@@ -1,7 +1,7 @@
-"""`Store`, the one way to what lies in a directory or in an object store, and the opening of files of unknown origin.
+"""`Store`, the only access to directories and object stores, and the opening of files of unknown origin.
 
-Files are untrusted input: only regular files are opened, never through a symbolic link. Must never write, and never
-turn text that was read from a file into a path.
+Files are untrusted input: only regular files are opened, never through a symbolic link. This module must never write,
+and never turn text from a file into a path.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Found = TypeVar("Found")
 
 
 class FileFacts(NamedTuple):
-    """The facts that a listing gives of a file."""
+    """The facts that a listing gives about a file."""
 
     size_bytes: int
     changed_ns: int
     inode: int = 0
     e_tag: str = ""
-    """An object store's name for these bytes; another object under the same key has another ETag."""
+    """An object store's tag for these bytes; a new object under the same key has another ETag."""
 
 
 class Store(Protocol):
-    """Access to the files of one kind of storage. A store shows its content as it was when listed, until `refresh`."""
+    """Access to the files of one kind of storage. A store may answer from its last listing until `refresh`."""
 
     @property
     def filesystem(self) -> Any:
-        """The file system for `pyarrow.dataset`; None for the local one."""
+        """The file system for `pyarrow.dataset`; None for the local file system."""
 
     def is_directory(self, path: Any) -> bool: ...
 
@@ -50,43 +50,43 @@ class Store(Protocol):
     def list_directory(self, path: Any, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
         """Return the sorted names of the real `directories` in a directory, or else of its regular files; no links.
 
-        `is_part` tells whether a name is that of a part of a run. NotARunError is raised where such a part is a link, a
-        pipe or a device, and where the directory cannot be listed.
+        `is_part` tells if a name belongs to a part of a run. NotARunError is raised if such a part is a link, a pipe or
+        a device, and if the directory cannot be listed.
         """
 
     def look_at(self, path: Any) -> FileFacts:
-        """Return what is known of a file, without following links; raises OSError where there is none."""
+        """Return the facts about a file without following links; raise OSError if there is no such file."""
 
     def read_json(self, path: Any, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
         """Read a manifest, as `format.rundir.read_json` does."""
 
     def open_sealed(self, path: Any) -> ByteSource:
-        """Open a file that nobody changes any more; raises FileNotFoundError where it is gone."""
+        """Open a file that nobody changes any more; raise FileNotFoundError if the file is gone."""
 
     def open_growing(self, path: Any) -> ByteSource:
-        """Open a file whose writer may be at work; raises FileNotFoundError where it is gone."""
+        """Open a file that its writer may still be writing; raise FileNotFoundError if the file is gone."""
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
-        """Return the function's results for the items, in order; calls overlap where each waits for an answer."""
+        """Return the function's results for the items, in order; calls run in parallel if each waits for an answer."""
 
     def refresh(self) -> None:
-        """Forget the listing, so that the next question lists anew."""
+        """Forget the listing, so that the next question lists again."""
 
     def arrow_path(self, path: Any) -> str:
-        """Return a path as `filesystem` writes it."""
+        """Return a path in the form that `filesystem` takes."""
 
 
 class ByteSource(Protocol):
-    """Random access to the bytes of one file, as long as it was when it was opened."""
+    """Random access to the bytes of one file, up to the size that it had when it was opened."""
 
     where: str
-    """The name of this file in messages."""
+    """The name of the file in messages."""
     size_bytes: int
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Return exactly these bytes as a `pa.Buffer`; raises CorruptError where the file has no such range.
+        """Return exactly these bytes as a `pa.Buffer`; raise CorruptError if the file has no such range.
 
-        Where only some ranges (counted from `offset`) are `wanted`, the bytes between may come as zeros.
+        If only some ranges (counted from `offset`) are `wanted`, the bytes between them may be zeros.
         """
 
     def data_ranges(self, start: int) -> Iterator[range]:
@@ -98,10 +98,10 @@ class ByteSource(Protocol):
 
 
 def open_regular(path: Path) -> int:
-    """Open for reading and return the descriptor, which the caller closes.
+    """Open a file for reading and return the descriptor, which the caller closes.
 
-    FileNotFoundError is raised where the file is gone, or NFS says that its handle is stale (ESTALE): list again.
-    NotARunError is raised for a link, a device or another thing that no run holds, and where the file may not be read.
+    FileNotFoundError is raised if the file is gone, or if NFS reports a stale handle (ESTALE): list again. NotARunError
+    is raised for a link, a device or anything else that no run contains, and for a file that may not be read.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would block the open
     try:
@@ -123,7 +123,7 @@ def _raise_if_gone(error: OSError, path: Path | str) -> None:
 
 
 class MappedFile:
-    """A file that nobody changes any more (sealed shard, index), mapped into memory."""
+    """A memory-mapped file that nobody changes any more (a sealed shard, an index)."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -135,12 +135,12 @@ class MappedFile:
             os.close(descriptor)
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Return a view of the mapping, which costs nothing until it is touched."""
+        """Return a view of the mapping, which reads nothing until it is used."""
         check_range(self, offset, num_bytes)
         return self._buffer.slice(offset, num_bytes)
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Open the file by its name: the mapping keeps no descriptor. Raises FileNotFoundError where it is gone."""
+        """Open the file again, because the mapping keeps no descriptor; raise FileNotFoundError if it is gone."""
         descriptor = open_regular(Path(self.where))
         try:
             yield from _data_ranges(descriptor, start, self.size_bytes)
@@ -155,7 +155,7 @@ class MappedFile:
 
 
 class GrowingFile:
-    """An open shard: read by copies, because its writer may cut its zero tail off, and a mapping would fault there."""
+    """An open shard, read by copies: its writer may truncate the zeros at its end, which would make a mapping fault."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -163,7 +163,7 @@ class GrowingFile:
         self.size_bytes = os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Return a copy of the wanted ranges; the memory of the others is never touched."""
+        """Return a copy of the wanted ranges; the memory for other ranges is never touched."""
         check_range(self, offset, num_bytes)
         out = np.zeros(num_bytes, np.uint8)
         for byte_range in [range(num_bytes)] if wanted is None else wanted:
@@ -198,7 +198,7 @@ def _data_ranges(descriptor: int, start: int, size_bytes: int) -> Iterator[range
             start = os.lseek(descriptor, start, os.SEEK_DATA)
             stop = min(os.lseek(descriptor, start, os.SEEK_HOLE), size_bytes)
         except OSError as error:
-            if error.errno != errno.ENXIO:  # a file system that knows no holes
+            if error.errno != errno.ENXIO:  # the file system knows no holes
                 yield range(start, size_bytes)
             return
         yield range(start, stop)
@@ -206,13 +206,13 @@ def _data_ranges(descriptor: int, start: int, size_bytes: int) -> Iterator[range
 
 
 def _map(descriptor: int) -> Any:
-    # Through the checked descriptor, not the path again. The buffer keeps the mapping, and no descriptor, alive.
+    # The path is not opened again: the mapping uses the checked descriptor. The buffer keeps only the mapping alive.
     with pa.memory_map(f"/dev/fd/{descriptor}") as mapped:
         return mapped.read_buffer()
 
 
 def check_range(source: ByteSource, offset: int, num_bytes: int) -> None:
-    """Raise CorruptError where a file has no such range."""
+    """Raise CorruptError if a file has no such range."""
     if offset < 0 or num_bytes < 0 or offset + num_bytes > source.size_bytes:
         raise CorruptError(
             f"{source.where}: {num_bytes} bytes expected at byte {offset}, but the file ends at {source.size_bytes}"

@@ -1,1 +1,1 @@
-"""The check of every byte of a run, and the repair of a run whose writers died."""
+"""Verification of every byte of a run, and repair of runs whose writers died."""

@@ -1,8 +1,8 @@
-"""Repairs a run whose writers died: seals their open shards, makes indexes again, removes remains.
+"""Repairs a run whose writers died: seals open shards, rebuilds indexes, removes half-written files.
 
-Must never touch a writer that may be alive, never overwrite a file, and never remove the only copy of a row: a sealed
-shard is on the medium under its final name before the open one goes, and a damaged file is kept under a name that
-readers pass over. So a repair may be killed at any instant and run again.
+A repair must never touch a writer that may be alive, never overwrite a file, and never remove the only copy of a row: a
+sealed shard is on the medium under its final name before the open shard is removed, and a damaged file is kept under a
+name that readers ignore. So a repair may be killed at any instant and run again.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ..write.files.ipc import IpcFormat
 from ..write.files.shard import BatchFile, Index
 
 _REMAINS = re.compile(r"_.*\.tmp|__.*\.index\.open")
-"""Names of half-written files that a killed writer or repair leaves."""
+"""Matches the names of half-written files that a killed writer or repair leaves."""
 _MEMORY_BYTES = 8 << 20
 _QUIET_S = 60.0
-"""A writer that has changed a file within this time is alive, whatever the user thinks."""
+"""A writer that has changed a file within this time counts as alive, even under `assume_dead`."""
 
 Report = Callable[[int], None]
-"""Takes the number of bytes of shards that were handled since the last call."""
+"""A function that takes the number of bytes of shards that were handled since its last call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class Outcome:
     """One action of a repair, done or only planned."""
 
     what: str
-    """``sealed``, ``indexed``, ``removed`` or ``kept``; ``skipped``: a writer that may be alive; ``lost``: for good;
-    ``failed``: the disk refused."""
+    """``sealed``, ``indexed``, ``removed``, ``kept``, ``skipped`` (the writer may be alive), ``lost`` (for good) or
+    ``failed`` (the disk refused)."""
     path: Path
     text: str
     """The reason, or the part of the file, for people."""
@@ -68,11 +68,11 @@ def repair_run(
     disk: Disk | None = None,
     report: Report = lambda num_bytes: None,
 ) -> Iterator[Outcome]:
-    """Repair what dead writers have left, one outcome after the other.
+    """Repair what dead writers have left, and yield an outcome for each action.
 
-    With `is_dry` everything is looked at and nothing changed. With `assume_dead` writers that cannot be asked, or whose
-    process number is in use, are repaired too, if they were quiet for a minute. `report` moves a progress bar.
-    WriteError is raised where another repair is at work there.
+    With `is_dry` nothing is changed. With `assume_dead` a writer that was quiet for a minute is repaired even if it ran
+    on another host, or if its process id is in use. `report` moves a progress bar. WriteError is raised if another
+    repair of the run is under way.
     """
     with contextlib.ExitStack() as stack:
         if not is_dry:
@@ -93,7 +93,7 @@ def repair_run(
 
 
 def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
-    """Return why a writer must be left alone; empty where it has ended."""
+    """Return why a writer must be left alone; empty if it has ended."""
     if writer.state == "closed":
         return ""
     host, pid = writer.manifest.host, writer.manifest.pid
@@ -107,7 +107,7 @@ def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
             why = f"process {pid} runs on this host"
         elif host:
             why = f"it wrote on host {host!r} within the last minute"
-        else:  # it has just begun, or was killed in the instant between its directory and its manifest
+        else:  # it has just begun, or was killed before it wrote its manifest
             why = "it began within the last minute and has not said on which host"
         return f"may be alive: {why}"
     if assume_dead:
@@ -127,21 +127,19 @@ def _changed_s(directory: Path) -> float:
 
 
 def _set_back(directory: Path, changed_s: float) -> None:
-    """Set back times newer than this: a repair must not look like a sign of life of a writer that cannot be asked."""
+    """Set times newer than this back, so that a repair does not look like a sign of life of a remote writer."""
     for name in [*LOCAL.list_directory(directory, directories=False), "."]:
         path = directory / name
         if path.stat(follow_symlinks=False).st_mtime > changed_s:
-            with contextlib.suppress(OSError):  # another user's
+            with contextlib.suppress(OSError):  # a file of another user
                 os.utime(path, (changed_s, changed_s), follow_symlinks=False)
 
 
 class _Repair:
-    """The repair of one writer's directory."""
-
     def __init__(self, writer: RecordedWriter, disk: Disk, report: Report, *, is_dry: bool) -> None:
         self._directory = writer.directory
         self._disk = disk
-        # Whoever may read the other files may read those that are made here.
+        # The new files get the directory's read permissions.
         self._disk.file_mode = 0o200 | stat.S_IMODE(writer.directory.stat().st_mode) & 0o444
         self._report = report
         self._is_dry = is_dry
@@ -171,7 +169,7 @@ class _Repair:
                     yield self._remove(self._directory / name, "the index of a shard that is gone")
 
     def _end(self, path: Path, final: Path) -> Iterator[Outcome]:
-        """Turn an open shard into a sealed one, or remove it where its sealed shard is there already."""
+        """Seal an open shard, or remove it if its sealed shard already exists."""
         num_bytes = path.stat(follow_symlinks=False).st_size
         salvaged = salvage(lambda: GrowingFile(path))
         self._report(num_bytes)
@@ -200,7 +198,7 @@ class _Repair:
             yield from self._check_index(final, is_new=True)
 
     def _remove_twin(self, path: Path, final: Path, salvaged: Salvaged, damage: list[str]) -> Iterator[Outcome]:
-        """Handle an open shard whose final name is taken: by the shard itself, by its repair, or by a foreign file."""
+        """Handle an open shard whose final name is taken: by the shard itself, an earlier repair or a foreign file."""
         if not self._disk.is_same(path, final):
             missing = _rows_missing(path, salvaged, final)
             if missing:
@@ -214,7 +212,7 @@ class _Repair:
         yield self._remove(path, f"{final.name} has all of it")
 
     def _seal(self, path: Path, final: Path, salvaged: Salvaged) -> tuple[int, list[str]]:
-        """Copy every batch into a sealed shard; return its number of rows, and texts about what could not be copied."""
+        """Copy every batch into a sealed shard; return the number of rows, and texts about what could not be copied."""
         shard = Shard(lambda: GrowingFile(path), salvaged.layout, salvaged.blocks)
         names = salvaged.layout.schema.names
         damage: list[str] = []
@@ -252,9 +250,7 @@ class _Repair:
         if not is_new:
             self._report(num_bytes)
         index_path = path.with_name(index_name(path.name))
-        metadata = [
-            name for name in shard.schema.names if name != "data"
-        ]  # also columns that this version does not know
+        metadata = [name for name in shard.schema.names if name != "data"]  # including columns unknown to this version
         problem = _index_problem(index_path, num_bytes, metadata)
         if path.name.startswith("stats") or not problem:
             return
@@ -270,7 +266,7 @@ class _Repair:
             yield Outcome(what="indexed", path=index_path, text=problem)
 
     def _set_aside(self, path: Path) -> Outcome:
-        """Keep a damaged file under a name that readers pass over, so that somebody can recover more of it."""
+        """Keep a damaged file under a name that readers ignore, so that somebody can recover more of it."""
         aside = path.with_name(f"{path.name.removesuffix('.open')}.damaged")
         if not self._is_dry:
             publish(self._disk, path, aside)

@@ -1,4 +1,4 @@
-"""Checks every byte of a run: checksums, seals, footers, indexes, accounts. Must never write."""
+"""Checks every byte of a run: checksums, seals, footers, indexes and ledgers. Must never write."""
 
 from __future__ import annotations
 
@@ -38,26 +38,27 @@ from ..system.processes import available_cores
 from ..system.text import counted
 
 Report = Callable[[int], None]
-"""Takes the number of bytes that were checked since the last call; several threads call it."""
+"""A function that takes the number of bytes checked since its last call; several threads call it."""
 Each = Callable[[Callable[[ShardRows], list["VerifyResult"]], Iterable[ShardRows]], Iterable[list["VerifyResult"]]]
-"""A function like `map`."""
+"""A function like `map`, which may call its function in threads."""
 _MAX_THREADS = 4
-"""Half of the time for a batch is its checksum, which releases the interpreter's lock."""
+"""Half of the time for a batch goes into its checksum, which releases the interpreter lock."""
 
 
 class VerifyResult(NamedTuple):
-    """A fault, or something that a reader of the report should know."""
+    """A fault, or a remark for the reader of the report."""
 
     is_fault: bool
-    """False where it is no damage, such as the cut last write of a killed process or a missing index."""
+    """False if the finding is no damage, for example the truncated last write of a killed process or a missing index.
+    """
     text: str
 
 
 def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[VerifyResult]:
-    """Read every byte of a run again and yield the findings. A run that is being written may be verified, too."""
+    """Read every byte of a run and yield the findings. A run that is still recording may be verified, too."""
     is_over = all(writer.state != "recording" for writer in run.writers)
     store = store_of(run.path)
-    with _threads() if store is LOCAL else nullcontext(map) as each:  # a store reads several writers at once itself
+    with _threads() if store is LOCAL else nullcontext(map) as each:  # a store has threads of its own
         verify_one = partial(_verify_writer, report=report, is_over=is_over, each=each)
         for findings in store.each(lambda writer: list(verify_one(writer)), run.writers):
             yield from findings
@@ -69,7 +70,7 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Verify
 
 @contextmanager
 def _threads() -> Iterator[Each]:
-    """Yield a `map` over the shards of a writer in threads: a payload's checksum releases the interpreter's lock."""
+    """Yield a `map` that works in threads: the checksum of a payload releases the interpreter lock."""
     with ThreadPoolExecutor(min(available_cores(), _MAX_THREADS), "recorder-verify") as pool:
         try:
             yield pool.map
@@ -107,7 +108,7 @@ def _verify_shard(shard: ShardRows, writer: RecordedWriter, report: Report, is_o
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[VerifyResult]:
     file = _SealedFile(rows.path)
     report(rows.size_bytes - sum(block.body_bytes for block in file.shard.blocks.values()))
-    names = [name for name in file.shard.schema.names if name != "data"]  # also columns that this version does not know
+    names = [name for name in file.shard.schema.names if name != "data"]  # including columns unknown to this version
     index, findings = _read_index(rows, names, report)
     metadata: dict[int, Any] = {}
     num_damaged = 0
@@ -119,7 +120,7 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
         file.pass_batch(checked)
         if index is not None:
             metadata[number] = _apart(checked.batch.select(names), rows.path)
-    if not num_damaged:  # else the checksum of the whole file says nothing new
+    if not num_damaged:  # else the checksum of the file adds nothing
         file.check_end()
     yield from findings
     if index is not None:
@@ -152,7 +153,7 @@ def _verify_open(rows: ShardRows, writer: RecordedWriter, report: Report) -> Ite
 
 
 def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch | VerifyResult]]:
-    """Yield the batches with their numbers, each read once; a damaged batch yields a finding in its place."""
+    """Yield the batches with their numbers, each read once; for a damaged batch yield a finding instead."""
     for number, block in shard.blocks.items():
         try:
             yield number, shard.read(number, shard.schema.names)
@@ -162,7 +163,7 @@ def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch 
 
 
 class _SealedFile:
-    """One pass over all bytes of a sealed file, including those that no column's checksum covers."""
+    """One pass over all bytes of a sealed file, including bytes that no column's checksum covers."""
 
     def __init__(self, path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> None:
         """Read the beginning and the end of the file. Arguments and errors are those of `open_sealed`."""
@@ -178,9 +179,9 @@ class _SealedFile:
         self._crc = crc32c(checked.whole, self._crc)
 
     def check_end(self) -> None:
-        """Compare the checksum of the file, with its seal and footer, to that in the footer; raises CorruptError.
+        """Compare the checksum of the file, seal and footer included, with the one in the footer; raise CorruptError.
 
-        A file of an older writer has no such checksum: only `_check_footer` looks at its end.
+        A file of an older writer has no such checksum: only `_check_footer` checks its end.
         """
         with self._source as source:
             end = self._blocks[-1].end
@@ -197,7 +198,6 @@ class _SealedFile:
 
 
 def _check_footer(source: ByteSource, schema: object, schema_block: MessageBlock, blocks: list[MessageBlock]) -> None:
-    """Check that the footer lists all messages of the file, one after the other."""
     end = schema_block.end
     for block in blocks:
         if block.offset != end:
@@ -221,7 +221,7 @@ def _check_footer(source: ByteSource, schema: object, schema_block: MessageBlock
 
 
 def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tuple[Any, list[VerifyResult]]:
-    """Return the index as a table, None where there is none to compare, and the findings about the index."""
+    """Return the index as a table, or None if there is none to compare, and the findings about the index."""
     path = rows.path.with_name(index_name(rows.path.name))
     try:
         file = _SealedFile(path, extra=POSITION_FIELDS, without=("data",))
@@ -236,7 +236,7 @@ def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tup
         file.check_end()
         report(file.num_bytes)
     except FileNotFoundError:
-        is_missed = rows.path.name.startswith("tensors")  # statistics are read as fast from the shard itself
+        is_missed = rows.path.name.startswith("tensors")  # statistics are read from the shard just as fast
         return None, [VerifyResult(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []
     except RunError as error:
         return None, [VerifyResult(True, f"{error}; it is derived: readers go on without it")]
@@ -247,12 +247,12 @@ def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tup
 
 
 def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Location) -> Iterator[VerifyResult]:
-    """Compare an index with the metadata columns of the batches of its shard, up to the first that cannot be read."""
+    """Compare an index with the metadata columns of its shard's batches, up to the first unreadable batch."""
     start = 0
     positions: list[tuple[int, int]] = []
     for number in numbers:
         if number not in metadata:
-            break  # its damage is a finding already
+            break  # the damage was reported before
         positions.append((number, start))
         start += metadata[number].num_rows
     expected = _listed([(number, metadata[number]) for number, _ in positions])
@@ -270,7 +270,7 @@ def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Loc
 
 
 def _apart(batch: Any, path: Location) -> Any:
-    """Return a batch that keeps no payload in memory: a copy, where the message was fetched from a store."""
+    """Return a batch that keeps no payload in memory: a copy if the message was fetched from a store."""
     if store_of(path) is LOCAL:  # the file is mapped
         return batch
     return pa.ipc.read_record_batch(batch.serialize(), batch.schema)
@@ -285,7 +285,7 @@ def _listed(batches: list[tuple[int, Any]]) -> Any:
     }
     table = pa.Table.from_batches([batch for _, batch in batches])
     for name, values in positions.items():
-        # Not `pa.array`, which would import pandas.
+        # `pa.array` would import pandas here.
         column = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
         table = table.append_column(name, column)
     return table
@@ -307,7 +307,7 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[VerifyResult]:
         try:
             batches = shard.columns(["seq", "rank"])
         except RunError:
-            return  # the damage is a finding already
+            return  # the damage was reported before
         seqs += [batch.column("seq").to_numpy() for batch in batches]
         ranks = {rank for batch in batches for rank in batch.column("rank").unique().to_pylist()}
         if ranks - {writer.rank}:

@@ -1,1 +1,1 @@
-"""From `Staged` to shards on disk, on one thread. Must never import torch, nor the reading side."""
+"""Writes `Staged` records to shards on disk, on one thread. Must never import torch, nor the reading side."""

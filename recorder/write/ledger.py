@@ -99,12 +99,12 @@ class Ledger:
                 self._final = {**self._final, "suspect": self._suspect}
 
     def snapshot(self, *, about_to_write: int = 0) -> dict[str, Any]:
-        """Return the accounts as JSON-ready data, with the rows of the batch that will carry the snapshot."""
+        """Return the ledger as JSON-ready data, including the rows of the batch that will carry the snapshot."""
         with self._lock:
             return self._final or self._accounts(about_to_write)
 
     def close(self, leftover_reason: str) -> dict[str, Any]:
-        """Count unaccounted rows as dropped, and freeze the accounts; a later call changes nothing."""
+        """Count unaccounted rows as dropped, and freeze the ledger; a later call changes nothing."""
         with self._lock:
             if self._final is None:
                 final = self._accounts(0)
@@ -168,7 +168,7 @@ class Backoff:
 
     @property
     def is_over(self) -> bool:
-        """Whether the pause is over, so that another attempt makes sense."""
+        """True once the pause is over, so that another attempt makes sense."""
         return self._clock() >= self._until_s
 
     def failed(self, reason: str) -> None:

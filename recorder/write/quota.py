@@ -45,7 +45,7 @@ class HeldShard(NamedTuple):
     last_step: int
     """The largest step of its rows; 0 for an earlier writer's shard, whose rows were not read."""
     is_kept: bool
-    """True where retention must never delete the shard."""
+    """True if retention must never delete the shard."""
     earlier: EarlierShard | None = None
     """The shard of an earlier process; None for a shard of this writer."""
 
@@ -77,7 +77,7 @@ class Quota:
         return self._used[kind] + num_bytes <= self._limits[kind]
 
     def could_fit(self, kind: str, num_bytes: int) -> bool:
-        """Whether `num_bytes` fit after the deletion of every shard that may be deleted."""
+        """Return True if `num_bytes` fit after the deletion of every shard that may be deleted."""
         removable = sum(held.shard.num_bytes for held in self._removable(kind))
         return self._used[kind] - removable + num_bytes <= self._limits[kind]
 
@@ -90,7 +90,7 @@ class Quota:
         self._held[kind].append(held)
 
     def saw(self, step: int) -> None:
-        """Note the step that training has reached."""
+        """Record the step that training has reached."""
         self._newest_step = step
 
     def oldest(self, kind: str) -> HeldShard | None:
@@ -106,7 +106,7 @@ class Quota:
         return [held for held in own[:-1] if held.last_step < first_step and not held.is_kept]
 
     def remove(self, kind: str, held: HeldShard) -> None:
-        """Take a shard that is about to be deleted out of the accounts."""
+        """Remove a shard that is about to be deleted from the count."""
         self._held[kind].remove(held)
         self._used[kind] -= held.shard.num_bytes
 
@@ -174,7 +174,7 @@ class EarlierShard(NamedTuple):
         return [self.directory / each for each in (open_name(name), name, index_name(name))]
 
     def look(self, keep_steps: Schedule) -> Content | None:
-        """Read steps and accounts; None for a damaged shard, which is better left alone."""
+        """Read steps and ledger; None for a damaged shard, which is better left alone."""
         num_rows, is_kept, ledger = 0, False, {}
         try:
             for batch, header in _batches(self.directory / self.name, self.directory / open_name(self.name)):
@@ -191,9 +191,9 @@ class Content(NamedTuple):
 
     num_rows: int
     is_kept: bool
-    """Whether the shard has a step that retention never deletes."""
+    """True if the shard has a step that retention never deletes."""
     ledger: Mapping[str, Any]
-    """The accounts of the shard's writer when the shard's last batch was written."""
+    """The ledger of the shard's writer when the shard's last batch was written."""
 
 
 def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
@@ -209,7 +209,7 @@ def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
     writers = []
     for path in _listed(directory.parent, directories=True):
         shards = _shards(path) if path.name != directory.name else []
-        if shards:  # a manifest may be large, and after many restarts most have nothing left
+        if shards:  # a manifest may be large, and after many restarts most directories have no shards left
             with contextlib.suppress(RunError):
                 raw = read_json(path / WRITER_MANIFEST)
                 check_version(raw, str(path))
@@ -231,7 +231,7 @@ def _shards(directory: Path) -> list[EarlierShard]:
 
 
 def _is_over(lifetime: Lifetime, attempt: int) -> bool:
-    """Whether a process cannot write any more; on another host, only a process of an older attempt counts as over."""
+    """Return True if a process cannot write any more; on another host only an older attempt counts as over."""
     if lifetime.state == "closed":
         return True
     is_running = lifetime.is_running
@@ -239,7 +239,7 @@ def _is_over(lifetime: Lifetime, attempt: int) -> bool:
 
 
 def _batches(sealed: Path, unsealed: Path) -> Iterator[tuple[Any, BatchHeader]]:
-    """Yield each checked batch that has rows, with only its column `step`; an open shard ends at its last whole one."""
+    """Yield each checked, nonempty batch with only its column `step`; an open shard ends at its last complete batch."""
     try:
         source = pa.OSFile(str(sealed))
     except FileNotFoundError:

@@ -45,19 +45,19 @@ class Dump:
     num_bytes: int = 0
     """The bytes of the written rows' payloads, before they are encoded."""
     missed: list[int] = field(default_factory=list)
-    """The steps whose values this rank had given up already when it learned of the trigger."""
+    """The steps whose values this rank had already given up when it learned of the trigger."""
     has_begun: bool = False
-    """Whether the ring has handed over the records that were waiting."""
+    """True once the ring has handed over the records that were waiting."""
     is_over: bool = False
-    """Whether a record of a later step has come, so that every record of the dump was handed over."""
+    """True once a record of a later step has come, so that every record of the dump was handed over."""
     num_due: int = 0
-    """The records that were handed over and are not written yet."""
+    """The number of records that were handed over and are not written yet."""
     is_said: bool = False
-    """Whether the missed steps were reported."""
+    """True once the missed steps were reported."""
 
     @property
     def missed_text(self) -> str:
-        """Return the missed steps as text."""
+        """The missed steps as text."""
         if len(self.missed) == 1:
             return f"step {self.missed[0]}"
         whole = self.missed[-1] - self.missed[0] + 1 == len(self.missed)
@@ -94,8 +94,6 @@ class _HeldRecord(NamedTuple):
 
 
 class _HeldStep:
-    """The records of one step, and the time at which the last record came."""
-
     __slots__ = ("last_s", "records")
 
     def __init__(self) -> None:
@@ -142,7 +140,7 @@ class Ring:
         self._wanted_until = -1
         """The last step of all windows that triggers have asked for."""
         self.has_changed = False
-        """Whether the dumps have changed since the manifest was last marked as stale."""
+        """True if the dumps have changed since the manifest was last marked as stale."""
         self._before = window.before
         self._room = room
         self._hold_s = hold_s
@@ -159,7 +157,7 @@ class Ring:
         """The steps whose values were given up."""
         self._asked_bytes = 0
         self.is_over_bound = False
-        """Whether a row was dropped because of the bound on the bytes of all dumps."""
+        """True once a row was dropped because of the bound on the bytes of all dumps."""
 
     def ask(self, dump: Dump) -> None:
         """Ask for the steps of a trigger. Any thread; never waits."""
@@ -168,7 +166,7 @@ class Ring:
         self._asked.append(dump)
 
     def is_wanted(self, step: int) -> bool:
-        """Whether a trigger has asked for a step; a window that lies ahead does not include the steps before it."""
+        """Return True if a trigger asked for a step. A window that lies ahead does not include the steps before it."""
         return step <= self._wanted_until and any(first <= step <= last for first, last in self._wanted)
 
     def put(self, staged: Staged, measured: Measured | None) -> None:
@@ -189,7 +187,7 @@ class Ring:
         held.last_s = self._clock()
 
     def take_asked(self) -> bool:
-        """Begin the dumps that were asked for since the last call; return whether there were any."""
+        """Begin the dumps that were asked for since the last call; return True if there were any."""
         has_begun = False
         while self._asked:
             dump = self._asked.popleft()
@@ -205,13 +203,13 @@ class Ring:
         return has_begun
 
     def end(self) -> bool:
-        """Let all steps pass, because no trigger can come any more; return whether there is still a record to write."""
+        """Let all steps pass, because no trigger can come any more; return True if there is still a record to write."""
         for step in list(self._steps):
             self._pass(step)
         return bool(self.due)
 
     def done(self, due: Due, num_bytes: int, *, is_written: bool) -> None:
-        """Note that a record of a dump was written, or dropped and counted."""
+        """Record that a record of a dump was written, or dropped and counted."""
         if due.dump is not None:
             due.dump.num_due -= 1
             self.has_changed = True
@@ -220,7 +218,7 @@ class Ring:
                 due.dump.num_bytes += num_bytes
 
     def drain(self) -> Iterator[Staged]:
-        """Give up every record without counting it; the caller counts and releases each record that this yields."""
+        """Give up all records without counting them; the caller counts and releases each record that this yields."""
         while self.due:
             yield self.due.popleft().staged
         while self._steps:
@@ -228,12 +226,12 @@ class Ring:
                 yield record.staged
 
     def _begin(self, step: int) -> None:
-        """Begin another step, so that older steps pass."""
+        """Begin a new step, so that older steps pass."""
         now = self._now
         if now is not None and step < now:
             if step >= now - self._before - _SET_BACK:
-                return  # a record that comes a little late
-            self.end()  # the program has set its steps back, and no step that is held will ever be old
+                return  # the record comes a little late
+            self.end()  # the program has set its steps back, so that no held step would ever be old
         self._now = step
         self._close_dumps()
         self._let_pass(step)
@@ -278,7 +276,7 @@ class Ring:
         return next((dump for dump in reversed(self.dumps) if dump.first_step <= step <= dump.last_step), None)
 
     def _give(self, record: _HeldRecord, dump: Dump) -> None:
-        """Give a record to the shards, with its statistics, or drop it if dumps have used up all their bytes."""
+        """Hand a record with its statistics to the shards, or drop it if dumps have used up all their bytes."""
         staged = record.staged
         num_bytes = staged.block.data.nbytes
         if self._asked_bytes + num_bytes > self._max_bytes:

@@ -1,6 +1,6 @@
 """One kind of shard in a writer directory: the batch that is being filled, and the file that is being written.
 
-No error of the disk is raised from here: rows are dropped with a reason, and the disk is left alone for a while.
+This module raises no error of the disk: it drops rows with a reason, and leaves the disk alone for a while.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class RotatingShards:
-    """Rows of one kind, on their way from memory into one shard after the other. Writer thread only."""
+    """Moves rows of one kind from memory into one shard after another. Writer thread only."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class RotatingShards:
         self._first_step = self._last_step = 0
         """The lowest and the highest step of the rows in the shard."""
         self._is_kept = False
-        """Whether retention never deletes the steps of the batch and the shard."""
+        """True if retention never deletes the steps of the batch and the shard."""
         self._step: int | None = None
-        """The step of the row that was added last."""
+        """The step of the last added row."""
         self._num_unsynced_rows = 0
         self._oldest_row_s = 0.0
         self._oldest_unsynced_s: float | None = None
@@ -86,13 +86,13 @@ class RotatingShards:
 
     @property
     def refusal(self) -> str | None:
-        """Return why rows are dropped for now; None while rows are taken."""
+        """The reason why rows are dropped for now; None while rows are taken."""
         reason = self._backoff.reason
         return None if reason is None or self._backoff.is_over else reason
 
     @property
     def num_pending_rows(self) -> int:
-        """Return the number of rows that were taken and are not written yet."""
+        """The number of rows that were taken and are not written yet."""
         return self._batch.num_rows
 
     def add(self, staged: Staged, measured: Measured, part: int) -> None:
@@ -121,9 +121,9 @@ class RotatingShards:
         return num
 
     def _begin_step(self, step: int) -> None:
-        """Begin another step; a shard has either steps that retention keeps or steps that retention may delete."""
+        """Begin a new step. All steps of a shard are of one kind: kept for good, or deletable by retention."""
         is_kept = step in self._keep_steps
-        if is_kept != self._is_kept:  # retention deletes whole shards
+        if is_kept != self._is_kept:  # retention deletes only complete shards
             self.flush()
             self.seal(self._ledger.snapshot())
             self._is_kept = is_kept
@@ -140,7 +140,7 @@ class RotatingShards:
             self.flush()
 
     def flush_due(self) -> None:
-        """Flush, sync and seal if the time for it has come."""
+        """Flush, sync and seal, each if it is due."""
         now = self._clock()
         if self._batch.num_rows and now >= self._oldest_row_s + self._settings.flush_interval_s:
             self.flush()
@@ -151,7 +151,7 @@ class RotatingShards:
             self.seal(self._ledger.snapshot())
 
     def flush(self) -> bool:
-        """Write the batch, or drop its rows and count them; return whether nothing was dropped."""
+        """Write the batch, or drop its rows and count them; return True if nothing was dropped."""
         num_rows = self._batch.num_rows
         if num_rows == 0:
             return True
@@ -168,7 +168,7 @@ class RotatingShards:
         return dropped_for is None
 
     def sync(self) -> bool:
-        """Make the written rows durable; return whether they are."""
+        """Make the written rows durable; return True if they are."""
         if self._oldest_unsynced_s is None or self._shard is None:
             return True
         try:
@@ -234,14 +234,14 @@ class RotatingShards:
             self._leave_shard(self._shard)
 
     def _write(self, built: BuiltBatch) -> str | None:
-        """Write a batch; return why its rows must be dropped, or None."""
+        """Write a batch; return the reason if its rows must be dropped, or None."""
         reason = self._refuse(
             self._layout.max_message_bytes(built.batch) + (built.payload.nbytes if built.payload else 0)
         )
         if reason is not None:
             self._backoff.failed(reason)
             return reason
-        for _ in range(2):  # once more in another shard, for the first may have reached a limit on its size
+        for _ in range(2):  # a second time in another shard, because the first may have reached a size limit
             try:
                 self._append(built)
             except OSError as error:
@@ -257,7 +257,7 @@ class RotatingShards:
         return reason
 
     def _refuse(self, num_bytes: int) -> str | None:
-        """Return why `num_bytes` must not be written; shards are deleted first to make room where that is allowed."""
+        """Return why `num_bytes` must not be written, or None; first delete shards for room where that is allowed."""
         try:
             reason = self._floor.refusal(self._directory, num_bytes)
         except OSError as error:
@@ -273,7 +273,7 @@ class RotatingShards:
         return QUOTA
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Delete shards until the quota has room for `num_bytes`; return whether the quota has that room."""
+        """Delete shards until the quota has room for `num_bytes`; return True if it has."""
         kind, quota = self._kind, self._quota
         while not quota.fits(kind, num_bytes):
             if self._settings.on_quota != "retire" or not quota.could_fit(kind, num_bytes):
@@ -293,7 +293,7 @@ class RotatingShards:
             shard.append(batch, ledger, crcs=built.crcs, payload=built.payload)
         except OSError:
             raise
-        except BaseException:  # a shard that its footer might contradict gets no footer
+        except BaseException:  # a shard whose footer might contradict it gets no footer
             self._leave_shard(shard)
             raise
         self._ledger.add_written(batch.num_rows)
@@ -318,7 +318,7 @@ class RotatingShards:
         name = shard_name(self._kind, self._next_number)
         path = self._directory / open_name(name)
         is_direct = self._settings.direct_io == "auto"
-        self._next_number += 1  # also on failure, so that a taken name is not tried for ever
+        self._next_number += 1  # even after a failure, so that a taken name is not tried again
         shard = BatchFile(self._disk, path, self._layout, self._memory, is_direct=is_direct)
         self._index = Index() if self._has_index else None
         if self._kind == "stats" and self._settings.seal_stats_s:
@@ -340,13 +340,13 @@ class RotatingShards:
             self.seal(self._ledger.snapshot())
 
     def _give_up_shard(self, error: OSError, verb: str) -> None:
-        """Log that the shard cannot be `verb` (such as "synced"), and leave it; the next batch begins another."""
+        """Log that the shard cannot be `verb` (such as "synced"), and leave it; the next batch begins a new shard."""
         self._notices.failed(f"{self._directory}: a {self._kind} shard cannot be {verb}", error)
         if self._shard is not None:
             self._leave_shard(self._shard)
 
     def _leave_shard(self, shard: BatchFile) -> None:
-        """Leave the shard open and readable up to its last batch; rows that cannot be synced are counted as suspect."""
+        """Leave the shard open and readable up to its last batch; count rows that cannot be synced as suspect."""
         self._shard = self._index = self._oldest_unsynced_s = None
         if not shard.is_synced and not shard.is_sick:
             with contextlib.suppress(OSError):

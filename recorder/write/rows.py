@@ -125,7 +125,7 @@ class RowBatch:
         """Encode one part of the payload, and add the part's row; the row of part 0 has the statistics.
 
         Returns:
-            Whether there was room; an empty batch has room for any part.
+            True if there was room; an empty batch has room for any part.
         """
         data = staged.block.data
         numel = _shape_columns(staged.shape)[1]
@@ -138,7 +138,7 @@ class RowBatch:
         begin = self._ends[-1]
         encoding, nbytes = self._encoder.encode(data, item_bytes, self._payload[begin:], staged.origin)
         end = begin + nbytes
-        crc = crc32c(self._payload[begin:end].data, self._payload_crc)  # while it is in cache
+        crc = crc32c(self._payload[begin:end].data, self._payload_crc)  # while the bytes are in the cache
         its = NOT_MEASURED if part else measured
         self._extend([*its, *staged, part, start // item_bytes, encoding, len(data)], [end])
         self._detail_bytes += 0 if its.units is None else len(its.units)
@@ -146,7 +146,7 @@ class RowBatch:
         return True
 
     def _extend(self, cells: list[Any], ends: list[int]) -> None:
-        """Add complete rows; where memory runs out the batch is left as it was."""
+        """Add complete rows; if memory runs out, the batch stays as it was."""
         try:
             self._cells += cells
             self._ends += ends
@@ -274,7 +274,7 @@ def _number_array(values: Sequence[Any], type_name: str) -> pa.Array:
         has_gaps = bool(np.isnan(data).any())  # numpy makes NaN of None in a column of floats, and refuses it in others
     except TypeError:
         has_gaps = True
-    if has_gaps:  # to look for None among floats takes as long as to make the column
+    if has_gaps:  # a search for None among floats takes as long as making the column
         validity = _validity(values)
         data = np.array([0 if value is None else value for value in values], _NUMPY_NAMES[type_name])
     return pa.Array.from_buffers(_TYPES[type_name], len(values), [validity, pa.py_buffer(data)])

@@ -32,13 +32,13 @@ class WriteSettings:
     keep_steps: str = ""
     """A schedule of steps that retention never deletes; empty for none."""
     permissions: str = "owner"
-    """The other users who may read: ``owner`` for none, ``group``, ``all``."""
+    """The other users who may read the files: ``owner`` for none, ``group``, ``all``."""
     min_free_bytes: int = 2 << 30
     """The bytes of the file system that are left free for other users."""
     on_quota: str = "retire"
     """``retire`` deletes the oldest shards except the first, ``stop`` drops new rows."""
     native: bool = True
-    """Whether to use the compiled loops, if they were built; turn it off to find out whether they cause a fault."""
+    """True to use the compiled loops, if they were built; False to find out whether the loops cause a fault."""
     direct_io: str = "auto"
     """``auto`` writes past the page cache where the file system can, ``off`` never does."""
     ring_hold_s: float = 2.0

@@ -64,11 +64,11 @@ class CloseReport:
     """The end of the writer: what it wrote, and why it stopped."""
 
     is_complete: bool
-    """Whether every record that was put is in a sealed shard, or was dropped before with a reason."""
+    """True if every record that was put is in a sealed shard, or was dropped before with a reason."""
     directory: Path | None
     """The writer's directory; None if the writer never had a directory."""
     ledger: Mapping[str, Any]
-    """The final accounts: ``observed``, ``written``, ``dropped`` by reason, ``retired``."""
+    """The final ledger: ``observed``, ``written``, ``dropped`` by reason, ``retired``."""
     error: WriteError | None
     """The error at which the writer gave up, with the cause chained; None if it did not give up."""
 
@@ -98,7 +98,7 @@ _Item = Staged | Due | _Drain
 
 
 def _is_small(item: _Item | None) -> TypeGuard[Staged]:
-    """Whether an item is a small record that has arrived, and so may be measured together with other records."""
+    """Return True if an item is a small record that has arrived, so that it may be measured together with others."""
     return (
         type(item) is Staged
         and item.keep in _SMALL_KEEPS
@@ -193,7 +193,7 @@ class Writer:
         self._thread.start()
 
     def hold(self, window: RingWindow, room: Room) -> None:
-        """Let records with `KEEP_RING` wait for a trigger. Called before `start`."""
+        """Make records with `KEEP_RING` wait for a trigger. Called before `start`."""
         settings = self._settings
         self._ring = Ring(
             window=window,
@@ -216,7 +216,7 @@ class Writer:
         return () if self._ring is None else self._ring.dumps
 
     def is_wanted(self, step: int) -> bool:
-        """Whether a trigger has asked for a step of the ring. Any thread."""
+        """Return True if a trigger asked for a step of the ring. Any thread."""
         return self._ring is not None and self._ring.is_wanted(step)
 
     def put(self, staged: Staged) -> None:
@@ -228,7 +228,7 @@ class Writer:
         else:
             self._drop(staged)
         if self._is_stopped:
-            self._discard_queue()  # the thread may have ended between the look and the put
+            self._discard_queue()  # the thread may have ended between the check and the put
 
     def count_drop(self, reason: str, num_rows: int = 1) -> None:
         """Count rows that were numbered but will not be put. Any thread, re-entrant; never waits."""
@@ -434,7 +434,7 @@ class Writer:
 
     def _measured_together(self, records: Sequence[Staged]) -> Sequence[Measured]:
         if self._measure_small is not None:
-            with contextlib.suppress(Exception):  # each is measured alone then, which says what is wrong
+            with contextlib.suppress(Exception):  # then each is measured alone, and the error is logged
                 return self._measure_small(records)
         return [self._measured(staged) for staged in records]
 
@@ -474,7 +474,7 @@ class Writer:
             self._num_failures = 0
 
     def _hold(self, ring: Ring, staged: Staged) -> None:
-        """Let a record wait for a trigger, once its bytes have arrived; its statistics are computed at once."""
+        """Make a record wait for a trigger, once its bytes have arrived; its statistics are computed at once."""
         is_held = False
         drop_reason = WRITER_ERROR
         try:
@@ -494,13 +494,13 @@ class Writer:
                 self._ledger.drop(drop_reason, staged.num_parts)
 
     def _ring_ends(self) -> bool:
-        """End the ring, once the queue is empty; return whether there is still a record to write."""
+        """End the ring, once the queue is empty; return True if there is still a record to write."""
         self._ending()
         self._begin_dumps()
         return self._ring is not None and (bool(self._ring.due) or self._ring.end())
 
     def _begin_dumps(self) -> None:
-        """Begin the dumps that were asked for, and bring the manifest up to date on dumps from time to time."""
+        """Begin the dumps that were asked for, and from time to time let the manifest show the progress of dumps."""
         ring = self._ring
         if ring is None:
             return
@@ -511,7 +511,7 @@ class Writer:
             self._writer_directory.mark_stale()
 
     def _refuses(self, kind: str) -> str | None:
-        """Return why the disk takes no records of a kind for now, and show it to training; None if it takes records."""
+        """Return why records of a kind are dropped for now, and show the reason to training; None if they are taken."""
         refusal = self._writer_directory.refusal(kind)
         if refusal is not None:
             self.refused = {**self.refused, kind: refusal}
@@ -589,7 +589,7 @@ class Writer:
             return _UNMEASURABLE
 
     def _tick(self) -> None:
-        """Note that the thread is alive, and do work that is due by the clock. Never called within a record's part."""
+        """Record that the thread is alive, and do work that is due by the clock. Not called within a record's part."""
         self.last_progress_s = now = self._clock()
         if now < self._next_look_s:
             return
@@ -621,7 +621,6 @@ class Writer:
             self._writer_directory.show({**self._shown, "queue_length": self._queue.qsize()}, state=state)
 
     def _finish(self) -> None:
-        """Write the pending rows, balance the ledger and seal the shards."""
         self._take_manifest()
         is_flushed = self._writer_directory.flush()
         ledger = self._ledger.close(INTERRUPTED)

@@ -1,6 +1,6 @@
-"""One writer directory: its claim, its manifest, its two kinds of shard and the deletion of shards. Writer thread only.
+"""One writer directory: its claim, its manifest, its two kinds of shard and retention. Writer thread only.
 
-No error of the disk is raised from here: it ends in the ledger and the log. Any other exception is a bug of ours.
+This module raises no error of the disk: errors end in the ledger and the log. Any other exception is a bug of ours.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class WriterDirectory:
 
     @property
     def num_pending_rows(self) -> int:
-        """Return the number of rows that were taken and are not written yet."""
+        """The number of rows that were taken and are not written yet."""
         return sum(shards.num_pending_rows for shards in self.shards_by_kind.values())
 
     def claim(self, target: RunTarget) -> None:
@@ -126,7 +126,7 @@ class WriterDirectory:
                 self._floor.refusal(self.path, 0)
 
     def refusal(self, kind: str) -> str | None:
-        """Return why rows of this kind are dropped for now; None where `shards_by_kind[kind]` takes them."""
+        """Return why rows of this kind are dropped for now; None if `shards_by_kind[kind]` takes them."""
         if self.path is None and self._claiming.is_over:
             self._claim()
         if self.path is None:
@@ -139,7 +139,7 @@ class WriterDirectory:
         self._is_manifest_stale = True
 
     def mark_stale(self) -> None:
-        """Let the next `flush_due` write the manifest again."""
+        """Make the next `flush_due` write the manifest again."""
         self._is_manifest_stale = True
 
     def flush_due(self) -> None:
@@ -172,18 +172,18 @@ class WriterDirectory:
             self._status.close()
 
     def flush(self) -> bool:
-        """Write all pending rows; return whether none was dropped."""
+        """Write all pending rows; return True if none was dropped."""
         flushed = [shards.flush() for shards in self.shards_by_kind.values()]
         self._retire_outdated()
         return all(flushed)
 
     def sync(self) -> bool:
-        """Make all written rows durable; return whether all of them are durable."""
+        """Make all written rows durable; return True if all of them are."""
         synced = [shards.sync() for shards in self.shards_by_kind.values()]
         return all(synced)
 
     def close(self, ledger: Mapping[str, object]) -> bool:
-        """Seal the open shards and close the manifest; return whether all went well."""
+        """Seal the open shards and close the manifest; return True if all went well."""
         sealed = [shards.seal(ledger) for shards in self.shards_by_kind.values()]
         self._look_at_io()
         return self._describe(state="closed", closed_ns=time.time_ns()) and all(sealed)
@@ -196,7 +196,7 @@ class WriterDirectory:
             shards.restart()
 
     def abandon_open(self) -> None:
-        """Close the files that were not closed in order, because the process may live on."""
+        """Close the files that were not closed properly, because the process may live on."""
         for shards in self.shards_by_kind.values():
             shards.abandon_open()
         self._status.close()
@@ -218,11 +218,11 @@ class WriterDirectory:
             self._make_directories(parent)
             directory = self._make_own_directory(parent, target.attempt)
             try:
-                for made in (parent, target.run_dir, target.run_dir.parent):  # another rank may have made it just now
+                for made in (parent, target.run_dir, target.run_dir.parent):  # another rank may have just made it
                     self._sync_directory(made)
                 self.shards_by_kind = self._open_shards(directory, target)
             except OSError:
-                with contextlib.suppress(OSError):  # the next attempt makes another
+                with contextlib.suppress(OSError):  # the next attempt makes a new directory
                     self._disk.remove_directory(directory)
                 raise
         except OSError as error:
@@ -250,7 +250,6 @@ class WriterDirectory:
                 )
 
     def _make_own_directory(self, parent: Path, attempt: int) -> Path:
-        """Make a directory that no other writer has made."""
         while True:
             directory = parent / f"{attempt:06d}-{os.urandom(6).hex()}"
             try:
@@ -329,7 +328,7 @@ class WriterDirectory:
         return {"tensors": tensors, "stats": open_shards("stats", "zstd", has_index=False)}
 
     def _look_at_io(self) -> None:
-        """Note in the manifest whether writes go past the page cache, once the file system has shown it."""
+        """Record in the manifest whether writes bypass the page cache, once the file system has shown it."""
         seen = {shards.is_direct for shards in self.shards_by_kind.values()} - {None}
         if not seen:
             return
@@ -350,11 +349,11 @@ class WriterDirectory:
             self._encoder.is_hurried = share < (_FREE if self._encoder.is_hurried else _CROWDED)
         if self._encoder.has_rested and not self._has_said_rest:
             self._has_said_rest = self._is_manifest_stale = True
-            if self._target is not None and self._target.rank == 0:  # one line a run; each manifest has it, too
+            if self._target is not None and self._target.rank == 0:  # one line for each run; each manifest has it, too
                 tell(logging.getLogger(__name__), lambda: [_RESTS], 0.0)
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
-        """Write the manifest; return whether it is on the disk."""
+        """Write the manifest; return True if it is on the disk."""
         if self.path is None:
             return False
         own = {
@@ -400,7 +399,7 @@ class WriterDirectory:
                 self._retire(kind, outdated, is_urgent=False)
 
     def _retire_for_room(self, kind: str, held: HeldShard) -> None:
-        """Delete a shard to make room; an earlier writer's shard is deleted only if its loss could be noted."""
+        """Delete a shard to make room; an earlier writer's shard is deleted only if the manifest could record that."""
         if held.earlier is None:
             self._retire(kind, [held], is_urgent=True)
         elif self._note_earlier(held.earlier):
@@ -427,7 +426,7 @@ class WriterDirectory:
             self._delete(kind, held, [path.with_name(name) for name in names])
 
     def _note_earlier(self, shard: EarlierShard) -> bool:
-        """Note in the manifest that a shard of an earlier writer is deleted; return whether the note was written."""
+        """Record in the manifest that a shard of an earlier writer is deleted; return True if that was written."""
         content = shard.look(self._keep_steps)
         if content is None:
             return False
@@ -437,7 +436,7 @@ class WriterDirectory:
             noted["rows"] += content.num_rows
             noted["bytes"] += shard.num_bytes
             if content.ledger.get("observed", -1) > noted.get("ledger", {}).get("observed", -1):
-                noted["ledger"] = content.ledger  # a killed writer's newest ledger may stand in this shard alone
+                noted["ledger"] = content.ledger  # a killed writer's newest ledger may be only in this shard
         return self._describe()
 
     def _delete(self, kind: str, held: HeldShard, paths: Sequence[Path]) -> None:

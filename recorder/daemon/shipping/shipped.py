@@ -200,8 +200,6 @@ class PutOver(NamedTuple):
 
 @dataclass(slots=True)
 class _Document:
-    """Checksum and ETag of a document as it was put."""
-
     crc: int
     e_tag: str
 

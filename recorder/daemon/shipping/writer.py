@@ -357,8 +357,6 @@ _MAX_BESIDE_BYTES = 2 << 20
 
 @dataclass(slots=True)
 class _Snapshot:
-    """An open shard in the state that was put."""
-
     num_bytes: int
     crc: int
     e_tag: str

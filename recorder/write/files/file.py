@@ -45,13 +45,13 @@ class Disk:
     file_mode = 0o600
     """The mode of new files; users who may read new files may also enter new directories."""
     keeps_reserve = False
-    """Whether to keep a descriptor in reserve, for when the process has no other left; see `release_reserve`."""
+    """True to keep a descriptor in reserve, for a process that runs out of descriptors; see `release_reserve`."""
     syncs: SyncThread | None = None
     """The thread on which `persist` syncs, so that its wait is bounded; None to wait as long as a sync takes."""
     _reserve: Descriptor | None = None
 
     def make_directory(self, path: Path) -> None:
-        """Create a directory; raises FileExistsError where it exists."""
+        """Create a directory; raise FileExistsError if it exists."""
         mode = self.file_mode | (self.file_mode & 0o444) >> 2
         os.mkdir(path, mode)
         if self.file_mode != Disk.file_mode:
@@ -63,7 +63,7 @@ class Disk:
         os.rmdir(path)
 
     def create(self, path: Path) -> int:
-        """Create a file, never through a link; raises FileExistsError where it exists."""
+        """Create a file, never through a link; raise FileExistsError if it exists."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = self._open(path, flags)
         if self.file_mode != Disk.file_mode:
@@ -72,7 +72,7 @@ class Disk:
         return descriptor
 
     def set_direct(self, descriptor: int, wanted: bool) -> bool:
-        """Switch writes past the page cache on or off; return False where the file system cannot."""
+        """Switch writes past the page cache on or off; return False if the file system cannot."""
         try:
             require_ours(descriptor)
             flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -112,7 +112,7 @@ class Disk:
         require_ours(descriptor)
         os.close(descriptor)
         if self.keeps_reserve and self._reserve is None:
-            with contextlib.suppress(OSError):  # unlike /dev/null, nobody else can have it open
+            with contextlib.suppress(OSError):  # a memfd, because /dev/null could be open elsewhere
                 self._reserve = Descriptor.of(os.memfd_create("recorder-reserve", os.MFD_CLOEXEC))
 
     def release_reserve(self) -> None:
@@ -132,16 +132,16 @@ class Disk:
         return Descriptor.of(os.open(path, flags, self.file_mode))
 
     def is_linked(self, descriptor: int) -> bool:
-        """Whether the file still has a name: a file in a removed directory takes writes without an error."""
+        """Return True if the file still has a name: a file in a removed directory takes writes without an error."""
         require_ours(descriptor)
         return os.fstat(descriptor).st_nlink > 0
 
     def link(self, path: Path, final: Path) -> None:
-        """Give a file a second name; raises FileExistsError where the name is taken."""
+        """Give a file a second name; raise FileExistsError if the name is taken."""
         os.link(path, final, follow_symlinks=False)
 
     def rename(self, path: Path, final: Path) -> None:
-        """Rename a file; raises FileExistsError where the name is taken."""
+        """Rename a file; raise FileExistsError if the name is taken."""
         libc = ctypes.CDLL(None, use_errno=True)
         if not hasattr(libc, "renameat2"):
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path), None, str(final))
@@ -154,7 +154,7 @@ class Disk:
         os.replace(path, final)
 
     def is_same(self, path: Path, final: Path) -> bool:
-        """Whether two names belong to one file."""
+        """Return True if two names belong to one file."""
         return os.path.samestat(os.lstat(path), os.lstat(final))
 
     def sync_directory(self, path: Path) -> None:
@@ -219,16 +219,16 @@ class AppendFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether writes go past the page cache."""
+        """True if writes go past the page cache."""
         return self._grain > 1
 
     def next_start(self, nbytes: int) -> int:
-        """Return where to lay out the next part, of at most `nbytes`; `append` overwrites the bytes before that."""
+        """Return the position for the next part, of at most `nbytes`; `append` overwrites the bytes before it."""
         self._memory.reserve(HEAD_BYTES + nbytes + 2 * GRAIN_BYTES)
         return HEAD_BYTES + len(self._tail)
 
     def append(self, nbytes: int) -> None:
-        """Write the `nbytes` that lie at `next_start`. After an OSError the part counts as never appended."""
+        """Write the `nbytes` at `next_start`. After an OSError the part counts as never appended."""
         self._require_linked()
         data, tail_bytes = self._memory.data, len(self._tail)
         start = HEAD_BYTES + tail_bytes
@@ -281,7 +281,7 @@ class AppendFile:
         self.synced_end = self.end
 
     def publish(self, final: Path) -> None:
-        """Cut off the zeros, sync, close, and rename the file; raises FileExistsError if the final name is taken."""
+        """Truncate the zeros, sync, close, and rename the file; raise FileExistsError if the final name is taken."""
         self._disk.truncate(self._descriptor, self.end)
         self._sync_content()
         self.synced_end = self.end

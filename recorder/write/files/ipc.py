@@ -76,7 +76,7 @@ class IpcFormat:
     def write(
         self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], memory: npt.NDArray[np.uint8], start: int
     ) -> FooterBlock:
-        """Lay the message of a batch out at `start`. Arrow writes the schema before it, over the bytes there.
+        """Write the message of a batch at `start`. Arrow writes the schema before it, over the bytes there.
 
         Returns:
             The block, with its offset counted from `start`.
@@ -137,7 +137,7 @@ class IpcFormat:
         """
         footer = bytearray(self._footer)
         field = _footer_batches_field(footer)
-        footer += bytes((4 - len(footer)) % 8)  # the length takes 4 bytes, and the blocks want to be aligned to 8
+        footer += bytes((4 - len(footer)) % 8)  # the length takes 4 bytes, and the blocks must be aligned to 8
         struct.pack_into("<I", footer, field, len(footer) - field)
         footer += struct.pack("<I", len(blocks)) + b"".join(struct.pack("<qi4xq", *block) for block in blocks)
         ending = bytearray(_END_OF_STREAM + footer + struct.pack("<i", len(footer)) + _MAGIC)
@@ -147,7 +147,7 @@ class IpcFormat:
 
 
 def _batch_fields(message: bytearray) -> tuple[int, int]:
-    """Return where a batch's message (flatbuffers) has the first of its `buffers`, and where its `bodyLength`."""
+    """Return the positions of the first of a batch message's `buffers` and of its `bodyLength` (flatbuffers)."""
     (root,) = struct.unpack_from("<I", message, _PREFIX_BYTES)
     root += _PREFIX_BYTES
     header = _field(message, root, _HEADER)

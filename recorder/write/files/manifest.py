@@ -135,7 +135,7 @@ class StatusFile:
                 self._descriptor = self._disk.create(directory / STATUS)
             self._disk.write(self._descriptor, memoryview(encode_status(status)), 0)
         except OSError as error:
-            if error.errno == errno.EBADF:  # somebody closed it: the next write makes another
+            if error.errno == errno.EBADF:  # other code closed it: the next write creates a new file
                 self._descriptor = None
                 with contextlib.suppress(OSError):
                     self._disk.unlink(directory / STATUS)

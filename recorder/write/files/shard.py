@@ -63,17 +63,17 @@ class BatchFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether writes go past the page cache."""
+        """True if writes go past the page cache."""
         return self._file.is_direct
 
     @property
     def is_synced(self) -> bool:
-        """Whether every byte that was appended has been synced."""
+        """True if every appended byte has been synced."""
         return self._file.synced_end == self._file.end
 
     @property
     def is_sick(self) -> bool:
-        """Whether a sync has failed."""
+        """True if a sync has failed."""
         return self._file.is_sick
 
     @property
