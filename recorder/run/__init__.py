@@ -1,1 +1,1 @@
-"""The one door to what was recorded: finding, opening and watching a run, and what all questions about it share."""
+"""The only entry to recorded data: finds, opens and watches a run, and has what all questions about a run share."""

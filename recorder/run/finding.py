@@ -1,9 +1,9 @@
-"""Finds the run that is meant by what was typed: a path, a folder, a name or the beginning of one, `latest` or ``@-2``.
+"""Finds the run that a user means: by a path, a folder, a name or the beginning of a name, `latest` or ``@-2``.
 
-In an object store a folder may hold an index of a fleet: one small document a node next to the runs, so that a thousand
-runs are listed at once. The index is derived: a run that no document names is opened as any other, and nothing that a
-run holds is taken from there. The documents are untrusted input. Must never write, and never take a name in a manifest
-for a path.
+In an object store a folder may have an index of a fleet: one small document for each node next to the runs, so that a
+thousand runs are listed at once. The index only repeats facts: a run without a document is opened like any other, and
+an opened run takes nothing from the index. The documents are untrusted. This module must never write, and never use a
+name in a manifest as a path.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _logger = logging.getLogger("recorder")
 
 
 class ListedRun(NamedTuple):
-    """A run as its folder and its manifest show it; its rows are not looked at."""
+    """A run as its folder and its manifest describe it; its rows are not read."""
 
     location: Location
     name: str
     run_id: str
-    """Empty for a merged run: its manifest has the id of the run that it was merged from."""
+    """The id of the run; empty for a merged run, whose manifest has the id of the run that it was merged from."""
     created_ns: int
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name by which the run may be asked for."""
+        """Every name by which a user may ask for the run."""
         return self.name, self.location.name, self.run_id
 
 
 def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Location, RunManifest]:
-    """Return the directory and the manifest of the run that `open_run` would open, or raise the same."""
+    """Return the directory and the manifest of the run that `open_run` would open, and raise the same errors."""
     location = _meant(default_folder() if path is None else path)
     raw = store_of(location).read_json(location / RUN_MANIFEST)
     check_version(raw, str(location / RUN_MANIFEST))
@@ -61,7 +61,7 @@ def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Loc
 
 
 def typed_for(location: Location, name: str) -> str:
-    """Return what a person types here to mean a run, unquoted: its name, FOLDER/NAME, or else its path.
+    """Return the shortest text that means a run here, unquoted: its name, FOLDER/NAME, or else its path.
 
     Args:
         location: the directory of the run.
@@ -75,10 +75,10 @@ def typed_for(location: Location, name: str) -> str:
 
 
 def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | None:
-    """Return the folder of runs that is meant; None if something else is meant, such as a run.
+    """Return the folder of runs that `path` means; None if `path` means something else, such as a run.
 
-    `path` is what was typed, None for the folder of `default_folder`. `may_be_empty` accepts a folder without a run,
-    and that of `default_folder` if it does not exist yet. Any other name that does not exist may be that of a run.
+    `path` is the user's text, or None for `default_folder`. `may_be_empty` accepts a folder without a run, and
+    `default_folder` even if it does not exist yet. Any other path that does not exist may be the name of a run.
     """
     location, default = location_of(default_folder() if path is None else path), location_of(default_folder())
     store = store_of(location)
@@ -94,7 +94,7 @@ def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | N
 
 
 def default_folder() -> str:
-    """Return where this environment records: what ``RECORDER_DIR`` or the settings file says, else ``recordings``.
+    """Return the folder where this environment records: ``RECORDER_DIR``, the settings file, or ``recordings``.
 
     Raises ConfigError if a setting is wrong.
     """
@@ -102,7 +102,7 @@ def default_folder() -> str:
 
 
 def runs_in(folder: Location, *, without: Collection[str] = ()) -> list[ListedRun]:
-    """Return the runs in a folder, the newest last, but for directories named in `without`.
+    """Return the runs in a folder, the newest last, except those in directories named in `without`.
 
     Raises NotARunError if the folder cannot be listed.
     """
@@ -113,12 +113,12 @@ def runs_in(folder: Location, *, without: Collection[str] = ()) -> list[ListedRu
 
 
 def has_manifest(path: Location) -> bool:
-    """Whether a directory says that it is a run, sound or not."""
+    """Return whether a directory has the manifest of a run, whether the run is sound or not."""
     return store_of(path).is_file(path / RUN_MANIFEST)
 
 
 def first_modules(run: Path) -> list[str]:
-    """Return the module paths in the first manifest that has any: nearly all modules, without opening the run."""
+    """Return the module paths in the first manifest with any, without opening the run: nearly all modules."""
     for path in sorted(run.glob(f"*/*/{WRITER_MANIFEST}")):
         roots = WriterManifest.read(read_json(path)).roots
         if paths := [module.path for root in roots for module in root.modules]:
@@ -127,12 +127,12 @@ def first_modules(run: Path) -> list[str]:
 
 
 def is_shipped(run: Location) -> bool:
-    """Whether a run lies where daemons ship runs to, and not where it was recorded."""
+    """Return whether a run lies where daemons ship runs to, and not where it was recorded."""
     return not isinstance(run, Path) or any(store_of(one).is_directory(one / FLEET) for one in run.parents[:2])
 
 
 def find_run_around(folder: Path) -> Path | None:
-    """Return the run that a folder is or lies in, links followed; None if there is none."""
+    """Return the run that a folder is or lies in, after following links; None if there is none."""
     real = Path(os.path.realpath(folder))
     return next((one for one in (real, *real.parents) if LOCAL.is_file(one / RUN_MANIFEST)), None)
 
@@ -152,7 +152,7 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
         folders = [location.parent] if location.name and store.is_directory(location.parent) else []
     except OSError as error:
         raise NotARunError(f"{location}: cannot be opened ({error.strerror})") from error
-    if str(typed) == location.name:  # no folder was typed
+    if str(typed) == location.name:  # the user typed no folder
         folders += [other for other in _default_folders() if not is_same_folder(other, location.parent)]
     if match := _LATEST.fullmatch(location.name):
         if str(typed) == location.name and not any(map(runs_in, folders[-1:])):
@@ -162,7 +162,7 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
     matches = [run for run in runs if location.name == run.location.name]
     matches = matches or [run for run in runs if location.name in run.names]
     matches = matches or [run for run in runs if any(name.startswith(location.name) for name in run.names)]
-    if len({run.name for run in matches}) == 1:  # their directories tell them apart, if anything
+    if len({run.name for run in matches}) == 1:  # runs of one name differ at most by directory
         newest = max(matches, key=lambda run: (run.created_ns, run.location.name))
         if len(matches) > 1:
             text = "%s: took %s, the newest of %d runs called %s"
@@ -203,7 +203,7 @@ def _default_folders() -> list[Location]:
 
 
 def is_same_folder(folder: Location, other: Location) -> bool:
-    """Whether two locations are one directory, which may be spelled, linked or mounted in two ways."""
+    """Return whether two locations are one directory, which may be spelled, linked or mounted in two ways."""
     if os.path.realpath(str(folder)) == os.path.realpath(str(other)):
         return True
     with suppress(OSError):
@@ -237,7 +237,7 @@ def _nearest(location: Location, runs: Sequence[ListedRun], where: str) -> str:
 
 def _raise_no_run(folder: Location) -> NoReturn:
     parents: Sequence[Location] = folder.absolute().parents
-    for parent in list(parents)[:2]:  # a rank's or a writer's directory was given
+    for parent in list(parents)[:2]:  # the user gave the directory of a rank or a writer
         if has_manifest(parent):
             raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
     if (command := command_of_merge(folder)) is not None:
@@ -248,7 +248,7 @@ def _raise_no_run(folder: Location) -> NoReturn:
 
 
 def command_of_merge(folder: Location) -> str | None:
-    """Return the command that goes on with the merge which has begun in a directory; None if none has."""
+    """Return the command that continues the unfinished merge in a directory; None if there is no such merge."""
     store = store_of(folder)
     if not store.is_file(folder / MERGE_MANIFEST):
         return None
@@ -265,7 +265,7 @@ def command_of_merge(folder: Location) -> str | None:
 
 
 def _look_at(location: Location) -> ListedRun | None:
-    """Return the run in a directory, by the directory's name if its manifest is damaged; None where there is none."""
+    """Return the run in a directory, under the directory's name if the manifest is damaged; None if there is none."""
     if not has_manifest(location):
         return None
     manifest = RunManifest()
@@ -280,24 +280,24 @@ def _look_at(location: Location) -> ListedRun | None:
 
 
 FLEET = "_fleet"
-"""The folder of the documents."""
+"""The folder of the documents of a fleet's index."""
 _MAX_BYTES = 16 << 20
 _STATES = ("unclosed", "recording", "closed", "empty")
 _QUIET_S = 300.0
-"""A node that has written nothing for so long may have stopped recording."""
+"""The time without any writing after which a node may have stopped recording."""
 
 
 def is_fleet(folder: Location) -> bool:
-    """Whether a folder of an object store has an index; this takes one listing, which is kept."""
+    """Return whether a folder of an object store has an index. This takes one listing, which is kept."""
     if not isinstance(folder, ObjectPath):
         return False
     return FLEET in store_of(folder).list_directory(folder, directories=True)
 
 
 def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
-    """Return the summaries of the runs below a folder of an object store, by their paths in it; none without an index.
+    """Return the summaries of the runs in a folder of an object store, by path; nothing without an index.
 
-    Nodes that have parts of one run are added up.
+    The summaries of nodes that have parts of one run are added up.
     """
     if not is_fleet(folder):
         return {}
@@ -316,14 +316,14 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
         is_stale = time.time() - _count(document.get("time_ns")) / 1e9 > _QUIET_S
         runs = document.get("runs")
         for path, summary in runs.items() if isinstance(runs, dict) else ():
-            if isinstance(summary, dict) and path.partition("/")[0] in there:  # else it was pruned a moment ago
+            if isinstance(summary, dict) and path.partition("/")[0] in there:  # else the run was pruned a moment ago
                 one = _checked(path, summary, is_stale)
                 summaries[path] = _added(summaries[path], one) if path in summaries else one
     return summaries
 
 
 def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str, Any]:
-    """Return a summary of untrusted input whose members have the right types."""
+    """Return an untrusted summary with members of the right types."""
     dropped, ranks, state = (summary.get(name) for name in ("dropped", "ranks", "state"))
     dropped = dropped if isinstance(dropped, dict) else {}
     state = "unclosed" if state == "recording" and is_stale else state if state in _STATES else "empty"

@@ -1,7 +1,7 @@
-"""A run that is followed while it is written: its batches in the order of steps, each given once.
+"""Follows a run while it is written, and gives its batches in the order of steps, each once.
 
-The cost of a look grows with what is new, and with the number of ranks, and not with what the run holds already.
-Batches that are no longer needed are forgotten. Must never write, and trusts no earlier listing.
+The cost of a look grows with what is new and with the number of ranks, but not with what the run holds already. Batches
+that are no longer needed are forgotten. This module must never write, and never trust an earlier listing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .status import ENDED, RankNow, RunWatch
 _MAX_BATCHES = 64
 """The most batches of a shard that are found at once."""
 _DERIVED = ("balance", "retired_shards", "state", "_last_words", "last_step")
-"""Cached properties of a writer that its copy with some of the rows has to compute again."""
+"""The cached properties of a writer that a copy with some of the rows must compute again."""
 NEVER = 1 << 62
-"""A step that comes after all others."""
+"""A step number that is larger than all others."""
 
 
 class _Batch(NamedTuple):
-    """A batch that was found, and is still needed."""
+    """A batch that was found and is still needed."""
 
     shard: ShardRows
     number: int
@@ -45,11 +45,11 @@ class _ShardsOfKind:
 
     kind: str
     known: dict[int, bool] = field(default_factory=dict)
-    """By number: whether each shard was open at the last listing."""
+    """By number of a shard, whether it was open at the last listing."""
     next_shard: int = 0
     shard: ShardRows | None = None
     waiting: list[int] = field(default_factory=list)
-    """Batches of the shard that were found and not given yet."""
+    """The numbers of the shard's batches that were found and not given yet."""
     size_bytes: int = -1
     """The size of the open shard at the last look."""
     reached: int = -1
@@ -63,7 +63,7 @@ class _Followed:
         self.directory, self.rank = directory, rank
         self.writer = writer
         self.manifest_seen = seen
-        """The facts of the manifest's file when it was read; None where there was none yet."""
+        """The facts about the manifest's file when it was read; None if there was none yet."""
         self.lanes: dict[str, _ShardsOfKind] = {}
         self.pending: list[_Batch] = []
         self.is_at_work = True
@@ -74,30 +74,30 @@ class _Followed:
 
 
 class GrowingRun:
-    """A run as it was looked at last. `look` lists it; `advance` finds more batches; `writers` gives the rows."""
+    """A run as of the last look. `look` lists the run, `advance` finds more batches, and `writers` gives the rows."""
 
     def __init__(self, location: Location, manifest: RunManifest) -> None:
         self.location, self.manifest = location, manifest
         self.ranks: list[RankNow] = []
-        """What each rank shows of itself."""
+        """The last known state of each rank."""
         self._store = store_of(location)
         self._watch = RunWatch(location)
         self._followed: dict[Location, _Followed] = {}
         self._shared = Shared()
         self.num_rows = 0
-        """Rows that were found so far."""
+        """The number of rows found so far."""
         self.has_again = False
-        """True if a rank has restarted at steps that were done: whoever drew these steps has to begin anew."""
+        """True if a rank restarted at steps that were done: a drawing of these steps must begin anew."""
         self.done_before = 0
-        """Steps before this one are no longer needed."""
+        """The first step that is still needed."""
 
     def look(self) -> bool:
-        """List the run; return whether there is more to read or a rank has changed what it says of itself.
+        """List the run; return whether there is more to read or the state of a rank has changed.
 
         Raises NotARunError if the run is gone, or the directory holds another run.
         """
         before = self._said
-        self.ranks = self._watch.look()  # refreshes the store
+        self.ranks = self._watch.look()  # also refreshes the store
         self._check_identity()
         at_work = {rank.rank for rank in self.ranks if rank.state not in (*ENDED, "silent")}
         newest_of: dict[int | None, str] = {rank.rank: rank.status.writer for rank in self.ranks}
@@ -131,7 +131,7 @@ class GrowingRun:
     def _follow(self, directory: Location, rank: int | None) -> _Followed:
         followed = self._followed.get(directory)
         seen = None
-        with suppress(OSError):  # it has only just begun
+        with suppress(OSError):  # the writer may have just begun
             seen = self._store.look_at(directory / WRITER_MANIFEST)
         if followed is None:
             writer = RecordedWriter(directory, rank, [], self._shared)
@@ -157,14 +157,14 @@ class GrowingRun:
         if lane.shard is None or lane.shard.is_complete:
             return False
         if not lane.known.get(lane.next_shard - 1, False):
-            return True  # sealed since
+            return True  # sealed since the last look
         try:
             return self._store.look_at(lane.shard.path).size_bytes != lane.size_bytes
         except OSError:
             return True
 
     def advance(self, max_rows: int) -> bool:
-        """Find more batches, of about so many rows, of the ranks that are furthest behind; False if all is read."""
+        """Find about `max_rows` more rows, of the ranks that are furthest behind; return False if all is read."""
         stop = self.num_rows + max_rows
         lanes = list(self._unread())
         behind = [(lane.reached, index) for index, (_, lane) in enumerate(lanes)]
@@ -174,7 +174,7 @@ class GrowingRun:
             followed, lane = lanes[index]
             try:
                 lane.is_read = not self._take(followed, lane)
-            except (FileNotFoundError, NotARunError):  # retired, or sealed between two looks: the next look knows
+            except (FileNotFoundError, NotARunError):  # the shard was removed or sealed: the next look sees it
                 lane.shard, lane.waiting, lane.is_read = None, [], True
             if lane.is_read:
                 heappop(behind)
@@ -207,7 +207,7 @@ class GrowingRun:
         assert shard is not None
         steps = shard.steps_of(number)
         if steps is None:
-            shard.forget(number)  # damaged, which `recorder verify` tells
+            shard.forget(number)  # the batch is damaged, which `recorder verify` reports
             return True
         batch = _Batch(shard, number, steps, shard.only([number]).num_rows)
         if steps[0] < self.done_before and followed.writer.attempt > 0:
@@ -228,7 +228,7 @@ class GrowingRun:
 
     @property
     def horizon(self) -> int:
-        """The first step that may still get rows: all steps before it are complete, as far as one sees from here."""
+        """The first step that may still get rows. All earlier steps are complete, as far as the files show."""
         steps = [lane.reached for _, lane in self._unread()]
         steps += [one.reached for one in self._followed.values() if one.is_at_work and one.lanes]
         return min(steps, default=NEVER)
@@ -245,12 +245,12 @@ class GrowingRun:
 
     @property
     def end_pending(self) -> int:
-        """The step after the last of the rows that are still needed."""
+        """The step after the last step of the rows that are still needed."""
         return max((one.steps[1] for one in self._pending), default=0)
 
     @property
     def num_pending(self) -> int:
-        """How many rows the pending batches hold, rows of steps that are done included."""
+        """The number of rows in the pending batches, including rows of steps that are done."""
         return sum(one.num_rows for one in self._pending)
 
     @property
@@ -258,11 +258,11 @@ class GrowingRun:
         return (one for followed in self._followed.values() for one in followed.pending)
 
     def num_rows_of(self, steps: Steps) -> int:
-        """How many rows the batches hold that `writers` gives for the same steps."""
+        """Return the number of rows in the batches that `writers` gives for the same steps."""
         return sum(one.num_rows for one in self._pending if one.steps[0] < steps[1] and steps[0] < one.steps[1])
 
     def writers(self, steps: Steps) -> tuple[RecordedWriter, ...]:
-        """Return the writers with the batches that may hold rows of some steps, and no other rows."""
+        """Return the writers with only those batches that may hold rows of some steps."""
         writers = []
         for followed in self._followed.values():
             numbers: dict[int, tuple[ShardRows, list[int]]] = {}

@@ -34,19 +34,19 @@ from .status import CHANGED, UNCHANGED, Proof, RankNow
 
 
 def jitter_note(run: Run) -> str:
-    """Return the note that a training was changed on purpose, or was to be."""
+    """Return the note that the inputs of a training were moved on purpose, or were to be."""
     if run.jitter_moved == ():
         return f"note: jitter = {run.jitter} was asked for, and nothing of the model was moved: this run is no twin"
     return f"note: the model's inputs were moved by a last place on purpose (jitter = {run.jitter})"
 
 
 def proof_state(proof: Proof) -> str:
-    """Return the state of the line that tells a verdict of `recorder prove`."""
+    """Return the state of the line with a verdict of `recorder prove`."""
     return {UNCHANGED: "ok", CHANGED: "missing"}.get(proof.verdict, "note")
 
 
 def sent_note(run: Run) -> str | None:
-    """Return the note that a run was sent commands while it was under way; None where it was sent dumps alone."""
+    """Return the note that a run was sent commands while it was recorded; None if it was sent only dumps."""
     if not (num_sent := run.commands.num_beside_dumps):
         return None
     numbers = counted(num_sent, "command")
@@ -54,7 +54,7 @@ def sent_note(run: Run) -> str | None:
 
 
 def dump_note(dump: RunDump) -> str:
-    """Return the sentence that tells of a trigger and of what it left."""
+    """Return the sentence about a trigger and the rows that it left."""
     steps = f"steps {dump.first_step} to {dump.last_step}"
     ranks = f", rank{'s' * (len(dump.ranks) > 1)} {span(list(dump.ranks))}" if dump.ranks else ""
     missed = f"; rank{'s' * (len(dump.missed) > 1)} {span(list(dump.missed))} too late" if dump.missed else ""
@@ -63,23 +63,23 @@ def dump_note(dump: RunDump) -> str:
 
 
 def dump_members(dump: RunDump) -> dict[str, object]:
-    """Return what JSON has of a dump."""
+    """Return the members of a dump in JSON."""
     named = {name: getattr(dump, name) for name in ("first_step", "last_step", "reason", "by", "time_ns", "ranks")}
     return {**named, "missed_ranks": dump.missed, "rows": dump.num_rows, "bytes": dump.num_bytes}
 
 
 def state_word(kind: str, state: str) -> str:
-    """Return the word for what a rank says of a command: rules and a pause last and have ended; all else is done."""
+    """Return the word for a rank's state of a command: only rules and a pause "end", other commands are "done"."""
     return "done" if state == ENDED and kind not in (SET, PAUSE) else state
 
 
 def steps_phrase(since: int, until: int | None) -> str:
-    """Return from which step on, or to which, a rank does a command."""
+    """Return a phrase with the first step, and the last if there is one, at which a rank does a command."""
     return f"from step {since} on" if until is None else f"from step {since} to {until}"
 
 
 def describe(command: Command) -> str:
-    """Return what a command is for, in words."""
+    """Return a command in words."""
     steps = f"from step {command.from_step} on"
     if command.to_step is not None:
         steps = f"at steps {command.from_step} to {command.to_step}"
@@ -91,28 +91,28 @@ def describe(command: Command) -> str:
 
 
 def command_members(command: Command) -> dict[str, Any]:
-    """Return a command as JSON has it."""
+    """Return the members of a command in JSON."""
     names = ("number", "kind", "from_step", "to_step", "rules", "undoes", "reason", "by", "created_ns", "id")
     return {name: getattr(command, name) for name in names}
 
 
 class SentCommand(NamedTuple):
-    """A command that was sent to a run, and what its ranks say of it."""
+    """A command that was sent to a run, and the answers of its ranks."""
 
     command: Command
     lines: Sequence[str]
-    """What the ranks say of the command; ranks that say the same share a line."""
+    """The answers of the ranks; ranks with the same answer share a line."""
     is_done: bool
-    """True where every rank of the run did it, from its first step on."""
+    """True if every rank of the run did the command, from its first step on."""
 
 
 def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -> Iterator[SentCommand]:
-    """Yield the commands that a run was sent, by number. A dump is shown by its rows, and not here unless asked for.
+    """Yield the commands that a run was sent, by number. Dumps, which have rows, are left out unless asked for.
 
     Args:
         run: the run.
         with_dumps: whether to yield dumps, too.
-        shown: what the ranks' statuses say, which is ahead of their manifests in a run under way.
+        shown: the ranks' statuses, which are newer than their manifests while a run is recorded.
     """
     newest = {writer.rank: writer.manifest for writer in run.writers if writer.manifest.members}
     for command in run.commands.sound:
@@ -122,7 +122,7 @@ def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow
             rank: answer
             for rank, manifest in newest.items()
             for answer in manifest.commands
-            if answer.id == command.id and rank is not None  # a daemon may have carried it to another number
+            if answer.id == command.id and rank is not None  # a daemon may have given it another number
         }
         for now in shown:
             for answer in now.status.commands:
@@ -143,7 +143,7 @@ def _is_done(command: Command, answer: Answer) -> bool:
 
 
 def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) -> list[dict[str, Any]]:
-    """Return what each rank says of a command, as JSON has it; `shown` as `sent_commands` takes it."""
+    """Return each rank's answer to a command, for JSON; `shown` is that of `sent_commands`."""
     ahead = {now.rank: answer for now in shown for answer in now.status.commands if answer.id == command.id}
     said = [
         (writer.rank, answer)
@@ -173,7 +173,7 @@ def _outcomes(command: Command, answers: dict[int, Answer]) -> list[str]:
 
 
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
-    """Return for each row of all ranks the ranks that are missing in it, as JSON; else an empty text."""
+    """Return, for each row of all ranks, the ranks that are missing in it, as JSON; an empty text if none is."""
     ids, notes = encode(table.column("note"))
     missing = np.array([*map(_missing, notes), ""], object)[ids]
     missing[table.column("rank").is_valid().to_numpy()] = ""
@@ -181,7 +181,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 
 
 def without_numbers(table: Any) -> Any:
-    """Return rows without the statistics of those that lack ranks, which would be of the other ranks alone."""
+    """Return all rows, without the statistics of rows that lack ranks: they would be of the other ranks alone."""
     is_whole = pa.array(missing_ranks(table) == "")
     for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
@@ -200,21 +200,21 @@ def _missing(note: str) -> str:
 
 @lru_cache(maxsize=4096)
 def differing_ranks(note: str | None) -> tuple[int, ...]:
-    """Return the ranks that hold another value than most, of a value that stays per rank for that reason."""
+    """Return the ranks that hold another value than most, for a value that stays per rank because replicas differ."""
     ranks = note_members(note).get("replicas_differ")
     return tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
 
 
 class MissingRanks:
-    """Counts of values that lack ranks, added up over tables of rows."""
+    """The numbers of values that lack ranks, added up over tables of rows."""
 
     def __init__(self) -> None:
         self._num_values = 0
         self._found: dict[str, tuple[int, int, int]] = {}
-        """By the missing ranks: how many values, their first step, their last step."""
+        """By the missing ranks as JSON, the number of values, their first step and their last step."""
 
     def add(self, table: Any) -> None:
-        """Add rows with the columns `rank`, `step` and `note`."""
+        """Add rows, which must have the columns `rank`, `step` and `note`."""
         missing, steps = missing_ranks(table), integers(table.column("step"))
         self._num_values += table.num_rows
         for ranks in dict.fromkeys(missing[missing != ""].tolist()):
@@ -223,7 +223,7 @@ class MissingRanks:
             self._found[ranks] = known[0] + len(of), min(known[1], int(of.min())), max(known[2], int(of.max()))
 
     def join(self, other: MissingRanks) -> None:
-        """Append what was added to `other`."""
+        """Append the counts that were added to `other`."""
         self._num_values += other._num_values
         for ranks, (num, first, last) in other._found.items():
             known = self._found.get(ranks, (0, first, last))
@@ -233,7 +233,7 @@ class MissingRanks:
         return bool(self._found)
 
     def notes(self, *, is_taken: bool) -> list[str]:
-        """Return a note for each set of missing ranks, which says whether the values were taken as they are."""
+        """Return a note for each set of missing ranks; `is_taken` says whether the values were taken as they are."""
         end = "they are of the other ranks alone" if is_taken else "they are left out; --partial takes what there is"
         return [
             f"partial: {num_values} of {self._num_values} values lack {named('rank', json.loads(ranks))}, "
@@ -243,15 +243,15 @@ class MissingRanks:
 
 
 KNOWN_WORDS: Mapping[str, Collection[str]] = {"site": SITE_OF, "encoding": ENCODING_OF}
-"""The words of columns that this version knows; a later version may have more."""
+"""The words of columns that this version knows. A later version may have more."""
 _CONTRADICTIONS = ("inconsistent", "layout_changes")
 _MAX_NAMED = 8
 _MAX_LOADED_ROWS = 1_000_000
-"""Rows come in batches, some of which hold other steps too; a million rows take seconds."""
+"""The most rows that are loaded. Rows come in batches with rows of other steps, and a million rows take seconds."""
 
 
 def left_out(run: Run) -> str:
-    """Return a sentence about the rows of a run that are not there, so that no answer is about them; empty if none."""
+    """Return a sentence about rows that the run does not have, so that no answer is about them; empty if none."""
     run.load_balances()
     balances = [writer.balance for writer in run.writers]
     counts = (
@@ -271,7 +271,7 @@ class Problems:
         self._found: dict[str, None] = {}
 
     def add(self, findings: Sequence[RowFinding]) -> None:
-        """Add what the global view found in some steps."""
+        """Add the findings of the global view at some steps."""
         wrong = [one for one in findings if one.kind in _CONTRADICTIONS]
         columns = {name: [getattr(one, name) for one in wrong] for name in ("module_path", "site", "name")}
         texts = [f"{one.module_path!r} {' '.join(filter(None, (one.site, one.name)))}: {one.text}" for one in wrong]
@@ -280,22 +280,22 @@ class Problems:
         self._found |= dict.fromkeys([*stages, *self._selection.narrow(table).column("text").to_pylist()])
 
     def join(self, other: Problems) -> None:
-        """Append what was added to `other`."""
+        """Append the contradictions that were added to `other`."""
         self._found |= other._found
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def texts(self) -> list[str]:
-        """Return a text for each of the first few."""
+        """Return the texts of the first contradictions, and how many more there are."""
         more = len(self._found) - _MAX_NAMED
         return [*list(self._found)[:_MAX_NAMED], *([f"and {more} more of these"] if more > 0 else [])]
 
 
 def layout_problems(run: Run) -> list[str] | None:
-    """Return contradictions in the steps by which the layouts are known; None if these have too many rows.
+    """Return contradictions at the steps that show the layouts; None if these steps have too many rows.
 
-    A contradiction at some steps is mostly one at all steps. A merged run has none: the merge reported them.
+    A contradiction at some steps is usually one at all steps. A merged run has none: the merge reported them.
     """
     if run.is_merged:
         return []
@@ -315,25 +315,25 @@ def layout_problems(run: Run) -> list[str] | None:
 
 
 def _unknown(*_: object) -> None:
-    """Stands for payloads, which are read only where the layout depends on them."""
+    """Stand in for payloads, which are read only where the layout depends on them."""
 
 
 class Unsealed(NamedTuple):
-    """Rows in open shards of writers that do not record any more."""
+    """Rows in open shards of writers that no longer record."""
 
     num_rows: int
     num_files: int
 
 
 def unsealed(run: RecordedRun) -> Unsealed:
-    """Count the rows; a merged run has none, and no writer that could be repaired."""
+    """Count the rows in open shards. A merged run has none, and no writer that could be repaired."""
     over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
     rows = [shard.num_rows for writer in over for shard in writer.shards if not shard.is_sealed]
     return Unsealed(sum(rows), sum(number > 0 for number in rows))
 
 
 def unsealed_note(run: RecordedRun) -> str:
-    """Return a sentence about these rows and what to do; empty if there are none."""
+    """Return a sentence about rows in open shards and what to do about them; empty if there are none."""
     num_rows, num_files = unsealed(run)
     if not num_rows:
         return ""
@@ -348,10 +348,10 @@ def unsealed_note(run: RecordedRun) -> str:
 
 
 def strays(run: Run) -> Iterator[str]:
-    """Yield a sentence for each file of a run whose name ends with ``.arrow`` and that is none of the run's shards.
+    """Yield a sentence for each file whose name ends with ``.arrow`` and that is none of the run's shards.
 
     A reader that finds files by ``*.arrow`` takes such a file for rows of the run. A later version of the format may
-    have files of its own, whose names begin with ``_``.
+    have further files, whose names begin with ``_``.
     """
     store = store_of(run.path)
     is_later = run.version > FORMAT_VERSION

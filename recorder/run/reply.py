@@ -1,7 +1,7 @@
-"""What a command replies, as one JSON document or as sentences and tables for people; and what a notebook shows.
+"""The reply of a command, as one JSON document or as sentences and tables for people; and what a notebook shows.
 
 A reply is plain data and uses no package of a user interface: `recorder.cli.output` prints it. In the HTML tables of a
-notebook every text out of a file is escaped.
+notebook, every text that comes from a file is escaped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..sites import SITES
 from ..system.text import printable, size
 
 if TYPE_CHECKING:
-    from ..read.run import RecordedRun  # which imports pyarrow; the command line shows its help without
+    from ..read.run import RecordedRun  # imports pyarrow, which the command line's help does without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +24,20 @@ class TableColumn:
 
     title: str
     is_number: bool = False
-    """Numbers are aligned on the right, and are never folded."""
+    """True for numbers, which are aligned on the right and never folded."""
     is_whole: bool = False
-    """True for texts that mean nothing when cut, which are never folded."""
+    """True for texts that mean nothing when cut, and so are never folded."""
     is_prose: bool = False
     """True for texts that are folded between words before any column is left out."""
     drop: int = 0
-    """A terminal that is too narrow leaves columns out by this number, the largest first; columns with 0 stay."""
+    """The order in which a narrow terminal leaves out columns, the largest number first; columns with 0 stay."""
     dull: str | None = None
-    """A terminal leaves the column out where every cell is this text."""
+    """A terminal leaves the column out if every cell is this text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of texts, which are fitted to a terminal or to ``COLUMNS`` and are complete in a pipe."""
+    """Rows of texts, which are fitted to a terminal or to ``COLUMNS``, and are complete in a pipe."""
 
     columns: Sequence[TableColumn]
     rows: Sequence[Sequence[str]]
@@ -66,7 +66,7 @@ def table_of(
         whole: titles of columns that are never folded.
         prose: titles of columns that are folded between words.
         drops: titles of columns that a narrow terminal leaves out, the first one first.
-        dull: for each title, the text that is not worth showing where all cells are it.
+        dull: by title, the text that makes a column not worth showing if all its cells are this text.
         title: the line above the table.
         subtitle: the line below the title.
     """
@@ -84,12 +84,12 @@ class StateLine(NamedTuple):
     """A line that begins with a state, which has a colour on a terminal."""
 
     state: str
-    """``ok``, ``note``, ``missing``, ``fault`` or another word."""
+    """The state: ``ok``, ``note``, ``missing``, ``fault`` or another word."""
     text: str
 
 
 class Aside(NamedTuple):
-    """A line for people that goes to standard error: standard output says what was written."""
+    """A line for people that goes to standard error, because standard output is for what was written."""
 
     text: str
 
@@ -99,21 +99,21 @@ Part = str | StateLine | Aside | Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a command replies. Only one of `members` and `parts` is called, so that the other costs nothing."""
+    """The reply of a command. Only one of `members` and `parts` is called, so that the other costs nothing."""
 
     members: Callable[[], object]
-    """Returns the JSON document."""
+    """A function that returns the JSON document."""
     parts: Callable[[], Iterable[Part]]
-    """Returns the sentences and tables for people, from top to bottom; each is printed as soon as it is known."""
+    """A function that returns sentences and tables for people, in order; each is printed as soon as it is known."""
     exit_code: int | Callable[[], int] = 0
-    """0 where nothing is wrong, 1 where the command found something, 2 where it could not do all it was asked for.
+    """0 if nothing is wrong, 1 if the command found something, 2 if it could not do all that was asked.
 
-    A function where that is known only after `members` or `parts` has been worked through.
+    A function if the code is known only after `members` or `parts` has been used up.
     """
 
 
 def plain(value: Any) -> Any:
-    """Return a value with its named tuples, also nested ones, as the dicts and lists that JSON has."""
+    """Return a value with its named tuples, even nested ones, converted to dicts and lists for JSON."""
     if hasattr(value, "_asdict"):
         return {name: plain(item) for name, item in value._asdict().items()}
     if isinstance(value, (list, tuple)):
@@ -128,7 +128,7 @@ MAX_LISTED = 50
 
 @dataclass(frozen=True, slots=True)
 class InlinePage:
-    """A page that shows itself in a notebook, in a frame without an origin: nothing of it reaches the notebook."""
+    """A page that a notebook shows in a frame without an origin, so that nothing in it can reach the notebook."""
 
     title: str
     html: str = field(repr=False)
@@ -145,7 +145,7 @@ class InlinePage:
 
 
 def run_html(run: RecordedRun) -> str:
-    """Return a run as HTML: what it is, and how many rows of which site."""
+    """Return a run as HTML: its facts, and the number of rows of each site."""
     states = [writer.state for writer in run.writers]
     ranks = span(run.ranks) + (f" of {run.world_size}" if run.world_size else "")
     table_rows = {
@@ -182,7 +182,7 @@ def _html_sites(rows: Any) -> str:
 
 
 def in_order_of_sites(sites: Iterable[str]) -> list[str]:
-    """Return sites as the format lists them; then those that it does not know, by name."""
+    """Return sites in the order of the format, followed by sites unknown to the format, by name."""
     order = {site: number for number, site in enumerate(SITES)}
     return sorted(sites, key=lambda site: (order.get(site, len(order)), site))
 

@@ -1,7 +1,7 @@
-"""`Run`, the one door to a recorded run: everything after reading takes a `Run`, never a path or a file name.
+"""`Run`, the only entry to a recorded run: all code above reading takes a `Run`, never a path or a file name.
 
-A `ModuleView` is a run narrowed to one module. Must never write, and imports torch only inside the method that gives a
-torch tensor.
+A `ModuleView` is a run narrowed to one module. This module must never write, and imports torch only inside the method
+that returns a torch tensor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class Qualifiers(TypedDict, total=False):
-    """What else tells tensors apart; rarely needed."""
+    """Further facts that identify a tensor, and that are rarely needed."""
 
     micro_step: int | None
     call: int | None
@@ -64,31 +64,31 @@ class Qualifiers(TypedDict, total=False):
     stage: int | None
     """The stage of a pipeline, from 0, where modules of several stages have the same path, as their roots do."""
     partial: bool
-    """With ``rank=None``: answer also where some ranks have no such row, with what there is."""
+    """With ``rank=None``: whether to answer with what there is even if some ranks have no such row."""
 
 
 class Which(Qualifiers, total=False):
-    """What tells the tensors of a module, site and step apart."""
+    """The facts that identify a tensor of a module, site and step."""
 
     name: str | None
-    """The name of a parameter, a buffer or a number, or which leaf of an input or an output."""
+    """The name of a parameter, a buffer or a number, or of a leaf of an input or an output."""
     rank: int | None
-    """The rank whose own tensor is meant; without, it is the global one."""
+    """The rank whose own tensor is meant; without a rank, the global tensor."""
 
 
 _QUESTION_WORDS = frozenset(("site", "step", *Which.__annotations__))
 
 
 class Run(RecordedRun):
-    """One recorded run: its writers, its rows, its tensors. Made by `open_run`, and as it was at that moment."""
+    """One recorded run, with its writers, rows and tensors, as it was when `open_run` opened it."""
 
     draw_page: Callable[..., InlinePage] | None = None
-    """Draws the page of a run for `report` and `ModuleView.plot`. The room that draws stands above this one, so whoever
-    opens a run for a notebook hands the function over."""
+    """A function that draws the page of a run for `report` and `ModuleView.plot`. Drawing belongs to a package above
+    this one, so whoever opens a run for a notebook sets the function."""
 
     @cached_property
     def proof(self) -> Proof | None:
-        """What `recorder prove` found of the program of the run; None where nobody asked."""
+        """The verdict of `recorder prove` about the program of the run; None if the command was not used."""
         store, path = store_of(self.path), self.path / PROOF
         try:
             return Proof.read(store.read_json(path, PROOF_BYTES)) if store.is_file(path) else None
@@ -101,14 +101,14 @@ class Run(RecordedRun):
         return Topology(self.writers, self.run_id, self.world_size)
 
     def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
-        """The rows as tensors of the whole model, whatever ranks held them.
+        """Return the rows as tensors of the complete model, whatever ranks held them.
 
         Args:
-            loss: what each rank's loss is of its samples: ``mean``, ``weighted`` or ``sum``; see `GlobalView`.
+            loss: how each rank's loss follows from its samples: ``mean``, ``weighted`` or ``sum``; see `GlobalView`.
             layouts: ``PATTERN=LAYOUT`` overrides; see `GlobalView`.
 
         Raises:
-            LookupFailedError: `loss` or a layout is none.
+            LookupFailedError: `loss` or a layout is invalid.
         """
         return GlobalView(self, loss=loss, layouts=layouts)
 
@@ -125,11 +125,11 @@ class Run(RecordedRun):
         rank: int | None = None,
         **more: Unpack[Qualifiers],
     ) -> npt.NDArray[Any]:
-        """One tensor; bfloat16 and the 8-bit floats come in ml_dtypes' types.
+        """Return one tensor; bfloat16 and the 8-bit floats have the types of ml_dtypes.
 
-        With `rank` it is the tensor as that rank held it. Without, it is the global one, put together from the ranks
-        that recorded it as `view()` says (activation gradients are divided by the number of ranks; see `GlobalView`).
-        What else is left open must be unambiguous; of several attempts at a step the newest is meant.
+        With `rank` it is the tensor as that rank held it. Without, it is the global tensor, put together from the ranks
+        that recorded it as in `view()` (activation gradients are divided by the number of ranks; see `GlobalView`). The
+        arguments must fit only one tensor; of several attempts at a step the newest is taken.
 
         Raises:
             LookupFailedError: no such tensor with its values, or several, or the ranks' tensors make no single one;
@@ -147,7 +147,7 @@ class Run(RecordedRun):
         rank: int | None = None,
         **more: Unpack[Qualifiers],
     ) -> torch.Tensor:
-        """A value as a torch tensor on the CPU, of the very dtype that training had; arguments as for `array`."""
+        """Return a value as a torch tensor on the CPU, with the dtype of training; arguments as for `array`."""
         import torch
 
         data, dtype, shape = self._tensor_bytes(module_path, _question(site, step, name, rank, more))
@@ -168,14 +168,14 @@ class Run(RecordedRun):
         rank: int | None = None,
         **more: Unpack[Qualifiers],
     ) -> Histogram:
-        """How many values of a tensor have which sign and which power of two, where a rule has kept that.
+        """Return the number of values of a tensor with each sign and power of two, where a rule has kept them.
 
-        Arguments are those of `array`; no values are needed. Without `rank` it is that of the global tensor: counts of
-        several ranks are added. Print it, ask it for a `quantile`, or add histograms of several steps.
+        Arguments are those of `array`; no values are needed. Without `rank` the histogram is that of the global tensor:
+        counts of several ranks are added. Print it, ask it for a `quantile`, or add histograms of several steps.
 
         Raises:
-            LookupFailedError: no such tensor with a histogram, or several, or it is a summand of a value, of which
-                nothing can be counted.
+            LookupFailedError: no such tensor with a histogram, or several, or the tensor is a summand of a value, whose
+                elements cannot be counted.
             CorruptError: the bytes are not those that were written.
         """
         return histogram_of(*self._find(module_path, _question(site, step, name, rank, more)))
@@ -189,14 +189,14 @@ class Run(RecordedRun):
         rank: int | None = None,
         **more: Unpack[Qualifiers],
     ) -> Units:
-        """Sums over the values of each unit (neuron, channel, feature) of a tensor, where a rule has kept them.
+        """Return sums over the values of each unit (neuron, channel, feature) of a tensor, where a rule has kept them.
 
-        Arguments are those of `array`; no values are needed. Without `rank` they are those of the global tensor: units
-        that ranks hold side by side stand side by side, and sums of the same unit are added. Print it, ask it for
-        `mean`, `rms`, `absmax` and `zero_share`, or add those of several steps.
+        Arguments are those of `array`; no values are needed. Without `rank` the units are those of the global tensor:
+        units of different ranks are concatenated, and sums of the same unit are added. Print the result, ask it for
+        `mean`, `rms`, `absmax` and `zero_share`, or add the results of several steps.
 
         Raises:
-            LookupFailedError: no such tensor with sums of its units, or several, or it is a summand of a value.
+            LookupFailedError: no such tensor with sums of its units, or several, or the tensor is a summand of a value.
             CorruptError: the bytes are not those that were written.
         """
         return units_of(*self._find(module_path, _question(site, step, name, rank, more)))
@@ -211,14 +211,14 @@ class Run(RecordedRun):
         layouts: Sequence[str] = (),
         **more: Unpack[Qualifiers],
     ) -> TensorLayout:
-        """Where each chunk of a global tensor came from: its ranks, their positions, how that is known. Print it.
+        """Return where each chunk of a global tensor came from: its ranks, their positions, and how this is known.
 
-        Arguments are those of `array`, and `layouts`, those of `view`; no values are needed, and of chunks that make
-        no tensor it says why.
+        Print the result. Arguments are those of `array`, and `layouts` as for `view`; no values are needed. For chunks
+        that make no tensor the result says why.
 
         Raises:
             LookupFailedError: no such tensor, or several; the message lists the choices. Or the run is a merged one,
-                or a layout is none.
+                or a layout is invalid.
         """
         if (source := self.manifest.merged_from) is not None:
             raise LookupFailedError(f"a merged run has whole tensors; ask the run {source.path} that it is of")
@@ -237,16 +237,16 @@ class Run(RecordedRun):
         """Refuse an override of a layout that would change nothing.
 
         Raises:
-            LookupFailedError: one is of another form, or no value fits its pattern; the message says which.
+            LookupFailedError: an override has another form, or no value fits its pattern; the message says which.
         """
         check_overrides(layouts, self)
 
     def ended_before(self, step: int) -> str:
-        """Which ranks' records end, by a kill, before a step; empty where none does."""
+        """Return a sentence about the ranks whose records end by a kill before a step; empty if there are none."""
         return ended_before(self.writers, step)
 
     def __getitem__(self, module_path: str) -> ModuleView:
-        """The run narrowed to one module and what is below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.
+        """Return the run narrowed to a module and all below it: ``run["layers.0.mlp"]``; ``run[""]`` is the root.
 
         Raises:
             LookupFailedError: there is no such module; the message names the nearest.
@@ -256,12 +256,12 @@ class Run(RecordedRun):
     def report(
         self, *, against: Run | None = None, statistics: Sequence[str] = (), height_pixels: int | None = None
     ) -> InlinePage:
-        """The page of `recorder report`, which a notebook shows below the cell; nothing is written.
+        """Return the page of `recorder report`, which a notebook shows below the cell; nothing is written.
 
         Args:
             against: another run, to be drawn beside this one.
-            statistics: those that are drawn; by default as many as there is room for.
-            height_pixels: of the page.
+            statistics: the statistics that are drawn; by default as many as there is room for.
+            height_pixels: the height of the page.
 
         Raises:
             LookupFailedError: there is nothing to draw; the message says what to record the next time.
@@ -269,10 +269,10 @@ class Run(RecordedRun):
         return self.drawn(against=against, statistics=statistics, height_pixels=height_pixels)
 
     def drawn(self, **wanted: Any) -> InlinePage:
-        """A page, by the function that draws pages; `wanted` are the arguments of that function.
+        """Return a page from the function `draw_page`; `wanted` are the arguments of the function.
 
         Raises:
-            UnsupportedError: the run was opened without that function.
+            UnsupportedError: the run was opened without `draw_page`.
         """
         if self.draw_page is None:
             raise UnsupportedError(f"{self.path}: was opened for questions alone; recorder.open_run opens it for pages")
@@ -308,7 +308,7 @@ class Run(RecordedRun):
     ) -> tuple[LoadedRows | None, MetadataRows, TensorRows, bool]:
         """Return the rows of the one tensor that a question means, and whether it may lack rows of some ranks.
 
-        The rows of a tensor of several ranks come with the loaded values that they are part of.
+        A tensor of several ranks is returned with the loaded values that its rows belong to.
         """
         partial = bool(question.pop("partial", False))
         is_global = question["rank"] is None and self._may_be_in_chunks
@@ -332,15 +332,15 @@ class Run(RecordedRun):
 
     @cached_property
     def _may_be_in_chunks(self) -> bool:
-        """Whether several rows may be one tensor: of several ranks, or of the micro-batches of a pipeline."""
+        """Whether several rows may form one tensor: rows of several ranks, or of the micro-batches of a pipeline."""
         return max(len(self.ranks), self.world_size or 1) > 1 or (not self.is_merged and self._view.has_pipeline)
 
 
 class ModuleView:
-    """One module of a run: its rows, those of the modules below it, and its tensors. Made by ``run["layers.0.mlp"]``.
+    """One module of a run, with its rows and tensors and the rows below it; made by ``run["layers.0.mlp"]``.
 
-    Rows are those of the module and of everything below it, unless ``recurse=False`` asks for its own; `array` and
-    `tensor` are of the module itself.
+    Rows are those of the module and of everything below it, unless ``recurse=False`` asks only for the module's own
+    rows. `array` and `tensor` return tensors of the module itself.
     """
 
     def __init__(self, run: Run, path: str) -> None:
@@ -348,56 +348,56 @@ class ModuleView:
         self.path = path
 
     def __getitem__(self, path: str) -> ModuleView:
-        """A module below, by its path relative to this one: ``run["layers.0"]["mlp.down"]``.
+        """Return a module below, by its path relative to this module: ``run["layers.0"]["mlp.down"]``.
 
         Raises:
-            LookupFailedError: there is none; the message names the nearest.
+            LookupFailedError: there is no such module; the message names the nearest.
         """
         return narrow(self.run, path, below=self.path)
 
     def table(self, columns: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True) -> Any:
-        """The module's rows, as `Run.table` gives them."""
+        """Return the module's rows, as `Run.table` does."""
         return self.run.table(columns, self._and(filter, recurse))
 
     def to_pandas(
         self, columns: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True
     ) -> pandas.DataFrame:
-        """Metadata rows as a pandas frame; the arguments are those of `table`."""
+        """Return metadata rows as a pandas frame; the arguments are those of `table`."""
         return self.run.to_pandas(columns, self._and(filter, recurse))
 
     def to_long(
         self, statistics: Sequence[str] | None = None, filter: Any = None, *, recurse: bool = True
     ) -> pandas.DataFrame:
-        """The module's statistics, as `Run.to_long` gives them."""
+        """Return the module's statistics, as `Run.to_long` does."""
         return self.run.to_long(statistics, self._and(filter, recurse))
 
     def array(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> npt.NDArray[Any]:
-        """One tensor of the module itself, as `Run.array` gives it."""
+        """Return one tensor of the module itself, as `Run.array` does."""
         return self.run.array(self.path, site, step, **which)
 
     def tensor(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> torch.Tensor:
-        """A value as `Run.tensor` gives it; the arguments are those of `array`."""
+        """Return a value as `Run.tensor` does; the arguments are those of `array`."""
         return self.run.tensor(self.path, site, step, **which)
 
     def histogram(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> Histogram:
-        """The histogram of one tensor of the module itself, as `Run.histogram` gives it."""
+        """Return the histogram of one tensor of the module itself, as `Run.histogram` does."""
         return self.run.histogram(self.path, site, step, **which)
 
     def units(self, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> Units:
-        """Sums over the units of one tensor of the module itself, as `Run.units` gives them."""
+        """Return sums over the units of one tensor of the module itself, as `Run.units` does."""
         return self.run.units(self.path, site, step, **which)
 
     def plot(
         self, site: str | None = None, statistic: str | None = None, *, height_pixels: int | None = None
     ) -> InlinePage:
-        """The lines, histograms and units of the module over steps, which a notebook shows below the cell.
+        """Return a page with the module's lines, histograms and units over steps, which a notebook shows.
 
-        The page has what is below the module, too, and can be changed there.
+        The page contains the modules below the module, too, and what is shown can be changed there.
 
         Args:
-            site: what is shown first: ``output``, ``grad_output``, ``grad``...
-            statistic: ``absmax``, ``l2``, ``mean``...
-            height_pixels: of the page.
+            site: the site that is shown first: ``output``, ``grad_output``, ``grad``...
+            statistic: the statistic that is shown first: ``absmax``, ``l2``, ``mean``...
+            height_pixels: the height of the page.
 
         Raises:
             LookupFailedError: there is nothing to draw, or no such site.
@@ -412,17 +412,17 @@ class ModuleView:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Steps of which there is a row."""
+        """The steps that have a row."""
         return sorted(self.table(["step"]).column("step").unique().to_pylist())
 
     @cached_property
     def sites(self) -> list[str]:
-        """Sites of which there is a row."""
+        """The sites that have a row."""
         return in_order_of_sites(self.table(["site"]).column("site").unique().to_pylist())
 
     @property
     def children(self) -> list[str]:
-        """Relative paths of the modules right below."""
+        """The relative paths of the direct children of the module."""
         return list(dict.fromkeys(path.partition(".")[0] for path in self._below))
 
     @cached_property
@@ -465,7 +465,7 @@ class ModuleView:
 
 
 def narrow(run: Run, path: str, below: str = "") -> ModuleView:
-    """The view of a module, by its path below another.
+    """Return the view of a module, by its path below another module.
 
     Raises:
         TypeError: the path is no text.
@@ -496,7 +496,7 @@ def _question(site: str, step: int | None, name: str | None, rank: int | None, m
 
 
 def open_run(path: str | PathLike[str] | Location | None = None) -> Run:
-    """Open a run as `recorder.open_run` does; a run that is opened so draws no pages."""
+    """Open a run as `recorder.open_run` does, but without the function that draws pages."""
     return open_location(path.anew() if isinstance(path, ObjectPath) else path)
 
 

@@ -1,6 +1,6 @@
-"""What is asked for: which rows, by module, site, name, step and rank, and in which view.
+"""Which rows a question is about, by module, site, name, step and rank, and in which view.
 
-Must never loop over rows.
+This module must never loop over rows.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ PER_RANK = ("*=per_rank",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What is asked for; None asks for all."""
+    """The rows that a question is about. A field that is None selects all values of its column."""
 
     module: str | None = None
-    """Patterns of module paths, with commas, as in rules; ``''`` is the root."""
+    """Patterns of module paths, separated by commas, as in rules; ``''`` is the root."""
     site: str | None = None
-    """One site, or several with commas."""
+    """One site, or several separated by commas."""
     name: str | None = None
-    """Patterns of names at the site."""
+    """Patterns of names at the site, separated by commas."""
     step: int | str | None = None
     """A step, or several as in rules: ``0:100``, ``::10``, ``0,5,7``, ``pow2``."""
     rank: int | str | None = None
-    """Ranks, written like steps."""
+    """One rank, or several, written like steps."""
 
     @property
     def columns(self) -> dict[str, int | str]:
-        """The columns that `narrow` looks at, with what is asked for."""
+        """The columns that `narrow` compares, with the selected values."""
         asked = {"module_path": self.module, "site": self.site, "name": self.name, "step": self.step, "rank": self.rank}
         return {column: value for column, value in asked.items() if value is not None}
 
     def check(self, *runs: Run) -> None:
-        """Refuse what can match nothing in these runs, before their rows are looked at.
+        """Refuse a selection that can match nothing in these runs, before their rows are read.
 
-        Raises LookupFailedError if a pattern or the schedule of steps or ranks cannot be read, or a site is unknown in
-        the versions of the format that the runs have, as far as this version knows them.
+        Raises LookupFailedError if a pattern, or the schedule of steps or ranks, cannot be parsed, or if a site is
+        unknown in the format versions of the runs, as far as this version knows them.
         """
         for column, value in (("step", self.step), ("rank", self.rank)):
             if value is not None:
@@ -66,7 +66,7 @@ class Selection:
                 raise LookupFailedError(f"no site {site!r}; {hint}")
 
     def narrow(self, table: Any) -> Any:
-        """Return the rows of a `pa.Table` that are asked for. Each distinct value is judged once."""
+        """Return the selected rows of a `pa.Table`. Each distinct value is judged once."""
         tests: list[tuple[str, Callable[[list[Any]], list[Any]]]] = []
         if self.module is not None:
             tests.append(("module_path", self.modules))
@@ -88,15 +88,15 @@ class Selection:
         return table
 
     def modules(self, paths: Sequence[str]) -> list[str]:
-        """Return those of some module paths that are asked for."""
+        """Return the module paths that are selected, out of `paths`."""
         return choose(ANY if self.module is None else _patterns("module", self.module), paths)
 
     def ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of some ranks that are asked for."""
+        """Return the ranks that are selected, out of `ranks`."""
         return list(ranks) if self.rank is None else _within(_schedule("rank", self.rank), list(ranks))
 
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:
-        """Return the error for a selection that left no row of `table`, which has the columns of `columns`."""
+        """Return the error for a selection that matches no row of `table`, which must have the columns of `columns`."""
         for column, asked in self.columns.items():
             if self.only(column).narrow(table).num_rows:
                 continue
@@ -113,7 +113,7 @@ class Selection:
         return LookupFailedError(f"{what} has no row with {together}; each of these occurs, but never together")
 
     def only(self, column: str) -> Selection:
-        """Return what is asked for of one column."""
+        """Return the part of the selection that is about one column."""
         return Selection(**{column.removesuffix("_path"): self.columns.get(column)})  # type: ignore[arg-type]
 
     @property
@@ -123,19 +123,19 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalOptions:
-    """Whether the ranks' rows are asked for as global tensors, and how they become these; see `Run.view`."""
+    """Whether a question is about global tensors, and how these are made of the ranks' rows; see `Run.view`."""
 
     across_ranks: bool = False
     loss: str = "mean"
     layouts: Sequence[str] = ()
     partial: bool = False
-    """True to take a value that lacks ranks as it is; else it is left out, and a note says so."""
+    """True to include values that lack ranks, as far as they are there; else they are left out, with a note."""
 
     def check(self, *runs: Run) -> None:
         """Refuse options without an effect.
 
-        Raises LookupFailedError if a loss or a layout is given, and the ranks are not put together, or were in every
-        run; or no value fits a layout.
+        Raises LookupFailedError if a loss or a layout is given although no global tensors are asked for, or all runs
+        are merged; also if no value fits a layout.
         """
         if self.loss == "mean" and not self.layouts:
             return
@@ -148,7 +148,7 @@ class GlobalOptions:
 
 
 RANKS_OWN = GlobalOptions()
-"""Each rank's own rows."""
+"""The options for each rank's own rows."""
 
 
 def _within(wanted: Schedule | Sequence[str], values: list[Any]) -> list[Any]:

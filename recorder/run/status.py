@@ -1,6 +1,6 @@
-"""What a run shows of itself while it is under way: the newest `_status.json` of each rank.
+"""The state of a run while it is recorded: the newest `_status.json` of each rank.
 
-The module opens no shard. A status is untrusted input: what is no number in range is 0, what is no text is empty.
+This module opens no shard. A status is untrusted: what is no number in range becomes 0, and what is no text is empty.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from ..storage.locations import Location, store_of
 
 PROOF = "_prove.json"
 PROOF_BYTES = 1 << 20
-"""A larger file was not written by us."""
+"""The size of the largest proof file that is read; the recorder writes no larger file."""
 UNCHANGED, CHANGED, UNKNOWN = "unchanged", "changed", "cannot tell"
 VERDICTS = (UNCHANGED, CHANGED, UNKNOWN)
 _MAX_REASONS = 64
 _MAX_ANSWERS = 64
 _MAX_TEXT = 300
 _MAX_SMALL_MANIFEST_BYTES = 1 << 20
-"""Without a status, a larger manifest is not read: thousands of large manifests would take minutes."""
+"""The size of the largest manifest that stands in for a status: thousands of large manifests would take minutes."""
 _GRACE_S = 3.0
-"""How late a status may be before its writer counts as silent."""
+"""How late a status may be, in seconds, before its writer counts as silent."""
 _BEGIN_S = 60.0
-"""How long a writer that has a directory may be silent before its first status."""
+"""The longest time, in seconds, from the creation of a writer's directory to its first status."""
 
 ENDED = ("closed", "killed", "failed")
-"""States from which a writer does not come back."""
+"""The states that a writer never leaves again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Lifetime):
-    """One writer as it described itself last."""
+    """The latest status that a writer wrote about itself."""
 
     interval_s: float = 0.0
-    """How often it meant to describe itself."""
+    """The planned interval between two statuses, in seconds."""
     step: int = 0
     has_step: bool = True
     """False if step and counts mean nothing: the writer has left no status, or only the one of its start."""
@@ -59,10 +59,10 @@ class Status(Lifetime):
     dropped: Mapping[str, int] = field(default_factory=dict)
     written_bytes: int = 0
     used_bytes: int = 0
-    """Bytes on the disk now: fewer than were written if retention has removed some."""
+    """The bytes on the disk now, which are fewer than were written if retention has removed shards."""
     max_bytes: int = 0
     free_bytes: int | None = None
-    """Bytes that the file system has free."""
+    """The free bytes of the file system."""
     pool_bytes: int = 0
     pool_used_bytes: int = 0
     pool_peak_bytes: int = 0
@@ -70,13 +70,13 @@ class Status(Lifetime):
     longest_wait_s: float = 0.0
     queue_length: int = 0
     recent_s: float = 0.0
-    """The time that `recent_steps` and `recent_bytes` cover."""
+    """The time that `recent_steps` and `recent_bytes` cover, in seconds."""
     recent_steps: int = 0
     recent_bytes: int = 0
     commands: tuple[Answer, ...] = ()
-    """The outcome of the newest commands."""
+    """The outcomes of the newest commands."""
     num_commands_refused: int = 0
-    """How many files in the place of commands held none."""
+    """The number of files in the directory of commands that are no command."""
 
     @property
     def num_dropped(self) -> int:
@@ -93,23 +93,23 @@ class Status(Lifetime):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNow:
-    """One rank, by its newest writer."""
+    """The present state of one rank, according to its newest writer."""
 
     rank: int
     state: str
-    """As in `Status`, or ``killed`` (its process is gone), ``silent`` (nothing heard for too long), ``starting``."""
+    """The state in `status`, or ``killed`` (its process is gone), ``silent`` (no news for too long) or ``starting``."""
     silent_s: float
-    """The time since it was heard of last."""
+    """The time since the last status, in seconds."""
     status: Status
     num_writers: int
-    """Process lifetimes that this rank has had in this run."""
+    """The number of process lifetimes that this rank has had in the run."""
     num_alive: int
-    """How many of them are recording: more than one means that two jobs use one directory."""
+    """The number of these writers that are recording: more than one means that two jobs use one directory."""
 
 
 @dataclass(slots=True)
 class _StatusFile:
-    """One writer directory, as it was looked at last."""
+    """One writer directory as of the last look."""
 
     directory: Location
     status: Status
@@ -120,7 +120,7 @@ class _StatusFile:
 
 
 class RunWatch:
-    """A run that is looked at repeatedly. Ranks may begin, begin again and end meanwhile."""
+    """A run that is looked at repeatedly, while ranks may begin, begin again and end."""
 
     def __init__(self, run: Location, *, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.run = run
@@ -129,7 +129,7 @@ class RunWatch:
         self._seen: dict[Location, _StatusFile] = {}
 
     def look(self) -> list[RankNow]:
-        """Return every rank as it is now, in order.
+        """Return the present state of every rank, sorted by rank.
 
         Raises NotARunError if the run's directory cannot be listed any more.
         """
@@ -159,7 +159,7 @@ class RunWatch:
         )  # fmt: skip
 
     def _refresh(self, directory: Location) -> _StatusFile:
-        """Read what has changed since the last look; a torn or senseless file changes nothing."""
+        """Read what has changed since the last look. A torn or meaningless file changes nothing."""
         seen = self._seen.get(directory)
         if seen is None:
             seen = self._seen[directory] = _StatusFile(directory, Status(writer=directory.name, has_step=False))
@@ -192,7 +192,7 @@ class RunWatch:
         seen.changed_ns, seen.inode = stat.changed_ns, stat.inode
 
     def _silent_s(self, seen: _StatusFile) -> float:
-        """Return the time by the file system's clock, since hosts need not agree on theirs."""
+        """Return the time since the last change by the file system's clock, as hosts' clocks may differ."""
         changed_ns = seen.changed_ns
         if not changed_ns:
             with suppress(OSError):
@@ -240,7 +240,7 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
 
 
 def _parse_manifest(directory: Location, raw: dict[str, Any]) -> Status:
-    """Read the manifest of a writer without a status, which a setting turns off and older versions lack."""
+    """Read the manifest of a writer without a status, which a setting turns off and older versions do not have."""
     balance = Balance.read(Members(raw).inner("ledger"))
     return Status(
         **_identity(directory.name, raw),
@@ -267,22 +267,22 @@ def _drops(balance: Balance) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Whether a program trained under the recorder as it does without."""
+    """The result of testing whether a program trains the same with the recorder as without."""
 
     verdict: str
-    """One of `VERDICTS`; a verdict of a later version counts as ``cannot tell`` for exit codes."""
+    """One of `VERDICTS`. A verdict of a later version counts as ``cannot tell`` for exit codes."""
     text: str
     """The verdict as a sentence."""
     steps: int = 0
-    """How many optimizer steps were compared."""
+    """The number of optimizer steps that were compared."""
     ranks: int = 0
-    """How many ranks were compared."""
+    """The number of ranks that were compared."""
     first_step: int | None = None
-    """The first step that differs, counted from 0 at the start of the program; None if none does."""
+    """The first step that differs, counted from 0 at the start of the program; None if no step differs."""
     notes: tuple[str, ...] = ()
-    """What was not compared, and why."""
+    """Notes on what was not compared, and why."""
     time_ns: int = 0
-    """When the verdict was found, since the epoch."""
+    """The time of the verdict, in nanoseconds since the epoch."""
 
     def encode(self) -> bytes:
         """Return the text of the file."""
@@ -290,7 +290,7 @@ class Proof:
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> Proof:
-        """Read the object of a file, which is untrusted input."""
+        """Read the object of a file, which is untrusted."""
         members = Members(raw)
         notes = raw.get("notes")
         return cls(
@@ -305,7 +305,7 @@ class Proof:
 
 
 def keep_proof(proof: Proof, run: Path) -> None:
-    """Write the verdict next to the run's manifest, with the same permissions."""
+    """Write the verdict next to the run's manifest, with the permissions of the manifest."""
     temporary = run / f"{PROOF}.tmp"
     temporary.write_bytes(proof.encode())
     temporary.chmod((run / RUN_MANIFEST).stat().st_mode & 0o777)

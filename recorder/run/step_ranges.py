@@ -1,7 +1,7 @@
-"""The ranges of steps by which a run is read: how a run is cut, and which processes work on the ranges.
+"""Cuts a run into ranges of steps, and gives the ranges to this process or to others.
 
-The ranges are the same wherever they are worked on, and the answers are put together in the order of the ranges: no bit
-of an answer depends on the machine. A mapper must never hold the answers of more than a few ranges.
+The ranges are the same wherever they are worked on, and the answers are put together in the order of the ranges. So no
+bit of an answer depends on the machine. A mapper must never hold the answers of more than a few ranges.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from ..system.executors import check_versions, keep, versions, worker_name
 from .run import RecordedWriter, Run, open_run
 
 MAX_ROWS = 200_000
-"""The most rows in a range, of all ranks, which bounds the memory for their columns."""
+"""The most rows in a range, of all ranks together, which bounds the memory for their columns. A step may have more."""
 MAX_BYTES = 256 << 20
-"""The most decoded payload in a range, of all ranks: a second of work. A single step may have more of both."""
+"""The most decoded payload in a range, of all ranks together: a second of work. A single step may have more."""
 
 T = TypeVar("T")
 Steps = tuple[int, int]
 
 
 class Mapper(Protocol):
-    """Answers a question range by range, in this process or in others."""
+    """Answers a question for each range, in this process or in others."""
 
     def __call__(
         self, make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
     ) -> Iterator[T]:
-        """Yield the answers in the order of the ranges; few answers are computed before they are asked for.
+        """Yield the answers in the order of the ranges. Few answers are computed before they are asked for.
 
         Args:
-            make: makes the function that is called with each range; called once in each process. A class or a
-                function of a module.
+            make: a class, or a function of a module. It is called once in each process. It returns the function
+                that is called with each range.
             arguments: the arguments of `make`; each a run, a tuple of runs, or plain data.
-            ranges: the arguments of one call each.
+            ranges: the arguments of each call.
         """
 
 
 def map_serially(
     make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
 ) -> Iterator[T]:
-    """Work on the ranges in this thread, one after the other: the mapper without a cluster."""
+    """Work on the ranges in this thread, one after the other. This is the mapper without a cluster."""
     work = make(*arguments)
     for arguments_of_one in ranges:
         yield work(*arguments_of_one)
@@ -79,7 +79,7 @@ def writer_step_ranges(writers: Iterable[RecordedWriter], max_rows: int) -> list
 
 
 class AttemptSteps(NamedTuple):
-    """A range of steps of one attempt: from `first` up to, but not including, `last`."""
+    """A range of steps of one attempt, from `first` up to, but not including, `last`."""
 
     attempt: int
     first: int
@@ -87,7 +87,7 @@ class AttemptSteps(NamedTuple):
 
 
 def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
-    """Return ranges of steps that cover the rows as the ranks recorded them, by attempt, then ascending."""
+    """Return ranges of steps that cover the rows as the ranks recorded them, sorted by attempt and step."""
     sizes_of: dict[int, list[StepSizes]] = {}
     for writer in run.writers:
         for shard in writer.shards:
@@ -106,10 +106,10 @@ def attempt_step_ranges(run: Run) -> list[AttemptSteps]:
 def first_parts(
     writers: Iterable[RecordedWriter], steps: Steps, columns: Sequence[str], *, is_all: bool
 ) -> Iterator[Any]:
-    """Yield the rows of some writers and steps, each tensor once, by its first part; a table a batch.
+    """Yield the rows of some writers and steps that are first parts of tensors, one table for each batch.
 
-    A batch may span many more steps; only the rows of these steps stay. `is_all` says that the steps are all steps of
-    a run, which spares a look at the steps of each batch.
+    A batch may contain rows of many other steps, which are left out. `is_all` says that `steps` covers the complete
+    run, so that the steps of no batch need be compared first.
     """
     for shard in (shard for writer in writers for shard in writer.shards):
         for batch in shard.columns((*columns, "part"), None if is_all else steps):
@@ -120,7 +120,7 @@ def first_parts(
 
 
 def with_coded_texts(table: Any, schema: Any) -> Any:
-    """Return the columns of a schema, with the texts that the schema has as numbers coded as such."""
+    """Return the columns of a schema, with texts encoded as dictionaries where the schema has dictionaries."""
     columns = [table.column(name) for name in schema.names]
     made = [
         c.dictionary_encode() if pa.types.is_dictionary(t) else c for c, t in zip(columns, schema.types, strict=True)
@@ -131,7 +131,7 @@ def with_coded_texts(table: Any, schema: Any) -> Any:
 _PENDING_ROWS = 250_000
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="lz4")
 _BYTES_A_ROW = 500
-"""More than any row was seen to take in a file."""
+"""More bytes than any row was seen to take in a file."""
 
 
 @contextmanager
@@ -141,13 +141,13 @@ def cut_rows(
     tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
     max_pending_rows: int = _PENDING_ROWS,
 ) -> Iterator[Callable[[Steps], Iterator[Any]]]:
-    """Make a function that gives the tables of a range, as `tables` would make them of that range alone.
+    """Make a function that returns the tables of a range, as `tables` would make them for this range alone.
 
     Args:
-        run: whose rows.
-        ranges: half-open, ascending, apart from each other.
-        tables: makes tables of writers and a range of steps, all of one schema, with a column ``step``.
-        max_pending_rows: rows that are in memory together while they are cut, twice, and those of one table more.
+        run: the run that has the rows.
+        ranges: the ranges of steps, half-open, ascending, and disjoint.
+        tables: makes tables for writers and a range of steps, all of one schema, with a column ``step``.
+        max_pending_rows: the rows that are cut at once. Twice as many are in memory, and those of one table more.
     """
     with ExitStack() as stack:
         folder = None
@@ -167,7 +167,7 @@ def _fill(
     folder: Path, run: Run, ranges: Sequence[Steps], tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
     max_pending_rows: int,
 ) -> bool:  # fmt: skip
-    """Write the tables of all ranges; False if the disk refuses."""
+    """Write the tables of all ranges; return False if the disk refuses."""
     starts = np.array([first for first, _ in ranges], np.int64)
     pending: list[Any] = []
     num_pending = 0
@@ -185,7 +185,7 @@ def _fill(
 
 
 def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> None:
-    """Append the pending rows to the files of their ranges, as one more stream each."""
+    """Append the pending rows to the files of their ranges, as one more Arrow stream in each file."""
     if not pending:
         return
     table = pa.concat_tables(pending).unify_dictionaries().combine_chunks()
@@ -203,7 +203,7 @@ def _append(folder: Path, starts: npt.NDArray[np.int64], pending: list[Any]) -> 
 
 
 def _read(path: Path) -> Iterator[Any]:
-    """Yield the tables in a file; a range without complete tensors has none."""
+    """Yield the tables in a file. The file of a range without complete tensors does not exist."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -213,19 +213,19 @@ def _read(path: Path) -> Iterator[Any]:
 
 
 class Attempts:
-    """Which attempt counts at each step. It learns as the steps of all ranks are shown to it."""
+    """Decides which attempt counts at each step. It learns from the tables that it is given, which have all ranks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._newest: dict[int, int] = {}
-        """By step."""
+        """The attempt that counts, by step."""
         self._is_one = True
-        if len({writer.attempt for writer in run.writers}) > 1:  # there may be no rows of some attempts
+        if len({writer.attempt for writer in run.writers}) > 1:  # some attempts may have no rows
             batches = (b for writer in run.writers for shard in writer.shards for b in shard.columns(["attempt"]))
             self._is_one = len({one for batch in batches for one in batch.column("attempt").unique().to_pylist()}) < 2
 
     def counting(self, table: Any) -> npt.NDArray[np.bool_]:
-        """Return which rows count: of several attempts at a step those of the newest that completed it."""
+        """Return which rows count: where attempts share a step, the rows of the newest attempt that completed it."""
         steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
         if self._is_one:
             return np.ones(len(steps), np.bool_)
@@ -249,11 +249,11 @@ SEES_AS_HERE = "every worker has to see runs and output as the process does that
 
 
 class ChangedError(RunError):
-    """A run holds something else than when it was opened first, most likely because it is still recorded."""
+    """A run has changed since it was first opened, most likely because it is still being recorded."""
 
 
 class RunAsOpened(NamedTuple):
-    """A run for another process, with the versions that this process must have."""
+    """A run to be opened in another process, with the versions of software that this process must have."""
 
     path: str
     identity: tuple[object, ...]
@@ -279,9 +279,9 @@ class RunAsOpened(NamedTuple):
         return run
 
     def open_unchanged(self) -> Run:
-        """Return the run as it was when it was opened first.
+        """Return the run as it was when it was first opened.
 
-        Raises ClusterError as `open` does, and ChangedError if the run holds something else by now.
+        Raises ClusterError as `open` does, and ChangedError if the run has changed since.
         """
         run = self.open()
         if digest(run) != self.digest:
@@ -290,7 +290,7 @@ class RunAsOpened(NamedTuple):
 
 
 def digest(run: Run) -> str:
-    """Return a digest of what the opening of a run has found: its writers, what they say, and their files."""
+    """Return a digest of what is known after a run is opened: its writers, their manifests, and their files."""
     writers = [
         [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.shards]]
         for one in run.writers
@@ -304,22 +304,22 @@ def _identity(run: Run) -> tuple[object, ...]:
 
 
 _RANGES_PER_WORKER = 2
-"""One range is worked on, and one waits."""
+"""The number of ranges that a worker has at once: it works on one, and one waits."""
 _LOGGER = (__package__ or "recorder").partition(".")[0]
 
 logger = logging.getLogger(__name__)
 
 
 def spread_over(executor: Executor, num_workers: int) -> Mapper:
-    """A mapper that gives ranges to an executor, whose workers see the runs under the paths that they have here.
+    """Return a mapper that gives ranges to an executor, whose workers must see the runs under the same paths.
 
-    A range of a run that a worker finds changed, because the run is being recorded, is worked on here. What a worker
-    warns of is logged here, each text once. Besides what a range raises, the mapper raises ClusterError: a worker sees
-    no run or another one, has other versions, or was lost.
+    If a worker finds a run changed, because the run is being recorded, the range is worked on in this process. Warnings
+    of workers are logged here, each text once. Besides the errors of a range, the mapper raises ClusterError if a
+    worker sees no run or another one, has other versions, or was lost.
 
     Args:
-        executor: it is not shut down.
-        num_workers: how many calls the executor does at once.
+        executor: the executor, which is not shut down.
+        num_workers: the number of calls that the executor works on at once.
     """
 
     def spread(
@@ -354,7 +354,7 @@ def spread_over(executor: Executor, num_workers: int) -> Mapper:
 copyreg.pickle(Run, lambda run: (RunAsOpened.open_unchanged, (RunAsOpened.of(run),)))
 
 
-# What follows is called by the workers.
+# The functions below are called by the workers.
 
 
 def _work_on(shipped: bytes, wanted: tuple[Any, ...]) -> tuple[Any, list[tuple[int, str]]]:
@@ -370,7 +370,7 @@ def _made(shipped: bytes) -> Callable[..., Any]:
 
 @contextmanager
 def _heard() -> Iterator[list[tuple[int, str]]]:
-    """Collects what this thread logs: it is for the process that asked, not for the log of a worker."""
+    """Collect what this thread logs, for the process that asked, and not for the log of the worker."""
     messages: list[tuple[int, str]] = []
     thread = threading.get_ident()
 
