@@ -210,7 +210,7 @@ class _RangeStatistics:
         self._view = run.view(loss=options.loss, layouts=options.layouts) if options.across_ranks else None
 
     def __call__(self, *steps: int) -> _RangeAnswer:
-        """Return the answer for a range of steps: first and last step, for ranks' own rows after the attempt."""
+        """Return the answer for (first step, last step), or (attempt, first step, last step) of ranks' own rows."""
         problems, partial = Problems(self._selection), MissingRanks()
         if self._view is None:
             attempt, first, last = steps

@@ -35,7 +35,7 @@ class Statistic(NamedTuple):
     floor: float
     """The least standard deviation that counts as normal: another random seed alone causes as much."""
     floor_of_one: float = 0.0
-    """The share of the floor that falls with size: a tensor of n elements adds this number over the root of n."""
+    """The part of the floor that shrinks with size: a tensor of n elements adds this number over the root of n."""
     only_above: bool = False
     """Whether a number below the normal range is no finding."""
 
@@ -139,7 +139,7 @@ class Measures:
         return ids, firsts, np.bincount(ids)
 
     def _over_ranks(self, rows: Rows, rms: Floats) -> Numbers:
-        """Return the distance between the largest and the smallest rank, at the rank farthest from the median."""
+        """Return the largest minus the smallest value over ranks, at the rank that is farthest from the median."""
         of_rank = rows.where("of a rank", lambda key: key.differs_by_batch)
         (indices,) = np.nonzero((rms > _TINY) & of_rank)
         if not len(indices):
@@ -175,7 +175,7 @@ class Normal:
         self.last_step = -1
         self.said: set[tuple[str, str, str, str, str]] = set()
         """The findings of rules on the sound runs themselves, as rule, root, module, site and name."""
-        self._grow(1)  # the row that index -1, an unknown series, refers to where no sound run has a row
+        self._grow(1)  # room for index -1, an unknown series, where no sound run has a row
 
     def __len__(self) -> int:
         return len(self._number_of)

@@ -323,7 +323,7 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """Return, for each row, how many consecutive rows of its lane up to it are flagged; the rows are sorted by lane."""
+    """Return the length of the streak of flagged rows that ends at each row in its lane; rows are sorted by lane."""
     indices = np.arange(len(lanes))
     firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
@@ -339,7 +339,7 @@ class Streaks:
     """Finds the first time in each lane at which a condition has held for some records in a row."""
 
     def __init__(self, reported: Memory | None = None) -> None:
-        """Take the lanes that were reported, as 1. Two objects that share `reported` report each lane only once."""
+        """Take a memory with 1 for each reported lane. Two objects with one memory report each lane only once."""
         self._lengths, self._since = Memory(0.0), Memory()
         self._reported = Memory(0.0) if reported is None else reported
 
@@ -382,7 +382,7 @@ class Spells:
     def begun(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float, lasting: Floats
     ) -> Iterator[tuple[int, int]]:
-        """Yield the rows at which the condition has held long enough, and since which step; also when it comes back.
+        """Yield the rows at which the condition has held long enough, and since which step; again after a break.
 
         Rows are sorted by lane. Long enough means `records` records in a row, and, by row, `lasting` steps.
         """

@@ -280,7 +280,7 @@ def _look_at(location: Location) -> ListedRun | None:
 
 
 FLEET = "_fleet"
-"""The folder of the documents of a fleet's index."""
+"""The folder with the documents of a fleet's index."""
 _MAX_BYTES = 16 << 20
 _STATES = ("unclosed", "recording", "closed", "empty")
 _QUIET_S = 300.0

@@ -33,7 +33,7 @@ from ..first.replicas import FINDINGS, compare_replicas
 from .reading import RunRows
 
 _LEAST_COMMON = 2
-"""A sound run with less than 1/`_LEAST_COMMON` of the run's values has another model, or recorded other sites."""
+"""A sound run is of another model, or recorded other sites, if it has fewer than one in this many of a run's values."""
 
 
 class Checked(NamedTuple):

@@ -30,7 +30,7 @@ from ...run.step_ranges import Attempts, cut_rows, first_parts
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
-"""The rows of a range of steps, of all ranks, which are in memory together. A single step may have more rows."""
+"""The most rows in a range of steps, of all ranks, which are in memory together. A single step may have more."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")
@@ -103,7 +103,7 @@ class RunRows:
                     yield self._as_rows(table)
 
     def of_table(self, table: Any) -> Rows:
-        """Convert a table with the columns of `columns_read`. Only one attempt may have rows at its steps."""
+        """Return the rows of a table with the columns of `columns_read`; each step must be of one attempt only."""
         columns = [table.column(name) for name in (*_ORDER, *self._numbers, *_TEXTS)]
         return self._as_rows(pa.Table.from_arrays([*columns, *columns_of(self._details, table)], schema=self._schema))
 
@@ -177,7 +177,7 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
     """Return, by root and rank, which part of the batch the rank works on, and which piece of the model it holds."""
     pairs: dict[tuple[str, int], tuple[int, int]] = {}
     peers: dict[int, dict[int, int]] = {}
-    """By `id` of the group, the piece of the model that each rank holds."""
+    """By `id` of a group of ranks, the piece of the model that each rank of the group holds."""
     for number, writer in enumerate(run.writers):
         for root in writer.manifest.roots:
             if writer.rank is None or (root.name, writer.rank) in pairs:
@@ -243,7 +243,7 @@ SOURCES = dict.fromkeys(_OF_UNITS, "units") | dict.fromkeys(_OF_HISTOGRAMS, "his
 
 
 def columns_of(names: Sequence[str], table: Any) -> list[Any]:
-    """Compute these numbers for each row of a table, which must have the bytes, `dtype` and `shape`."""
+    """Compute the named numbers for each row of a table, which must have the bytes, `dtype` and `shape`."""
     columns = {name: np.full(table.num_rows, np.nan) for name in names}
     dtype_of, dtypes = encode(table.column("dtype"))
     of_units, of_histograms = ([name for name in names if name in some] for some in (_OF_UNITS, _OF_HISTOGRAMS))

@@ -151,7 +151,7 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[s
     keys_a = {tuple(row[name] for name in VALUE_KEY) for row in alone_a}
     whole = {tuple(row[name] for name in VALUE_KEY) for row in alone_a if row["rank"] is None}
     alone_b = b.select(list(VALUE_KEY)).take(pa.array(pairs.only_b)).to_pylist()
-    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # whole in one run, say
+    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # as one tensor, and as each rank's
     for side, table, only in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
         for row_index, row in zip(only.tolist(), _rows(table.take(pa.array(only))), strict=True):
             key = tuple(row[name] for name in VALUE_KEY)
@@ -160,10 +160,10 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[s
                 key in in_both or row["site"] not in GRADIENTS or (row["step"], row["site"]) not in common
             ):
                 continue
-            if row["scope"] == "local":  # sharded parameters have none, and the final gradient shows the fault
+            if row["scope"] == "local":  # sharded parameters have no local gradient; the final one shows the fault
                 continue
             when = float(row_index)
-            if side == "b":  # placed right behind the row before it in that run
+            if side == "b":  # right behind the row that precedes it in b
                 at = int(np.searchsorted(pairs.b[order], row_index)) - 1
                 when = float(pairs.a[order[at]]) + 0.5 if at >= 0 else -0.5
             ranks = () if row["rank"] is None else (row["rank"],)

@@ -161,9 +161,9 @@ class RangeSteps(NamedTuple):
 
 
 def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return which pairs have one tensor in one run, but ranks' tensors that make no single tensor in the other run.
+    """Return which pairs have one tensor in one run, and in the other run tensors of ranks that fit no single tensor.
 
-    Where one rank has exactly this tensor, all ranks should have it, and the pairs of the ranks are compared.
+    Where one rank has exactly the one tensor, all ranks should have it, and such pairs are compared.
     """
     sides = [side.table.select(["rank", "note"]).take(pa.array(at)) for side, at in ((a, pairs.a), (b, pairs.b))]
     is_whole = [side.column("rank").is_null().to_numpy() for side in sides]

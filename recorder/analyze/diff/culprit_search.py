@@ -21,7 +21,7 @@ _OF_A_GROUP = "the learning rate of one group alone"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
-"""The number of parameters, besides `_ALIKE_SHARE` of all, that must differ at once for no single one to be blamed."""
+"""The least number of parameters that differ at once (and are `_ALIKE_SHARE` of all) for no single one to be blamed."""
 MAX_STEPS = 32
 """The number of steps with differences that are searched: after the first steps every difference is inherited."""
 _MAX_FOLLOWING = 256
@@ -88,7 +88,7 @@ class _Step:
         self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
         self.has_params = any(event.site == "param" for event in events)
         self.open_state = _Paths(e for e in events if e.is_open and e.site in OF_PARAMETERS)
-        """Parameters, and values that parameters are made from, that need not be equal in the two runs."""
+        """Parameters, their gradients and states of which it is unknown whether the two runs should agree."""
         self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
         """Buffers that differ and that no forward changes."""
         self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
@@ -306,7 +306,7 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
             owner = forward.consumer(event) if event.site == "grad_output" and event.path else event.path
             if is_loss:
                 inherits = "" in bad.at
-            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # outside the event's module
+            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # gradients outside this module
                 inherits = True
             else:
                 inherits = owner in wrong_output if owner in of_output else bool(bad.at)

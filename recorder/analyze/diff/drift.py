@@ -31,7 +31,7 @@ Parameter = tuple[str, str, str, int | None]
 
 
 class Pairs:
-    """The pairs of a range of steps. `differs` says which pairs differ by more than noise, where that is judged."""
+    """The pairs of a range of steps. `differs` says, as far as judged, which pairs differ by more than noise."""
 
     def __init__(self, compared: Callable[[], PairedSteps], differs: Flags) -> None:
         self._compared = compared

@@ -35,7 +35,7 @@ _ROUNDINGS = 8
 """The number of roundings of the largest magnitude up to which a difference is always noise."""
 _ALIKE_SHARE = 0.5
 _MIN_ALIKE = 3
-"""The number of gradients, besides `_ALIKE_SHARE` of all, that a factor of their common norm must explain."""
+"""The least number of gradients (and `_ALIKE_SHARE` of all) that one factor must explain to be that of their norm."""
 
 
 _FAR = ("max_abs", "l2_apart", "statistic_rel")
@@ -76,10 +76,10 @@ class Drifted(NamedTuple):
 
 
 class LoudNoise(NamedTuple):
-    """Set where noise runs are farther from the first run than rounding moves values in one step."""
+    """The distance of noise runs that differ from the first run by more than rounding does in one step."""
 
     step: int
-    """The first step at which the two runs differ."""
+    """The first step at which a noise run differs from the first run."""
     of_norm: float
     """The median distance of the forward's values, as a share of their norms."""
 
@@ -173,7 +173,7 @@ class BeyondNoise:
         if not share:
             return
         factor = share / measured.typical_share(rows)
-        if root in self._shown:  # as the forward showed: a drift need not reach many values
+        if root in self._shown:  # the forward limits it: few values may feel a drift
             share_before, times = self._shown[root]
             factor = min(factor, MARGIN * times * share / share_before)
         factor = max(1.0, factor)
@@ -205,7 +205,7 @@ class BeyondNoise:
         if off := self._off.get(root):
             made = rows[pairs.differs[indices[rows]]]
             is_made = (measured.sites[made] == "optim") | (
-                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else the drift tells more
+                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else the drift judges it
             )
             made = made[is_made]
             # The factor has twice the effect on squares.
@@ -232,7 +232,7 @@ class NoiseMeasure:
             np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
         )
         self._max_abs, self._l2_apart, self._statistic = (numbers(table.column(name)) for name in _FAR)
-        # A gradient recorded behind the module counts by what was compared, because rounding alone may make it differ.
+        # A difference of the kind "after_tap" is judged like one of values or statistics: it may be rounding alone.
         compared_by = np.where(table.column("statistic").is_valid().to_numpy(), "statistics", "fingerprint")
         compared_by = np.where(np.isnan(self._max_abs), compared_by, "values")
         self.kinds = np.where(self.kinds == "after_tap", compared_by, self.kinds)
@@ -298,7 +298,7 @@ class NoiseMeasure:
         kinds, eps, off = self.kinds[rows], self._eps[rows], factor - 1
         one, two, apart = self._l2_a[rows], self._l2_b[rows], self._l2_apart[rows]
         with np.errstate(invalid="ignore", divide="ignore"):
-            along = one * (self._cosine[rows] * two - one)  # the first tensor times the difference
+            along = one * (self._cosine[rows] * two - one)  # scalar product of the first tensor and the difference
             rest = np.sqrt(np.maximum(0.0, apart**2 - 2 * off * along + (off * one) ** 2))
             by_norm = rest <= MARGIN * self._noise_of_norms[rows] + eps * self._norms[rows]
             noise = MARGIN * self._lifted_statistics[rows] + eps

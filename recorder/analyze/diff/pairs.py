@@ -60,7 +60,7 @@ class RunSteps(NamedTuple):
         rows = view.rows(first, last)
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
         table = table.append_column(PART, _parts_of_batch(view, rows.table))
-        # The recorder takes one loss for each backward, and may take another one in a run that does the same.
+        # A loss that the recorder found by itself is left out: equal trainings may get different losses.
         is_found = holds(table.column("note"), lambda note: note_members(note).get("found") == "backward")
         return cls(rows, selection.narrow(table.filter(pa.array(~is_found))))
 
@@ -273,7 +273,7 @@ def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
 
 
 def moved_roots(a: RunSteps, b: RunSteps) -> set[str]:
-    """Return the roots with a value that two runs do not share, whether or not the value is selected.
+    """Return the roots with a value that differs between two runs, whether or not the value is selected.
 
     Values that the program passes to the recorder, and numbers that it reports, such as seconds, count only if there
     are no other values.

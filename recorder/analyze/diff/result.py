@@ -102,11 +102,11 @@ class Diff(NamedTuple):
     num_bare: int
     """The number of pairs without values, statistics or fingerprints in either run; such a pair is no difference."""
     left_out: list[LeftOut]
-    """Other values that could not be compared, by the reason; `num_compared` counts them."""
+    """Further values that could not be compared, grouped by the reason; `num_compared` counts them."""
     unread: dict[str, int]
     """The number of values that could not be read, and were compared by statistics if possible, by the error text."""
     damage: list[str]
-    """Other damage in one of the compared runs or noise runs, whose rows are missing."""
+    """Descriptions of other damage in the compared runs and the noise runs; the damaged rows are missing."""
     partial: list[LackingRanks]
     """Pairs in which one run lacks ranks, whether the pair differs or not."""
     steps_only_a: list[int]

@@ -18,12 +18,12 @@ from .slots import SLOT_SITES
 Integers = npt.NDArray[np.int64]
 
 ACCOUNTED = ("dropped", "retired")
-"""The reasons for missing rows of which writers count the rows."""
+"""The reasons for missing rows for which the writers' manifests have counts."""
 DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
 CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
-"""The causes of missing numbers. If several causes fit a gap, the first one counts."""
+"""The causes of missing sequence numbers. If several causes fit a gap, the first one counts."""
 _PASSED = 0
-"""The cause of missing numbers of rows kept in memory only: no trigger asked for their steps."""
+"""The cause of missing sequence numbers whose rows were kept in memory only: no trigger asked for their steps."""
 _END = np.iinfo(np.int64).max
 FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
 """The phases of a step in which a row gets its number. A tap or a scalar may come at any time."""
@@ -33,7 +33,7 @@ WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_S
 TOTAL = 3
 """The index in `LostRows.room` of the limit for all three phases together."""
 _MANY = 1 << 40
-"""An upper limit of missing numbers, which no untrusted file can exceed."""
+"""The limit to which a number of missing rows is cut, whatever an untrusted file says."""
 
 
 class DroppedTail(NamedTuple):
@@ -75,7 +75,7 @@ def dropped_tail(
     """
     newest = writers[-1]
     if newest.balance.passed:
-        return None  # numbers without a row are mostly rows that stayed in memory
+        return None  # numbers without a row are mostly of rows kept in memory
     rest = min(newest.balance.observed - last_seq - 1, newest.balance.num_dropped)
     return DroppedTail(rank, last_step, rest) if rest > 0 and newest.state == "closed" else None
 
@@ -108,7 +108,7 @@ class LostRows(NamedTuple):
 
 
 class _Gaps(NamedTuple):
-    """Ranges of consecutive missing numbers that have one cause."""
+    """Ranges of consecutive missing sequence numbers that have one cause."""
 
     cause: int
     first: Integers
@@ -117,7 +117,7 @@ class _Gaps(NamedTuple):
     size: Integers
     """The number of missing rows in each range."""
     earliest: Integers
-    """The earliest phase of a step in which a number of each range can have been given."""
+    """For each range, the earliest phase of a step in which its rows can have been numbered."""
     latest: Integers
 
     @classmethod
@@ -151,7 +151,7 @@ def lost_steps(writers: Sequence[RecordedWriter], rows: Sequence[NumberedRows], 
 
 
 def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) -> Iterator[_Gaps]:
-    """Yield the ranges of missing numbers of a writer; `following` is the first step of the rank's next writer."""
+    """Yield the missing sequence numbers of a writer; `following` is the first step of the rank's next writer."""
     balance = writer.balance
     is_open = {"recording": LIVE, "unclosed": CUT}.get(writer.state)
     usual = DROPPED if balance.num_dropped else UNACCOUNTED if is_open is None else is_open
@@ -198,7 +198,7 @@ def _gaps_between(
 
 
 def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
-    """Return the earliest and the latest phase in which the numbers after each of these rows were given."""
+    """Return the earliest and latest phase in which the missing rows after each of these rows were numbered."""
     before, after = rows.when[indices], rows.when[indices + 1]
     is_slice = (rows.micro_step[indices] == rows.micro_step[indices + 1]) | (after == UPDATE)
     is_known = (rows.step[indices] == rows.step[indices + 1]) & is_slice & (before <= after) & (after < ANYTIME)
@@ -209,7 +209,7 @@ def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
 
 
 def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
-    """Return the ranges of numbers, without their ends, in which shards are damaged or removed by retention."""
+    """Return ranges of sequence numbers, without their ends, whose shards are damaged or removed by retention."""
     removed = []
     limits = _limits(rows, len(writer.shards))
     for kind in ("tensors", "stats"):

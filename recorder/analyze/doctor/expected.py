@@ -27,8 +27,7 @@ Window = tuple[int, int]
 
 _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
-"""The most steps of which all are judged. Of more steps, as when a program sets distant ones, only those with rows
-are."""
+"""The most steps that are all judged. In a longer range, such as one with distant steps, only steps with rows are."""
 _MAX_CELLS = 1 << 30
 """The most steps x rules x ranks. Where ranks share nothing, each combination takes a byte of memory."""
 _MAX_ABSENT = 1 << 20
@@ -286,7 +285,7 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
 
 
 def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int, int]:
-    """Return the steps at which a rule wants a value, the number of all steps, and of those only kept in memory."""
+    """Return the steps at which a rule wants a value, the number of all steps, and of steps only kept in memory."""
     recorded = [np.unique(rows.step) for one in ranks for rows in one.rows if len(rows.step)]
     if not recorded:
         return np.zeros(0, np.int64), 0, 0

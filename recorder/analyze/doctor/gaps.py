@@ -26,7 +26,7 @@ _MAX_CELLS = 4_000_000
 _VALUES = [OF_CALLS.index(site) for site in VALUES_OF_CALLS]
 """Sites of a call's values. The other sites of calls have the gradients of these values."""
 _VALUE_OFFSET = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
-"""For each site of calls, the site of the value that it is the gradient of, or the site itself."""
+"""For each site of calls, the site of the value: a gradient's site maps to the value's site, the value's to itself."""
 
 
 class Reason(NamedTuple):
@@ -127,7 +127,7 @@ class Gap(NamedTuple):
     steps: list[int]
     ranks: list[int | None]
     num_missing: int
-    """The number of missing values, at most modules x sites x steps x ranks: not each combination need be missing."""
+    """The number of missing values: at most modules x sites x steps x ranks, as some of these may be there."""
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class Gaps:
         """By site, the number of: all expected values; recorded values; missing values that need not exist; and missing
         values that were dropped or never existed, because fewer were dropped than are missing."""
         self.lost: dict[int | None, dict[str, Integers]] = {}
-        """By rank, reason and site, the number of missing values that the rank's own counts must confirm."""
+        """By rank, reason and site, the number of missing values, to be compared with the rank's own counts."""
         self._sums: dict[tuple[int, str, int, int], _Sum] = {}
 
     def add(

@@ -249,7 +249,7 @@ class RankView:
         return has_value
 
     def take_room(self, columns: Integers, wanted: Flags, site: Integers, num_found: Integers) -> Flags:
-        """Return which missing values drops explain, at most as many as were dropped in that phase of a step.
+        """Return which missing values drops explain, at most as many as were dropped in each phase of a step.
 
         Slots with the most recorded values come first.
         """

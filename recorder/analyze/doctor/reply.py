@@ -45,7 +45,7 @@ _STEP_SOURCES = {
     "user": "those that the program gave",
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
-"""Reasons of gaps, by the kind of event that explains them. Events of other kinds say that something failed."""
+"""The reasons of gaps that lose no values, by the kind of event that explains them. Other events mean a failure."""
 _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed"}
 """Kinds of events after which no promised value is missing."""
 _OF_COMMANDS = {"command_refused", "uncarried"}

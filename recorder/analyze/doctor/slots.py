@@ -31,8 +31,8 @@ NEVER = 1 << 62
 _MAX_DEPTH = 200
 """The most levels of a module tree, because an untrusted path may be endless."""
 HIDDEN = ("fused", "inlined", "tapped", "dtensor", "scripted", "compiled", "late")
-"""Why hooks see no call of a module, as the manifest says; keys of `gaps.REASONS`. The last three hold for all modules
-below, too.
+"""The reasons for which hooks see no call of a module, as manifests name them; keys of `gaps.REASONS`. The last three
+reasons also apply to all modules below the module.
 """
 _HOLDS_BELOW = HIDDEN.index("scripted") + 1
 _MAX_RULES = 1000

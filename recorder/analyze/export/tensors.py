@@ -103,7 +103,7 @@ class Chosen(NamedTuple):
     last: int
     table: Any
     num_rows: int
-    """The number of rows before rows without values were left out."""
+    """The number of selected rows, including rows without values that were left out afterwards."""
     partial: MissingRanks
     problems: Problems
     """Contradictions in the global view."""

@@ -24,7 +24,7 @@ from .replica_groups import BROADCAST, NAME, NEVER, OWN, Differing, ReplicaGroup
 from .timeline import RecordedValue, Timeline, ValueName, whole_rows
 
 RANGE_ROWS = 1_000_000
-"""The rows of a range of steps, which are in memory together at about 1 kB each. A single step may have more rows."""
+"""The most rows in a range of steps, in memory together at about 1 kB each. A single step may have more rows."""
 FINDINGS = tuple(site for site in STATES if site != "buffer")
 """The sites at which a difference between ranks is a finding."""
 

@@ -1,1 +1,1 @@
-"""The rules that the recorder brings, by what they look at."""
+"""The rules of the recorder, in one module for each kind of value that they read."""

@@ -55,7 +55,7 @@ class CurveRule(Rule):
     sites: ClassVar[tuple[str, ...]] = ("scalar", "grad")
     columns: ClassVar[tuple[str, ...]] = ("mean", "sum_sq")
     needs_more_than: ClassVar[str] = ""
-    """The setting whose value a curve's number of samples must exceed for the rule to judge; empty for none."""
+    """The setting that a curve's number of samples must exceed for the rule to judge it; empty for no such setting."""
 
     def set_up(self) -> None:
         self.keys: list[CurveKey] = []

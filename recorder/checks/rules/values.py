@@ -24,7 +24,7 @@ from ..rows import (
 from ..rule import CALIBRATED, Finding, Rule, Setting, Severity, StreakRule
 
 _MOST_SKIPPED = 20
-"""The number of skipped steps that halves a scale of 2^16 to 1: a value that still overflows does so at any scale."""
+"""The number of skipped steps after which a scale of 2^16 is 1: a value that still overflows does so at any scale."""
 
 
 class NonFinite(Rule):
@@ -74,7 +74,7 @@ class NonFinite(Rule):
         return excused
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """Yield the first bad value of each series of bad steps, on the ranks that have it first and spread it."""
+        """Yield the first bad value of each series of bad steps, on the ranks from which other ranks then get it."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))
