@@ -24,6 +24,6 @@ def show_pandas() -> None:
 
 
 def hide_pandas() -> None:
-    """Keep pyarrow from importing pandas, which it does to check argument types, and which costs each command 0.4 s."""
+    """Keep pyarrow from importing pandas to check the types of arguments: the import costs each command 0.4 s."""
     if "pandas" not in sys.modules:
         sys.meta_path.insert(0, _Hidden)

@@ -31,12 +31,12 @@ from .output import LineHandler, print_json, print_reply
 
 _PACKAGE = (__package__ or "recorder").partition(".")[0]
 _READER_GONE = 141
-"""The exit code that a shell gives a program when nobody reads the program's output any more."""
+"""The exit code that a shell shows for a program whose output is not read to the end."""
 _MISUSE = 2
 _INTERRUPTED = 130
 _COMPLETION = ("--install-completion", "--show-completion")
 _SHELL_IS_NAMED = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
-"""A variable without which typer's completion options ignore the name of a shell behind them."""
+"""The name of an environment variable; while it is set, typer's completion options take the name of a shell."""
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """The base class of usage errors, in typer's own copy of click or, where typer has no copy, in click itself."""
 _SETTINGS: dict[str, Any] = {"context_settings": {"help_option_names": ["-h", "--help"]}}
@@ -85,7 +85,7 @@ def _printing(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lines_of(examples: str) -> str:
-    """Return the examples of a command, one on a line; the first line keeps typer from joining the other lines."""
+    """Format the examples of a command, one on each line; the first line keeps typer from joining the other lines."""
     title, _, typed = examples.partition(": ")
     return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in typed.split(BETWEEN_EXAMPLES))])
 
@@ -119,7 +119,7 @@ def main(
 def run_command(arguments: list[str]) -> NoReturn:
     """Run one command and exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # spark lines, on a terminal without Unicode
+        sys.stdout.reconfigure(errors="backslashreplace")  # for spark lines on a terminal without Unicode
     library = logging.getLogger(_PACKAGE)
     library.handlers = [LineHandler()]
     library.propagate = False
@@ -141,6 +141,6 @@ def run_command(arguments: list[str]) -> NoReturn:
         message = str(error) or "out of memory"
         print(f"recorder: {printable_line(message)}", file=sys.stderr)
     if "--json" in arguments:
-        with suppress(OSError):  # if the disk is full, which is what the message then says
+        with suppress(OSError):  # the write also fails if the message is about a full disk
             print_json({"error": {"message": message, "exit_code": _MISUSE}})
     sys.exit(_MISUSE)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HARMLESS = re.compile(r"[A-Za-z0-9._=+@/-]+")
 _MAX_BACK = 9
-"""The most runs that are offered by their age, as ``@-1``, ``@-2`` and so on."""
+"""The number of newest runs that are offered as ``@-1``, ``@-2`` and so on."""
 
 
 def complete_run(incomplete: str) -> list[str]:

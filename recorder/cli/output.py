@@ -22,7 +22,7 @@ _COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "differs": "b
 _MIN_PROSE = 24
 _MIN_TEXT = 8
 _MAX_JOINT_WIDTH = 24
-"""The least width of a folded column is never more than this many characters, unless its title is longer."""
+"""An upper bound on the least width of a folded column, apart from the width of its title."""
 _JOINTS = re.compile(r"[^\s./_,:=-]+[\s./_,:=-]*|[\s./_,:=-]+")
 """Matches the parts of a path or a name between which it may be folded."""
 _PIPE_LINES = 100

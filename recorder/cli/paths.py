@@ -43,7 +43,7 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
             raise error from None
         if Selection(module=run).modules(list(newest.known_paths)):
             return newest, run
-        if Path(run).exists():  # then `run` was meant as a path
+        if Path(run).exists():  # `run` was meant as this path
             raise
         near = hint(run, newest.known_paths)
         raise LookupFailedError(f"{error}; and {newest.name}, the newest, has no module {run!r}{near}") from None
@@ -107,7 +107,7 @@ def modules_meant(run: Run, wanted: Selection) -> list[str]:
 
 
 def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = None) -> Any:
-    """Return the selected rows, one row for each tensor; Arrow filters by module before other columns are compared."""
+    """Return the selected rows, one row for each tensor; Arrow filters modules before Python filters other columns."""
     expression = pc.field("part") == 0
     if wanted.module is not None:
         expression &= pc.field("module_path").isin(wanted.modules(run.module_paths))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LEAD_S = 2.0
 """The least time between sending a command and its first step, beyond the time that ranks need to find the command."""
 _LOOKS_PER_S = 250
-"""The number of looks for commands of all nodes together, which `lifecycle.commands` limits."""
+"""How often all nodes together look for commands in a second; `lifecycle.commands` limits the rate."""
 _RANKS_OF_A_NODE = 8
 _POLL_S, _POLL_OF_STORE_S = 0.2, 1.0
 _CARRYING_S = 15.0
@@ -199,7 +199,7 @@ class _Heard:
 
     rank: int
     state: str
-    """The state of the rank's answer, or ``unheard``."""
+    """The state of the rank's answer, or ``unheard`` without an answer."""
     since: int | None
     until: int | None
     why: str

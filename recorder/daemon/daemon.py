@@ -238,7 +238,7 @@ class Daemon:
         stay = f"; {', '.join(kept)} stay as they are until a restart" if kept else ""
         logger.info("the settings were reloaded%s", stay)
 
-    # One pass.
+    # The methods of one pass over the runs.
 
     def _pass(self) -> None:
         now_s = self._last_pass_s = time.monotonic()
@@ -354,7 +354,7 @@ class Daemon:
                 folder = self._state_path.parent
                 self._errand(run, lambda: errands.catalog(run, folder))
                 return
-            run.cataloged_bytes = 0  # the first catalog is made after `catalog_s`, or at the end
+            run.cataloged_bytes = 0  # the first catalog is made `catalog_s` later, or at the end
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
             run.next_check_s = now_s + settings.check_s
             self._errand(run, lambda: self._check(run))
@@ -399,7 +399,7 @@ class Daemon:
         logger.info("%s: is there completely, and was removed here", run.key)
         self._next_find_s = 0.0
 
-    # The daemon's own state.
+    # The methods about the daemon's own state.
 
     def _is_alive(self) -> bool:
         return time.monotonic() - self._last_pass_s < _LATE_S

@@ -32,7 +32,7 @@ PART_BYTES = 5 << 20
 _PIECE_BYTES = 1 << 18
 _SILENCE_S = 30.0
 _NUM_TRIES = 2
-"""The tries of one request. The daemon repeats a failed job for as long as it runs."""
+"""How often one request is tried. The daemon itself repeats a failed job for as long as it runs."""
 _CRC_KEY = "recordercrc32c"
 """The metadata key under which an object holds the CRC32C of the bytes that were sent."""
 _PROBE = f"{FLEET}/_conditions"
@@ -44,7 +44,7 @@ Answer = TypeVar("Answer")
 
 
 class TakenError(Exception):
-    """The name has another object already, or another object than was expected."""
+    """The name already has an object, or another object than the expected one."""
 
 
 class DamagedError(StoreError):
@@ -95,7 +95,7 @@ class Destination(Protocol):
 
     url: str
     requests: Requests
-    """The requests to the destination. A multipart upload may take long, and is not counted."""
+    """Counts the requests to the destination, except multipart uploads, which may take long."""
 
     def check(self) -> None:
         """Check once that puts are safe there; raise StoreError if the store refuses or ignores conditions of puts."""
@@ -154,7 +154,7 @@ class Bucket:
         self._is_checked = True
 
     def _try_conditions(self) -> None:
-        """Test on an object of our own that the store obeys conditions; the object then tells the next daemon."""
+        """Test on an object of the daemon's own that the store obeys conditions; the object records the result."""
         with contextlib.suppress(TakenError):
             self._put_if(_PROBE, b"?", None)
         for wrong in (None, "1" if self._tag == "version" else "0" * 32):

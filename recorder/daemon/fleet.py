@@ -88,7 +88,7 @@ def catalog_name(node: str) -> str:
 
 
 class FleetDocument:
-    """This node's document in the index, which also keeps runs that are no longer on this node."""
+    """This node's document in the index; it also keeps the entries of runs that have left the node."""
 
     def __init__(self, destination: Destination, node: str, clashes: Callable[[str], None]) -> None:
         """Make no request yet. `clashes` is called once, with the host of a second daemon that writes this document."""

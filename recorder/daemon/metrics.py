@@ -214,7 +214,7 @@ _TIMEOUT_S = 10
 
 
 class MetricsServer:
-    """Serves requests on a thread until `close`."""
+    """Serves requests on a thread of its own until `close`."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class MetricsServer:
                 connection, client = super().get_request()
                 if not certificate:
                     return connection, client
-                try:  # read anew each time, because certificates are renewed; the handler's thread shakes hands
+                try:  # the file is read anew, because certificates are renewed; the handler's thread shakes hands
                     return _tls(certificate).wrap_socket(
                         connection, server_side=True, do_handshake_on_connect=False
                     ), client

@@ -71,7 +71,7 @@ class Requests:
 
 
 class Health:
-    """Whether the store works; an error blocks requests for a time that doubles up to half a minute."""
+    """Tells whether the store works; after an error no request is made for a time that doubles up to half a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -28,18 +28,18 @@ from ..format.rundir import (
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
-"""Names that are the same in every store, and that are harmless in every shell, URL and terminal."""
+"""Matches names that are the same in every store, and harmless in every shell, URL and terminal."""
 _ASIDE = re.compile(r"_[A-Za-z0-9._=+@-]*\.(json|damaged)")
 """Matches other files of a run: informative documents, and damaged shards that a repair has set aside."""
 _REMAINS = re.compile(r".*\.tmp|__.*\.open|_shipped-.*|_commands|_keep")
-"""Names that are neither shipped nor counted as foreign: half-written files, the daemon's ledgers, commands and marks.
+"""Matches names that are neither shipped nor counted as foreign: half-written files, ledgers, commands and marks.
 """
 _MAX_DEPTH = 4
 """The most folders between a watched folder and a run."""
 _GLOBAL_DIR = "global"
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\0", ".json": b"{"}
-"""The first bytes of files by the extension: a hard link to a file of another kind is not shipped."""
+"""The first bytes of a file by its extension; a file that begins otherwise, such as a hard link, is not shipped."""
 
 
 class Stamp(NamedTuple):

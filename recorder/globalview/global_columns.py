@@ -25,7 +25,7 @@ from .assembler import Assembler
 from .planner import GlobalValue
 
 NO_VALUES = "no_values"
-"""The member of a row's note that says why the row has no values although some ranks recorded theirs."""
+"""The member of a row's note that says why the row has no values although some ranks recorded values."""
 _MEANINGLESS = tuple(column for column in COLUMN_OF.values() if column.combine is Combine.NOTHING)
 """The columns that have no meaning for a tensor of the complete model."""
 
@@ -268,5 +268,5 @@ def _sizes_text(numbers: tuple[int, ...]) -> str:
 
 
 def as_json(value: object) -> str:
-    """Return compact JSON, as rows hold it."""
+    """Return a value as compact JSON, in the form that rows hold."""
     return json.dumps(value, separators=(",", ":"))

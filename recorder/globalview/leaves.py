@@ -23,7 +23,7 @@ from ..read.metadata import NONE
 from .row_groups import GroupedRows
 
 _MAX_LOOKED_AT = 6
-"""The most moments of a leaf whose values are compared closely, among the moments whose equality may prove something.
+"""The most moments of a leaf whose values are compared closely; only moments that may prove something are chosen.
 """
 Flags = npt.NDArray[np.bool_]
 ChunkKeys = tuple[tuple[int, int], ...]
@@ -53,9 +53,9 @@ class Observation(Enum):
     """The values are equal, and each value is one slice repeated along a dim that may be the batch."""
     UNEQUAL = 2
     PERHAPS = 3
-    """The values are equal, and no cause is known by which different batches would be."""
+    """The values are equal, and no reason is known why values of different batches would be equal."""
     EQUAL = 4
-    """The values are equal, and different batches could not be."""
+    """The values are equal, and values of different batches could not be equal."""
 
 
 class BatchDims(NamedTuple):
@@ -94,7 +94,7 @@ class Leaves:
         self._kin: dict[Leaf, list[Leaf]] | None = None
         """Leaves that differ only in mode and call, by the leaf without mode and call; None until asked for."""
         self._of_kin: dict[Leaf, list[BatchDims]] = {}
-        """The batch dims of such leaves at a few moments, by the leaf without mode and call."""
+        """The batch dims of leaves that differ only in mode and call, by the leaf without mode and call."""
         self._cuts: dict[tuple[Leaf, ChunkKeys], set[int]] = {}
 
     def replication(self, leaf: Leaf, chunks: ChunkKeys | None) -> Replication:
@@ -241,7 +241,7 @@ def _find_void(sample: Sample) -> tuple[Flags, Flags]:
     fingerprints, statistics = grouped.fingerprints[grouped.starts], grouped.statistics[grouped.starts]
     of_call: dict[int, _Inputs] = {}
     origins: dict[tuple[int, bool, int], tuple[bool, bool]] = {}
-    """By moment and content of equal values: True if they are void, and True if they are doubtful."""
+    """By moment and content of equal values, two flags: whether the values are void, and whether they are doubtful."""
     num_void: dict[int, int] = {}
     """By moment, the number of void or doubtful float values so far; integers are masks, which no layer computes."""
     for number in sample.order.tolist():
@@ -318,11 +318,11 @@ class Comparison(LeafAcrossSteps):
         """Read nothing yet. `rows` are the grouped rows of value `number`, in data-parallel order."""
         super().__init__(leaves, leaf, chunks)
         self.judged_by: set[str] = set()
-        """What decided beyond the value's own rows: ``payloads``, ``statistics`` alone, or ``other rows``."""
+        """The evidence that was used beyond the value's own rows: ``payloads``, ``statistics`` or ``other rows``."""
         self._grouped = grouped
         self._rows = rows
         self.known = grouped.equal_of(number), bool(grouped.has_same_statistics[number])
-        """True if the rows say that all chunks are equal (None: unknown), and True if all statistics are equal."""
+        """Two flags from the rows: all chunks are equal (None: unknown), and all statistics are equal."""
         self._is_same = is_same
         self._equal: dict[tuple[int, ...], bool | None] = {}
 

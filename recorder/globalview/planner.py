@@ -164,7 +164,7 @@ class Planner:
         return plan, batch
 
     def _infer_sharding(self, value: ValueRows, comparison: Comparison, chunks: Sequence[RankChunk]) -> int | NoPlan:
-        comparison.judged_by.add("other rows")  # those of this step: the decision holds for no other step
+        comparison.judged_by.add("other rows")  # other rows of this step, so the decision holds for no other step
         dims = self._reader.leaves.cut_dims(value.leaf, keys_of(chunks, range(len(chunks))))
         wanted = Wanted(value.key.root, value.key.module_path, value.key.site, value.step)
         dim = self._reader.sharding.infer(wanted, chunks, dims)
@@ -215,7 +215,7 @@ class Planner:
     def _report_differing_copies(
         self, plan: Plan | NoPlan, value: ValueRows, override: Override | None, differing: _Differing
     ) -> Plan | NoPlan:
-        """Report which replicas differ. Their chunks stay with their ranks; only buffers may differ in one tensor."""
+        """Report which replicas differ. Their chunks stay with their ranks; only replicas of buffers may differ."""
         copies, originals = (tuple(value.ranks[i] for i in numbers) for numbers in differing)
         text = f"rank {listed(copies)} differs from rank {listed(originals)}"
         if value.group.source == "assumed" and not value.group.model_groups:
@@ -294,7 +294,7 @@ Decided = tuple[Plan | NoPlan, Batch]
 
 
 class Override(NamedTuple):
-    """The layout that the user asked for, for the values that fit its pattern."""
+    """The layout that the user asked for, for values that fit a pattern."""
 
     wanted: str
     rule: str
@@ -359,7 +359,7 @@ def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
 def _overridden(question: Question, override: Override) -> Plan | NoPlan:
     chunks, num_expected = question.value.chunks, question.num_expected
     plan = decide_override(chunks, override.wanted, override.rule)
-    if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # no layout tells the loss
+    if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # no layout tells how the loss scales
         batch, loss = question.batches[0], question.loss
         plan = decide_gradient(chunks, plan, batch=batch, loss=loss, num_expected=num_expected)
         plan = plan._replace(source="override") if isinstance(plan, Plan) else plan

@@ -24,7 +24,7 @@ from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, i
 from ..sites import ACTIVATIONS, STATES, VALUE_OF, values_of
 
 FORWARD_OF = {gradient: site for gradient, site in VALUE_OF.items() if gradient in ACTIVATIONS}
-"""For each site of activation gradients, the site of the activations."""
+"""The site of the activations for each site of activation gradients."""
 LABELS = ("root", "module_path", "site", "name", "mode", "phase")
 _CHUNK = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh", "note")
 COLUMNS = (
@@ -49,7 +49,7 @@ class GroupedRows(NamedTuple):
     """For each value: 1 if all its rows are equal, 0 if they differ, `NONE` if only their payloads can tell."""
     has_same_statistics: npt.NDArray[np.bool_]
     is_blank: npt.NDArray[np.bool_]
-    """For each value: True if every row is measured and holds a constant or nothing finite, which shows no layout."""
+    """For each value: True if every row is measured and holds a constant or nothing finite, which fits any layout."""
     is_zero: npt.NDArray[np.bool_]
     """For each value: True if every row is measured and holds only zeros, of either sign."""
     has_nan: npt.NDArray[np.bool_]
@@ -73,7 +73,7 @@ class GroupedValues(NamedTuple):
     keys: Integers
     """For each value, the number of its key, which is the root, module, site, name, mode, phase, step and so on."""
     forward_keys: Integers
-    """For each gradient, the key of the value that it is the gradient of; -1 for other values."""
+    """For each gradient, the key of the value to which the gradient belongs; -1 for values that are no gradients."""
     order: Integers
     """The numbers of the values in the order of execution."""
 
@@ -253,7 +253,7 @@ class Wanted(NamedTuple):
 class _ShardedDim(NamedTuple):
     dim: int
     size: int
-    """The size of this rank's chunk along the dim, as if no other mesh axis cut the tensor."""
+    """The size of this rank's chunk along the dim, if only this mesh axis cut the tensor."""
     ranks: Ints
     """The ranks along the mesh axis, including this rank; empty where the row does not name them."""
 

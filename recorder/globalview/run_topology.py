@@ -77,7 +77,7 @@ class Topology:
         return self._expected[key]
 
     def own_ranks(self, root: str, number: int) -> Ranks:
-        """Return the ranks that share a root with a writer by its manifest: its data-parallel group, else its mesh."""
+        """Return the ranks that share a root with a writer, by its manifest: its data-parallel group, or else mesh."""
         writer = self._writers[number]
         for one in writer.manifest.roots:
             if one.name == root:
@@ -220,7 +220,7 @@ class Topology:
             world_size = writer.manifest.world_size or self._world_size or 0
             of_rank = writer.rank, writer.attempt, world_size
             number = seen.get(of_rank, -1) + 1
-            if writer.num_rows:  # a writer without rows supersedes no other
+            if writer.num_rows:  # a writer without rows supersedes no other writer
                 seen[of_rank] = number
             key = writer.attempt, world_size, number
             starts[key] = min(filter(None, (starts.get(key), writer.started_ns)), default=0)
@@ -354,7 +354,7 @@ class OwnParameters:
         self._claimed: _Names = {(root, full) for root, full, _ in reasons}
         """Parameters that a manifest calls a rank's own."""
         self._stated: _Names = {(root, full) for root, full, reason in reasons if reason != _IGNORED}
-        """Parameters that the program itself calls a rank's own, rather than a wrapper that ignores them."""
+        """Parameters that the program itself, and not only a wrapper that ignores them, calls a rank's own."""
 
     @cached_property
     def _names(self) -> _Names:
@@ -366,7 +366,7 @@ class OwnParameters:
 
     @cached_property
     def _alike(self) -> _Names:
-        """Parameters that a wrapper ignores and that, with all of their expert, began equal on all ranks."""
+        """Parameters that a wrapper ignores and that began equal on all ranks, as did the rest of their expert."""
         is_open = self._claimed - self._stated
         if not is_open:
             return set()

@@ -334,7 +334,7 @@ def describe(
         for fill in made.fills:
             if len(fill.terms) > 1:
                 ops |= {term.chunk: ops[term.chunk] or _op_of(fill, made) for term in fill.terms}
-        again = {i for i, op in ops.items() if op and i not in starts}  # in a mesh that has the complete sum twice
+        again = {i for i, op in ops.items() if op and i not in starts}  # the mesh has the complete sum twice
         copies |= again
         starts |= {i: _beside(chunks, i, starts) for i in again}
     meshes = [parse_mesh(chunk.mesh) for chunk in chunks]
@@ -389,7 +389,7 @@ def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints 
 
 
 def _op_of(fill: Fill, plan: Plan) -> str:
-    """Return the reduction of chunks whose own rows do not name it."""
+    """Return how chunks are reduced if their own rows do not name the reduction."""
     is_mean = plan.op == "sum" and {term.factor for term in fill.terms} == {1 / len(fill.terms)}
     return "avg" if is_mean and plan.scale in (None, "assumed_mean") else plan.op
 

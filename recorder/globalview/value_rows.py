@@ -61,7 +61,7 @@ class RootBatches:
         """
         calls = self._calls.get(when)
         if calls is None:
-            return NO_BATCH  # another step may have another batch, and the answer for a window must be that for the run
+            return NO_BATCH  # another step may have another batch, and no answer may depend on the loaded rows
         if seqs is None:
             numbers = [tuple(min(k, len(calls.get(rank, ())) - 1) for rank in expected) for k in range(_MAX_BATCHES)]
         else:
@@ -217,7 +217,7 @@ class LocalBatches(NamedTuple):
     ranks: tuple[int, ...]
     micro_steps: tuple[int, ...]
     expected: tuple[int, ...]
-    """One rank for each part of the batch that should be there."""
+    """One rank for each part of the batch that should have a chunk."""
     num_expected: int
 
     @property

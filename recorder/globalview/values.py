@@ -173,7 +173,7 @@ MAX_ROWS = 50_000
 _COLUMNS = ("step", "site", "mode", "payload_bytes", "min", "max", "nan_count")
 _SITES = tuple(site for site in ACTIVATIONS if site not in GRADIENTS)
 _NUM_STEPS = 4
-"""The number of steps that are sampled for each site in each mode."""
+"""The number of steps that are sampled for each pair of a site and a mode."""
 _MAX_STEPS = 12
 
 
@@ -227,7 +227,7 @@ _MIN_BITS = 10
 
 
 class EqualContent(Enum):
-    """What it proves that tensors are equal, by the kind of their elements."""
+    """The evidence that equal tensors give, by the kind of their elements."""
 
     NOTHING = 0
     """A constant, NaN, or too few integers: the tensors may be equal by chance."""

@@ -28,11 +28,11 @@ from ..system.log import Events
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most looks a second of all carriers together; the carriers of 512 directories look every two seconds."""
+"""The most looks a second of all carriers together; with 512 directories each carrier looks every two seconds."""
 _PATIENCE_S = 5.0
 """How long a command's text may come after its number; then the rank that took the number counts as gone."""
 _LAST_S = 1.0
-"""How long the end of a recording waits for the last commands to be carried, and then for a call that it cuts off."""
+"""How long the end of a recording waits for the last commands to be carried, and then for a call that was cut off."""
 
 
 class Carrier:

@@ -41,7 +41,7 @@ from ..system.log import Events
 
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most looks a second of all nodes together into the run's directory; 512 nodes look every two seconds."""
+"""The most looks a second of all nodes together into the run's directory; with 512 nodes each looks every 2 s."""
 _ALONE_S = 2.0
 """The time between a rank's own looks if no rank on its node looks for it; longer in a job of over 500 ranks."""
 _LEADER_GONE_S = 3.0
@@ -70,7 +70,7 @@ class Commands:
             marks: the directory of the node's mark; None for the node's own memory.
         """
         self.num_refused = 0
-        """The number of files in the place of commands that contained no command."""
+        """The number of refused files: their names are those of commands, but they contained no command."""
         self.has_changed = False
         """True if an answer has changed since the answers were last shown; the code that shows them resets this to
         False."""

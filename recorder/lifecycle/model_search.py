@@ -89,7 +89,7 @@ def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:
 
 
 def is_only_model(model: nn.Module) -> bool:
-    """Return True if no other model can become a root on any rank: pipeline ranks have several, and so has a GAN."""
+    """Return True if no other model can become a root on any rank, unlike with pipeline stages or in a GAN."""
     num_ranks = topology.read().world_size
     data_parallel = find_data_parallel(model, wrappers_around(model)) if num_ranks > 1 else None
     if num_ranks > 1 and (data_parallel is None or len(data_parallel["ranks"]) < num_ranks):

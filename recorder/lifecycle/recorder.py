@@ -52,9 +52,9 @@ from .summary import Estimate, FinalSummary, Summary
 
 _logger = logging.getLogger("recorder")
 _MAX_RENEWALS = 20
-"""The most looks for modules that came after the first call, at steps that update parameters of unknown origin."""
+"""The most searches for modules that were added after the first call; a step of unknown parameters starts a search."""
 _START_PATIENCE_S = 1.0
-"""The longest time that the first forward waits for the writer to make its directory, if the settings allow it."""
+"""How long the first forward waits at most for the writer to make its directory, if the settings allow a wait."""
 _LAST_S = 5.0
 """The time for which the writer may go on after the third interrupt."""
 _NUM_TRIES = 3
@@ -182,7 +182,7 @@ class Recorder:
         model = model_around(module)
         if capture is None:
             self._stop_for_rules(model)
-        elif (root := capture.root_of(model)) is not None and self._optimizers is not None:  # it has a new module
+        elif (root := capture.root_of(model)) is not None and self._optimizers is not None:  # the root has a new module
             with self._lock, collector_paused():
                 root.renew()
                 self._optimizers.rescan()
@@ -230,7 +230,7 @@ class Recorder:
                 except Exception:
                     self._undo_start()
                     raise
-                except BaseException:  # such as Ctrl-C: the next call starts again, unless the writer already runs
+                except BaseException:  # for example Ctrl-C: the next call starts again, unless the writer already runs
                     if self._writer is None or not self._writer.stats().is_alive:
                         self._writer = None
                         self._forget_start()
@@ -417,14 +417,14 @@ class Recorder:
             roots = tuple((root, *(work is None for work in root.shared_work.values())) for root in capture.roots)
             if self.commands.has_changed:
                 self.commands.has_changed = False
-                self.events.has_changed = True  # the manifest contains the answers, too
+                self.events.has_changed = True  # the manifest contains the answers
                 self._next_status_s = 0.0
             key = (self.events.has_changed, capture.clock.source, roots)
             if key != self._manifest_key:
                 self.events.has_changed = False
                 self._manifest_key = (False, *key[1:])
                 manifest = self._manifest()
-            if time.monotonic() >= self._next_status_s:  # one status even if none follows: a full disk takes the last
+            if time.monotonic() >= self._next_status_s:  # the first status is written even if no other follows
                 self._next_status_s = time.monotonic() + (self.settings.status_interval_s or math.inf)
                 self._show_status(capture)
         except Exception as error:
@@ -485,7 +485,7 @@ class Recorder:
             discovery.stop()
 
     def _check_patterns(self, capture: Capture) -> None:
-        """Report rules that match nothing, once for each number of modules, as discovery may stay on at every step."""
+        """Report rules that match nothing, once for each number of modules, because this may run at every step."""
         paths = self._module_paths()
         if len(paths) != self._num_judged:
             self._num_judged = len(paths)

@@ -356,7 +356,7 @@ class Triggers:
         return next((dump for dump in self._dumps if dump.first_step <= first and last <= dump.last_step), None)
 
     def _write(self, dump: Dump) -> None:
-        if self._step is None or dump.first_step <= self._step:  # not for a window that begins later
+        if self._step is None or dump.first_step <= self._step:  # a window that begins later starts no cooldown
             self._quiet_until_s = self._clock() + self._settings.trigger_cooldown_s
         self._dumps.append(dump)
         if self._channel is not None:

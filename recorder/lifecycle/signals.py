@@ -30,10 +30,10 @@ _MAIN_THREAD_GRACE_S = 0.5
 _NAP_S = 0.05
 """The time that the watching thread sleeps after each wake-up, so that a profiler's timer does not keep it busy."""
 _SIGACTION_BYTES = 512
-"""A size above that of any system's ``struct sigaction``, which begins with the handler."""
+"""A size larger than ``struct sigaction`` on any system; the struct begins with the handler."""
 
 _OF_THREADS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP})
-"""The signals that a thread causes itself, which must not be blocked."""
+"""The signals that a thread itself causes by a fault; they must not be blocked."""
 
 _leftover_pipes: list[_Pipe] = []
 """Pipes that other code may still make the wake-up descriptor again; they are reused, and never closed."""

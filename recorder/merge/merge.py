@@ -43,12 +43,12 @@ Progress = Callable[[str, int], AbstractContextManager[Report]]
 """A function that makes a `Report` from a title and the number of bytes to come."""
 
 _SHARDS_PER_UNIT = 200
-"""A worker of a cluster opens the run anew for each task, at 0.3 ms a shard, so tasks grow with the run."""
+"""The number of shards for which a task gets one more unit: a worker opens the run for each task, at 0.3 ms a shard."""
 _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
 """The pause between tries to see the output folder, which a network file system may show a few seconds late."""
 _TASKS_PER_WORKER = 2
-"""Each worker has one task running and one waiting, in case this thread is too busy to submit."""
+"""The tasks of each worker: one is running while the other waits, in case this thread is too busy to submit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

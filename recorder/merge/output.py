@@ -66,7 +66,7 @@ class Output:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Path]:
-        """Let any process build units until the block ends; building fails in a process that outlives the block."""
+        """Let any process build units inside the block; a process that builds after the block fails."""
         folder = self._merging / self.call
         folder.mkdir(mode=_PRIVATE, parents=True)
         try:
@@ -134,7 +134,7 @@ class Output:
         for name in (GLOBAL_DIR, *self._ranks()):
             _DISK.sync_directory(self.path / name)
             with contextlib.suppress(OSError):
-                os.rmdir(self.path / name)  # only where nothing is in it any more
+                os.rmdir(self.path / name)  # only if it is empty
         shutil.rmtree(self._merging, ignore_errors=True)
         replace_manifest(_DISK, self.path / RUN_MANIFEST, run)
 
@@ -142,7 +142,7 @@ class Output:
         return {name for name in _names(self.path / GLOBAL_DIR) if is_unit_name(name)}
 
     def _is_waiting(self, name: str) -> bool:
-        """Tell if a name in `_merging` is a finished unit; a half-published unit still has a global directory."""
+        """Return True if a name in `_merging` is a finished unit; a half-published unit still has a global folder."""
         return is_unit_name(name) and (self._merging / name / GLOBAL_DIR).is_dir()
 
     def _debris(self, wanted: Collection[str]) -> list[Path]:

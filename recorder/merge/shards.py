@@ -47,7 +47,7 @@ class WriterMemory:
 
 
 class MergedDirectory:
-    """A writer directory in the making: add rows of the record batch `rows`, finish, then describe."""
+    """Builds a writer directory: add rows of the record batch `rows`, then finish, then describe."""
 
     def __init__(self, path: Path, rows: Any, memory: WriterMemory) -> None:
         self.path = path

@@ -32,11 +32,11 @@ from .shards import MergedDirectory, WriterMemory, as_batch
 _PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
 """The members of a root that say how its ranks share the work."""
 UNIT_BYTES = 256 << 20
-"""Decoded payload of a unit, over all ranks: a second of work, and the most that a kill costs."""
+"""The decoded payload of a unit in bytes, over all ranks: a second of work, and the most that a kill costs."""
 UNIT_ROWS = 100_000
-"""Rows of a unit, over all ranks: this bounds the memory for the columns."""
+"""The most rows of a unit, over all ranks: this bounds the memory for the columns."""
 ROWS_PER_WRITER = 4096
-"""With many writers a unit has this many rows per writer, because shards are read batch by batch."""
+"""The bound on the rows of a unit allows this many rows per writer, because shards are read batch by batch."""
 UNIT_FORMAT = 3
 """A number to raise when the result of the same inputs changes; units with an older number are built again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")

@@ -196,7 +196,7 @@ class GrowingCube(Cube):
         self.changed = np.zeros(self.shape[2], np.int64)
         """For each column, the version in which it changed last."""
         self.version = 0
-        """The version that changes belong to now."""
+        """The current version, which changes are marked with."""
         self.num_halved = 0
         """Counts up whenever pairs of columns are joined, which changes every column."""
         self._width = 1
@@ -205,7 +205,7 @@ class GrowingCube(Cube):
         self.add_steps(steps)
 
     def columns_of(self, steps: Integers) -> Integers:
-        """Return the column of each step; an unknown step belongs to the column of the known step before it."""
+        """Return the column of each step; an unknown step has the column of the last known step before it."""
         columns = np.searchsorted(np.array(self.first_steps, np.int64), steps, side="right") - 1
         return np.maximum(columns, 0)
 

@@ -233,7 +233,7 @@ def layouts_of(run: Run, axes: Axes, keys: Sequence[DrawnSeries], seen: set[tupl
         step = axes.first_steps[axes.index[key]]
         question = {"name": key.name, "mode": key.mode}
         for more in ({}, {"call": 0}, {"call": 0, "micro_step": 0}):
-            with suppress(LookupFailedError):  # several values fit the question, or none counts
+            with suppress(LookupFailedError):  # several values fit the question, or no value counts
                 layout = run.layout(key.module_path, key.site, step, **question, **more)  # type: ignore[arg-type]
                 layouts.append(_described(key, layout))
                 break

@@ -65,7 +65,7 @@ class StepsCollector(ABC, Generic[T]):
     column: str
     """The column that is collected; rows in which it is null are skipped."""
     max_collected: int
-    """The most values that are kept, where a value belongs to a series and a step; two steps are always kept."""
+    """The most pairs of a series and a step for which a value is kept; two steps are always kept."""
 
     def __init__(self, steps: Sequence[int] | None, ranks: Sequence[int], num_series: int) -> None:
         self._thinned = ThinnedSteps() if steps is None else None
@@ -130,7 +130,7 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
             try:
                 one = Histogram.from_bytes(data)
             except CorruptError:
-                continue  # `recorder verify` reports it
+                continue  # `recorder verify` reports the damage
             line = self._collected.setdefault((number, step), np.zeros(_NUM_LINE))
             at = np.clip(one.exponents, _LOWEST, _HIGHEST) - _LOWEST
             np.add.at(line, _NUM_BINS - 1 - at, one.counts[0])
@@ -194,7 +194,7 @@ class UnitsCollector(StepsCollector[_UnitsOfStep]):
             try:
                 one = Units.from_bytes(data, parse_shape(shape))
             except RunError:
-                continue  # `recorder verify` reports it
+                continue  # `recorder verify` reports the damage
             if not len(one):
                 continue
             squares = one.sum_sq / max(1, one.num_values)

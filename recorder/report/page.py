@@ -123,7 +123,7 @@ def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
     `kind` is ``run``, ``runs`` (the list of runs) or ``side`` (several runs side by side).
     """
     head = _head(title, extra_policy=_SERVER_ALONE, given={"live": kind})
-    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # else it gets /favicon.ico
+    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # stops a request for /favicon.ico
     pieces = [piece for block in blocks for piece in _packed(block)]
     return b"".join([head, *pieces, _end(script())])
 

@@ -43,11 +43,11 @@ _MAX_GLOBAL_STEP_ROWS = 20_000
 assemble."""
 _MAX_REASONS = 2000
 _MANY_STEPS = 1 << 30
-"""The number of steps that room is made for while a run grows, as if the run never ended."""
+"""The number of steps that a growing run is assumed to reach, as if it never ended."""
 
 
 class StatisticsBlocks:
-    """Collects the statistics of one run."""
+    """Collects the statistics of one run as cubes for its page."""
 
     def __init__(
         self, run: Run, axes: Axes, *, asked: Sequence[str] = (), steps: Sequence[int] | None = None,
@@ -104,7 +104,7 @@ class StatisticsBlocks:
         self.histograms = HistogramCollector(known, self.lanes.ranks, len(self.series))
         self.units = UnitsCollector(known, self.lanes.ranks, len(self.series))
         self.reasons: dict[tuple[int, bool], str] = {}
-        """Why a series has no statistics or no global values, by the number of the series; the flag is True for global
+        """Why a series has no statistics, by its number; the flag is True for the values of all ranks together.
         values."""
         self.global_steps: int | None = None
         """The number of steps with values of all ranks together; None if every step has such values."""
@@ -154,7 +154,7 @@ class StatisticsBlocks:
                 cube.add_steps(more)
 
     def adopt(self, older: StatisticsBlocks) -> None:
-        """Take over the values of `older`, which is growing too, has the same lanes, and knows fewer series."""
+        """Take over the values of `older`, which is also growing, has the same lanes, and knows fewer series."""
         pairs = [(self.cube, older.cube), (self.scalar_cube, older.scalar_cube), (self.rank_steps, older.rank_steps)]
         for new, old in pairs:
             if isinstance(new, GrowingCube) and isinstance(old, GrowingCube):
@@ -168,7 +168,7 @@ class StatisticsBlocks:
         self.global_steps = older.global_steps
 
     def add(self, table: Any, *, is_final: bool = True) -> None:
-        """Add the rows of a range of steps. `is_final`: no more rows of these steps follow, so they can be counted."""
+        """Add the rows of a range of steps. `is_final` means that no more rows of these steps follow."""
         if is_final:
             self._note_reasons(table, is_global=False)
             self.histograms.add(table, self._numbers_of)

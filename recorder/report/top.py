@@ -25,9 +25,9 @@ _MAX_LISTED = 8
 _MAX_CHECKS = 200
 _MAX_GAPS = 500
 _JUMP = 30.0
-"""A jump is reported if a value is this many times what the records before the value lead to expect."""
+"""A jump is reported if a value is this many times the value that the records before it lead to expect."""
 _NUM_BEFORE = 4
-"""The number of records before a value that show how large the value usually is, and how fast it grows."""
+"""The number of records before a value from which the usual size and growth of the series are taken."""
 _MIN_STEPS = 8
 """The fewest steps in which jumps are looked for: fewer steps do not show what is usual."""
 _MAX_JUMPS = 4

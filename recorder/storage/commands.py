@@ -32,11 +32,11 @@ from ..system.processes import sync_directory
 _MAX_ENTRIES = 2 * MAX_COMMANDS
 """The most names of a directory that are read; the package never makes more."""
 _UNFINISHED_S = 5.0
-"""The time after which a damaged file is refused: on a disk without links, a command is incomplete for a moment."""
+"""How long a damaged file is read again before it is refused: without links, a new command is briefly incomplete."""
 _FRESH_S = 2.5
-"""The time after a change in which every look lists the names: times of files may be as coarse as two seconds."""
+"""How long each look lists the directory after a change, because times of files may be as coarse as two seconds."""
 _RELIST_S = 5.0
-"""The time after which the names are listed without a visible change: a network file system may be out of date."""
+"""How often the directory is listed without a visible change, because a network file system may lag behind."""
 
 
 def send(run_dir: Path, command: Command) -> Command:

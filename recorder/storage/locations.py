@@ -93,7 +93,7 @@ LOCAL = LocalStore()
 Location = Path | ObjectPath
 """The path of a run, or of a file in a run."""
 OpenLocation = Path | Any
-"""The type of an opened run's location, by which callers that opened a directory may use it as a `Path` without a cast.
+"""The type of an opened run's location: a caller that opened a directory may use it as a `Path` without a cast.
 """
 
 

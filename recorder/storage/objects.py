@@ -24,7 +24,7 @@ from .untrusted_files import FileFacts, Found, IsPart, Item, check_range
 _NUM_AT_ONCE = 16
 """The most requests at once: a store takes 20 to 50 ms for each request, and a run of 64 ranks needs about 200."""
 _WHOLE_BYTES = 512 << 10
-"""Smaller objects are read in one request, and ranges with a smaller gap too, because a request costs as much time."""
+"""An object smaller than this is read in one request, and so are ranges with a smaller gap: a request costs as much."""
 _BLOCK_BYTES = 64 << 10
 """The smallest request: it covers the schema, footer and seal of a shard, or the header of a batch."""
 _INDEX_BLOCK_BYTES = 8 << 20
@@ -199,7 +199,7 @@ class ObjectStore:
         return self.open_sealed(path)
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
-        """Call the function in threads. A nested call stays in its thread, or threads would wait for each other."""
+        """Call the function in threads. A nested call runs in the calling thread, or threads would wait for others."""
         items = list(items)
         if len(items) < 2 or getattr(self._threads, "is_ours", False):
             return [function(item) for item in items]
@@ -236,7 +236,7 @@ class ObjectStore:
 
     def _get(self, path: ObjectPath, seen: FileFacts, byte_range: range) -> Any:
         def is_longer(meta: Any) -> bool:
-            # An open shard is replaced by an object that begins with it; if not, the checksums of its batches fail.
+            # An open shard is replaced by an object that begins with the same bytes; if not, batch checksums fail.
             return path.name.endswith(OPEN_SUFFIX) and meta["size"] >= seen.size_bytes
 
         def ask(client: Any) -> Any:
@@ -281,7 +281,7 @@ class ObjectStore:
                 parts = meta["path"].split("/")
                 for stop in range(len(folder.parts), len(parts) - 1):
                     self._folder("/".join(parts[:stop])).folders.add(parts[stop])
-                if len(parts) > len(folder.parts):  # without it: the empty object that consoles put for a folder
+                if len(parts) > len(folder.parts):  # else it is the empty object that consoles put for a folder
                     self._folder("/".join(parts[:-1])).files[parts[-1]] = _seen(meta)
             for entries in self._folders.values():
                 for name in entries.folders & entries.files.keys():

@@ -250,7 +250,7 @@ class _Repair:
         if not is_new:
             self._report(num_bytes)
         index_path = path.with_name(index_name(path.name))
-        metadata = [name for name in shard.schema.names if name != "data"]  # including columns unknown to this version
+        metadata = [name for name in shard.schema.names if name != "data"]  # even columns unknown to this version
         problem = _index_problem(index_path, num_bytes, metadata)
         if path.name.startswith("stats") or not problem:
             return

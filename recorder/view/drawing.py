@@ -46,9 +46,9 @@ _CUT_ROWS = 40_000
 """The rows in memory together while batches of many steps are cut, which takes less memory per row than drawing does.
 """
 _WHOLE_AFTER_S = 1.5
-"""A step is complete this long after a later step was seen: both kinds of shard are flushed once a second."""
+"""The time after which a step is complete once a later step was seen: shards of both kinds are flushed every second."""
 _LOOKS_APART = 10
-"""While a run is first read, listings are this many times the time of a listing apart: seconds for 4,096 ranks."""
+"""The pause between listings of a run in its first reading, in durations of a listing: seconds for 4,096 ranks."""
 _MAX_OPEN_ROWS = 60_000
 """The most rows of steps that may be incomplete. With more, a rank is far behind, and is drawn as its rows come."""
 _MAX_TOGETHER_ROWS = 40_000
@@ -150,7 +150,7 @@ class Drawing:
         return has_more
 
     def _is_another(self) -> bool:
-        """Mark the run as gone, or begin anew if another run has taken its place; return True in that case."""
+        """Mark the run as gone; if another run has taken its place, begin with that run and return True."""
         with suppress(RunError, OSError):
             store = store_of(self.location)
             store.refresh()
@@ -164,7 +164,7 @@ class Drawing:
         return False
 
     def _has_other_ranks(self) -> bool:
-        """Return True if a rank has begun since the lanes were made: each rank has a lane or is part of the spread."""
+        """Return True if a rank has begun since the lanes were made, because each rank belongs to a lane."""
         return self.collected is not None and self._run((0, 0)).ranks != self.collected.lanes.ranks
 
     def _draw_new(self, is_new: bool, has_more: bool) -> Iterator[None]:
@@ -221,7 +221,7 @@ class Drawing:
         run, further, num_rows = self._run((first, end)), columns_read(self._columns), 0
         rests_after = _WINDOW_ROWS if self.state == "reading" else _READ_ROWS
         if self.state == "reading" and num_pieces > 1:
-            yield  # the page shows how much there is to draw
+            yield  # let the page show how much there is to draw
         judged: RunRows | None = None
         with step_rows(run, pieces, further=further, max_pending_rows=_CUT_ROWS) as rows:
             for steps, table in zip(pieces, rows, strict=True):
@@ -377,7 +377,7 @@ class Drawing:
             return ""
         if num_rows < written:
             return f"{num_rows:,} of {written:,} rows are found"
-        num_drawn = self.axes.num_rows if self.growing.num_pending else num_rows  # not all rows count
+        num_drawn = self.axes.num_rows if self.growing.num_pending else num_rows  # some rows do not count
         return f"{num_drawn:,} of {num_rows:,} rows are drawn"
 
     def _known_steps(self) -> tuple[int, int, int] | None:

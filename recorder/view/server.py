@@ -221,7 +221,7 @@ _STORE_LOOK_S = 5.0
 _OVER_LOOK_S = 5.0
 """The time between looks at a run that is over or gone, because the run may begin again."""
 _AT_MOST = 0.5
-"""The largest share of a core that the thread of a run takes."""
+"""The largest share of one core that the thread of a run uses."""
 _CLOSE_S = 0.3
 _MAX_LISTED = 500
 _logger = logging.getLogger("recorder")
@@ -248,13 +248,13 @@ class WatchedRun:
         self._thread.start()
 
     def opened(self) -> None:
-        """Count one more page that shows the run."""
+        """Note that one more page shows the run."""
         with self._lock:
             self._num_watching += 1
             self._wanted.set()
 
     def closed(self) -> None:
-        """Count one page less that shows the run."""
+        """Note that one page fewer shows the run."""
         with self._lock:
             self._num_watching -= 1
             if not self._num_watching:
@@ -268,7 +268,7 @@ class WatchedRun:
 
     @property
     def now(self) -> str:
-        """The state that a page with all news knows, as a text that changes with all news."""
+        """The state of a page that has received all news, as a text that changes with every news."""
         drawing = self._drawing
         return f"{self._boot}-{drawing.epoch}-{drawing.version}-{self._panes_version}"
 

@@ -17,7 +17,7 @@ from typing import Any
 from ..system.log import LimitedLog
 
 INTERRUPTED = "interrupted"
-"""The reason of rows that were numbered, but neither put nor dropped, because the capture was cut off."""
+"""The reason for rows that were numbered, but neither put nor dropped, because the capture was cut off."""
 ABANDONED = "abandoned_at_close"
 CLOSED = "closed"
 WRITER_DEAD = "writer_dead"
@@ -27,13 +27,13 @@ DISK_FLOOR = "disk_floor"
 DISK_FULL = "disk_full"
 NO_MEMORY = "no_memory"
 DUMP_BYTES = "dump_bytes"
-"""The reason of rows of a dump that exceed the bound on the bytes of all dumps."""
+"""The reason for rows of a dump that exceed the bound on the bytes of all dumps."""
 WRITE_ERROR = "write_error"
-"""A reason that is followed by a colon and the name of the errno."""
+"""A drop reason; a colon and the name of the errno follow it."""
 
 
 class _Tally:
-    """A count that any thread may raise at any instant, as advancing an iterator of C is one step under the GIL."""
+    """A count that any thread may raise at any instant, because advancing a C iterator is one step under the GIL."""
 
     __slots__ = ("_ticks",)
 

@@ -33,9 +33,9 @@ from .files.shard import StoredShard
 from .ledger import DISK_FLOOR, Notices
 
 _SHARDS_PER_QUOTA = 8
-"""The least number of shards of a kind within its quota, so that there are shards to retire."""
+"""The least number of shards of a kind within the quota, so that some shards can be deleted."""
 _SHARDS_PER_WINDOW = 8
-"""The least number of shards that the steps of `keep_newest` span, so that few old steps are kept with newer ones."""
+"""The least number of shards that hold the steps of `keep_newest`, so that few older steps are kept with them."""
 
 
 class HeldShard(NamedTuple):

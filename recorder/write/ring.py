@@ -21,7 +21,7 @@ MAX_DUMPS = 256
 _MAX_PASSED = 1 << 16
 """The number of steps without a dump that are remembered, so that a late trigger can list the steps it missed."""
 _SET_BACK = 3
-"""The steps before the window after which a record means that the program has set its steps back and is not late."""
+"""A record whose step is more than this before the window means that the program has set its steps back."""
 _SPARE_SHARE = 0.25
 """The share of the ring that must stay free while older steps than the window are kept."""
 _MAX_LISTED = 64
@@ -203,7 +203,7 @@ class Ring:
         return has_begun
 
     def end(self) -> bool:
-        """Let all steps pass, because no trigger can come any more; return True if there is still a record to write."""
+        """Let all steps pass, because no trigger can come any more; return True if a record is still to be written."""
         for step in list(self._steps):
             self._pass(step)
         return bool(self.due)

@@ -22,7 +22,7 @@ from .rows import BuiltBatch, RowBatch
 from .settings import WriteSettings
 
 _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""The errors of a sync for lack of a descriptor or memory, after which the sync may be tried again."""
+"""The errors of a sync that lacked a descriptor or memory; the sync may be tried again."""
 
 
 class RotatingShards:

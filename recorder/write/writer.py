@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
-"""The shortest and longest pause of an idle writer; blocking on the queue would cost each `put` 8 us, not 0.1. After
+"""The shortest and longest pause of an idle writer. Blocking on the queue would cost each `put` 8 us, not 0.1. After
 small records the writer takes the longer pause at once: switching threads costs as much as several small records."""
 _TELL_S = 1.0
 """The time between two updates of the manifest on the progress of a dump."""
@@ -163,7 +163,7 @@ class Writer:
         self._writer_directory = WriterDirectory(settings, self._ledger, self._disk, self._notices, clock)
         self._queue: queue.SimpleQueue[Staged | _Drain] = queue.SimpleQueue()
         self._put_back: _Item | None = None
-        """The item after small records that were taken together; the writer takes this item before the queue."""
+        """The item that followed small records taken together; the writer takes it before items of the queue."""
         self._settings = settings
         self._ring: Ring | None = None
         self._ending = ending
@@ -434,7 +434,7 @@ class Writer:
 
     def _measured_together(self, records: Sequence[Staged]) -> Sequence[Measured]:
         if self._measure_small is not None:
-            with contextlib.suppress(Exception):  # then each is measured alone, and the error is logged
+            with contextlib.suppress(Exception):  # then each is measured alone, which logs the error
                 return self._measure_small(records)
         return [self._measured(staged) for staged in records]
 

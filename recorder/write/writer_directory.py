@@ -37,17 +37,17 @@ from .settings import WriteSettings
 
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 _BATCHES_PER_SHARD = 4
-"""The least number of batches of a shard. A small quota has small batches, as a shard exceeds its size by one batch."""
+"""The least number of batches of a shard: a shard may exceed its size by one batch, so batches are kept small."""
 _ROW_BYTES = 512
 """The approximate bytes that a row takes without its payload."""
 _MAX_NAMES = 20
-"""The number of taken directory names after which another one is an error."""
+"""The number of directory names that may be taken before the next taken name is an error."""
 _NO_STEPS = Schedule("", ())
 _LIGHT_BYTES = 4 << 20
 """The bytes of memory for a batch without payloads; the memory grows if a batch needs more."""
 _RESTS = "tensors are stored without compression while training uses every core (codec=auto)"
 _LOOK_S = 0.2
-"""The time after which the writer looks again whether training uses every core."""
+"""The time after which the writer checks again whether training uses every core."""
 _CROWDED, _FREE = 0.75, 0.9
 """Shares of `CoreShare` below which payloads are stored unencoded, and above which they are encoded again."""
 
@@ -349,7 +349,7 @@ class WriterDirectory:
             self._encoder.is_hurried = share < (_FREE if self._encoder.is_hurried else _CROWDED)
         if self._encoder.has_rested and not self._has_said_rest:
             self._has_said_rest = self._is_manifest_stale = True
-            if self._target is not None and self._target.rank == 0:  # one line for each run; each manifest has it, too
+            if self._target is not None and self._target.rank == 0:  # one line for each run: every manifest has it
                 tell(logging.getLogger(__name__), lambda: [_RESTS], 0.0)
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
@@ -391,7 +391,7 @@ class WriterDirectory:
             quota.keep(shard.kind, HeldShard(stored, 0, is_kept, shard))
 
     def _retire_outdated(self) -> None:
-        """Delete the shards that have only steps before the newest steps, once the manifest on the disk counts them."""
+        """Delete the shards without any of the newest steps, once the manifest on the disk counts them as retired."""
         if self._quota is None or not self._describing.is_over:
             return
         for kind in self.shards_by_kind:

@@ -36,6 +36,6 @@ COMMANDS = {
     "help": "Show what a command does, with its options.",
     "run": "Run a training command with recording on.",
 }
-"""Every command with the first line of its help, in the order of ``recorder --help``."""
+"""The first line of each command's help, by the name of the command, in the order of ``recorder --help``."""
 BETWEEN_EXAMPLES = "    "
 """The text between two examples of an `EPILOG`."""

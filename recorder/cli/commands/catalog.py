@@ -24,8 +24,8 @@ def command(
 ) -> Reply:
     """Write all rows of all ranks as one Parquet file.
 
-    The file has the rows as the ranks wrote them, without values, of the attempt that counts at each step. DuckDB,
-    Spark, Trino and pandas read it.
+    The file has the rows as the ranks wrote them, without tensors. Of a step that several attempts recorded it has only
+    the rows of the attempt that counts. DuckDB, Spark, Trino and pandas read the file.
 
     Exit code 1: something is damaged, and is not in the file.
     """

@@ -29,7 +29,7 @@ EPILOG = (
 )
 
 _SILENT_S = 60
-"""The age in seconds from which the state of a daemon is shown with its age."""
+"""A state that the daemon wrote longer ago than this is shown with its time."""
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
@@ -55,11 +55,11 @@ def command(
 ) -> Reply:
     """Ship the runs of this node to a store while they grow.
 
-    Without an ACTION it ships until SIGTERM. Whoever reads at the destination sees complete runs at any time.
-    `status` says what a daemon of this node is at. `prune` removes runs there, and `keep` keeps them from it. Each
-    setting can be set in the file, or in the environment as RECORDERD_NAME.
+    Without an ACTION the daemon ships until SIGTERM. Readers at the destination see complete runs at any time. `status`
+    shows what the daemons of this node are doing. `prune` removes runs from the destination, and `keep` protects runs
+    from that. Each setting can be set in the file, or in the environment as RECORDERD_NAME.
 
-    Exit code 1: with --once, something is not there; with status, no daemon is at work.
+    Exit code 1: with --once, not all files are at the destination; with status, no daemon is running.
     """
     if action not in _ACTIONS:
         raise LookupFailedError(f"{action}: expected one of {', '.join(_ACTIONS)}")

@@ -34,10 +34,10 @@ def command(
 ) -> Reply:
     """Have a run write what its memory holds of the last steps.
 
-    The run has rules with keep=ring. All ranks write the same steps, and dump shows what each has left. For a run in
-    a store, the command is left in the store, and its step lies far enough ahead for the daemons to carry it.
+    The run has rules with keep=ring. All ranks write the same steps, and dump shows which of them each rank still had.
+    For a run in a store, the command is left in the store, and its step lies far enough ahead for the daemons.
 
-    Exit code 0: every rank has written them. 1: a rank has not answered, or had given up some of the steps.
+    Exit code 0: every rank wrote all the steps. 1: a rank has not answered, or no longer had some of the steps.
     """
     target = find_target(path, key_file)
     window = _window(open_location(target.run), target.name)
@@ -67,7 +67,7 @@ def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, i
     if text is None:
         if now is None:
             raise CommandError(f"{target.name}: no rank shows its step (status_interval_s = 0); name one with --step")
-        if target.store is not None:  # a daemon takes longer to carry this than a ring holds a step
+        if target.store is not None:  # until a daemon has carried this command, the ring has lost the present step
             now = target.step_ahead(None)
         return max(now - window.before, 0), now + window.after
     if re.fullmatch(r"\+[0-9]{1,14}", text.strip()):

@@ -34,7 +34,7 @@ def command(
 
 
 def example() -> str:
-    """Return a TOML file with each setting as a comment; without its ``# `` a line sets a setting to its default."""
+    """Return a TOML file of comments: a setting with its default takes effect once its leading ``# `` is removed."""
     rows = [
         f"## Settings of recorder; {CONFIG_FILE} names this file. A line takes effect without its leading '# '.",
         "",

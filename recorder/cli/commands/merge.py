@@ -53,7 +53,7 @@ _KINDS = {
 }
 """The text for each kind of finding; a kind without a text is shown by its name."""
 _OF_WRITERS = ("stranger", "superseded")
-"""The kinds of findings about writers, which are counted once for each unit, whatever its number of rows."""
+"""The kinds of findings about writers; their counts are counts of units, and are not shown as numbers of rows."""
 _KEPT_BYTES = 128 << 20
 
 
@@ -114,7 +114,7 @@ def _merge(
 
 @contextmanager
 def _workers(num_workers: int) -> Iterator[Executor | None]:
-    """Start worker processes for a merge by spawning, because a forked process would inherit Arrow's locks."""
+    """Start worker processes for a merge; they are spawned, because forked processes would inherit Arrow's locks."""
     if num_workers < 1:
         yield None
         return
@@ -124,7 +124,7 @@ def _workers(num_workers: int) -> Iterator[Executor | None]:
 
 
 def _begin_worker() -> None:
-    """Make a worker end with the merge: quietly on an interrupt, and also after a kill, which the pool ignores."""
+    """Make a worker end with the merge: quietly on an interrupt, and also if the merging process is killed."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     hide_pandas()
     _prepare()

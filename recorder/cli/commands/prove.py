@@ -1,4 +1,4 @@
-"""``recorder prove``: shows on the user's own program whether it trains the same with and without the recorder."""
+"""``recorder prove``: tests on the user's own program whether it trains the same with and without the recorder."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def command(
 
     The file needs no network and runs no scripts but its own: send it, or keep it beside the job's other results.
 
-    It holds numbers and small pictures for drawing, and no tensors. Of a long run a column of the map stands for
-    several steps. Of many ranks it shows the lowest, the median, the highest, and those that are odd.
+    It holds numbers and small pictures for drawing, and no tensors. In a long run, a column of the map stands for
+    several steps. With many ranks, the file shows the lowest, the median and the highest rank, and ranks that are odd.
 
     Exit code 1: something of the run is damaged or missing, as recorder doctor says.
     """

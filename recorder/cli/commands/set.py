@@ -42,9 +42,9 @@ def command(
 ) -> Reply:
     """Change what a run records while it is under way.
 
-    Rules are added to the run's own from one step on, which lies ahead, on all ranks; pause records nothing until
-    resume. Each rank answers, and set shows who has it. Training is not touched. For a run in a store, the command is
-    left in the store, and the daemons of its nodes carry it if they were started with --accept-commands.
+    On all ranks, rules are added to the run's own rules from a coming step on; pause records nothing until resume. Each
+    rank answers, and set shows the answers. Training is not touched. For a run in a store, the command is left in the
+    store, and the daemons of its nodes carry it if they were started with --accept-commands.
 
     Exit code 0: every rank has it. 1: a rank has not answered, was late or refused.
     """

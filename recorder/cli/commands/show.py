@@ -46,7 +46,7 @@ _MAX_UNIT_STEPS = 1000
 """Units are read for this many of the newest steps, one step at a time, so that few units are in memory at once."""
 _LIBRARY = "site-packages/torch/"
 _VALUES_INSIDE = ("values", "_values", "_masked_data")
-"""The inner tensors of composite tensors that hold the elements of the composite unchanged."""
+"""The names of those tensors inside a composite tensor that hold the elements of the composite unchanged."""
 
 _NUMBERS = (*STATISTICS, *COUNTS)
 _OTHERS = tuple(name for name in REASON_COLUMNS if name not in _NUMBERS)
@@ -161,7 +161,7 @@ def _module_reply(run: Run, module_path: str, wanted: Selection, *, last: int, s
 
     def members() -> dict[str, Any]:
         for row in (row for member in series for row in member.rows):
-            del row["histogram"]  # bytes, which JSON cannot hold
+            del row["histogram"]  # JSON cannot hold bytes
         described = [member.key | {"rows": member.rows} for member in series]
         return {"run": str(run.path), "module": module_path, "series": described}
 
@@ -243,7 +243,7 @@ def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statist
 
 
 def _dead_units(run: Run, module_path: str, site: str, steps: Sequence[int]) -> dict[tuple[Any, ...], str]:
-    """Return by the key of a row how many of its units are always zero, as ``dead/all``; read steps one by one."""
+    """Return by the key of a row how many of its units are always zero, as ``dead/all``; read one step at a time."""
     num_dead_of_all = {}
     is_wanted = (pc.field("part") == 0) & (pc.field("module_path") == module_path) & (pc.field("site") == site)
     for step in steps[-_MAX_UNIT_STEPS:]:
@@ -263,7 +263,7 @@ def _table(
     titles: Sequence[str], lines: list[list[str]], *, texts: Sequence[str], title: str, subtitle: str = "",
     drops: Sequence[str] = (), dull: bool = False,
 ) -> Table:  # fmt: skip
-    """Return a table, without an empty last column of reasons; `dull` also leaves out count columns with only zeros."""
+    """Return a table, without an empty last column of reasons; with `dull` also without count columns of only zeros."""
     if titles[-1] == WHY and not any(line[-1] for line in lines):
         titles, lines = titles[:-1], [line[:-1] for line in lines]
     return table_of(

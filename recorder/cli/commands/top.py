@@ -51,9 +51,9 @@ def command(
 ) -> Reply:
     """Watch a run while it records, one line a rank.
 
-    It ends with the run, or on Ctrl-C. pool is how full the host memory is on its way to disk, waited how long training
-    stood still for room in it. Of several ranks in one line, steps/s is the slowest's, pool the fullest's, disk left
-    the least.
+    It ends with the run, or on Ctrl-C. The column pool shows how full the memory for records on their way to disk is,
+    and waited how long training waited for room in that memory. A line for several ranks shows the lowest steps/s, the
+    fullest pool and the least disk left.
 
     Exit code 1: a rank was killed, is silent, has given up or has dropped values.
     """

@@ -36,9 +36,9 @@ def command(
 ) -> int:
     """Watch runs in a browser while they record.
 
-    It serves the page of recorder report, live: of a run, or of each run of a folder, which is a list. Where no run is
-    there yet, the list waits for one. New steps appear about two seconds after they were recorded. Pictures can be kept
-    as panes, under names; they are saved beside the run, and nothing else is ever written.
+    It serves the page of recorder report, live: the page of one run, or a list of the runs of a folder with a page for
+    each. The list may be empty at first. New steps appear about two seconds after they were recorded. Pictures can be
+    kept as panes, under names; they are saved beside the run, and nothing else is ever written.
 
     It prints an address with a token in it, which is all that a browser needs: whoever has the address sees the runs.
     From another machine, forward the port: ssh -L 8765:localhost:8765 HOST. Ctrl-C ends it.

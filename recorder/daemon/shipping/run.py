@@ -49,7 +49,7 @@ class RunShipper:
         confirmed = self.there.ledger.get(self.catalog_name)
         cataloged = re.fullmatch(r"bytes:(\d+)", confirmed.how) if confirmed is not None else None
         self.cataloged_bytes = int(cataloged[1]) if cataloged else -1
-        """The bytes of the run's shards here when its catalog was made; -1 if no catalog was made."""
+        """The bytes of the shards on this node when the catalog was made; -1 if no catalog was made."""
         self.has_catalog_failed = False
         """True if the last attempt to make the catalog failed; the next attempt is at `next_catalog_retry_s`."""
         self.next_catalog_retry_s = 0.0
@@ -110,12 +110,12 @@ class RunShipper:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that the run's writers here have written and kept."""
+        """The number of rows that this node's writers of the run have written and kept."""
         return sum(writer.num_rows for writer in self.all_writers)
 
     @property
     def shard_bytes(self) -> int:
-        """The bytes of the shards here; a catalog that was made at another number of bytes is out of date."""
+        """The bytes of the shards on this node; a catalog that was made at another number of bytes is out of date."""
         shards = (stamp for one in self.all_writers for stamp in (one.files.sealed | one.files.opened).values())
         return sum(stamp.size_bytes for stamp in shards)
 
@@ -160,7 +160,7 @@ class RunShipper:
 
     @property
     def is_put(self) -> bool:
-        """True if the destination has all that was here at the last look, even of writers that are still recording."""
+        """True if the destination has everything that this node had at the last look, even of recording writers."""
         are_put = self._has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
         return are_put or bool(self.unreadable)
 
@@ -175,7 +175,7 @@ class RunShipper:
         return self.is_settled and not self._was_removed and not self.has_quiet_writer and bool(self.writers)
 
     def missing_there(self) -> str:
-        """List the destination; return the name of a file that is here and not there, empty if there is none."""
+        """List the destination; return the name of a file of this node that is missing there, or an empty text."""
         held = self.there.listed()
         for writer in self.all_writers:
             files = writer.files

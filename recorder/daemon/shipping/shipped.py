@@ -222,7 +222,7 @@ class ShippedRun:
         """Why nothing of the run is shipped; empty if the run is shipped."""
         self.was_pruned = False
         self.stamps: dict[str, Stamp] = {}
-        """The stamps of the run's own documents here at the last look."""
+        """The stamps of the run's own documents on this node at the last look."""
         self.held: dict[str, StoredObject] = {}
         """The objects in the last listing of the destination, by their names below the run."""
         self.listed_s = 0.0
@@ -242,7 +242,7 @@ class ShippedRun:
         with Folder.root(self.root) as top:
             return top.below(*self.names)
 
-    # The state of the destination.
+    # The methods that look at the destination.
 
     def identify(self) -> bool:
         """Return True if the run may be shipped: no other run has its name there, and no prune has removed it there."""
@@ -303,7 +303,7 @@ class ShippedRun:
 
     @property
     def are_documents_there(self) -> bool:
-        """True if the destination has the run's own documents as they were here at the last look."""
+        """True if the destination has the run's own documents as they were on this node at the last look."""
         return self._documents.get(RUN_MANIFEST) is not None and all(
             self.is_aside_there(name, stamp) for name, stamp in self.stamps.items() if name != RUN_MANIFEST
         )
@@ -406,7 +406,7 @@ class ShippedRun:
     def put_over(
         self, name: str, content: bytes, e_tag: str | None, may_replace: Callable[[bytes], bool]
     ) -> PutOver | None:
-        """Put a document in place of the document with this ETag, or of another document that it may replace.
+        """Put a document in place of the document with this ETag, or of another one for which `may_replace` is true.
 
         Return the document that is then there; None if another daemon was faster each time.
         """

@@ -67,18 +67,18 @@ class WriterShipper:
         self.is_settled = False
         self.has_looked = False
         self.is_put = False
-        """True if the destination has all that was here at the last look, an open shard up to its end at that time."""
+        """True if the destination has all that this node had at the last look, open shards up to their end then."""
         self.was_repaired = False
-        """True if a repair has done what it could; shards that are still open are shipped as they are."""
+        """True if a repair has done what it could; shards that are still open are then shipped as they are."""
         self.small_since_s = time.time()
-        """The wall-clock time of the last look whose small lane was completely shipped; at first, the time of this
+        """The wall-clock time of the last look whose small lane was completely shipped; at first the time of creation.
         object."""
         self._ledger: dict[str, Any] = {}
         self._manifest: tuple[Stamp, bytes] | None = None
         self._opened = OpenShards(there, self.below)
         self._is_busy: set[str] = set()
         self.changed_ns = 0
-        """The time at which the writer's directory was changed last, as of the last look."""
+        """The time of the directory's last change, as of the last look."""
         self._next_look_s = self._next_snapshot_s = self._next_status_s = 0.0
         self.reconciled()
 
@@ -188,7 +188,7 @@ class WriterShipper:
 
     @property
     def _goes_open(self) -> bool:
-        """True if open shards of tensors are shipped as they are, as no writer may seal them or no pass follows."""
+        """True if open shards of tensors are shipped as they are, because nothing may seal or ship them later."""
         is_time = self._run.shared.is_once and not self.has_ended
         return self.state == "quiet" or (self.has_ended and self.was_repaired) or is_time
 
@@ -204,7 +204,7 @@ class WriterShipper:
             status = self._read_status(folder)
             balances = (Balance.read(Members(members)) for members in (self._ledger, self.status))
             self.balance = max(balances, key=lambda one: (one.observed, one.written))
-            files = list_writer(folder)  # after the manifest: it has all that a closed manifest promises
+            files = list_writer(folder)  # after the manifest: a closed one promises no later file
             self.files = files
             self._judge(files)
             self.has_looked = True
@@ -365,7 +365,7 @@ class _Snapshot:
 
 
 class OpenShards:
-    """The open shards of one writer. For each shard, one thread at a time."""
+    """The open shards of one writer. At most one thread at a time may handle a shard."""
 
     def __init__(self, there: ShippedRun, below: str) -> None:
         self._run = there
@@ -412,7 +412,7 @@ class OpenShards:
     def _put_prefix(self, name: str, content: bytes, before: _Snapshot | None, stamp: Stamp) -> None:
         shared = self._run.shared
         if before is not None and crc32c(memoryview(content)[: before.num_bytes]) != before.crc:
-            shared.counters.add("conflicts", "open")  # a failed write was truncated: the sealed shard will be right
+            shared.counters.add("conflicts", "open")  # a failed write was cut back: the sealed shard will tell
             before.stamp = stamp
             return
         e_tag = before.e_tag or None if before is not None else None
@@ -428,7 +428,7 @@ class OpenShards:
         shared.health.succeeded()
 
     def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: Stamp) -> None:
-        """Put batches too large for one request, about once: their writer is gone or quiet."""
+        """Put batches that are too large for one request; this happens about once, as their writer is gone or quiet."""
         destination, key = self._run.shared.destination, f"{self._run.key}/{self._below}{name}"
         file.size_bytes = end
         if name in self._there:

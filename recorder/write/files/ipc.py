@@ -184,7 +184,7 @@ def _with_checksum(footer: bytes) -> bytes:
         for text in (FILE_CRC_KEY, NO_DIGITS)
     )
     head_bytes = 72 + len(strings)
-    head_bytes += -head_bytes % 8  # what the old footer aligns to 8 bytes stays aligned
+    head_bytes += -head_bytes % 8  # all that the old footer aligns to 8 bytes stays aligned
     version = struct.unpack_from("<h", footer, _field(bytearray(footer), old, 0))[0]
     vectors = []
     for number, slot in enumerate((24, 28, 32), start=1):  # schema, dictionaries, batches
