@@ -251,7 +251,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 _PROBE, _PROBE_STEPS = "_RECORDER_PROBE", "_RECORDER_PROBE_STEPS"
-"""The environment variables that `recorder_probe` reads, which imports nothing of this package."""
+"""The environment variables that configure `recorder_probe`, which does not import this package."""
 _END_S = 90.0
 """How long a program may take to end once all its ranks have done their steps, in seconds."""
 _POLL_S = 0.2

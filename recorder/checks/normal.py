@@ -56,7 +56,7 @@ HELD = ("equal on all ranks", "different on all ranks", "changes from record to 
 """Conditions that a value may fulfil in every record."""
 _EQUAL, _DIFFERENT, _CHANGES, _STAYS = range(len(HELD))
 _LEAST_HELD = 8
-"""The number of records in which a condition must hold before it is expected of other runs."""
+"""The number of records in which a condition must hold before the condition is expected of other runs."""
 
 
 class Numbers(NamedTuple):
@@ -215,7 +215,7 @@ class Normal:
         return Ranges(np.where(is_known, low, np.nan), np.where(is_known, high, np.nan), spread)
 
     def always(self, series: Integers, what: int) -> Flags:
-        """Return, for each series, whether a condition held in every sound run's every record, and often enough."""
+        """Return, for each series, whether a condition held in all records of all sound runs, and often enough."""
         holds, asked = self._held[:, series, what]
         return np.asarray((series >= 0) & (asked >= _LEAST_HELD) & (holds == asked))
 
@@ -335,7 +335,7 @@ class Sizes:
         return {(key.root, key.module_path, key.name): about.shape for key, about in series if key.site == "param"}
 
     def width(self, base: Sizes) -> float:
-        """Return this model's width over that of `base`: the most frequent ratio of parameter sizes that differ."""
+        """Return the width of this model over that of `base`, the most frequent ratio of differing parameter sizes."""
         shapes = base.shapes
         ratios = [
             size / shapes[key][index]

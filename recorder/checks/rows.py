@@ -41,7 +41,7 @@ class SeriesKey(NamedTuple):
 
     @property
     def differs_by_batch(self) -> bool:
-        """Whether the value depends on the rank's own batch, so that data-parallel ranks can be compared by it."""
+        """Whether the value depends on the rank's own batch, so that it can be compared between data-parallel ranks."""
         return self.site in ("output", "grad_output") or self.is_loss or (self.site == "grad" and self.scope == "local")
 
 
@@ -225,7 +225,7 @@ class Rows:
 
     @property
     def rms(self) -> Floats:
-        """By row, the root mean square of the finite elements; for a chunk, that of all chunks of the tensor."""
+        """By row, the root mean square of the value's finite elements, or for a chunk those of the complete tensor."""
         num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
@@ -373,11 +373,11 @@ class Spells:
     """Finds conditions that hold for a long time, once in each lane, and remembers whether they ended later."""
 
     def __init__(self, weight: float = 1.0) -> None:
-        """Once a condition is reported, one record without it counts as much as `weight` records with it."""
+        """Take the weight of a record without the condition, in records with the condition, after a report."""
         self._streaks, self._was_long = Streaks(), Memory(0.0)
         self._weight = weight
         self._balance = Memory()
-        """By lane, the records with the condition less `weight` times those without, since it began; NaN before."""
+        """By lane, the records with the condition less `weight` times those without it; NaN before it began."""
 
     def begun(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float, lasting: Floats
@@ -406,7 +406,7 @@ class Spells:
         self._balance[lanes[is_last]] = balance[is_last]
 
     def has_ended(self, lane: int) -> bool:
-        """Return whether the weighted records without the condition outnumber those with it, since it was reported."""
+        """Return whether, since the report, weighted records without the condition outnumber those with it."""
         return self._balance.of(lane) < 0
 
 

@@ -203,7 +203,7 @@ class StreakRule(Rule):
         return ()
 
     def _count(self, lanes: Integers) -> None:
-        """Update the largest number of records that a lane has had, until it is as large as the rule needs."""
+        """Update the largest number of records that any lane has had, but only up to the number that the rule needs."""
         if self._most < self.records:
             starts = np.flatnonzero(begins(lanes))
             counts = np.diff(np.r_[starts, len(lanes)]) + self._counts[lanes[starts]]
@@ -212,7 +212,7 @@ class StreakRule(Rule):
 
 
 class PartsRule(Rule):
-    """A rule made of parts. Each part is a rule with the same name and settings that finds the fault in its own way."""
+    """A rule made of parts, which are rules of one name and the same settings that find the fault in several ways."""
 
     parts: ClassVar[tuple[type[StreakRule], ...]]
 

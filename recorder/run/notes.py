@@ -103,7 +103,7 @@ class SentCommand(NamedTuple):
     lines: Sequence[str]
     """The answers of the ranks; ranks with the same answer share a line."""
     is_done: bool
-    """True if every rank of the run did the command, from its first step on."""
+    """True if every rank of the run carried out the command, from the command's first step on."""
 
 
 def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -> Iterator[SentCommand]:
@@ -122,7 +122,7 @@ def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow
             rank: answer
             for rank, manifest in newest.items()
             for answer in manifest.commands
-            if answer.id == command.id and rank is not None  # a daemon may have given it another number
+            if answer.id == command.id and rank is not None  # a daemon may have renumbered the command
         }
         for now in shown:
             for answer in now.status.commands:
@@ -251,7 +251,7 @@ _MAX_LOADED_ROWS = 1_000_000
 
 
 def left_out(run: Run) -> str:
-    """Return a sentence about rows that the run does not have, so that no answer is about them; empty if none."""
+    """Return a sentence about the rows that the run does not have, and no answer is about; empty if none is missing."""
     run.load_balances()
     balances = [writer.balance for writer in run.writers]
     counts = (

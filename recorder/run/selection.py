@@ -129,7 +129,7 @@ class GlobalOptions:
     loss: str = "mean"
     layouts: Sequence[str] = ()
     partial: bool = False
-    """True to include values that lack ranks, as far as they are there; else they are left out, with a note."""
+    """True to include values that lack ranks, with the ranks that are there; else they are left out, with a note."""
 
     def check(self, *runs: Run) -> None:
         """Refuse options without an effect.

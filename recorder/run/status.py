@@ -53,7 +53,7 @@ class Status(Lifetime):
     """The planned interval between two statuses, in seconds."""
     step: int = 0
     has_step: bool = True
-    """False if step and counts mean nothing: the writer has left no status, or only the one of its start."""
+    """False if step and counts mean nothing, because the writer has left no status, or only that of its start."""
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)

@@ -213,7 +213,7 @@ def _read(path: Path) -> Iterator[Any]:
 
 
 class Attempts:
-    """Decides which attempt counts at each step. It learns from the tables that it is given, which have all ranks."""
+    """Decides which attempt counts at each step, by tables that contain the rows of all ranks at the step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -33,7 +33,7 @@ from ..first.replicas import FINDINGS, compare_replicas
 from .reading import RunRows
 
 _LEAST_COMMON = 2
-"""A sound run is of another model, or recorded other sites, if it has fewer than one in this many of a run's values."""
+"""A sound run with fewer than 1/`_LEAST_COMMON` of a run's values counts as a run of another model or other sites."""
 
 
 class Checked(NamedTuple):
@@ -42,7 +42,7 @@ class Checked(NamedTuple):
     findings: list[Finding]
     """The findings, sorted by severity, the worst first, then by step."""
     unjudged: list[Unjudged]
-    """The rules that could not judge the run, and what they need."""
+    """The rules that could not judge the run, and what each rule needs."""
     num_rules: int
     num_rows: int
     """The number of rows that were judged."""

@@ -1,4 +1,4 @@
-"""Measures how far two arrays are apart. This module knows of no runs, and compares few elements at once."""
+"""Measures how far two arrays are apart. This module knows of no runs, and compares a few elements at a time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Distance(NamedTuple):
 
     numel: int = 0
     num_outside: int = 0
-    """The number of elements that differ by more than the tolerance; NaN equals NaN, and inf equals inf of its sign."""
+    """The number of elements that differ by more than the tolerance. NaN equals NaN; inf equals inf of one sign."""
     max_abs: float = 0.0
     """The largest |b - a| of all elements."""
     of_max: float = 0.0
@@ -183,7 +183,7 @@ def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.b
 
 
 def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Return which finite pairs may be closer in float64 than they are, as 64-bit integers may be."""
+    """Return which finite pairs of elements float64 may show closer together than they are, as for 64-bit integers."""
     if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b)):
         return np.zeros(a.shape, np.bool_)
     sizes = np.fmax(np.abs(wide_a), np.abs(wide_b))

@@ -42,7 +42,7 @@ class StepEvent(NamedTuple):
     call: int
     scope: str | None
     signature: Any
-    """A mark that is equal for equal values of a step, as far as rows can show; None if they cannot."""
+    """A mark that equal values of a step share, as far as the rows can show it; None if the rows cannot."""
     differs: bool
     ranks: tuple[int, ...]
     """The ranks of the second run whose own values differ; empty if the value belongs to all ranks."""
@@ -51,13 +51,13 @@ class StepEvent(NamedTuple):
     alone: str = ""
     """``a`` or ``b`` if only that run has the value."""
     stage: int | None = None
-    """The pipeline stage in the second run if it is a pipeline, else in the first run; None if neither is."""
+    """The pipeline stage in the second run, or else in the first run; None if neither run is a pipeline."""
     is_handed_on: bool = False
     """True for a value of one micro-batch that a pipeline stage hands to another stage."""
     is_open: bool = False
     """True if the value differs from a value that only some ranks have, so that it need not be an error."""
     is_constant: bool = False
-    """True for a buffer that is equal at all these steps of the first run, so that no forward writes it."""
+    """True for a buffer that no forward writes: it is equal at all these steps of the first run."""
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[StepEvent]]:

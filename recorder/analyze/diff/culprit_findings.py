@@ -68,7 +68,7 @@ class Culprit(NamedTuple):
     micro_batches: list[int]
     """The micro-batches of a pipeline whose part of the value differs; empty if all of them differ."""
     hint: str
-    """The likely mistake, if it explains the numbers up to rounding; else empty."""
+    """The likely mistake, if that mistake explains the numbers up to rounding; else empty."""
     factor: float | None
     """The factor from the first to the second run's value, if one is a multiple of the other."""
     kind: str | None
@@ -289,7 +289,7 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
 
 
 def _of_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
-    """Return how far a number is apart on the differing ranks, if they agree. Its row has the mean of all ranks."""
+    """Return how far a number is apart on the differing ranks, if these agree; its row has the mean of all ranks."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     try:
         before = {float(a.rows.array(own_a[rank]) if rank in own_a else a.array(row_a)) for rank in ranks}
@@ -364,7 +364,7 @@ class _ScaledPair(NamedTuple):
 
 
 def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
-    """Explain a factor between two values of a step, if it is the number of ranks or of micro-steps."""
+    """Explain a factor between two values of a step, if the factor is the number of ranks or of micro-steps."""
     table = side.rows.table
     table = table.filter(pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root)))
     num_ranks = max(

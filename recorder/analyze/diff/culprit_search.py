@@ -88,7 +88,7 @@ class _Step:
         self._wrong = {site: _Paths(e for e in wrong if e.site == site) for site in {event.site for event in wrong}}
         self.has_params = any(event.site == "param" for event in events)
         self.open_state = _Paths(e for e in events if e.is_open and e.site in OF_PARAMETERS)
-        """Parameters, their gradients and states of which it is unknown whether the two runs should agree."""
+        """Parameters, gradients and optimizer states for which it is unknown whether the two runs should agree."""
         self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
         """Buffers that differ and that no forward changes."""
         self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
@@ -408,8 +408,8 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
         if of_params:
             suspects = [one for one in suspects if one not in of_params]
             if not any(one.path is None and one.phase == phase for one in suspects):
-                # A backward does not go wrong in all modules at once: if no gradient on the way differs, it is the
-                # reduction.
+                # If the gradients on the way agree, the reduction is at fault: no backward is wrong in all modules at
+                # once.
                 is_behind = has_way and phase == BACKWARD and not any(one.event.alone for one in of_params)
                 shown = REDUCTION if is_behind and of_params[0].event.phase == "optimizer" else phase
                 result.append(of_params[0]._replace(path=None, phase=shown, num_params=len(touched), stages=stages))

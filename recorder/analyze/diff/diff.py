@@ -127,7 +127,7 @@ def compare_runs(
     shards = (shard for run in (a, b, *noise) for writer in run.writers for shard in writer.shards)
     damage = [text for shard in shards for text in shard.damage]
     total = comparison.result(common=options.common, damage=damage)._replace(hints=hints)
-    if hints:  # these modules are probably in both runs, under different names
+    if hints:  # these modules are probably in both runs, under two names
         unpaired_names = {name for one in unpaired for name in one.own_names}
         culprits = [one for one in total.culprits if one.alone_in is None or one.seen_at not in unpaired_names]
         total = total._replace(culprits=culprits)

@@ -66,7 +66,7 @@ class Drift:
         """By parameter, the norm of the difference, and that norm as a share of the parameter's norm."""
         self._before: tuple[int, Pairs] | None = None
         self._numbers: Integers | None = None
-        """The indices of the pairs at the step of `_before`; None until they are needed."""
+        """The indices of the pairs at the step that `_before` has; None until the indices are needed."""
         self._wrong: dict[str, set[Parameter]] = {}
         """By root, the parameters that differed by more than noise at the root's last step."""
 

@@ -30,12 +30,12 @@ _MIN_FACTOR = 1e-3
 _MAX_REST = 0.02
 """The share of a factor's effect that may stay unexplained: a tensor that was shifted is no multiple."""
 _MIN_ITEMS = 16
-"""The least number of elements: a smaller tensor may be nearly a multiple of any other, and its noise is chance."""
+"""The least number of elements. A smaller tensor may be nearly a multiple of any tensor, and its noise is chance."""
 _ROUNDINGS = 8
 """The number of roundings of the largest magnitude up to which a difference is always noise."""
 _ALIKE_SHARE = 0.5
 _MIN_ALIKE = 3
-"""The least number of gradients (and `_ALIKE_SHARE` of all) that one factor must explain to be that of their norm."""
+"""The least number of gradients (and `_ALIKE_SHARE` of all) that a common factor from clipping must explain."""
 
 
 _FAR = ("max_abs", "l2_apart", "statistic_rel")
@@ -67,12 +67,12 @@ class Drifted(NamedTuple):
     """Parameters that rounding alone drove farther apart than the twins show."""
 
     step: int
-    """The first step with such parameters."""
+    """The first step at which rounding had driven parameters farther apart than the twins show."""
     num_params: int
     of_norm: float
-    """The largest distance of such a parameter at the end, as a share of its norm."""
+    """The largest distance of a drifted parameter at the end, as a share of the parameter's norm."""
     times_noise: float
-    """The factor by which values made from these parameters may exceed the twin's distance and still be noise."""
+    """The factor by which values made from drifted parameters may exceed the twin's distance and still be noise."""
 
 
 class LoudNoise(NamedTuple):
@@ -173,7 +173,7 @@ class BeyondNoise:
         if not share:
             return
         factor = share / measured.typical_share(rows)
-        if root in self._shown:  # the forward limits it: few values may feel a drift
+        if root in self._shown:  # the forward limits the factor
             share_before, times = self._shown[root]
             factor = min(factor, MARGIN * times * share / share_before)
         factor = max(1.0, factor)
@@ -205,7 +205,7 @@ class BeyondNoise:
         if off := self._off.get(root):
             made = rows[pairs.differs[indices[rows]]]
             is_made = (measured.sites[made] == "optim") | (
-                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else the drift judges it
+                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else the drift judges
             )
             made = made[is_made]
             # The factor has twice the effect on squares.
@@ -232,7 +232,7 @@ class NoiseMeasure:
             np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
         )
         self._max_abs, self._l2_apart, self._statistic = (numbers(table.column(name)) for name in _FAR)
-        # A difference of the kind "after_tap" is judged like one of values or statistics: it may be rounding alone.
+        # A gradient recorded after a tap is judged by its values or statistics: rounding alone may make it differ.
         compared_by = np.where(table.column("statistic").is_valid().to_numpy(), "statistics", "fingerprint")
         compared_by = np.where(np.isnan(self._max_abs), compared_by, "values")
         self.kinds = np.where(self.kinds == "after_tap", compared_by, self.kinds)
@@ -318,7 +318,7 @@ class NoiseMeasure:
         return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)
 
     def typical_times(self, rows: Integers) -> float:
-        """Return the median factor by which the values of a forward exceed their distance in the twin."""
+        """Return the median factor by which differences of a forward's values exceed those of the twin."""
         forward = rows[self._phases[rows] == "forward"]
         with np.errstate(invalid="ignore", divide="ignore"):
             times = self._l2_apart[forward] / self._noise_of_norms[forward]

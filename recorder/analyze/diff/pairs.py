@@ -48,7 +48,7 @@ class RunSteps(NamedTuple):
     """The rows of some steps of one run."""
 
     rows: Any
-    """The `GlobalRows` that all rows of these steps come from."""
+    """The `GlobalRows` of these steps, with rows that are not selected, too."""
     table: Any
     """The selected rows, with a column `at` that has the index of each row in `rows`."""
 
@@ -192,7 +192,7 @@ class _Statistics(NamedTuple):
     name: npt.NDArray[np.object_]
     """The statistic that is farthest apart, among those outside the tolerance."""
     left: Floats
-    """The value of this statistic in the first run."""
+    """The value of the farthest statistic in the first run."""
     right: Floats
     apart: Floats
     """The distance relative to the largest magnitude, or for a norm to the larger norm; NaN for a count."""
@@ -301,7 +301,7 @@ def _same(left: Any, right: Any, name: str) -> Flags:
 
 
 def _is_after_tap(table: Any) -> Flags:
-    """Return which rows have the gradient of only those uses that are outside their module."""
+    """Return which rows have a gradient only of the uses outside their module."""
     return holds(table.column("note"), lambda note: note_members(note).get("grad") == "after_tap")
 
 

@@ -110,7 +110,7 @@ def read_renames(path: Path) -> Renames:
 
 
 _ARGUMENTS = ("input", GRADIENT_OF["input"])
-"""Sites at which names are those of a forward's arguments, which a rewritten module may name otherwise."""
+"""Sites at which a name is that of a forward's argument, which a rewritten module may change."""
 _MAX_MODULES = 5_000
 
 
@@ -124,7 +124,7 @@ class RenameHint(NamedTuple):
     num_modules: int
     """The number of module pairs that the line makes, all with tensors of the same shapes."""
     num_same: int
-    """The number of these pairs whose first parameters and buffers are equal to the last bit."""
+    """The number of module pairs whose first parameters and buffers are equal to the last bit."""
 
     @property
     def line(self) -> str:
@@ -137,7 +137,7 @@ class UnpairedModules:
 
     def __init__(self, own_names: Mapping[str, str]) -> None:
         self.own_names = own_names
-        """The names of these modules in their own run, by common names."""
+        """The names that the run itself has for these modules, by common name."""
         self._tensors: dict[str, set[tuple[str, str, str]]] = {}
         """By module, in the order of execution: the site, name and shape of each tensor."""
         self._prints: dict[str, dict[tuple[str, str], str]] = {}

@@ -39,7 +39,7 @@ _VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "rank", "sha
 _DULL = {"nonfinite": "0|0"} | dict.fromkeys(
     ("max abs", "of max", "cosine", "max rel", "max ulp", "elements", "rank"), "-"
 )
-"""The cell that each column has where it tells nothing. A column with only such cells is left out."""
+"""By column, the text of a cell without information. A column with only such cells is left out."""
 _OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
 _APART = "apart: the share of values that would have to change sign or power of two for both to have one distribution"
 _DEAD = "dead: units with no value but zero; farthest: the unit whose root of the mean square (rms) differs most"
@@ -321,7 +321,7 @@ def _tolerances(tolerance: Tolerance) -> str:
 
 
 _MAX_ULP = "9999"
-"""The largest number of units in the last place that is shown; a larger number is shown as greater than this."""
+"""The largest number of units in the last place that is shown. A larger number is shown as ``>9999``."""
 
 
 def _beside(row: dict[str, Any]) -> str:

@@ -68,7 +68,7 @@ class LeftOut(NamedTuple):
     num_values: int
     why: str
     modules: Sequence[str] = ()
-    """The modules of these values, where they say more than `why`."""
+    """The modules of the values, where these modules say more than `why`."""
 
 
 class Diff(NamedTuple):

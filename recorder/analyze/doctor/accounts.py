@@ -33,7 +33,7 @@ WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_S
 TOTAL = 3
 """The index in `LostRows.room` of the limit for all three phases together."""
 _MANY = 1 << 40
-"""The limit to which a number of missing rows is cut, whatever an untrusted file says."""
+"""The largest number of missing rows that is counted, whatever an untrusted file says."""
 
 
 class DroppedTail(NamedTuple):

@@ -27,7 +27,7 @@ Window = tuple[int, int]
 
 _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
-"""The most steps that are all judged. In a longer range, such as one with distant steps, only steps with rows are."""
+"""The most steps that are all judged. In a longer range, only steps that have rows are judged."""
 _MAX_CELLS = 1 << 30
 """The most steps x rules x ranks. Where ranks share nothing, each combination takes a byte of memory."""
 _MAX_ABSENT = 1 << 20
@@ -46,7 +46,7 @@ class SiteTotal(NamedTuple):
     retired: int
     """The number of missing values that retention removed."""
     perhaps_dropped: int
-    """The number of missing values that were dropped or never existed: not all of them can have been dropped."""
+    """The number of missing values that were dropped or never existed: fewer rows were dropped than are missing."""
 
 
 class Uneven(NamedTuple):
@@ -57,7 +57,7 @@ class Uneven(NamedTuple):
     """The ranks that differ from the first rank with rows."""
     steps: list[int]
     is_alone: bool
-    """True if only one rank ran such forwards."""
+    """True if only one rank ran forwards of this mode."""
 
 
 class LackingRows(NamedTuple):
@@ -101,7 +101,7 @@ class Expectation(NamedTuple):
     num_selected: int
     """The number of modules with at least one slot that a rule selects."""
     num_filtered: int
-    """The number of selected modules of which rules want no value at these steps, by step, name and call."""
+    """The number of selected modules of which rules want no value at these steps, because of steps, names or calls."""
     last_steps: dict[int | None, int | None]
     """The last step of each rank's rows; None for a rank without rows."""
     silent: dict[str, list[tuple[str, str]]]
@@ -313,7 +313,7 @@ def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -
 
 
 def at_steps(rule: Rule, steps: Integers, windows: Sequence[Window] = ()) -> Flags:
-    """Return at which steps a rule wants values on disk: its schedule, for a ring within the windows of triggers."""
+    """Return the steps at which a rule wants values on disk: those of its schedule, for a ring only if triggered."""
     are_wanted = _in_schedule(rule, steps)
     return are_wanted & _in_windows(windows, steps) if rule.keep == KEEP_RING else are_wanted
 

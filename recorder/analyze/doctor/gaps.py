@@ -95,7 +95,7 @@ _OF_MODULE = {
     "untapped", "no_tensor", "no_gradient", "tied", "not_optimized", "no_param_gradient", "param_unseen", "no_state",
     "no_buffer", "disarmed",
 }  # fmt: skip
-"""Reasons that differ from module to module. Sites share such a gap only if they have the same modules."""
+"""Reasons that differ from module to module. Sites share a gap of this kind only if they have the same modules."""
 
 
 _CERTAIN = np.array([_CODE[key] for key in (
@@ -127,7 +127,7 @@ class Gap(NamedTuple):
     steps: list[int]
     ranks: list[int | None]
     num_missing: int
-    """The number of missing values: at most modules x sites x steps x ranks, as some of these may be there."""
+    """The number of missing values, at most modules x sites x steps x ranks."""
 
 
 @dataclass(slots=True)
@@ -387,7 +387,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
     put("not_optimized", is_of("param"))
     param_there, param_selected = neighbour("grad", "param")
     put("no_param_gradient", is_of("grad") & param_there)
-    put("param_unseen", is_of("grad") & ~param_selected)  # no other row proves it: it may have been dropped
+    put("param_unseen", is_of("grad") & ~param_selected)  # no other row proves that the gradient never existed
     put("not_optimized", is_of("grad"))
     grad_there, grad_selected = neighbour("optim", "grad")
     param_there, param_selected = neighbour("optim", "param")
@@ -421,7 +421,7 @@ def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flag
     reasons = np.full(len(slots.modules), _CODE["never_called"])
     for key, flags in reversed(order):
         reasons[flags] = _CODE[key]
-    # Where something hides a module, or its children ran without it, other rows of the module are not needed as proof.
+    # Where a module is hidden, or only its children ran, its values are explained whether or not it left other rows.
     has_params = np.array([bool(module.params) for module in slots.modules], bool)
     reasons[~has_rows & has_params & ~np.isin(reasons, _EXPLAINED)] = _CODE["silent"]
     return reasons

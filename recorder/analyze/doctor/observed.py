@@ -34,7 +34,7 @@ class SlotRows(NamedTuple):
 
     numbered: NumberedRows
     slot: npt.NDArray[np.int32]
-    """The slot of each row; -1 for a row that is in no module tree, of a tap or of a scalar."""
+    """The slot of each row; -1 for a row of a tap, of a scalar, or of a module outside the module tree."""
     step: Integers
     root: npt.NDArray[np.int32]
     module: npt.NDArray[np.int32]
@@ -45,7 +45,7 @@ class SlotRows(NamedTuple):
     is_forward: Flags
     num_incomplete: int
     unknown: Counter[tuple[str, str]]
-    """The number of rows by kind (``site``, ``encoding``, ``column``) and word, for words unknown to this version."""
+    """The number of rows for each unknown word, by kind (``site``, ``encoding`` or ``column``) and word."""
     partial: list[tuple[str, str, str, Integers]]
     """Groups of rows that lack ranks: the ranks present, the ranks expected, the mode, and the steps of the rows."""
 

@@ -45,7 +45,7 @@ _STEP_SOURCES = {
     "user": "those that the program gave",
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
-"""The reasons of gaps that lose no values, by the kind of event that explains them. Other events mean a failure."""
+"""Reasons of gaps that explain an event, by the kind of the event. Events of other kinds say that something failed."""
 _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed"}
 """Kinds of events after which no promised value is missing."""
 _OF_COMMANDS = {"command_refused", "uncarried"}
@@ -102,7 +102,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _recorded_settings(run)
     yield from _proof(run)
     yield from _told(run)
-    yield from (Check("note", text, is_strict=True) for text in strays(run))  # other readers take these for shards
+    yield from (Check("note", text, is_strict=True) for text in strays(run))  # other readers take such files for shards
     yield from _dumps(run)
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)

@@ -56,7 +56,7 @@ class WriterSlots(NamedTuple):
     selected: Flags
     """For each slot, whether a rule selects its site on the writer's rank."""
     hidden: Integers
-    """For each module, why hooks see no call of it: 0 if hooks see calls, else 1 + the index in `HIDDEN`."""
+    """For each module, why hooks see no call of the module: 0 if they see calls, else 1 + the index in `HIDDEN`."""
     disarmed: Integers
     """For each slot, the first step at which failing hooks were disarmed; `NEVER` if they were not."""
     untapped: Flags
@@ -193,7 +193,7 @@ class Slots:
                 is_of_dtensors = module.has_dtensors and root.model_parallel is not None
                 (of_dtensors if is_of_dtensors else tapped).append(number)
         above = np.maximum(self.parent_of, 0)
-        while True:  # a graph hides all modules that its module calls
+        while True:  # a graph also hides the modules below its module
             is_inside = (self.parent_of >= 0) & (hidden[above] >= _HOLDS_BELOW) & (hidden < hidden[above])
             if not is_inside.any():
                 break

@@ -216,8 +216,8 @@ class StateDict(NamedTuple):
     """The names in a model's state dict."""
 
     names: dict[str, str]
-    """The names in their order, each with the name that its rows have, which differs if a parameter is tied or
-    shared."""
+    """The names of the state dict, in order, each with the name of its rows: another one for a tied or shared
+    parameter."""
     left_out: set[str]
     """The names of buffers that are not persistent."""
 

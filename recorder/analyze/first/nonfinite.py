@@ -79,7 +79,7 @@ class NonFiniteFinder:
         return bool(self._masks)
 
     def add(self, timeline: Timeline) -> FirstRows:
-        """Add the next range of steps, and return the first records so far, which the range after it needs."""
+        """Add the next range of steps, and return the first records of values, which the following range needs."""
         state = _Counts(timeline)
         first = state.search() if self.first is None else None
         bad = np.flatnonzero(state.bad())
@@ -150,7 +150,7 @@ class _Counts:
         return FirstRows(self._timeline.table.take(pa.array(rows)), self.nan[rows], self.inf[rows])
 
     def excused(self, rows: slice = slice(None)) -> npt.NDArray[np.bool_]:
-        """Return which rows are infinite from the first record on, and no more so than the first of their shape."""
+        """Return rows infinite from the first record on, with no more infinities than the first of their shape."""
         nan, inf, begins = self.nan[rows], self.inf[rows], self._begins[rows]
         was_infinite = (self.inf[begins] > 0) & (self.nan[begins] == 0)
         grows = inf > self.inf[self._begins_in_shape[rows]]

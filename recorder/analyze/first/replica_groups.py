@@ -58,7 +58,7 @@ class Differing(NamedTuple):
     last_equal: RecordedValue | None
     """The last record of the same value, at an earlier step, at which all ranks agreed; None if there is none."""
     sync: str | None = None
-    """How ranks keep a buffer equal: `BROADCAST`, `NEVER` or `OWN`; None where nothing says it."""
+    """How ranks keep a buffer equal: `BROADCAST`, `NEVER` or `OWN`; None if the manifests do not say."""
     differs_last: bool = True
     """Whether ranks also differ in the last record of a buffer; if not, the program made the buffer equal again."""
 
@@ -76,7 +76,7 @@ class ReplicaGroups:
         self._equal = equal
         table = timeline.table
         is_candidate = holds(table.column("site"), STATES.__contains__)
-        is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # a gradient before its reduction
+        is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # a gradient not yet reduced
         is_candidate[: timeline.num_firsts] = False
         leaders, self._assumed = _leaders(run, timeline)
         placements, notes = table.column("placements"), table.column("note")
@@ -94,7 +94,7 @@ class ReplicaGroups:
         counted = np.flatnonzero(is_counted)
         of_own = group([timeline.codes[name][counted] for name in NAME])
         self.own: set[ValueName] = timeline.texts(NAME, counted[of_own.firsts])
-        """The values that each rank has for itself, such as the parameters of its experts."""
+        """The values that every rank has for itself alone, such as the parameters of a rank's experts."""
         self._rows = np.flatnonzero(is_candidate & (leaders >= 0) & ((is_plain & ~is_own) | has_placement))
         chunks = [codes(table.column(name)) for name in ("offsets", "placements")]
         keys = [*(timeline.codes[name] for name in VALUE_KEY), leaders, shards, *chunks]

@@ -93,7 +93,7 @@ class FirstRows(NamedTuple):
     table: Any
     nan: Integers
     inf: Integers
-    """The numbers of infinite elements, as far as they are known."""
+    """The number of infinite elements of each record, as far as it is known; `nan` has the number of NaN."""
 
 
 class Timeline:
@@ -128,7 +128,7 @@ class Timeline:
         if self.num_superseded:
             table = table.filter(pa.array(counts))
         codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
-        # Each rank's rows are in its own order: a row's index within its step serves as a time common to all ranks.
+        # A row's index among the rows of its rank and step, in the rank's order, serves as a time common to all ranks.
         starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | (np.diff(ranks) != 0)])
         lengths = np.diff(np.r_[starts, len(ranks)])
         num_before = np.arange(len(ranks)) - np.repeat(starts, lengths) if len(ranks) else np.zeros(0, np.int64)
@@ -140,7 +140,7 @@ class Timeline:
             num_before = np.r_[np.zeros(self.num_firsts, np.int64), num_before]
         self.table = table
         self.num_before: Integers = num_before
-        """By row, the number of rows that the rank has before it in the step."""
+        """By row, the number of earlier rows of the same rank and step."""
 
     @property
     def num_rows(self) -> int:

@@ -254,7 +254,7 @@ def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
         for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_REPRODUCED)):
             where = f"{printable(repr(one.module))}, rank {one.rank}"
             where += f", micro-step {one.micro_step}, call {one.call}" * (num_of[one.module, one.rank] > 1)
-            own = "" if one.verdict == CANNOT_TELL else where  # a reason not to judge is told once for all its calls
+            own = "" if one.verdict == CANNOT_TELL else where  # calls that were not judged for one reason share a line
             calls_of.setdefault((one.verdict, one.why, own), []).append(where)
         for (verdict, why, _), calls in calls_of.items():
             of_calls = f" ({counted(len(calls), 'call')})" if len(calls) > 1 else ""

@@ -127,7 +127,7 @@ class _Attention(Rule):
     advice = "normalise or clip queries and keys, or lower the learning rate of their weights"
 
     def is_softmax(self, key: SeriesKey) -> bool:
-        """Return whether the value is of an attention softmax. Others, such as a classifier's, may be certain."""
+        """Return whether the value is of a softmax in attention. A classifier's softmax may well choose one class."""
         is_attention = "attention" in key.module_path or "attn" in key.module_path
         return is_attention and self.catalog.class_of(key) == "Softmax"
 

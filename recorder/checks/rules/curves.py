@@ -332,7 +332,7 @@ class LossStuck(CurveRule):
         self._window = max(int(self.thresholds["records"]), 2)
         self._rings = Rings(self._window)
         self._began = Memory()
-        """By curve, the mean of its first records."""
+        """By curve, the mean of the first records."""
         self._is_reported = Memory(0.0), Memory(0.0)
         """By curve, 1 where a rise was reported (first memory) or a loss that does not move (second memory)."""
 
@@ -403,7 +403,7 @@ class Overfitting(CurveRule):
         return key.is_loss or is_validation(key)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Judge the validations; `finish` reports them, as only the end shows whether a later one was better."""
+        """Judge the validations. `finish` reports findings, because a later validation may be better."""
         for one in super().add(rows):
             curve, best = self._found_curve, self._validations[self._found_curve].best
             if curve not in self._found or best < self._found[curve][1]:

@@ -43,7 +43,7 @@ _MAX_STEPS = 1 << 40
 
 
 def is_weight(catalog: Catalog, rows: Rows) -> Flags:
-    """Return, for each row, whether its parameter has two dimensions or more, unlike biases and gains."""
+    """Return, for each row, whether its parameter has two dimensions or more, as biases and gains have not."""
     of_series = np.array([len(about.shape) > 1 for about in catalog.about], np.bool_)
     return np.asarray(of_series[rows.series])
 

@@ -59,7 +59,7 @@ class NonFinite(Rule):
         self._last_step = int(rows.steps[-1])
 
     def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> Flags:
-        """Return which rows may hold infinities, as masks do: from their first record on, and never more of them."""
+        """Return which rows may hold infinities as masks do: since the first record, and never more than there."""
         excused = np.zeros(len(rows), np.bool_)
         order = np.argsort(rows.lanes, kind="stable")
         firsts = order[begins(rows.lanes[order])]
@@ -74,7 +74,7 @@ class NonFinite(Rule):
         return excused
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """Yield the first bad value of each series of bad steps, on the ranks from which other ranks then get it."""
+        """Yield the first bad value of each series of bad steps, on the ranks that had it first and passed it on."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))
@@ -95,7 +95,7 @@ class NonFinite(Rule):
                 counts = float(nan[start + index]), float(inf[start + index])
                 one = self._found(one_step, is_bad[start:end], index, *counts)
                 self._last_skipped = step
-                if one.severity > Severity.NOTE:  # the values after a skipped step are not affected by it
+                if one.severity > Severity.NOTE:  # a skipped step does not affect later values
                     self._bad_step = step
                 yield one
 
