@@ -77,8 +77,8 @@ class Target:
         """Return the first step of a command from the text `at`, which belongs to the option `option`.
 
         ``+20`` means 20 steps ahead, or more if the ranks cannot receive the command sooner; None means the first step
-        that every rank can receive the command before. CommandError is raised if `at` is not a step, if the step has
-        passed, or if the run's present step is unknown.
+        that begins after every rank can have received the command. CommandError is raised if `at` is not a step, if the
+        step has passed, or if the run's present step is unknown.
         """
         text = "" if at is None else at.strip()
         if text and re.fullmatch(r"\+?[0-9]{1,14}", text) is None:

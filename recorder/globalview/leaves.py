@@ -83,7 +83,7 @@ class Sample(NamedTuple):
 
 
 class Leaves:
-    """The leaves of a run. The first question loads the sample, which is None for a run without values."""
+    """The leaves of a run. The first call of a method loads the sample, which is None for a run without values."""
 
     def __init__(self, sample: Callable[[], Sample | None]) -> None:
         self._make = sample

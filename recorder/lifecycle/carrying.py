@@ -161,7 +161,7 @@ class Carrier:
         return next((one for one, at in self._numbers.items() if at == number), "")
 
     def _take(self, store: JobStore, run_dir: Path) -> None:
-        """Write the commands that other ranks have put into the store into the directory."""
+        """Write commands of other ranks, which these ranks have put into the store, to the directory."""
         last = min(store.add("last", 0), MAX_COMMANDS)
         while self._next <= last:
             text = store.get(f"text/{self._next}")

@@ -150,7 +150,7 @@ class RingWatch:
 _logger = logging.getLogger("recorder")
 _MAX_TEXT = 200
 _MAX_ASKED = 64
-"""The most triggers that wait for the writer thread, which looks five times a second; others are only counted."""
+"""The most triggers that wait for the writer thread, which looks five times a second; any more are counted."""
 _DUE = ("exception", "signal", "user")
 """The triggers that count even soon after another trigger, because the process ends or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887

@@ -224,8 +224,8 @@ class UnitBuilder:
         findings = list(rows.findings) if unit.share == 0 else []
         num_rows = written_bytes = 0
         done: list[tuple[int | None, MergedDirectory]] = []
-        # Directories are filled rank by rank: each needs the memory of a batch, and there may be hundreds. The global
-        # directory is made even for a unit without global rows.
+        # Directories are filled one by one: each needs the memory of a batch, and a unit may have hundreds. The
+        # global directory is made even for a unit without global rows.
         for rank in [-1, *(rank for rank in np.unique(ranks[is_own]).tolist() if rank >= 0)]:
             name = GLOBAL_DIR if rank < 0 else rank_dir(rank)
             directory = MergedDirectory(folder / name, batch, self._memory)

@@ -159,7 +159,7 @@ class Axes:
     last_step: int | None = None
     num_rows: int = 0
     below: str | None = None
-    """Only this module, the modules below it and scalars are drawn; None draws everything."""
+    """The path of a module: only it, the modules below it and scalars are drawn. None draws everything."""
 
     def numbers_of(self, table: Any) -> Integers:
         """Return for each row of a table the number of its series; -1 where the series is not drawn."""

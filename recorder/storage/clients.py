@@ -212,7 +212,7 @@ class StoreKind:
     endpoints: str
     """The settings that name another endpoint than the provider's; the first one that is set counts."""
     endpoint_option: str = "endpoint"
-    """The argument of the client that takes the endpoint."""
+    """The argument of the client's constructor that takes the URL of the endpoint."""
     credentials: str
     """The settings that each say where credentials are."""
     file: str

@@ -48,7 +48,7 @@ _CUT_ROWS = 40_000
 _WHOLE_AFTER_S = 1.5
 """The time after which a step is complete once a later step was seen: shards of both kinds are flushed every second."""
 _LOOKS_APART = 10
-"""The pause between listings of a run in its first reading, in durations of a listing: seconds for 4,096 ranks."""
+"""While a run is first read, listings pause for this many times a listing's duration: seconds for 4,096 ranks."""
 _MAX_OPEN_ROWS = 60_000
 """The most rows of steps that may be incomplete. With more, a rank is far behind, and is drawn as its rows come."""
 _MAX_TOGETHER_ROWS = 40_000

@@ -257,7 +257,7 @@ class RotatingShards:
         return reason
 
     def _refuse(self, num_bytes: int) -> str | None:
-        """Return why `num_bytes` must not be written, or None; first delete shards for room where that is allowed."""
+        """Return why `num_bytes` must not be written, or None; first delete shards for room if retention may do so."""
         try:
             reason = self._floor.refusal(self._directory, num_bytes)
         except OSError as error:

@@ -437,7 +437,7 @@ class SyncThread:
         left_s = self._until_s - time.monotonic()
         longest_s = (
             min(_LONGEST_SYNC_S, max(left_s, _SHORTEST_SYNC_S)) if left_s > 0 else _LONGEST_SYNC_S
-        )  # after that time nobody waits for the recording to end
+        )  # past `until_s`, nobody waits for the recording to end
         if not request.is_done.wait(longest_s):
             self._given_up = request
             raise TimeoutError(errno.ETIMEDOUT, f"a sync has not come back within {longest_s:.1f} s")
