@@ -197,7 +197,7 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSeen:
-    """What one rank did in one launch."""
+    """The steps and the printed lines of one rank in one launch."""
 
     pid: int
     looks: tuple[Look, ...]
@@ -211,7 +211,7 @@ class RankSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What one launch of the program did."""
+    """The exit code and the ranks of one launch of the program."""
 
     exit_code: int
     """The exit code of the command; a negative code is the signal that ended it."""

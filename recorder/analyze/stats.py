@@ -69,7 +69,7 @@ class Statistics(NamedTuple):
     tensor. Grouped, it has the keys, `inner` if there are tensors inside composite tensors, `rows`, `rows_without`
     (rows without statistics, which do not count), `numel`, the statistics and the counts."""
     notes: list[str]
-    """What is not in the table, and why, and which values lack ranks."""
+    """Notes on what is not in the table, and why, and on values that lack ranks."""
     problems: Sequence[str] = ()
     """With `across_ranks`, contradictions in the rows, or in the layouts that were given."""
     is_whole: bool = True
@@ -140,8 +140,8 @@ def statistics(
 ) -> Statistics:
     """Return the statistics of each value, or combined over all values that agree in `by`, as `pa.Table`.
 
-    `mapper` works on ranges of steps, because groups combine like rows. With `with_histograms` the table has the column
-    `HISTOGRAM`.
+    `mapper` works on ranges of steps, whose groups are then combined as rows are. With `with_histograms` the table has
+    the column `HISTOGRAM`.
 
     Raises:
         LookupFailedError: nothing is selected, or a word in `by` or an option is unknown.

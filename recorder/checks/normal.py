@@ -161,7 +161,7 @@ _HOLDS, _ASKED = range(2)
 
 
 class Normal:
-    """What was normal in some sound runs. Learn the runs one after the other, and then ask."""
+    """The normal ranges and conditions in some sound runs. Learn the runs one after the other, and then ask."""
 
     def __init__(self) -> None:
         self._number_of: dict[SeriesKey, int] = {}

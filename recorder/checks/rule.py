@@ -22,7 +22,7 @@ _MOST_WAITING = 5_000
 
 
 class Severity(IntEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     NOTE = 0
     """A finding that is worth knowing, and that a sound training may have, too."""
@@ -64,13 +64,13 @@ class Finding(NamedTuple):
     ranks: tuple[int, ...]
     """The ranks that hold the value; empty for a value that all ranks have in common."""
     what: str
-    """What is wrong, in words and without the measured number."""
+    """The fault, in words and without the measured number."""
     measure: str
     """The name of the quantity that `value` and `threshold` are numbers of."""
     value: float
     threshold: float
     advice: str
-    """What the user should do next."""
+    """The advice to the user on what to do next."""
     detail: str = ""
     """Further numbers, in words, that explain the finding."""
     since: int | None = None
@@ -96,7 +96,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     sentence: ClassVar[str]
-    """What the rule finds, in one sentence."""
+    """The fault that the rule finds, in one sentence."""
     severity: ClassVar[Severity] = Severity.WARNING
     sites: ClassVar[tuple[str, ...]]
     """The sites whose values the rule reads."""
@@ -108,20 +108,20 @@ class Rule(ABC):
     """What the run must contain, in words; empty where `sites` and `keep` say all of it."""
     settings: ClassVar[tuple[Setting, ...]] = ()
     advice: ClassVar[str]
-    """What the user should do next."""
+    """The advice to the user on what to do next."""
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         """Take the catalog of all lanes, and the values of the settings that are not the defaults."""
         self.catalog = catalog
         self.thresholds = {one.name: one.default for one in self.settings} | dict(thresholds or {})
         self.normal: Normal | None = None
-        """What was normal in sound runs; None where the user named no sound run."""
+        """The normal ranges in sound runs; None where the user named no sound run."""
         self.other_widths: Sequence[Sizes] = ()
         """The sizes of outputs in runs of the same training at other widths; empty where the user named no such run."""
         self.replicas: Replicas | None = None
         """The result of comparing the replicas; None where nobody compared them."""
         self.why_not_judged = ""
-        """Why the rule judged nothing although the run has its columns, for example too few records."""
+        """The reason why the rule judged nothing in a run with its columns, such as too few records; else empty."""
         self.set_up()
 
     def set_up(self) -> None:  # noqa: B027 (a rule need not remember anything)

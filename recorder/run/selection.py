@@ -1,4 +1,4 @@
-"""Which rows a question is about, by module, site, name, step and rank, and in which view.
+"""Selects the rows that a question is about, by module, site, name, step and rank, and the view of these rows.
 
 This module must never loop over rows.
 """
@@ -123,7 +123,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalOptions:
-    """Whether a question is about global tensors, and how these are made of the ranks' rows; see `Run.view`."""
+    """The options that say whether and how the ranks' rows become global tensors; see `Run.view`."""
 
     across_ranks: bool = False
     loss: str = "mean"

@@ -1,1 +1,1 @@
-"""What is wrong with a training: the rules of `recorder.checks` over all rows of a run."""
+"""Finds what is wrong with a training, by the rules of `recorder.checks` over all rows of a run."""

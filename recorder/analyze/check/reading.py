@@ -239,7 +239,7 @@ def _share(counts: Integers, histograms: Histograms) -> Floats:
 _OF_UNITS = {"units.dead_share": _dead_share, "units.largest": _largest}
 _OF_HISTOGRAMS = {"histogram.subnormal_share": _subnormal_share, "histogram.top_share": _top_share}
 SOURCES = dict.fromkeys(_OF_UNITS, "units") | dict.fromkeys(_OF_HISTOGRAMS, "histogram")
-"""By the name of each computed number, the column of bytes that the number is computed from."""
+"""The column of bytes that each computed number is made from, by the name of the number."""
 
 
 def columns_of(names: Sequence[str], table: Any) -> list[Any]:

@@ -143,7 +143,7 @@ class CulpritFinder:
 
 
 class RangeSteps(NamedTuple):
-    """What is known about a range of steps without its rows."""
+    """The facts about a range of steps that are known without the rows."""
 
     paired: list[int]
     """The steps with pairs, ascending."""
@@ -348,9 +348,9 @@ _REST = {"float16": 2e-2, "bfloat16": 2e-2}
 """The share of a difference that a guess may leave unexplained, by type."""
 _USUAL_REST = 1e-3
 _ROUND = 2e-5
-"""How far a norm may be from the round number that gradients were clipped to: float32 and torch's own epsilon."""
+"""The relative distance of a norm from the round number it was clipped to: float32 and torch's own epsilon."""
 _SAME = 1e-4
-"""How far apart the factors of parameters may be that count as scaled alike."""
+"""The relative distance up to which the factors of several parameters count as equal."""
 
 Read = Callable[[int, int], PairedSteps]
 """A function that returns the rows of the steps from the first up to, but not including, the last."""

@@ -239,7 +239,7 @@ def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: R
 
 
 def _beginnings(old: str, new: str) -> Iterator[Rename]:
-    """Yield the two paths without their common ends, from the shortest remaining beginnings to the complete paths."""
+    """Yield both paths without their common last components: first without all of these, at last with all."""
     one, two = old.split("."), new.split(".")
     ends = zip(reversed(one), reversed(two), strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))

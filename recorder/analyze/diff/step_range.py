@@ -46,7 +46,7 @@ class DiffOptions:
     tolerance: Tolerance
     """The distances up to which elements count as equal."""
     global_view: GlobalOptions
-    """How the ranks' values of each run are joined into global tensors."""
+    """The options for joining the ranks' values of each run into global tensors."""
     noise: Sequence[Run]
     """Repeats or perturbed twins of the first run; only a difference larger than theirs counts."""
     renames: Renames
@@ -112,7 +112,7 @@ class RangeResult:
     num_bytes: int
     sides: tuple[SideTotals, SideTotals]
     steps: RangeSteps | None
-    """What is known of the steps; this field, `judged` and `measured` are None if there are no pairs."""
+    """The facts about the steps; this field, `judged` and `measured` are None if there are no pairs."""
     judged: Verdicts | None
     measured: NoiseMeasure | None
     moved: list[set[str]]

@@ -89,7 +89,7 @@ class Expectation(NamedTuple):
     tails: list[DroppedTail]
     """Rows that ranks dropped after their last recorded row, beyond the steps of the table."""
     problems: list[str]
-    """What in the manifests could not be used, and why."""
+    """Texts about the parts of manifests that could not be used."""
     unknown: dict[tuple[str, str], int]
     """The number of rows with a word that a later version of the format added, by kind (``site``, ``encoding``,
     ``column``) and word."""
@@ -126,7 +126,7 @@ class _Rank(NamedTuple):
 
 
 class _AskedSlots:
-    """What the rules ask for: the slots, and the steps of each slot."""
+    """The slots that the rules ask for, and the steps of each slot."""
 
     def __init__(self, run: Run, slots: Slots) -> None:
         self.is_merged = run.is_merged

@@ -173,7 +173,7 @@ class RankView:
     slots: Slots
     axis: Integers
     promised: WriterSlots
-    """What the rank's manifests say about the slots."""
+    """The slots as the manifests of the rank describe them."""
     code: Integers
     """For each slot, the index of its row in `when`."""
     when: Flags
@@ -182,7 +182,7 @@ class RankView:
     writers: Sequence[RecordedWriter] = ()
     is_merged: bool = False
     is_lossy: bool = False
-    """True for a merged run whose source lost rows, at steps that nobody knows."""
+    """True for a merged run whose source lost rows at unknown steps."""
 
     def __post_init__(self) -> None:
         num_roots, num_steps, num_modules = len(self.slots.roots), len(self.axis), len(self.slots.modules)

@@ -51,7 +51,7 @@ class DescribedModule(NamedTuple):
 
 
 class WriterSlots(NamedTuple):
-    """What the manifest of one writer, or the manifests of all writers of a rank, say about the slots."""
+    """The slots as the manifest of one writer, or the manifests of all writers of a rank, describe them."""
 
     selected: Flags
     """For each slot, whether a rule selects its site on the writer's rank."""

@@ -50,7 +50,7 @@ class First(NamedTuple):
     why_none_compared: str
     """Why only buffers were compared; empty if other replicas were compared, too."""
     notes: list[str]
-    """What the search saw but did not count, and what the search could not look at."""
+    """Notes on what the search saw but did not count, and on what the search could not read."""
 
     @property
     def is_found(self) -> bool:
@@ -89,8 +89,8 @@ def first(run: Run) -> First:
     Values are ordered by step, then by the order of execution on each rank. Infinities that are there from a value's
     first record on and do not grow, as in an attention mask, are only noted; NaN always counts. Replicas are
     parameters, gradients and optimizer states of data-parallel ranks. Buffers are reported apart: a forward may update
-    each rank's own until DDP broadcasts the first rank's. A buffer counts where DDP was told not to, and nothing else
-    makes it equal.
+    each rank's own until DDP broadcasts the first rank's. Different buffers count if DDP was told not to, and nothing
+    else makes them equal.
     """
     attempts = Attempts(run)
     nonfinite, replicas = NonFiniteFinder(), ReplicaFinder(run)

@@ -32,7 +32,7 @@ NAME = ("root", "module_path", "site", "name")
 
 
 class RankValue(NamedTuple):
-    """What one rank holds of a value."""
+    """The data that one rank holds of a value."""
 
     rank: int
     fingerprint: str | None
@@ -51,7 +51,7 @@ class Differing(NamedTuple):
     groups: list[list[int]]
     """Groups of ranks that hold equal values, the largest group first."""
     by: str
-    """What showed the difference: ``fingerprint``, ``statistics``, ``values``, ``shape`` or ``merge``."""
+    """The data that show the difference: ``fingerprint``, ``statistics``, ``values``, ``shape`` or ``merge``."""
     ranks: list[RankValue]
     is_assumed: bool
     """True if no DDP, no FSDP and no device mesh says that these ranks share one model."""

@@ -59,9 +59,9 @@ class CurveRule(Rule):
 
     def set_up(self) -> None:
         self.keys: list[CurveKey] = []
-        """The key of each curve, by the number of the curve."""
+        """By number of the curve, the key of the curve."""
         self.lanes: list[int] = []
-        """The lane that findings name, by the number of the curve."""
+        """By number of the curve, the lane that findings on the curve name."""
         self._number_of: dict[CurveKey, int] = {}
         self._number = Memory()
         """By lane, the number of its curve."""

@@ -172,7 +172,7 @@ class Data(Rule):
 
     def set_up(self) -> None:
         self._same: dict[tuple[int, int], tuple[int, int]] = {}
-        """By two lanes with equal batches, for how many records in a row, and since which step."""
+        """By pair of lanes with equal batches, the number of records in a row, and the step of the first of these."""
         self._reported: set[int] = set()
         self._before = [Memory() for _ in range(max(int(self.thresholds["period"]), 1))]
         """By lane of a rank's first input, the hashes of the last batches; the first memory has the latest batch."""
