@@ -81,16 +81,15 @@ def command(
     The global tensors are compared: one process, DDP and FSDP of any number of ranks. They are compared exactly, unless
     a tolerance is given; an element within any tolerance is equal. --loss and --layout hold for both runs.
 
-    The answer comes first: equal, different, or equal as far as compared, and of how many values. Then the culprits:
-    the stages (forward, recompute, backward, reduction, update) that differ although all that they are made from
-    agrees. The rest inherits, in the order in which it differs first.
+    The answer comes first: equal, different, or equal as far as compared, and of how many values. Then come the
+    culprits: the stages (forward, recompute, backward, reduction, update) that differ although all their inputs agree.
+    The other values inherit their difference; they follow in the order in which they first differ.
 
     Columns: max abs is the largest difference of two elements; of max is that difference relative to the largest
-    magnitude in either tensor; max rel and max ulp are of single elements, so that one near zero may make them large
-    and mean nothing. The kind is partial where ranks of a value are missing. Where rules with keep=histogram kept them
-    in both runs, the histograms of the first values that differ are shown side by side, in the same powers of two.
-    Where rules with keep=units kept them, the table of units says how many differ or are dead, and which is farthest
-    apart.
+    magnitude in either tensor; max rel and max ulp are of single elements, so that an element near zero may make them
+    large without a meaning. The kind is partial where ranks of a value are missing. If both runs recorded histograms
+    (keep=histogram), those of the first values that differ are shown side by side, in the same powers of two. If both
+    recorded units (keep=units), the table of units says how many differ or are dead, and which is farthest apart.
 
     Exit code 1: they differ, rows of a run contradict each other, or values cannot be read. 2: they have nothing in
     common, or a --noise twin moved nothing.

@@ -58,10 +58,10 @@ def command(
 
     For --to tensorboard and --to wandb PATH is a new folder. It holds statistics and scalars, histograms in the bins in
     which they were recorded, and pictures of recorded tensors of four dims. Each rank is a run of its own, or the whole
-    model is one, with --global. W&B's runs are offline, and wandb sync sends them. Both need the extra of that name.
+    model is one, with --global. W&B's runs are offline, and wandb sync sends them. Each needs the extra of its name.
 
-    A tensor of which ranks are missing is left out, or, with --partial, given as the other ranks have it. So are values
-    that cannot be read, and each is named.
+    A tensor with missing ranks is left out or, with --partial, written as the other ranks have it. Values that cannot
+    be read are left out. Each value that is left out is named.
 
     Exit code 1: something is damaged or missing; with --global also where ranks' rows contradict each other, or
     --layout does not fit them, and the file holds the ranks' own.

@@ -78,8 +78,8 @@ def command(
 ) -> Reply:
     """Write the global view of a run as a run.
 
-    Every command reads it like any other. A merge that was interrupted goes on where it was, and one of a run that has
-    grown adds what is new: type the same command again. Rows that cannot be assembled stay per rank.
+    Every command reads a merged run like any other run. The same command, typed again, continues an interrupted merge,
+    and adds what is new if the run has grown. Rows that cannot be assembled stay per rank.
 
     Exit code 1: the run was merged, but chunks do not fit, parameters, gradients or optimizer states differ between
     replicas, ranks are missing at a step, or shards are damaged. Buffers that differ (the next forward broadcasts

@@ -32,9 +32,9 @@ def command(
 ) -> Reply:
     """Seal what killed processes left open.
 
-    Their newest rows are in shards that only recorder reads; afterwards every Arrow reader does. Indexes that are
-    missing or damaged are made again, half-written files go. A writer that may be alive is left alone. It can be
-    interrupted, and run again.
+    The newest rows of a killed process are in open shards, which only recorder reads; sealed shards are for every Arrow
+    reader. Missing or damaged indexes are made again, and half-written files are removed. A writer that may be alive is
+    left alone. The command can be interrupted, and run again.
 
     Exit code 1: something is lost for good, such as a write that was cut. 2: a file could not be repaired.
     """

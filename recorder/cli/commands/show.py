@@ -76,15 +76,15 @@ def command(
 ) -> Reply:
     """Show one module over steps and ranks, or a summary of several.
 
-    One word alone is a run, or where there is none of that name a module of the newest run.
+    A single word is a run or, if no run has this name, a module of the newest run.
 
-    The column why, where there is one, says why rows have no statistics or stay with their rank. In the summary of
-    modules a statistic is the largest of the last step's rows; min is the smallest. Where a rule with keep=histogram
-    kept them, the last histogram of each value of a module is drawn: which share is in which power of two. With
-    keep=units the long table says how many units have no value but zero, at the last 1,000 of its steps.
+    The column why says why rows have no statistics or stay with their rank. In the summary of modules a statistic is
+    the largest of the last step's rows; min is the smallest. If histograms were recorded (keep=histogram), the last
+    histogram of each value of a module is drawn: the share of the elements in each power of two. If units were recorded
+    (keep=units), the long table shows how many units are always zero, at the last 1,000 of its steps.
 
-    With --where: the values of one site, by default the outputs, at one step, by default the last. --layout belongs to
-    it. Exit code 1: a chunk is missing, or chunks contradict each other.
+    --where draws the values of one site, by default the outputs, at one step, by default the last. --layout belongs to
+    --where. Exit code 1: a chunk is missing, or chunks contradict each other.
     """
     run, module = run_and_module(path, module)
     wanted = Selection(module=module, site=site, name=name, step=step, rank=rank)

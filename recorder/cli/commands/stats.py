@@ -53,14 +53,14 @@ def command(
 ) -> int:
     """Show statistics over steps, ranks and modules.
 
-    --by and --global combine statistics exactly, without reading a tensor; --loss and --layout belong to --global. The
-    column rows then counts the rows of a line, and without is how many of these have no statistics and so are in none
-    of the numbers.
+    --by and --global combine statistics exactly, without reading a tensor; --loss and --layout belong to --global. Then
+    the column rows counts the rows that a line combines, and the column without counts those of them that have no
+    statistics, and are in none of the numbers.
 
     Histograms that a rule with keep=histogram kept are drawn: the share of the values in each power of two. A line of
     several rows shows the sum of their histograms.
 
-    Values of which ranks are missing have no numbers or, with --partial, the numbers of the other ranks.
+    A value with missing ranks has no numbers or, with --partial, the numbers of the other ranks.
 
     Exit code 1: something is damaged or missing; with --global also where ranks' rows contradict each other, or
     --layout does not fit them.

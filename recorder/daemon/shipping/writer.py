@@ -1,4 +1,4 @@
-"""Ships one writer's files in two lanes: the small lane (statistics, manifest, status) has a deadline, the large none.
+"""Ships one writer's files in two lanes; only the small lane (statistics, manifest, status) has a deadline.
 
 A manifest or a status that says that its writer has ended is held back until the destination has all files of the
 writer. A reader there thus never misses a row that an ended writer has promised.
