@@ -97,7 +97,7 @@ class Run(RecordedRun):
 
     @cached_property
     def topology(self) -> Topology:
-        """The topology: which writers ran together, and which ranks share a model, a part of the batch or a stage."""
+        """The writers that ran together, and the ranks that share a model, a part of the batch or a stage."""
         return Topology(self.writers, self.run_id, self.world_size)
 
     def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:

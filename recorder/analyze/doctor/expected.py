@@ -173,7 +173,7 @@ class _AskedSlots:
             yield group, RankView(self.slots, self.axis, promised, *self._when(selected, is_on), rank=group[0])
 
     def _when(self, selected: Flags, is_on: Sequence[bool]) -> tuple[Integers, Flags]:
-        """Return each slot's index into the second result, whose rows have the expected steps; row 0 expects none."""
+        """Return the kind of each slot, and by kind the steps at which a slot is expected; kind 0 is never expected."""
         key = selected.tobytes(), tuple(is_on)
         if key in self._known:
             return self._known[key]

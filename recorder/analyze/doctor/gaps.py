@@ -26,7 +26,7 @@ _MAX_CELLS = 4_000_000
 _VALUES = [OF_CALLS.index(site) for site in VALUES_OF_CALLS]
 """Sites of a call's values. The other sites of calls have the gradients of these values."""
 _VALUE_OFFSET = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
-"""For each site of calls, the site of the value: a gradient's site maps to the value's site, the value's to itself."""
+"""For each site of calls, the index of the site with the values: gradients map to the site of their values."""
 
 
 class Reason(NamedTuple):

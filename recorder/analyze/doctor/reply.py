@@ -45,7 +45,7 @@ _STEP_SOURCES = {
     "user": "those that the program gave",
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
-"""Reasons of gaps that explain an event, by the kind of the event. Events of other kinds say that something failed."""
+"""For each kind of event that explains gaps, the reason of these gaps. Other kinds of events mean a failure."""
 _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed"}
 """Kinds of events after which no promised value is missing."""
 _OF_COMMANDS = {"command_refused", "uncarried"}

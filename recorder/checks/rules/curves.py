@@ -332,7 +332,7 @@ class LossStuck(CurveRule):
         self._window = max(int(self.thresholds["records"]), 2)
         self._rings = Rings(self._window)
         self._began = Memory()
-        """By curve, the mean of the first records."""
+        """By curve, the mean of the curve's first records."""
         self._is_reported = Memory(0.0), Memory(0.0)
         """By curve, 1 where a rise was reported (first memory) or a loss that does not move (second memory)."""
 
