@@ -75,6 +75,8 @@ _OF_RANK: tuple[tuple[str, str, _Value], ...] = (
     ("recorder_status_timestamp_seconds", "When the rank's status was written",
      lambda w: None if (time_ns := _number(w.status.get("time_ns"))) is None else time_ns / 1e9),
     ("recorder_recording", "1 while the rank's writer is at work, else 0", lambda w: float(w.state == "alive")),
+    ("recorder_unclosed", "1 where the rank's writer was killed or is silent, else 0",
+     lambda w: float(w.state not in ("alive", "closed"))),
     ("recorder_pool_bytes", "Size of the rank's pool of host memory", "pool_bytes"),
     ("recorder_pool_used_bytes", "Bytes in use of the rank's pool", "pool_used_bytes"),
     ("recorder_disk_free_bytes", "Bytes left on the disk of the rank's files", "free_bytes"),

@@ -84,6 +84,7 @@ def test_the_numbers_of_a_rank_are_those_of_its_status(shown: dict[str, str]) ->
     for line in (
         f"recorder_step{{{labels}}} 7.0",
         f"recorder_recording{{{labels}}} 1.0",
+        f"recorder_unclosed{{{labels}}} 0.0",
         f"recorder_pool_used_bytes{{{labels}}} 5.0",
         f"recorder_waited_seconds_total{{{labels}}} 0.5",
         'recorder_findings{name="run-a",rule="spike",run="run-a",severity="warning"} 2.0',

@@ -105,6 +105,7 @@ INCIDENTS: dict[str, tuple[Incident, int]] = {
     "RecorderDiskFull": (lambda node: setattr(node, "free_bytes", 1e9), 4),
     "RecorderRowsDropped": (lambda node: node.drop(5), 7),
     "RecorderStepStuck": (lambda node: setattr(node, "is_stuck", True), 38),
+    "RecorderRankKilled": (lambda node: setattr(node.writer, "state", "dead"), 3),
     "RecorderConflict": (lambda node: once(node, "conflicts", "stats"), 1),
     "RecorderObjectsLost": (lambda node: once(node, "lost_objects", ""), 1),
     "RecorderFinding": (lambda node: node.run.findings.update({("spike", "error"): 1}), 1),
@@ -177,5 +178,7 @@ def test_an_alert_fires_in_its_incident_and_not_before(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-BEFORE_THE_FIRST_SCRAPE = {"RecorderRowsDropped", "RecorderConflict", "RecorderObjectsLost", "RecorderDaemonErrors"}
-"""Rules on counters, which may have counted before Prometheus first looks."""
+BEFORE_THE_FIRST_SCRAPE = {
+    *("RecorderRowsDropped", "RecorderRankKilled", "RecorderConflict", "RecorderObjectsLost", "RecorderDaemonErrors")
+}
+"""Rules on what may have happened before Prometheus first looks."""
