@@ -5,8 +5,12 @@ Nothing here may import a UI package for ``recorder run``, which becomes the use
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
 
 
 def main() -> None:
@@ -23,11 +27,21 @@ def main() -> None:
     _open_closed_streams()
     try:
         run_command(arguments)
-    finally:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # `recorder ... | head`: nobody reads the rest, and the interpreter must not try again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit as ending:
+        _end(ending.code)
+
+
+def _end(code: object) -> NoReturn:
+    """Do what the interpreter does at its end, up to its teardown, and end the process.
+
+    During a teardown a thread of Arrow's pool may take the interpreter's lock, to drop the last reference to an array
+    of numpy's. The interpreter ends such a thread inside a C++ destructor, which aborts the process.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(BrokenPipeError):  # `recorder ... | head`: nobody reads the rest
+        sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else 0)
 
 
 def _open_closed_streams() -> None:

@@ -323,6 +323,22 @@ def test_a_reader_that_goes_away_is_no_finding(tmp_path: Path) -> None:
         assert (found.returncode, found.stderr) == (141, "")
 
 
+def test_a_command_ends_without_a_teardown_of_the_interpreter(recorded: Path) -> None:
+    """During a teardown a thread of Arrow's pool may take the interpreter's lock, which aborts the process."""
+    code = (
+        "import atexit, os\n"
+        "class Last:\n"
+        "    def __del__(self, write=os.write): write(1, b'teardown')\n"
+        "last = Last()\n"
+        "atexit.register(print, 'registered')\n"
+        "from recorder.__main__ import main\n"
+        "main()\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code, "verify", str(recorded)], capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.splitlines()[-1] == "registered"
+
+
 def test_a_closed_output_is_no_finding(recorded: Path) -> None:
     command = f"{sys.executable} -m recorder"
     line = f"{command} verify {recorded} >&-; echo $?; {command} ls nowhere 2>&-; echo $?"

@@ -32,6 +32,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 import recorder
 from recorder.daemon.daemon import Daemon
+from recorder.daemon.fleet import NODE
 from recorder.daemon.settings import DaemonSettings
 from recorder.errors import RecorderError
 from recorder.format.rundir import index_name
@@ -367,7 +368,8 @@ def _compare(server: StoreProcess, url: str, folder: Path, aside: Path) -> list[
             if not key.startswith("_"):
                 there[key] = server.client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read()
     root = folder / "recordings"
-    paths = [path for path in root.rglob("*") if path.is_file() and not path.name.startswith("_shipped-")]
+    own = ("_shipped-", NODE)
+    paths = [path for path in root.rglob("*") if path.is_file() and not path.name.startswith(own)]
     here = {str(path.relative_to(root)): path.read_bytes() for path in paths}
     problems = [f"lost: {name}" for name in sorted(here.keys() - there.keys())]
     problems += [f"other bytes: {name}" for name in sorted(here.keys() & there.keys()) if here[name] != there[name]]
