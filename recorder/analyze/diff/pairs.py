@@ -437,7 +437,7 @@ def align(a: Any, b: Any) -> Alignment:
     pairs_a = np.concatenate([left[is_same], cross_a[is_alike]])
     pairs_b = np.concatenate([right[is_same], cross_b[is_alike]])
     order = np.lexsort((pairs_b, pairs_a))
-    is_other = _flags(id_a[left[~is_same]], num_ids)  # where some ranks worked on other parts, so did the other ranks
+    is_other = _flags(id_a[left[~is_same]], num_ids)  # if some ranks worked on other parts, the rest did, too
     is_said_a = _flags(pairs_a, len(id_a)) | ((rank_a >= 0) & (has_whole_a | is_other)[id_a])
     is_said_b = _flags(pairs_b, len(id_b)) | ((rank_b >= 0) & (has_whole_b | is_other)[id_b])
     is_on_other_part = (rank_a >= 0) & (is_other & ~has_whole_a & ~has_whole_b)[id_a] & ~_flags(pairs_a, len(id_a))

@@ -18,7 +18,7 @@ from .slots import SLOT_SITES
 Integers = npt.NDArray[np.int64]
 
 ACCOUNTED = ("dropped", "retired")
-"""The reasons for missing rows for which the writers' manifests have counts."""
+"""The reasons for missing rows that writers count in their manifests."""
 DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED = (1 << bit for bit in range(7))
 CAUSES = (DAMAGED, RETIRED, MISSED, DROPPED, CUT, LIVE, UNACCOUNTED)
 """The causes of missing sequence numbers. If several causes fit a gap, the first one counts."""

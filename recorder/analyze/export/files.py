@@ -149,7 +149,7 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
         raise WriteError(f"{path}: exists; choose another name{instead}")
     if path.is_dir():
         raise WriteError(f"{path}: is a directory; name the file to write")
-    if path.exists() and not path.is_file():  # as root, a rename could replace /dev/null
+    if path.exists() and not path.is_file():  # a rename by root could replace /dev/null
         raise WriteError(f"{path}: is a device or a pipe, which is never replaced; name the file to write")
     temporary = _temporary(path)
     with _sigterm_raises():
