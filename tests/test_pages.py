@@ -1,6 +1,8 @@
 """Tests of README.md and docs/: a snippet runs as it stands there and prints what is shown, a link leads somewhere.
 
-README's own command records the run that the pages ask about; a ```` ```diff ```` block changes its script.
+README's own command records the run that the pages ask about; a ```` ```diff ```` block changes its script. The ranks
+of the other trainings are forked, and commands of the recorder run in this process, as do snippets that import it: an
+interpreter of its own has what must work without the recorder.
 """
 
 from __future__ import annotations
@@ -9,16 +11,14 @@ import re
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.rigs.typed_pages import ROOT, TRAINING, apply_change, assert_printed, run
+from tests.rigs.typed_pages import ROOT, Desk, Launched, assert_printed, run
+from tests.rigs.typed_pages import Block as Typable
 
 INDEX = ROOT / "docs" / "README.md"
 PAGES = [
@@ -85,46 +85,36 @@ class Typed(NamedTuple):
 
     folder: Path
     printed: dict[str, str]
-    snippets: dict[str, Future[str]]
+    snippets: dict[str, str]
     changed: dict[Block, str]
     """What the commands after each change of the training printed."""
 
 
 @pytest.fixture(scope="module")
-def side_by_side() -> Iterator[ThreadPoolExecutor]:
-    """Two processes at a time: most of each is an interpreter that imports, on one core."""
-    with ThreadPoolExecutor(2) as executor:
-        yield executor
-        executor.shutdown(cancel_futures=True)
-
-
-def type_after_change(pair: tuple[Block, Block], folder: Path) -> str:
-    """What a page's commands print after its change of the training; a finding (exit code 1) is what they are for."""
-    change, asking = pair
-    (folder / "train.py").write_text(apply_change(change.text, TRAINING))
-    for line in asking.launches:
-        run(line, folder)
-    return "".join(run(line, folder, allowed=(0, 1)) for line in asking.commands)
-
-
-@pytest.fixture(scope="module")
-def typed(side_by_side: ThreadPoolExecutor, tmp_path_factory: pytest.TempPathFactory) -> Typed:
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Typed:
     command, others = LAUNCHES[0], [line for line in LAUNCHES if line.startswith("RECORDER_DIR=")]
     assert command.startswith("RECORDER=1 torchrun ")
     assert len(others) == 4  # another run, a twin, one with histograms, and one with a ring
-    folder = tmp_path_factory.mktemp("pages")
-    (folder / "train.py").write_text(TRAINING)
-    list(side_by_side.map(partial(run, cwd=folder), (command, *others)))
+    launched: list[Launched] = []
+    desk = Desk(tmp_path_factory.mktemp("pages"), launched)
+    run(command, desk.folder)
+    for line in others:
+        desk.type_line(line)
     changed = {}
-    for pair in CHANGES:
-        beside = tmp_path_factory.mktemp("changed")
-        (beside / "recordings").symlink_to(folder / "recordings")
-        changed[pair[1]] = side_by_side.submit(type_after_change, pair, beside)
-    printed = {line: run(line, folder) for line in COMMANDS}
-    snippets = {
-        snippet: side_by_side.submit(run, [sys.executable, "-W", "error", "-c", snippet], folder) for snippet in PYTHON
-    }
-    return Typed(folder, printed, snippets, {asking: future.result() for asking, future in changed.items()})
+    for change, asking in CHANGES:
+        beside = Desk(tmp_path_factory.mktemp("changed"), launched)
+        (beside.folder / "recordings").symlink_to(desk.folder / "recordings")
+        for block in (change, asking):
+            changed[asking] = beside.type_block(Typable(block.line, block.language, "", block.text))
+    printed = {line: desk.type_line(line) for line in COMMANDS}
+    snippets = {snippet: type_snippet(desk, snippet) for snippet in PYTHON}
+    return Typed(desk.folder, printed, snippets, changed)
+
+
+def type_snippet(desk: Desk, snippet: str) -> str:
+    if "import recorder" in snippet:
+        return desk.type_block(Typable(0, "python", "", snippet))
+    return run([sys.executable, "-W", "error", "-c", snippet], desk.folder)
 
 
 def name_of_snippet(snippet: str) -> str:
@@ -136,7 +126,7 @@ def name_of_snippet(snippet: str) -> str:
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=map(name_of_snippet, PYTHON))
 def test_a_python_snippet_runs_and_prints(typed: Typed, snippet: str) -> None:
-    assert typed.snippets[snippet].result().strip()
+    assert typed.snippets[snippet].strip()
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -150,7 +140,7 @@ def test_what_a_page_shows_is_what_is_printed(typed: Typed, before: Block, shown
     if before in typed.changed:
         printed = typed.changed[before]
     elif before.language == "python":
-        printed = typed.snippets[before.text].result()
+        printed = typed.snippets[before.text]
     else:
         printed = "\n".join(typed.printed[line] for line in before.commands)
     assert_printed(shown.text, printed)
@@ -171,8 +161,6 @@ def test_the_answers_are_those_of_a_run_that_is_whole(typed: Typed) -> None:
 
 
 def test_what_the_commands_leave_is_ignored_by_git(typed: Typed) -> None:
-    for snippet in typed.snippets.values():
-        snippet.result()
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
     assert {path.name for path in typed.folder.iterdir()} <= ignored
     assert {match for asking in typed.changed for match in re.findall(r"RECORDER_DIR=(\w+)", asking.text)} <= ignored
@@ -210,8 +198,7 @@ def test_the_table_of_commands_names_every_command_but_run() -> None:
 
 def test_the_rules_of_the_pages_record_what_they_say(tmp_path: Path) -> None:
     (command,) = [line for line in LAUNCHES if line.startswith("RECORDER_RULES=")]
-    shutil.copy(ROOT / "tests" / "small_training.py", tmp_path / "train.py")
-    run(command, tmp_path)
+    Desk(tmp_path, []).type_line(command)
     import recorder
 
     rows = recorder.open_run(tmp_path / "recordings").table(columns=["site", "module_path", "step", "encoding"])

@@ -13,7 +13,6 @@ from tests.rigs.jobs import SCRIPTS, Finished
 
 TRAIN = SCRIPTS / "train.py"
 SETTINGS = {
-    "off": {},
     "everything": jobs.recording(),
     "default": {"RECORDER": "1"},
     "rank 0": jobs.recording(f"{jobs.EVERYTHING} rank=0"),
@@ -29,6 +28,8 @@ OPTIONS = {
     "compile": ("--layout=compile",),
     "checkpoint": ("--layout=checkpoint",),
 }
+LAUNCHED = ("plain", "ddp")
+"""Layouts whose jobs are launched as a user launches them; the ranks of the others are forked, which costs a third."""
 Train = Callable[..., Finished]
 
 
@@ -59,8 +60,13 @@ def _finished(folder: Path, layout: str, recorded: str, options: tuple[str, ...]
     said = folder / "succeeded.txt"
     if said.exists():
         return Finished(folder=folder, returncode=0, output=said.read_text())
-    launch = jobs.python if "plain" in layout or layout in ("compile", "checkpoint") else jobs.torchrun
-    job = launch(folder, TRAIN, *OPTIONS[layout], *options, f"--out={folder / 'out'}", **SETTINGS[recorded])
+    words = (*OPTIONS[layout], *options, f"--out={folder / 'out'}")
+    if layout in LAUNCHED:
+        job = (jobs.python if layout == "plain" else jobs.torchrun)(folder, TRAIN, *words, **SETTINGS[recorded])
+    else:
+        num = 1 if layout in ("compile", "checkpoint") else 2
+        settings = {**SETTINGS[recorded], "TESTS_RECORDER": "1"}
+        job = jobs.ranks(folder, TRAIN, *words, num=num, **settings)
     finished = jobs.succeeded(job)
     said.write_text(finished.output)
     return finished

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,15 +71,64 @@ class Finished:
         return [line for line in self.output.splitlines() if all(word in line for word in words)]
 
 
+class Forked:
+    """What `Job` asks of a process, of one that `tests.rigs.ranks` forks. Its server starts with the first."""
+
+    _server: subprocess.Popen[str] | None = None
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, words: Sequence[str], folder: Path, output: Path, environment: Mapping[str, str]) -> None:
+        order = {"words": words, "folder": str(folder), "output": str(output.absolute()), "environment": environment}
+        self.pid = int(self._ask(order) or 0)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._ask(self.pid)
+        return self.returncode
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        until_s = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            if time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired("ranks", timeout_s)
+            time.sleep(0.02)
+        return code
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    @classmethod
+    def _ask(cls, what: object) -> int | None:
+        with cls._one_at_a_time:
+            if cls._server is None:
+                command = [sys.executable, "-m", "tests.rigs.ranks"]
+                cls._server = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment({}), text=True
+                )
+                atexit.register(cls._server.communicate)  # which ends it
+            assert cls._server.stdin is not None and cls._server.stdout is not None
+            cls._server.stdin.write(json.dumps(what) + "\n")
+            cls._server.stdin.flush()
+            answer: int | None = json.loads(cls._server.stdout.readline())
+            return answer
+
+
 class Job:
     """A process that is running, leader of a process group of its own."""
 
-    def __init__(self, command: Sequence[str], folder: Path, settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], folder: Path, settings: Mapping[str, str], *, forks: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._command = " ".join(command)
         self._output = folder / "output.txt"
+        self.process: subprocess.Popen[bytes] | Forked
         with self._output.open("wb") as file:
+            if forks:
+                self.process = Forked(command, folder, self._output, environment(settings))
+                return
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
@@ -124,9 +177,7 @@ def torchrun(folder: Path, *arguments: str | Path, options: Sequence[str] = ("--
 
 def ranks(folder: Path, script: Path, *arguments: str | Path, num: int = 2, **settings: str) -> Job:
     """Start a script on some ranks without the cost of a launch, which is not what its tests are about."""
-    return Job(
-        [sys.executable, "-m", "tests.rigs.ranks", str(num), str(script), *map(str, arguments)], folder, settings
-    )
+    return Job([str(num), str(script), *map(str, arguments)], folder, settings, forks=True)
 
 
 def free_port() -> int:

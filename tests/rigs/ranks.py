@@ -2,6 +2,8 @@
 
     python -m tests.rigs.ranks 4 SCRIPT ARGUMENT...
 
+Without arguments it is the server of `jobs.ranks`: it forks each job that a line of its standard input asks for.
+
 For scripts that record by `recorder.attach`, where the launch is not what is tested. A rank that fails ends the others.
 Under `TESTS_RECORDER=1` each rank starts to record once it is forked, as it does with `RECORDER=1` at the end of
 `import torch`, which would be before all forks here.
@@ -12,6 +14,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import json
 import os
 import runpy
 import signal
@@ -19,6 +22,7 @@ import socket
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import torch._dynamo  # noqa: F401  # by the first optimizer, and then before all forks
 from torch._C._distributed_c10d import TCPStore
@@ -28,13 +32,11 @@ import recorder.write.writer  # noqa: F401  # the same
 
 from .forking import fork
 
-RECORDS = "TESTS_RECORDER" in os.environ
-
 
 def run(script: str, rank: int) -> None:
     """One rank."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)})
-    if RECORDS:
+    if "TESTS_RECORDER" in os.environ:
         os.environ["RECORDER"] = "1"
         importlib.import_module("recorder_autoload").start()  # which has no types
     runpy.run_path(script, run_name="__main__")
@@ -44,7 +46,7 @@ def run(script: str, rank: int) -> None:
 def main(num_ranks: int, script: str) -> int:
     """The exit code: 1 where a rank failed."""
     sys.path[0] = str(Path(script).parent)
-    if not RECORDS:
+    if "TESTS_RECORDER" not in os.environ:
         runpy.run_path(script, run_name="imported")
     server = socket.create_server(("127.0.0.1", 0))
     size, port = str(num_ranks), server.getsockname()[1]
@@ -65,6 +67,35 @@ def main(num_ranks: int, script: str) -> int:
     return code
 
 
+def start(words: list[str], folder: str, output: str, environment: dict[str, str]) -> None:
+    """One job, in a process of its own: a session, a folder, an output, and the words of the command."""
+    os.setsid()
+    os.chdir(folder)
+    for file, flags, targets in ((os.devnull, os.O_RDONLY, (0,)), (output, os.O_WRONLY | os.O_APPEND, (1, 2))):
+        opened = os.open(file, flags)
+        for target in targets:
+            os.dup2(opened, target)
+        os.close(opened)
+    os.environ.clear()
+    os.environ.update(environment)
+    size, *sys.argv = words
+    if code := main(int(size), sys.argv[0]):
+        sys.exit(code)
+
+
+def serve() -> None:
+    """Start a job, and answer with its process id; or answer with the exit code of a job, None while it runs."""
+    for line in sys.stdin:
+        asked: Any = json.loads(line)
+        if isinstance(asked, int):
+            pid, status = os.waitpid(asked, os.WNOHANG)
+            print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+        else:
+            print(fork(functools.partial(start, **asked)), flush=True)
+
+
 if __name__ == "__main__":
-    _, size, *sys.argv = sys.argv
-    sys.exit(main(int(size), sys.argv[0]))
+    if sys.argv[1:]:
+        _, size, *sys.argv = sys.argv
+        sys.exit(main(int(size), sys.argv[0]))
+    serve()

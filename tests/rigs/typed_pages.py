@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from recorder.cli.app import run_command
+from tests.rigs import jobs
 
 ROOT = Path(__file__).parents[2]
 TRAINING = (ROOT / "tests" / "small_training.py").read_text(encoding="utf-8")
@@ -134,34 +135,44 @@ class Desk:
                 exec(compile(block.text, "snippet", "exec"), {"__name__": "__main__"})
             return out.getvalue()
         assert block.language == "bash", block
-        return "\n".join(self._type(line) for line in typed_lines(block))
+        return "\n".join(self.type_line(line, allowed=(0, 1)) for line in typed_lines(block))  # 1 is a finding
 
-    def _type(self, line: str) -> str:
+    def type_line(self, line: str, allowed: tuple[int, ...] = (0,)) -> str:
+        """What a command prints; fails where the command does."""
         if line.startswith("recorder ") and "--factory" not in line:  # which imports `train`, of this folder
-            return self._ask(shlex.split(line.partition(" > ")[0], comments=True)[1:])
+            return self._ask(shlex.split(line.partition(" > ")[0], comments=True)[1:], allowed)
         if "RECORDER=1" not in line:
-            return run(line, self.folder, allowed=(0, 1))  # of a finding
+            return run(line, self.folder, allowed)
         programs = tuple((path.name, path.read_text()) for path in sorted(self.folder.glob("*.py")))
         recording = self.folder / dict(re.findall(r"(\w+)=(\S+)", line)).get("RECORDER_DIR", "recordings")
         for other in self._launched:
             if (other.programs, other.line) == (programs, line) and not recording.exists():
                 shutil.copytree(other.recording, recording)
                 return ""
-        ranks = f" TESTS_RECORDER=1 PYTHONPATH={ROOT} {sys.executable} -m tests.rigs.ranks "
-        printed = run(re.sub(r"(^| )RECORDER=1 torchrun --nproc-per-node ", ranks, line), self.folder)
+        printed = self._launch(shlex.split(line, comments=True)) if "torchrun" in line else run(line, self.folder)
         kept = self.folder.with_name(f"{self.folder.name}-{len(self._launched)}")
         shutil.copytree(recording, kept)
         self._launched.append(Launched(programs, line, kept))
         return printed
 
-    def _ask(self, words: list[str]) -> str:
+    def _launch(self, words: list[str]) -> str:
+        """The ranks of a training, forked."""
+        launch = words.index("torchrun")
+        settings = dict(word.split("=", 1) for word in words[:launch]) | {"TESTS_RECORDER": "1"}
+        option, num, script, *arguments = words[launch + 1 :]
+        assert (option, settings.pop("RECORDER")) == ("--nproc-per-node", "1")
+        finished = jobs.succeeded(jobs.ranks(self.folder, Path(script), *arguments, num=int(num), **settings))
+        (self.folder / "output.txt").unlink()
+        return finished.output
+
+    def _ask(self, words: list[str], allowed: tuple[int, ...]) -> str:
         """What a command of the recorder prints."""
         error = io.StringIO()
         with self._sit_down() as out, contextlib.redirect_stderr(error):
             try:
                 run_command(words)
             except SystemExit as end:
-                assert end.code in (None, 0, 1), f"{words}\n{out.getvalue()}\n{error.getvalue()}"
+                assert (end.code or 0) in allowed, f"{words}\n{out.getvalue()}\n{error.getvalue()}"
         return out.getvalue()
 
     @contextlib.contextmanager
