@@ -22,11 +22,11 @@ from .local_values import PLAIN
 
 _MAX_KNOWN = 64
 _MAX_WAITING = 16
-"""The most records that wait: the next module takes a tensor soon or never, and a record holds memory of the pool."""
+"""The most records that wait. The next module takes a tensor soon or never, and a waiting record holds pool memory."""
 
 
 class _KnownMemory(NamedTuple):
-    """The memory of a local tensor, and the global tensor whose chunk the local tensor is."""
+    """A hook on the gradient of a waiting tensor; `chunk` is set once the tensor's chunk is known."""
 
     owner: Any
     """A weak reference to the tensor that owns the memory; that tensor is no view of another tensor."""
@@ -56,7 +56,7 @@ class Waiting:
         self.hook: HasChunk | None = None
 
     def put(self, staged: Staged) -> None:
-        """Take the record in place of the channel."""
+        """Take the record; the object stands in place of the channel."""
         self.staged = staged
 
 
@@ -69,7 +69,7 @@ class Aliases:
         self._waiting: deque[Waiting] = deque()
 
     def saw(self, tensor: Any) -> None:
-        """Take note of a DTensor: a plain tensor that shares its memory is a chunk of the same global tensor."""
+        """Remember a DTensor's memory: a plain tensor in the same memory is a chunk of the same global tensor."""
         self._learn(tensor._local_tensor, tensor._spec)
 
     def _learn(self, local: torch.Tensor, spec: Any) -> None:
@@ -130,14 +130,14 @@ WRAPPED = "RegisterPostBackwardFunctionBackward"
 
 
 def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] | None:
-    """Return the source before FSDP2 added its node; the complete gradient, with a residual's, arrives at the source.
+    """Return the source before FSDP2 added its node: there the complete gradient arrives, with a residual connection's.
 
     Args:
         tensor: the result of FSDP2's node.
         node: the node of the tensor, of the kind `WRAPPED`.
 
     Returns:
-        The source where the source is a leaf; else the source's node and the number of the node's output; None where
+        The source where the source is a leaf; else the source's node and the index of the node's output; None where
         the source is not known.
     """
     number = tensor.output_nr
@@ -156,8 +156,8 @@ def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
     The gradient that arrives at the DTensor is that module's share; the complete gradient arrives at the node.
 
     Returns:
-        The node, the number of the node's output, and the chunk of the gradient where the gradient is a plain tensor;
-        None where other modules see the DTensor itself.
+        The node, the index of its output, and the chunk of the gradient if the gradient is a plain tensor; None if
+        other modules take the DTensor itself.
     """
     node, number, chunk = tensor.grad_fn, 0, None
     while (kind := type(node).__name__) in ("RedistributeBackward", "_FromTorchTensorBackward"):
@@ -168,7 +168,7 @@ def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
 
 
 def _chunk_of_local_gradient(tensor: Any, node: Any) -> Chunk:
-    """Return the chunk of a gradient that goes back through `DTensor.from_local`; a summand counts as replicated."""
+    """Return the chunk of a gradient that goes back through `DTensor.from_local`; a partial sum's is replicated."""
     from torch.distributed.tensor import Replicate
 
     mesh = getattr(node, "forward_input_device_mesh", None) or node.previous_device_mesh
@@ -184,7 +184,7 @@ def has_owner(tensor: torch.Tensor) -> bool:
 
 
 def chunk_of_gradient(chunk: Chunk) -> Chunk | None:
-    """Return the chunk of a plain tensor's gradient: the tensor's chunk, or None where the tensor is a summand."""
+    """Return the chunk of a plain tensor's gradient: the tensor's chunk, or None where the tensor is a partial sum."""
     return None if 'Partial"' in chunk.placements else chunk
 
 
@@ -193,7 +193,7 @@ def _owner(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple[int, ...]) -> Chunk | None:
-    """Return the chunk of a tensor that takes all of some known memory; the tensor may be a view in another shape."""
+    """Return the chunk of a tensor that occupies all of some known memory, perhaps as a view in another shape."""
     mesh = known.mesh()
     if mesh is None or start != known.start:
         return None
@@ -206,7 +206,7 @@ def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple
 
 
 def _was_changed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may have been written to since it was made: a summand may have become the sum."""
+    """Whether a tensor may have been written to since it was made: an all-reduce may have completed a partial sum."""
     return tensor.is_inference() or tensor._version > 0
 
 
@@ -215,10 +215,10 @@ def _seen_as(
 ) -> tuple[tuple[int, ...], Any, tuple[Any, ...]] | None:
     """Return global shape, mesh and placements of a view of a complete chunk; None where they are not certain.
 
-    The dim of the view that ends in memory where the sharded dim ended takes the place of the sharded dim: if the view
-    has split the sharded dim, the other factors lie inside that dim. Only even shards count, because the sizes of
-    uneven shards differ between ranks. A view with a dim of size 1 is never certain: the dim may be all that is left of
-    a sharded dim, such as the one head of a rank.
+    The dim of the view that ends in memory where the sharded dim ended is sharded: if the view has split the sharded
+    dim, this dim is the outermost factor. Only even shards count, because the sizes of uneven shards differ between
+    ranks. A view with a dim of size 1 is never certain: the dim may be all that is left of a sharded dim, such as the
+    one head of a rank.
     """
     from torch.distributed.tensor import Replicate, Shard
 

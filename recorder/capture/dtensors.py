@@ -17,7 +17,7 @@ from ..records import Chunk
 from ..system.processes import loaded
 
 _MAX_LISTED = 16
-"""The most ranks of a mesh that a row lists one by one; a thousand ranks would outweigh the rest of the row."""
+"""The most ranks of a mesh that a row lists one by one: a thousand ranks would be larger than the rest of the row."""
 _MAX_KNOWN = 4096
 _known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Chunk]] = {}
 """Chunks that were computed before (40 us each), by mesh, shape and placements; an entry of a deleted mesh is void."""
@@ -35,7 +35,7 @@ def dtensor_chunk(tensor: Any) -> Chunk:
 
 
 def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
-    """Return the chunk of a parameter, gradient or state whose parameter DDP took out of a DTensor; else None."""
+    """Return the chunk of a parameter, its gradient or state if DDP took the parameter out of a DTensor; else None."""
     spec = localized_spec(parameter)
     if spec is None or tensor.shape != parameter.shape:
         return None
@@ -64,7 +64,7 @@ def chunk_of(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Ch
     """Return this rank's chunk of a tensor with the global ``shape``."""
     if any(
         type(p).__name__ == "_MaskPartial" for p in placements
-    ):  # each call of an embedding has a placement with a mask
+    ):  # every call of an embedding has a new placement object, with a mask
         return _chunk(shape, mesh, placements)
     key = (id(mesh), shape, tuple(placements))
     cached = _known.get(key)
@@ -101,7 +101,7 @@ def _chunk(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> Chun
 
 
 def written_ranks(ranks: list[int], shape: tuple[int, ...]) -> list[int] | dict[str, Any]:
-    """Return the ranks of a mesh for the column ``mesh``: in row-major order, or as strides if many and regular."""
+    """Return the ranks of a mesh for the column ``mesh``: a list, or first rank and strides if many and regular."""
     if len(ranks) <= _MAX_LISTED:
         return ranks
     grid = np.array(ranks).reshape(shape)

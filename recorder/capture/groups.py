@@ -1,8 +1,8 @@
 """Finds the ranks that share the work of a root, for the manifest.
 
-There are ranks that split the root's batch (DDP, FSDP), ranks that work on the same part of the batch (tensor, sequence
-and context parallel), and the stages of a pipeline. Some parameters, such as those of experts, differ between ranks
-with different batches although these ranks share the rest of the model.
+It finds the ranks that split the root's batch (DDP, FSDP), the ranks that work on the same part of the batch (tensor,
+sequence and context parallel), and the stages of a pipeline. Some parameters, such as those of experts, differ between
+ranks with different batches although these ranks share the rest of the model.
 
 It reads the metadata of wrappers, and of the meshes of DTensor parameters. `torch.distributed.pipelining` has no hooks,
 so the call stack shows which stage runs; the stack is read once for each call of a root, and only if the program has
@@ -27,11 +27,13 @@ from .dtensors import spec_of
 from .topology import is_distributed
 
 DataParallel = dict[str, Any]
-"""Its keys: ``kind`` is ``ddp``, ``fsdp1`` or ``fsdp2``; ``ranks`` are global ranks in data-parallel order;
-``broadcast_buffers`` is there for ``ddp`` alone."""
+"""The keys: ``kind`` (``ddp``, ``fsdp1``, ``fsdp2``); ``ranks``, global, in data-parallel order; ``broadcast_buffers``,
+only for ``ddp``.
+"""
 ModelParallel = dict[str, Any]
-"""Its keys: ``ranks`` are global ranks, row-major in a mesh of ``shape``; ``dim_names`` are the names of the axes, or
-None."""
+"""The keys: ``ranks`` are global ranks, row-major in a mesh of ``shape``; ``dim_names`` are the names of the axes, or
+None.
+"""
 
 FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
@@ -114,7 +116,7 @@ def _data_parallel(module: nn.Module) -> DataParallel | None:
     if fsdp2 is not None and isinstance(module, fsdp2):
         state = module._get_fsdp_state()
         group = next(iter(getattr(state, "_fsdp_param_groups", ())), None)
-        group = group or getattr(state, "_fsdp_param_group", None)  # torch 2.9 has only this one
+        group = group or getattr(state, "_fsdp_param_group", None)  # torch 2.9 has one parameter group, under this name
         return {"kind": "fsdp2", "ranks": _mesh_ranks(group.mesh_info)} if group is not None else None
     replicate = loaded("torch.distributed._composable.replicate", "replicate")
     state = replicate.state(module) if replicate is not None and type(module).__name__.startswith("DDP") else None
@@ -164,7 +166,7 @@ def fsdp1_ranks(wrapper: Any) -> list[int]:
 _MODULE = "torch.distributed.pipelining.stage"
 
 Pipeline = dict[str, int]
-"""Its keys: ``stage``, counted from 0, and ``num_stages``."""
+"""The keys: ``stage``, counted from 0, and ``num_stages``."""
 
 
 class StageCall(NamedTuple):
@@ -172,7 +174,7 @@ class StageCall(NamedTuple):
 
     pipeline: Pipeline
     micro_batch: int | None
-    """None where the call is no part of training: a stage may run once more to learn the shapes that it will send."""
+    """The index of the micro-batch; None outside of training: a stage may run once more to learn shapes to send."""
 
 
 def is_whole_pipe(module: object) -> bool:
@@ -277,7 +279,7 @@ def _managed_by_fsdp2(module: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     for group in groups:
         for managed in group.fsdp_params if group is not None else ():
             info = managed._module_info
-            # Torch 2.9 has the second name.
+            # Torch 2.9 uses the second name.
             spec = getattr(managed, "_unsharded_dtensor_spec", getattr(managed, "_tp_spec", None))
             for owner, name in zip(
                 (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True

@@ -34,8 +34,9 @@ DTYPES: dict[torch.dtype, str] = {
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _dispatch_keys = torch._C._dispatch_keys
 _ordinary: set[int] = set()
-"""The dispatch keys, as numbers, of host tensors whose kind need not be examined. Some of the examinations let the
-writer thread take the interpreter's lock, which costs both threads more than the rest of a hook."""
+"""The dispatch keys, as integers, of host tensors that need no more examination. Some of the examinations let the
+writer thread take the interpreter's lock, which costs both threads more than the rest of a hook.
+"""
 
 
 class UnsupportedKind(Exception):
@@ -43,7 +44,7 @@ class UnsupportedKind(Exception):
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a parameter's local values; 0 where only unwrapping the parameter would show the bytes."""
+    """Return the bytes of a parameter's local values; 0 where only unwrapping the parameter would tell."""
     local = getattr(tensor, "_local_tensor", tensor)
     return 0 if is_lazy(local) or type(local) not in PLAIN else local.numel() * local.itemsize
 
@@ -63,7 +64,7 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
     is_ordinary = tensor.is_cpu and _dispatch_keys(tensor).raw_repr() in _ordinary
     if not is_ordinary:
         _refuse_kinds(tensor)
-        if tensor._is_zerotensor():  # zeros without memory, which autograd hands out
+        if tensor._is_zerotensor():  # autograd hands out such tensors: zeros without memory
             return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
     # FSDP frees storages; reading a freed storage on a GPU would break the CUDA context of the process.
     if (tensor.is_cpu or tensor.is_cuda) and not tensor.untyped_storage().nbytes() and tensor.numel():
@@ -88,7 +89,7 @@ def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return tensor.detach().resolve_conj().resolve_neg()
     keys = _dispatch_keys(tensor)
-    if not keys.has(torch._C.DispatchKey.Functionalize):  # functorch has these, and others do
+    if not keys.has(torch._C.DispatchKey.Functionalize):  # functorch's wrappers have this key, and others do
         _ordinary.add(keys.raw_repr())
     return tensor
 
@@ -111,7 +112,7 @@ def _unwrap(tensor: torch.Tensor, chunk: Chunk | None) -> tuple[torch.Tensor, Ch
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the result of a collective after a wait, as its next use would wait; return any other tensor unchanged."""
+    """Wait for the result of a collective, as its next use would, and return it; return any other tensor unchanged."""
     if type(tensor).__name__ != "AsyncCollectiveTensor":
         return tensor
     with torch.no_grad():
@@ -136,7 +137,7 @@ class Inner(NamedTuple):
     """One tensor inside a composite tensor."""
 
     name: str
-    """The name of the composite tensor with the path inside it, or without a path if the inner tensor is the value."""
+    """The composite tensor's name with the path inside it; without a path if the inner tensor is the complete value."""
     tensor: torch.Tensor
     """A tensor of any kind; a tensor that is not plain cannot be recorded."""
     chunk: Chunk | None
@@ -169,7 +170,7 @@ def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[
         whole = {
             "kind": _kind(tensor),
             "dtype": str(tensor.dtype).removeprefix("torch."),
-            # Sizes that a jagged tensor makes up have no number.
+            # The symbolic sizes of a jagged tensor have no number.
             "shape": [size if isinstance(size, int) else None for size in tensor.shape],
         }
         return list(_flat(tensor.shape, inside, name, chunk, {"inner_of": whole}))
@@ -240,7 +241,8 @@ def _quantized(tensor: torch.Tensor) -> _Inner:
 
 _CSR, _CSC = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
 _SPARSE: dict[torch.layout, tuple[str, ...]] = {
-    # Private methods, because an uncoalesced tensor, such as an embedding's gradient, refuses the public methods.
+    # These are the private methods, because an uncoalesced tensor, such as an embedding's gradient, refuses the public
+    # methods.
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: _CSR,
     torch.sparse_bsr: _CSR,
@@ -252,13 +254,14 @@ _SPARSE: dict[torch.layout, tuple[str, ...]] = {
 _STORED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
 _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
-    # A weight in full precision that is marked to be cast later. The class's own `__tensor_flatten__` takes a tensor as
-    # a bool, which would wait for the device.
+    # This class is a weight in full precision that is marked to be cast later. Its own `__tensor_flatten__` uses a
+    # tensor as a bool, which would wait for the device.
     ("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): {
         "": "_tensor",
         "_precomputed_scale": "_precomputed_scale",
     },
-    # The other tensors of a NestedTensor are empty; their shapes cache lengths once the program has asked for lengths.
+    # The other inner tensors of a NestedTensor are empty: their shapes cache lengths once the program has asked for
+    # lengths.
     ("torch.nested._internal.nested_tensor", "NestedTensor"): {
         "_values": "_values",
         "_offsets": "_offsets",
@@ -269,4 +272,4 @@ _KNOWN: dict[tuple[str, str], Mapping[str, str]] = {
         "_masked_mask": "_masked_mask",
     },
 }
-"""The attribute of each inner tensor, for each class whose own `__tensor_flatten__` is unfit."""
+"""The attribute of each inner tensor, for each class whose own `__tensor_flatten__` is unsuitable."""

@@ -2,12 +2,12 @@
 
 It reads statistics that are computed anyway, on the writer thread. Nothing here may touch a tensor or raise.
 
-The warning is for NaN in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars. It is also
-for infinities where no program wants them (`sites.may_mask`): in gradients, in optimizer state, and in a scalar that
-is called a loss. Inputs and buffers may contain masks, and an output may be a mask. An input of a module inside a root
-came from an output, or from the program between two modules. `GradScaler` finds its scale by the non-finite gradients
-of steps that it skips. So the warning about a gradient waits until the step is over, and the warnings about all later
-values of the step wait with it.
+The warning is for NaN in inputs of a root, in outputs, gradients, parameters, optimizer state and scalars. The warning
+is also for infinities at sites where no program puts them on purpose (`sites.may_mask`): in gradients, in optimizer
+state, and in a scalar that is called a loss. Infinities are no fault in inputs and buffers, which may contain masks, or
+in outputs, which may be masks. Inputs of inner modules are not checked: they come from outputs that were, or from the
+program's own code. `GradScaler` finds its scale by the non-finite gradients of steps that it skips. So the warning
+about a gradient waits until the step is over, and the warnings about all later values of the step wait with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..system.text import counted
 _logger = logging.getLogger("recorder")
 _SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS)
 _MAX_STEPS = 64
-"""The number of steps that are remembered, because a warning waits for the next step, and the writer may lag."""
+"""The number of steps that are remembered: a warning waits for the next step, and the writer may lag."""
 
 
 class NonFiniteValue(NamedTuple):
@@ -66,7 +66,7 @@ class FirstNonFinite:
         self._skipped.append(step)
 
     def saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Look at the statistics of records."""
+        """Check the statistics of records."""
         for staged, its in zip(records, measured, strict=True):
             if its.nan_count or its.inf_count or self._waiting is not None or staged.origin.site == "scalar":
                 self._saw(staged, its)
@@ -107,7 +107,7 @@ class FirstNonFinite:
         self._waiting, self._next, self._loss = None, None, ""
 
     def look(self, command: str | None, *, is_last: bool = False) -> None:
-        """Log the warning as soon as there is a value to warn of and the log can take a line.
+        """Log the warning if there is a value to warn of and the log can take a line.
 
         Args:
             command: the command that tells where the value comes from; None where there is no run.

@@ -1,4 +1,4 @@
-"""Hooks on optimizers: the step, final gradients, parameters before and state after an update, learning rates.
+"""Hooks on optimizers: record parameters and final gradients before a step, state and learning rates after it.
 
 Hooks on `torch.optim.Optimizer` see every optimizer of the process. Nothing here may read a device except once at the
 start, change an argument except that a closure is wrapped, raise into training, or keep a parameter alive.
@@ -64,10 +64,11 @@ def _is_on_gpu(value: Any) -> bool:
 def wrap_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments of ``Optimizer.step`` whose closure calls ``returned`` at its end; None without a closure."""
+    """Return the arguments of ``Optimizer.step`` with a closure that calls ``returned`` at its end; None if none."""
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
-    # A positional argument is a closure only if the signature names it so: a user's `step` may take the model.
+    # A positional argument counts as a closure only if the signature calls it so: a user's `step` may take the model
+    # there.
     if len(args) > 1 and callable(args[1]) and not isinstance(args[1], torch.nn.Module):
         names = list(inspect.signature(type(args[0]).step).parameters)
         if names[1:2] == ["closure"]:
@@ -234,11 +235,11 @@ class OptimizerHooks:
 
     def _learn(self) -> None:
         self._learned_at = self.num_steps
-        self._unknown |= self._late  # `_rows_of` looks for their rows first
+        self._unknown |= self._late  # first `_rows_of` looks for the rows of these parameters
         self._late.clear()
         roots = self._capture.roots
         names = {root.name for root in roots}
-        # DDP around tensor parallel modules takes parameters out of the modules for good when these first run.
+        # DDP removes the DTensor parameters of tensor parallel modules for good when these modules first run.
         kept = {key: o for key, o in self._rows.items() if o.root_name in names and id(o.reference()) == key}
         self._rows = kept | {id(parameter): rows for root in roots for parameter, rows in parameter_rows(root)}
 
@@ -257,7 +258,7 @@ class OptimizerHooks:
         self._learn()
 
     def _repeats_at(self, site: str) -> dict[int, int]:
-        """Return this step's counts of a site.
+        """Return how often this step has recorded each parameter at a site, by parameter.
 
         The counts belong to parameters and not to optimizers, because optimizers may share parameters, get more
         parameters later, and be made and deleted within a step.
@@ -269,7 +270,7 @@ class OptimizerHooks:
         return self._repeats[site]
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        """Whether this is the optimizer whose steps count as steps."""
+        """Whether steps of this optimizer advance the step count."""
         if self._counting is None or self._counting() is None:  # no optimizer counts yet, or it was deleted
             wanted = self._capture.settings.step_optimizer
             if wanted and wanted not in (self.name_of(optimizer), type(optimizer).__name__):
@@ -290,7 +291,7 @@ class OptimizerHooks:
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         active = self._active() if self._active is not None else None
         if active is not None and _num_steps_under_way(active) > (active is optimizer):
-            return None  # a nested step: of an optimizer inside another one, or of a subclass that calls its base
+            return None  # a nested step: an optimizer inside another optimizer, or a subclass that calls its base class
         self._active = weakref.ref(optimizer)
         for call in self._scaler_calls:
             call["stepped"] = True
@@ -409,7 +410,7 @@ class OptimizerHooks:
         root = next((o.root_name for o in map(self._rows_of, _parameters(optimizer)) if o is not None), None)
         for i, group in enumerate(optimizer.param_groups):
             rate = group.get("lr")
-            if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer finds its own
+            if isinstance(rate, (int, float, torch.Tensor)):  # None where the optimizer computes the rate itself
                 self._capture.scalars.record(
                     f"lr.{name}.{i}", rate if isinstance(rate, torch.Tensor) else float(rate), root
                 )
@@ -461,7 +462,7 @@ class OptimizerHooks:
             self._capture.hook_failed("GradScaler.step", error)
 
     def _skipped(self, optimizer: Optimizer) -> None:
-        """Record a step that the scaler has skipped because of an infinity; the step counts as an attempted step."""
+        """Record that the scaler has skipped a step because of an infinity; the step counts as an attempted step."""
         try:
             self._capture.nonfinite.skipped(self._capture.clock.step)
             self._record_rates(optimizer)

@@ -2,7 +2,7 @@
 
 A scalar comes from the program or an optimizer, or it is the loss at which a backward begins. A scalar is never synced:
 a tensor of one element is copied as any other value is. This module records `recorder.tap` in eager code;
-`recorder/taps/graph_rows.py` records what the ops of a graph show.
+`recorder/taps/graph_rows.py` records the values that taps in a graph pass on.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ LOSS = "loss"
 _MAX_LOSSES = 64
 """The most losses of one step that wait for the end of the step."""
 _MAX_NAME_LENGTH = 1_024
-"""The most letters of a name. No person gives a longer name, and a reader would take a batch with a longer name for
-damaged."""
+"""The most letters of a name. People give shorter ones, and a reader takes a batch with a longer one for damaged."""
 _FOUND = '{"found":"backward"}'
 
 
@@ -55,11 +54,11 @@ class Scalars:
         recorded as it is found, so that a process that ends suddenly leaves the loss of its last step."""
 
     def step_changes(self, step: int) -> None:
-        """Record waiting losses before the step changes, while masks are those of the last step."""
+        """Record waiting losses before the step changes, while the masks of the old step are still in force."""
         if self._losses and self._losses[0][0] != step:
             self._waits_for_loss = False
             self.record_losses(until=step)
-        if step != self._step:  # the program may name the present step once more
+        if step != self._step:  # the program may have named the step that is current already
             self._step = step
             self._repeats.clear()
 
@@ -101,7 +100,7 @@ class Scalars:
             self.record_losses()
 
     def record_losses(self, until: int | None = None) -> None:
-        """Record the losses that were found, except those of the step `until`."""
+        """Record the losses that were found, except the losses of the step `until`."""
         while self._losses and self._losses[0][0] != until:
             step, keep, value = self._losses.popleft()
             try:
@@ -172,9 +171,9 @@ class LossFinder:
 
     No hook of torch shows the tensors at which a backward begins, but every backward calls the function with which
     `torch.autograd` starts its engine. So that function and `GradScaler.scale` are wrapped until `close`. The wrapper
-    does nothing while dynamo compiles, while a graph is made, inside another backward, and in `torch.autograd.grad`;
-    but it records the stages of a pipeline, whose backward may be a `torch.autograd.grad`. It may not read a value,
-    hold a graph, or raise into training.
+    does nothing while dynamo compiles, while a graph is made, or inside another backward. It ignores
+    `torch.autograd.grad` except in the stages of a pipeline, which may use it as their backward. The wrapper may not
+    read a value, hold a graph, or raise into training.
     """
 
     def __init__(self, scalars: Scalars) -> None:
@@ -187,7 +186,7 @@ class LossFinder:
         self.look_at_rules()
 
     def look_at_rules(self) -> None:
-        """Put the wrappers on if a rule asks for the loss and the wrappers are not on yet."""
+        """Install the wrappers if a rule asks for the loss and the wrappers are not installed yet."""
         if self._wrapped or not self._scalars.wants(LOSS):
             return
         if hasattr(torch.autograd, _ENGINE):

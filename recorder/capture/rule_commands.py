@@ -1,8 +1,8 @@
-"""Takes commands that change the rules of a recording while it runs from the writer thread to the training thread.
+"""Passes commands that change the rules of a running recording from the writer thread to the training thread.
 
 Training takes commands as a step begins, and applies them from a later step on, so that every step has one set of rules
-from its first value to its last. Without commands, a step costs one check of an empty queue. Nothing here
-may raise into training, wait, or touch a file.
+from its first value to its last. Without commands, a step costs one check of an empty queue. Nothing here may raise
+into training, wait, or touch a file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RuleCommands:
         Args:
             own: the rules that the run began with.
             selection: takes the rules that commands add, and the steps of all rules.
-            clock: tells the current step.
+            clock: the clock that knows the current step.
             roots: the roots of the recording, now and later.
             taps: the taps of the recording.
         """
@@ -64,18 +64,18 @@ class RuleCommands:
         self._told: deque[Command] = deque()
 
     def tell(self, command: Command) -> None:
-        """Hand a command to training. Any thread, never waits."""
+        """Queue a command for the training thread. Any thread, never waits."""
         self._told.append(command)
 
     def answers(self) -> list[Answer]:
-        """Return the state of each command now. Any thread."""
+        """Return the present state of each command. Any thread."""
         told = [_answer_to(command)(state=WAITING) for command in list(self._told)]
         answers = self._changes.answers(self._clock.step)
         taken = {answer.number for answer in answers}
         return answers + [answer for answer in told if answer.number not in taken]
 
     def step_changes(self, step: int) -> None:
-        """Take the commands that have come, as a step begins; none is in force before the next step."""
+        """Take the commands that have arrived, as a step begins. No command takes effect before the next step."""
         while self._told:
             command = self._told[0]  # removed last, so that an interrupt at any instant loses nothing
             if not self._changes.has_taken(command):
@@ -91,13 +91,13 @@ class RuleCommands:
             self._told.popleft()
 
     def _add_rules(self, command: Command) -> str:
-        """Add the rules of a command to the selection and the modules; return why they are refused, or no text."""
+        """Add the rules of a command to the selection and the modules; return why they are refused, or ""."""
         if command.kind != SET:
             return ""
         rules = rules_of(command)
         if (problem := self._problem_of_ring(rules)) is not None:
             return problem
-        if self._selection.num_rules == self._changes.num_rules:  # else an interrupt came after this line
+        if self._selection.num_rules == self._changes.num_rules:  # else an interrupt came after this call
             self._selection.extend(rules)
         meant = [(root, one) for root in self._roots for one in root.modules if one.is_meant_by(rules)]
         if has_compiled_anything() and (lacking := [one.node_path for _, one in meant if one.lacks_hooks()]):
@@ -143,7 +143,7 @@ def _shown(paths: Sequence[str]) -> str:
 
 
 _MAX_RULES = 256
-"""The most rules that a run may be sent, because each rule is checked once a step even while it is not in force."""
+"""The most rules that commands may add to a run: even a rule that is not in force is checked once a step."""
 
 
 class _Taken(NamedTuple):
@@ -160,7 +160,7 @@ class _Taken(NamedTuple):
 
 
 class _StepsInForce(NamedTuple):
-    """The steps at which a command is in force: no step where `until` lies before `since`."""
+    """The steps at which a command is in force. If `until` lies before `since`, there is no such step."""
 
     since: int
     until: int | None
@@ -171,7 +171,7 @@ class _StepsInForce(NamedTuple):
 class RuleChanges:
     """The commands that training has taken, in order, and the steps at which every rule applies because of them.
 
-    The training thread takes commands; any thread may ask for their state.
+    The training thread takes commands; any thread may read their state.
     """
 
     def __init__(self, own: Sequence[Rule]) -> None:
@@ -197,7 +197,7 @@ class RuleChanges:
         return len(self._own) + sum(len(taken.rules) for taken in self._taken)
 
     def has_taken(self, command: Command) -> bool:
-        """Whether this very command was taken already, before an interrupt."""
+        """Whether this command was taken already, before an interrupt."""
         return any(taken.command is command for taken in self._taken)
 
     def take(self, command: Command, next_step: int, rules: tuple[Rule, ...], *, refused: str, note: str) -> None:
@@ -206,14 +206,14 @@ class RuleChanges:
         Args:
             command: the command.
             next_step: the first step that has not begun.
-            rules: the rules of the command that the selection has, even if the command is refused after all.
+            rules: the command's rules that are in the selection, even if the command is then refused.
             refused: the reason why the command is refused; the rules of a refused command never apply.
             note: a remark for people.
         """
         self._taken = (*self._taken, _Taken(command, next_step, rules, refused, note))
 
     def schedules(self) -> list[Schedule]:
-        """Return the steps of every rule: the run's own rules, then those of each command in the order of taking."""
+        """Return the steps of every rule: the run's own rules, then those of each command in the order of arrival."""
         in_force = self._steps_in_force()
         paused = [in_force.get(taken.command.number) for taken in self._taken if taken.command.kind == PAUSE]
         pauses = [(one.since, one.until) for one in paused if one is not None and not _is_empty(one)]

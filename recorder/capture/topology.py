@@ -2,9 +2,9 @@
 
 Besides `config`, only this module reads the environment. The writer thread asks the process group's store, with a
 deadline, over a connection of the recorder's own, because training may use its connection in a barrier. A call of
-torch's client waits for ever for a stopped store, and a thread that returns from that call while the interpreter is
-being torn down aborts the process. So in a `JobStore` the kernel bounds how long the connection's socket waits, and
-the thread that ends the recording can cut the connection. Nothing here issues a collective.
+torch's store client never returns if the store is stopped; and if it does return in a thread while the interpreter
+shuts down, the process aborts. So a `JobStore` sets a timeout on the connection's socket, and the thread that ends the
+recording can cut the connection. Nothing here issues a collective.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) ->
 
 
 def _is_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether ``mpirun`` or ``mpiexec`` started this process; under Slurm, MPI's daemon on each node is one task."""
+    """Whether ``mpirun`` or ``mpiexec`` started this process, so that Slurm's task is only MPI's daemon on the node."""
     return "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether ``srun`` started this process for a rank.
 
-    A batch script has the variables of a task, too, but no step id. A shell that ``srun --pty`` started is a task, and
-    every command that is typed into the shell inherits the task's variables, so such a shell does not count.
+    A batch script has the variables of a task, too, but no step id. A shell that ``srun --pty`` started does not count
+    either: it is a task, and every command that is typed into it inherits the task's variables.
     """
     is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1"
     return not _is_mpi(environ) and not is_shell and environ.get("SLURM_STEP_ID", "").isdigit()
@@ -146,7 +146,8 @@ def run_id(topology: JobRank, *, deadline_s: float, environ: Mapping[str, str] |
     if _UUID.fullmatch(elastic):
         return elastic.lower(), True
     job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
-    # A batch script's own shell has no step, so two commands in it are two runs. Only some of MPI's ranks have a step.
+    # A batch script's shell has no step id, so two commands in it are two runs. Only some of MPI's ranks have a step
+    # id.
     if job.isdigit() and _is_slurm_task(environ):
         return f"slurm-{job}-{step}", True
     fresh = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(4)
@@ -170,12 +171,12 @@ def _agree(fresh: str, deadline_s: float) -> str | None:
         store: Any = _get_default_store()
         clone: Callable[[], Any] | None = getattr(store, "clone", None)
         if clone is not None:
-            store = clone()  # the training thread may hold the present connection in a barrier
+            store = clone()  # the training thread may be using the present connection in a barrier
         store.set_timeout(timedelta(seconds=max(0.1, deadline_s)))
         answer = store.compare_set(_STORE_KEY, "", fresh)
         text = answer.decode() if isinstance(answer, bytes) else str(answer)
         return text if re.fullmatch(r"[0-9A-Za-z-]{1,80}", text) else None
-    except Exception:  # the store is gone or has no compare-and-set: the caller has another name
+    except Exception:  # the store is gone or has no compare-and-set, and the caller has another name
         return None
 
 
@@ -245,7 +246,7 @@ def open_job_store(prefix: str) -> JobStore | None:
 
 
 def _connection_of(client: Any) -> socket.socket | None:
-    """Return a second handle of the client's socket, and bound how long it waits; None where no handle is found."""
+    """Return a second handle of the client's socket, with a timeout set on it; None where no handle is found."""
     match = _HANDLE.search(repr(client))
     if match is None:
         return None

@@ -39,9 +39,10 @@ class CaptureForHooks(Observer, Protocol):
     """The part of `Capture` that hooks, roots, scalars and taps by hand need. Training threads call it."""
 
     is_in_stage: bool
-    """Whether the current or last call of a root is that of a pipeline stage."""
+    """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
     has_seen_forward: bool
-    """Whether a root was ever seen to run with gradients; under compile its hooks may be compiled away."""
+    """Whether a root has run with gradients. Under `torch.compile` this may stay False: its hooks may be compiled away.
+    """
 
     @property
     def settings(self) -> Settings: ...
@@ -64,13 +65,13 @@ class CaptureForHooks(Observer, Protocol):
 
     @property
     def is_step_in_force(self) -> bool:
-        """Whether `step_changed` has run to its end for this step."""
+        """Whether `step_changed` has finished for this step."""
 
     def step_changed(self) -> None:
-        """Work out what is kept at the new step."""
+        """Decide what is kept at the new step."""
 
     def call_begins(self) -> None:
-        """Let stagers hand over the values that have arrived, as a call of a root begins."""
+        """Let stagers hand values that have arrived to the writer, as a call of a root begins."""
 
     def forward_without_root(self) -> None:
         """Advance the step when a module runs although no root was ever seen to run."""
@@ -96,7 +97,7 @@ class CalledModule(Protocol):
 
     @property
     def module(self) -> Callable[[], nn.Module | None]:
-        """A weak reference to the module; a copy, or a replica that shares its hooks, is another module."""
+        """A weak reference to the module; a copy, or a replica with the same hooks, is a different module."""
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
@@ -118,13 +119,13 @@ class CalledRoot(Protocol):
     def model_parallel(self) -> ModelParallel | None: ...
 
     def slice_now(self) -> tuple[Slice, str]:
-        """Return the slice and phase of a value that is seen now."""
+        """Return the slice and phase for a value that is recorded now."""
 
     def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
-        """Whether a slice uses a parameter for the first time, under the module and name that the rows have."""
+        """Whether a slice uses a parameter for the first time; rows identify the parameter by module and name."""
 
     def is_entry(self, module: nn.Module) -> bool:
-        """Whether outermost calls of a module are calls of the root; a copy of such a module is another module."""
+        """Whether outermost calls of a module are calls of the root. A copy of such a module is a different module."""
 
     def is_entered_at(self, module: nn.Module) -> bool: ...
 
@@ -192,7 +193,7 @@ class AfterForward(NumberedHook):
             if hooked is None or hooked.module() is not module or is_traced():
                 return
             if is_tapped(module) and in_functorch():
-                return  # the op sees the plain tensor behind this one
+                return  # the op records the plain tensor behind this subclass
             hooked.after_forward(output)
         except Exception as error:
             if (hooked := MODULES.get(self.number)) is None:
@@ -310,7 +311,7 @@ class GradientArrives:
 
 
 class GradientSeen:
-    """The hook on an output of a root that notes that the slice has had its backward."""
+    """The hook on an output of a root. It notes that the slice has had its backward."""
 
     __slots__ = ("_clock", "_slice")
 
@@ -334,12 +335,12 @@ def watch_gradient(tensor: torch.Tensor, hook: GradientArrives) -> None:
             node.register_prehook(lambda gradients: hook(gradients[number]))
             return
     if node is not None and tensor._backward_hooks is None:
-        # This is what `register_hook` does, without the handle, which takes four fifths of the 2.6 us.
+        # This is what `register_hook` does, without the handle, whose creation takes four fifths of the 2.6 us.
         tensor._backward_hooks = registered = OrderedDict()
         node._register_hook_dict(tensor)
         registered[_NO_HANDLE] = hook
         return
-    # The `register_hook` of a subclass may count calls, or refuse this call.
+    # A subclass may override `register_hook` to count calls or to refuse this call.
     with torch._C.DisableTorchFunctionSubclass():
         handle = tensor.register_hook(hook)
         is_leaf = tensor.is_leaf

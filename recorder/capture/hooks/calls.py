@@ -29,7 +29,7 @@ _FREED = "freed"
 _NO_SETTINGS = frozenset(("self", "device", "dtype", "args", "kwargs", "mode", "_weight", "_freeze"))
 _PLAIN = (bool, int, str, type(None))
 _OF_PARAMETERS = {"bias": ("bias", "in_proj_bias"), "add_bias_kv": ("bias_k",)}
-"""The arguments of torch.nn's constructors that say whether the module has a parameter, with the parameter's names."""
+"""The constructor arguments of torch.nn that decide whether the module has a parameter, with the parameter's names."""
 
 
 def record_call(
@@ -101,7 +101,7 @@ def _about(tensor: torch.Tensor) -> dict[str, Any]:
     if tensor.layout is not torch.strided:
         return {"layout": str(tensor.layout)}
     if tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().size():
-        return {"layout": _FREED}  # FSDP has freed the memory; reading it would end the process
+        return {"layout": _FREED}  # FSDP has freed the memory; a read of it would crash the process
     return {
         "stride": list(tensor.stride()),
         "offset": tensor.storage_offset(),
@@ -165,7 +165,7 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
             return None
     if cls is nn.RNN:
         arguments["nonlinearity"] = module.nonlinearity
-    if cls in (nn.RNN, nn.GRU):  # both refuse the argument
+    if cls in (nn.RNN, nn.GRU):  # both classes refuse this argument
         del arguments["proj_size"]
     return arguments
 

@@ -34,7 +34,7 @@ class RecorderForDiscovery(Protocol):
         """Whether an outermost module should become a root."""
 
     def make_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Make a module a root; its call goes on with these arguments, or with the arguments that are returned."""
+        """Make a module a root; return other arguments for the call that goes on, or None to keep these."""
 
     def discovery_failed(self, error: Exception) -> None:
         """Report an error of the recorder's own, once; training goes on."""
@@ -51,7 +51,7 @@ class Discovery:
         self.start()
 
     def start(self) -> None:
-        """Put the hook on."""
+        """Register the hook."""
         self.reconsider()
         self._handle = register_module_forward_pre_hook(self._before_any_forward)  # type: ignore[arg-type]  # it may return arguments
         self._ask_torch: Any = getattr(module_internals, "_has_any_global_hook", None)
@@ -101,7 +101,7 @@ class Discovery:
         return self._handle is not None
 
     def stop(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

@@ -40,11 +40,11 @@ _HIDDEN = {
     "root_not_called": "its modules ran, and its own call was never seen ({}): call it, not .forward(); of a model "
     "that torch.fx traced, attach what came out",
 }
-"""The warnings about modules whose calls no hook sees. Each warning is given once."""
+"""The warnings about modules whose calls no hook observes. Each is given once."""
 
 
 class DescribedRoot(callbacks.CalledRoot, Protocol):
-    """The part of `Root` that the inventory needs."""
+    """The part of `Root` that the inventory uses."""
 
     @property
     def modules(self) -> list[HookedModule]: ...
@@ -62,14 +62,14 @@ class DescribedRoot(callbacks.CalledRoot, Protocol):
 
 
 class Inventory:
-    """The modules of a root as they were attached, with what graphs and steps have shown later."""
+    """The modules of a root as they were when the hooks were put on, with what graphs and steps have shown later."""
 
     def __init__(self, root: DescribedRoot, *, began_late: bool) -> None:
         """Begin empty; `describe` fills the inventory.
 
         Args:
             root: the root whose modules these are.
-            began_late: whether anything, perhaps this root, had been compiled when the root was attached.
+            began_late: whether anything, perhaps this root, had been compiled when the root got its hooks.
         """
         self._root = root
         self._began_late = began_late
@@ -104,7 +104,7 @@ class Inventory:
         """
         untapped: list[str] = []
         self._late = late
-        # For a module with taps, the first step shows whether the taps are in the graph.
+        # For a module with taps, only the first step shows whether the taps are in the graph.
         self._say("late", [path for path in late if not self._is_tapped_below(path)])
         scripted = {node.path: node.owner for node in nodes if node.hidden == "scripted"}
         for path in list(scripted):
@@ -115,7 +115,7 @@ class Inventory:
 
     @property
     def described(self) -> list[dict[str, Any]]:
-        """Return the manifest's entry of each module, with the sites that only graphs show. Any thread."""
+        """Return the manifest's entry of each module, with the sites that only taps in graphs record. Any thread."""
         tapped = dict(self._seen_at_taps)
         if not tapped:
             return self._modules
@@ -133,7 +133,7 @@ class Inventory:
         ]
 
     def add_seen_at_tap(self, where: Where, path: str) -> None:
-        """Note that a graph shows a module, which may be missing in the model's tree, or be only a container there."""
+        """Record that a tap in a graph records values of a module; the model may lack it or hold it as a container."""
         hooked = self._root.module_at(path)
         if hooked is None or not hooked.has_entered:
             known_sites = self._seen_at_taps.get(path, ())
@@ -184,7 +184,7 @@ class Inventory:
                     self._modules[i] = {**described, "compiled": True, **why}
             if why:
                 self._say("late", sorted(silent))
-            elif not self._seen_at_taps:  # a user who has tapped a part of a compiled model has chosen the part
+            elif not self._seen_at_taps:  # a user who has tapped a part of a compiled model has chosen what to record
                 self._say_compiled(sorted(silent))
         elif seen and "" not in seen and self._is_root_unseen():
             self._say("root_not_called", [""])
@@ -193,7 +193,7 @@ class Inventory:
         return self._root.num_calls == 0 and self._root.artefact is None and not self._seen_at_taps
 
     def look_for_foreign_hooks(self) -> None:
-        """Add the hooks that the program has put on modules since the last look; removed hooks stay listed."""
+        """Add the hooks that the program has put on modules since the last call. Removed hooks stay listed."""
         for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
             known = described.get("foreign_hooks", [])
             module = hooked.module()
@@ -203,7 +203,7 @@ class Inventory:
                 self._root.capture.events.has_changed = True
 
     def _silent(self) -> set[str]:
-        """Return the paths of modules that must have run unseen, except modules whose kind explains why."""
+        """Return the paths of modules that must have run without hooks, except modules whose class explains why."""
         explained = {described["path"] for described in self._modules if "hidden" in described}
         explained |= (
             {hooked.node_path for hooked in self._root.modules_by_tap.values()} if self._seen_at_taps else set()
@@ -238,7 +238,7 @@ class Inventory:
         self._modules = [{**described, "disarmed": dict.fromkeys(SITES, step)} for described in self._modules]
 
     def close(self) -> None:
-        """Keep the facts that hooks and taps have shown, before the hooks and taps are removed."""
+        """Keep the facts that hooks and taps have found, before the hooks and taps are removed."""
         self._modules = self.described
         self._seen_at_taps.clear()
 
@@ -278,7 +278,7 @@ Ties = dict[str, dict[str, str]]
 
 
 def find_ties(modules: Iterable[HookedModule], flats: Iterable[FlatParameter]) -> Ties:
-    """Return the names of tied parameters, except the first in the order of modules, which the rows have."""
+    """Return the names of tied parameters, except the first name in the order of modules, which the rows use."""
     ties: Ties = {}
     first_names: dict[int, str] = {}
     for hooked in modules:
@@ -306,13 +306,13 @@ def full_name(path: str, name: str) -> str:
 
 
 _KNOWN = ("torch", "torchao", "torch_xla", "contextlib", __name__.partition(".")[0])
-"""The packages whose hooks are not the program's; `contextlib` has the inert copies of the recorder's hooks."""
+"""The packages whose hooks are not the program's. `contextlib` is here for the recorder's own disabled hooks."""
 
 
 def foreign_hooks(module: nn.Module) -> list[str]:
     """Return, for each hook of the program on a module, when the hook runs, its name, and its code's file and line."""
     if isinstance(module, torch.jit.ScriptModule):
-        return []  # TorchScript has hooks of its own, and no hooks of Python
+        return []  # TorchScript has hooks of its own, and no Python hooks
     after = list(module._forward_hooks.values())
     ours = [i for i, hook in enumerate(after) if isinstance(hook, callbacks.AfterForward)]
     after = after[ours[0] + 1 :] if ours else after

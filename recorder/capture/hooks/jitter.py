@@ -1,11 +1,11 @@
-"""Moves the inputs of a root by a last place, to show the effect of noise; nothing else changes training on purpose.
+"""Perturbs a root's inputs in the last place to show the effect of noise; nothing else changes training on purpose.
 
-The last place is that of the type in which the model computes; autocast may make this type shorter than the input's own
-type. Only the seed and the shape decide how each element is moved. So a recomputed block sees the values that its
-forward saw, ranks that share a batch see the same values, and the global random state does not change. Each rank moves
-its own part of a DTensor by a pattern for the shape of that part. Replicas have the same shape and so stay replicas.
-Summands have the same shape, too, so their sum moves as each summand does. No collective is issued. The root notes
-which of its values were moved.
+The last place is one machine epsilon of the type in which the model computes; autocast may make this type shorter than
+the input's own type. Only the seed and the shape decide how each element is moved. So a recomputed block gets the
+values of its forward, ranks that share a batch get the same values, and the global random state does not change. Each
+rank moves its own part of a DTensor by a pattern for the shape of that part. Replicas have the same shape and so stay
+replicas. Partial sums have the same shape, too, so their total moves by the same pattern. No collective is issued. The
+root notes which of its values were moved.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _working_eps(module: nn.Module, value: torch.Tensor) -> float:
     """Return the machine epsilon of the type in which a module computes with an input.
 
     Autocast, FSDP2's mixed precision, or parameters that are all of a shorter type round a value before its first use.
-    A last place of the value's longer type would vanish there, and the twin would show no noise at all.
+    They would round away a change in the last place of a longer type, and the perturbed run would show no noise at all.
     """
     eps = torch.finfo(value.dtype).eps
     device = value.device.type
     if value.dtype != torch.float64 and torch.is_autocast_enabled(device):
         eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
     dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
-    state = getattr(module, "_get_fsdp_state", None)  # a module that `fully_shard` has changed has one
+    state = getattr(module, "_get_fsdp_state", None)  # only a module that `fully_shard` has changed has this method
     policy: Any = getattr(state(), "_mp_policy", None) if state is not None else None
     if policy is not None and policy.param_dtype is not None:
         dtypes = [policy.param_dtype]
@@ -79,7 +79,8 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
     """
     if not is_dtensor(value):
         return jittered(value, seed, eps)
-    # A product of DTensors may redistribute them, forwards or backwards; an operation on the local values does not.
+    # An operation on the local values is used because a product of DTensors may redistribute them, in forward or
+    # backward.
     dtensor: Any = value if is_own else _copied(value)
     with torch.no_grad():
         local = dtensor._local_tensor
@@ -91,14 +92,14 @@ def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.
 def _copied(value: Any) -> Any:
     if not any(placement.is_partial() for placement in value.placements):
         return value.clone()
-    # A clone of a summand would be reduced by torch first.
+    # Cloned after `to_local`, because torch would first reduce a partial sum to clone the DTensor.
     local = value.to_local().clone()
     mesh, placements = value.device_mesh, value.placements
     return type(value).from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
 class JitterInputs(callbacks.NumberedHook):
-    """The forward pre-hook of a root that moves the root's floating inputs."""
+    """The forward pre-hook of a root that perturbs the root's floating-point inputs."""
 
     __slots__ = ("is_used", "seed")
 
@@ -129,7 +130,7 @@ class JitterInputs(callbacks.NumberedHook):
 
 
 class JitterEmbedding(callbacks.NumberedHook):
-    """The forward hook of an embedding that moves the embedding's output where the root has no floating input."""
+    """The forward hook of an embedding that perturbs its output where the root has no floating-point input."""
 
     __slots__ = ("_inputs",)
 
@@ -152,7 +153,7 @@ class JitterEmbedding(callbacks.NumberedHook):
 
 
 def add_jitter(nodes: list[Node], number: int, seed: int) -> tuple[JitterInputs, list[Any]]:
-    """Put hooks on the embeddings of a root; return their handles behind the hook for the root's inputs."""
+    """Put hooks on a root's embeddings; return the hook for the root's inputs and the handles of these hooks."""
     inputs = JitterInputs(number, seed)
     embeddings = {id(n.owner): n.owner for n in nodes if isinstance(n.owner, (nn.Embedding, nn.EmbeddingBag))}
     return inputs, [module.register_forward_hook(JitterEmbedding(inputs)) for module in embeddings.values()]

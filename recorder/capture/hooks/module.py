@@ -29,7 +29,7 @@ from .callbacks import GradientArrives, watch_argument_gradient, watch_gradient
 from .calls import record_call
 
 _Call = tuple[Slice, str, int, "tuple[int, int] | None"]
-"""A call of a module: slice, phase, number, and the result of `Slice.new_graph` for the call's new graph."""
+"""A call of a module: slice, phase, call index, and the result of `Slice.new_graph` for the call's graph."""
 _MAX_LEAVES = 4096
 _numbers = itertools.count(1)
 
@@ -151,12 +151,12 @@ class HookedModule:
             self._put_hooks(module)
 
     def _leaf(self, site: str, name: str) -> tuple[Origin, int]:
-        """Return the origin of a leaf and the rules that select the leaf; both are made when it is first seen."""
+        """Return the origin of a leaf tensor and the rules that select it; both are computed once a leaf."""
         key = (site, name)
         leaf = self._leaves.get(key)
         if leaf is None:
             if len(self._leaves) >= _MAX_LEAVES:
-                # Names may change with the data: keys of samples, for example.
+                # The cache is limited because names may change with the data: for example, keys of samples.
                 self._leaves.clear()
             rule_set = self.capture.selection.narrow(self.rule_sets[site], name)
             origin = Origin(self.root.name, self.node_path, site, name, self.unit_dim(rule_set, site, name))
@@ -179,11 +179,11 @@ class HookedModule:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this thread is in a call of the module that began with the module's hook."""
+        """Whether this thread is in a call of the module whose start the module's own hook has observed."""
         return bool(self._open_calls.get(threading.get_ident()))
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
-        """Note that a graph that contains the module has recorded the module's input or output."""
+        """Note that a tap in a graph that contains the module has recorded the module's input or output."""
         self.was_called = True
         if is_output:
             self._tapped_slice = slice_
@@ -196,7 +196,7 @@ class HookedModule:
         slice_, phase, call, graph = entered = self._enter()
         begun = self._open_calls.setdefault(threading.get_ident(), [])
         if begun and begun[-1][0] is not slice_:
-            begun.clear()  # forwards that raised have left calls behind
+            begun.clear()  # calls whose forward raised are still in the list
         begun.append(entered)
         masks = capture.masks
         if self._wants_local and phase == "forward" and masks[self.rule_sets["grad"]] and torch.is_grad_enabled():
@@ -223,7 +223,7 @@ class HookedModule:
             record_call(self.capture, origin, moment, call, module, self._signature, args, kwargs)
 
     def _await_local_gradients(self, slice_: Slice) -> None:
-        """Record the gradients that this backward adds to the module's own parameters, before any reduction."""
+        """Hook the module's own parameters to record the gradients of this backward before any reduction over ranks."""
         for name, parameter in self.own("_parameters"):
             is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.is_leaf and parameter.requires_grad
             if is_plain and self.root.is_first_use(self.node_path, name, parameter, slice_):
@@ -303,7 +303,7 @@ class HookedModule:
         return chunk, None if chunk is not None else Waiting(tensor)
 
     def stay_last(self) -> None:
-        """Make our pre-hook the last one again if the program has registered pre-hooks on the module since."""
+        """Make our pre-hook the last one again if the program has registered pre-hooks on the module after it."""
         module = self.module()
         if self.pre_hook is not None and module is not None:
             registered = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
@@ -339,7 +339,7 @@ class HookedModule:
                 if hook is not self.pre_hook:
                     registered.move_to_end(handle.id, last=False)
                     module_hooks.keep_first(registered)
-                if self._number not in callbacks.MODULES:  # a signal's handler or another thread has closed it
+                if self._number not in callbacks.MODULES:  # a signal handler or another thread has closed the module
                     registered.pop(handle.id, None)
         self._resting.clear()
 
@@ -350,7 +350,7 @@ class HookedModule:
             yield from ((name, value) for name, value in getattr(module, kind).items() if value is not None)
 
     def keeps(self, site: str) -> bool:
-        """Whether a value of a site may be kept at this step; its name or call may still exclude it."""
+        """Whether a value of a site may be kept at this step. A rule's name or call may still exclude the value."""
         return self.capture.masks[self.rule_sets[site]] != 0
 
     def record_state(self, site: str, moment: Moment, phase: str, repeat: int, *, without: Container[int] = ()) -> None:
@@ -375,7 +375,7 @@ class HookedModule:
         note: str | None = None,
     ) -> None:
         """Record one named tensor of the module where a rule selects it."""
-        if not self.capture.masks[self.rule_sets[site]]:  # as `keeps`, without its call: most records come this way
+        if not self.capture.masks[self.rule_sets[site]]:  # `keeps`, inlined because most records come this way
             return
         origin, rule_set = self._leaf(site, name)
         if keep := self.capture.keep_of(rule_set, 0):
@@ -391,7 +391,7 @@ class HookedModule:
         self.capture.site_failed(Origin(self.root.name, self.node_path, site, ""), error)
 
     def disarm(self, sites: tuple[str, ...]) -> None:
-        """Record nothing any more at these sites."""
+        """Record nothing at these sites from now on."""
         self._disarmed = (*self._disarmed, *sites)
         self.rule_sets = {**self.rule_sets, **dict.fromkeys(sites, NOTHING)}  # other modules share the old mapping
         self._leaves.clear()
@@ -403,6 +403,6 @@ class HookedModule:
 
     def remove(self) -> None:
         """Take the hooks off again."""
-        callbacks.MODULES.pop(self._number, None)  # this is first because of `wake`
+        callbacks.MODULES.pop(self._number, None)  # this comes first because `wake` checks the entry
         for handle in self._handles:
             handle.remove()

@@ -55,7 +55,7 @@ class ModuleParameter:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        if not self._module.keeps(site):  # true at most steps and for most sites
+        if not self._module.keeps(site):  # skips most calls: at most steps no rule keeps the site
             return
         chunk, name = self._chunk_of(tensor), self._name + suffix
         self._module.record(site, name, tensor, moment, phase, repeat, scope=scope, chunk=chunk, note=note)
@@ -79,9 +79,9 @@ class OriginalSlice(NamedTuple):
     begin: int
     """The index, within the original, of the first element that lies in this rank's part of the flat parameter."""
     end: int
-    """The index after the last such element in this rank's part; equal to `begin` where the rank has no element."""
+    """The index, within the original, after the last element in this rank's part; equals `begin` if there is none."""
     chunk: Chunk | None
-    """The chunk of the slice; None where the rank has the complete parameter, or the slice is no run in C order."""
+    """The chunk of the slice; None if the rank has the complete parameter, or the slice is not contiguous."""
     note: str | None
     local: Chunk | None = None
     """The chunk of the original itself, where FSDP1 was given a part of a tensor parallel parameter."""
@@ -156,7 +156,7 @@ class FlatParameter:
         for index, (start, info) in enumerate(zip(_starts(flat), flat._param_infos, strict=True)):
             hooked = module_of(info.module)
             if hooked is None:
-                continue  # the parameter's module is outside the root
+                continue  # the root does not contain the parameter's module
             shape, numel = tuple(flat._shapes[index]), flat._numels[index]
             begin, end = (
                 min(max(edge - start, 0), numel) for edge in (self._shard_start, self._shard_start + self._num_sharded)
@@ -210,12 +210,12 @@ class FlatParameter:
         scope: str | None = None,
         note: str | None = None,
     ) -> None:
-        """Split and record a tensor of the flat parameter; a single number is recorded for every original parameter."""
+        """Split and record a tensor of the flat parameter; a single number is recorded for each original parameter."""
         values = tensor.detach()
         is_slices, is_whole = self.holds_slices(values), values.dim() == 1 and values.numel() in self._unsharded
         if values.dim() and not is_slices and not is_whole:
             hooked = self._module or (self.slices[0].hooked if self.slices else None)
-            if hooked is not None:  # only the optimizer can split state of another shape
+            if hooked is not None:  # only the optimizer knows how to split state of another shape
                 hooked.record(site, _NAME + suffix, values, moment, phase, repeat, scope=scope, note=note)
             return
         if is_whole and self.is_sharded:
@@ -289,7 +289,7 @@ class OriginalParameter:
 
 
 ParameterRows = ModuleParameter | FlatParameter | OriginalParameter
-"""The rows of a parameter for the hooks on optimizers. `record` appends a suffix to the parameter's name."""
+"""The rows of a parameter for the hooks on optimizers. The method `record` appends a suffix to the parameter's name."""
 
 
 def find_flat_parameters(
@@ -316,12 +316,12 @@ def _flattening(wrappers: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def unsharded_scope(site: str, scope: str | None) -> str | None:
-    """Return the scope of an unsharded tensor: a gradient is this rank's own (`no_sync`), a parameter is gathered."""
+    """Return the scope of an unsharded tensor: a gradient is the rank's own (`no_sync`), a parameter is gathered."""
     return {"grad": "local", "param": "unsharded"}.get(site, scope)
 
 
 def _starts(flat: Any) -> Iterator[int]:
-    """Yield the start of each original parameter in the unsharded flat parameter; padding may lie between two."""
+    """Yield the start of each original parameter in the unsharded flat parameter; padding may separate them."""
     start = 0
     for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
         if not is_padding:

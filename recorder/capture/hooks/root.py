@@ -44,8 +44,8 @@ from .module import HookedModule
 from .parameter_rows import FlatParameter, find_flat_parameters, meshes_of_flat
 
 _MAX_LATE_LOOKS = 5
-"""The first calls of a root at which a data-parallel wrapper is looked for; it may be made during the first call or
-after it."""
+"""The number of first calls of a root that look for a data-parallel wrapper; it may be made during or after the first.
+"""
 _numbers = itertools.count(1)
 
 
@@ -74,7 +74,7 @@ class Root:
             capture: takes the values.
             module: the outermost module.
             name: the name of the root.
-            clock: the clock of an earlier root with this name; its counts go on, so that no key comes again.
+            clock: the clock of an earlier root with this name; its counts continue, so that no row's key is used twice.
             is_elsewhere: returns whether a module belongs to another root, which records it under a path of its own.
             inner_roots: the roots that the module contains; their calls share the slices of this root's calls.
         """
@@ -126,7 +126,7 @@ class Root:
 
     @property
     def shared_work(self) -> dict[str, dict[str, Any] | None]:
-        """Return how the root shares work with other ranks, for the manifest; None for unknown parts. Any thread."""
+        """Return how the root shares work with other ranks, for the manifest; an unknown part is None. Any thread."""
         return {
             "data_parallel": self.data_parallel,
             "model_parallel": self.model_parallel,
@@ -151,7 +151,7 @@ class Root:
         self.capture.events.add("jitter_failed", text, key=self.name, exception=error)
 
     def say_if_nothing_moved(self) -> None:
-        """Warn where the setting `jitter` asks for a twin and nothing was moved."""
+        """Warn if the setting `jitter` asks for a perturbed run and nothing was moved."""
         if self.capture.settings.jitter and self.moved is None:
             self.moved = {}
             self.capture.events.add("nothing_moved", f"{self.name}: {_NOTHING_MOVED}", key=self.name)
@@ -249,7 +249,7 @@ class Root:
                 compiled.append(node.path)
                 if not inside and has_compiled(node.owner, node.module):
                     late.append(node.path)
-            if self.capture.settings.compiled == "tap":  # `torch.compile` may come later
+            if self.capture.settings.compiled == "tap":  # `torch.compile` may be called later
                 self._tap(node, self.modules[-1])
             self.modules_by_tap |= {where.text: self.modules[-1] for where in module_taps.where_tapped(node.owner)}
         self._with_hooks: dict[frozenset[int], list[HookedModule]] = {}
@@ -289,7 +289,7 @@ class Root:
         return is_hooked and any(inner is module for inner in outermost.modules())
 
     def go_on_from(self, before: Root) -> None:
-        """Enter calls at the modules where the root entered them that this root takes over."""
+        """Take over the entry modules of a root that this root replaces: calls of these modules enter this root."""
         for entry in [entry() for entry in before._entries]:
             if entry is not None and self.can_enter_at(entry):
                 self.enter_at(entry)
@@ -299,7 +299,7 @@ class Root:
         return any(entry() is module for entry in self._entries)
 
     def is_entered_at(self, module: nn.Module) -> bool:
-        """Whether the current or last call of the root has entered at a module."""
+        """Whether the current call of the root, or else the last one, has entered at this module."""
         return self._entered() is module
 
     def _group_modules(self) -> None:
@@ -309,7 +309,7 @@ class Root:
                 self._with_hooks.setdefault(rule_sets, []).append(hooked)
 
     def is_seen_at_tap(self, hooked: HookedModule) -> bool:
-        """Whether a module without hooks is seen through a tap."""
+        """Whether a module without hooks is recorded through a tap."""
         return any(one is hooked for one in self.modules_by_tap.values())
 
     def reselect(self, rules: Sequence[Rule]) -> None:
@@ -325,7 +325,7 @@ class Root:
         self.inventory.reselect()
 
     def _tap(self, node: tree.Node, hooked: HookedModule) -> None:
-        """Put taps on a module, so that a graph shows the values that hooks on the module cannot see."""
+        """Put taps on a module, so that a graph records the values that hooks on the module cannot get."""
         tapped_sites = {where.site for where in module_taps.where_tapped(node.owner)}
         if not node.is_callable or tapped_sites:
             return
@@ -335,12 +335,12 @@ class Root:
                 self._own_taps.append(weakref.ref(node.owner))
 
     def stands_for(self, where: str) -> None:
-        """Let the root, which has no module, stand for the loaded artefact that shows a tap."""
+        """Make the root, which has no module, represent the loaded artefact (exported, scripted) that has this tap."""
         self.artefact = Where.from_text(where).root if where else ""
         self.is_stand_in = True
 
     def has_tap(self, where: str) -> bool:
-        """Whether a tap is on a module of this root, in TorchScript, or in the artefact that the root stands for."""
+        """Whether a tap is on a module of this root, in TorchScript, or in the artefact that the root represents."""
         if where in self.modules_by_tap:
             return True
         parsed = Where.from_text(where) if where else None
@@ -350,7 +350,7 @@ class Root:
         return self.artefact == (parsed.root if parsed is not None else "")
 
     def module_at(self, path: str) -> HookedModule | None:
-        """Return the module under hooks at a path; None without one."""
+        """Return the module with hooks at a path; None if there is no such module."""
         if path not in self._by_path:
             self._by_path = {hooked.node_path: hooked for hooked in self.modules}
         return self._by_path.get(path)
@@ -377,7 +377,7 @@ class Root:
         self.inventory.step_is_over(has_compiled=has_compiled)
 
     def add_tapped(self, where: Where, path: str) -> None:
-        """Note in the inventory that a graph shows a module."""
+        """Record in the inventory that a tap in a graph records values of a module."""
         self.inventory.add_seen_at_tap(where, path)
 
     def begins(self, module: nn.Module) -> None:
@@ -434,7 +434,7 @@ class Root:
         current = self.clock.active
         self.clock.end()
         if current is not None and current.moment.micro_step is None:
-            return  # the call was a trial
+            return  # the call was a trial run of a pipeline stage
         if current is not None and torch.is_grad_enabled():
             for _, tensor in tree.tensor_leaves(output):
                 if not current.has_gradient and requires_gradient(tensor):
@@ -444,7 +444,7 @@ class Root:
                     if is_leaf:
                         self.capture.keep_leaf_hook(handle)
         if current is not None and self.capture.every_call_is_a_step:
-            repeat = current.enter("forward", HELD_BY_MODULES)  # not 0 where the program has named the step
+            repeat = current.enter("forward", HELD_BY_MODULES)  # greater than 0 where the program has named the step
             for root in (self, *self._inner_roots):
                 root.record_state(HELD_BY_MODULES, current.moment, "forward", repeat)
 
@@ -455,7 +455,7 @@ class Root:
         return module is None or module.training
 
     def slice_now(self) -> tuple[Slice, str]:
-        """Return the slice and phase of a value that is seen now."""
+        """Return the slice and phase for a value that is recorded now."""
         if torch._C._current_graph_task_id() != -1:
             micro_batch = micro_batch_of_backward() if self.pipeline is not None else None
             return self.clock.recomputed(micro_batch), "recompute"
@@ -467,7 +467,7 @@ class Root:
         """Return the slice and phase of a tapped value; where the root's hooks are compiled away, taps begin its calls.
 
         Args:
-            with_grad: whether gradients were enabled around the tap; compiled code always runs without.
+            with_grad: whether gradients were enabled around the tap; compiled code always runs with gradients disabled.
         """
         is_hidden = self.num_calls == 0 and self.capture.root_calls.depth == 0
         if not is_hidden or self.module() is None or torch._C._current_graph_task_id() != -1:
@@ -482,7 +482,7 @@ class Root:
         return active, "forward"
 
     def gradient_at_tap(self, moment: Moment) -> None:
-        """Note that a gradient has come to a tap, so that the next forward begins another slice."""
+        """Note that a gradient has reached a tap, so that the next forward begins another slice."""
         slice_ = self.clock.recomputed()
         if self.num_calls == 0 and slice_.moment == moment:
             self.clock.gradient_arrived(slice_)
@@ -495,7 +495,7 @@ class Root:
             self.remove()
 
     def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
-        """Record nothing any more at some sites of one module, and note the first step of that in the inventory."""
+        """Stop recording some sites of one module, and note in the inventory the first step without them."""
         for hooked in self.modules:
             if hooked.node_path == path:
                 hooked.disarm(sites)
@@ -513,7 +513,7 @@ class Root:
                 flat.record("param", "", parameter, moment, phase, repeat)
 
     def parameters(self) -> Iterator[tuple[HookedModule, str, nn.Parameter]]:
-        """Yield every parameter once, except flat parameters, with its module and its name there."""
+        """Yield every parameter except flat parameters once, with its module and its name in the module."""
         seen = ids_of(self.flats)
         for hooked in self.modules:
             for name, parameter in hooked.own("_parameters"):
@@ -522,7 +522,7 @@ class Root:
                     yield hooked, name, parameter
 
     def is_first_use(self, path: str, name: str, parameter: torch.Tensor, slice_: Slice) -> bool:
-        """Whether a slice uses a parameter for the first time, at the module and name that it is recorded under."""
+        """Whether a slice uses a parameter for the first time; rows identify the parameter by module and name."""
         if self._named is None:
             self._named = {(owner.node_path, own) for owner, own, _ in self.parameters()}
         is_first = (path, name) in self._named and id(parameter) not in slice_.used
@@ -539,7 +539,7 @@ class Root:
             is_idle = may_rest and not any(masks[rule_set] for rule_set in rule_sets)
             if is_idle == (rule_sets in self._resting):
                 continue
-            # The entry stays until the last module is awake, so that after an interrupt the rest is done again.
+            # The entry stays until the last module is awake, so that an interrupted call is completed by the next one.
             self._resting.add(rule_sets)
             for hooked in modules:
                 (hooked.rest if is_idle else hooked.wake)()

@@ -1,8 +1,8 @@
 """Stagers bring the bytes of a tensor into a block of the pool; there is a class for each kind of device.
 
-A stager runs on the training thread and may not wait for a device while values are seen. If a copy is not over when
-the stager returns, the record carries a `Ready` that the writer waits on. The copy is over at once, or once a step's
-graph has run, as the device requires. A new device needs one class here and one entry of `STAGERS`.
+A stager runs on the training thread and may not wait for a device while it takes values. If a copy is not over when the
+stager returns, the record carries a `Ready` that the writer waits on. Some devices finish a copy at once, others only
+when the step's graph has run. A new device needs one class here and one entry of `STAGERS`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 _NO_BOUNDARY = "no_step_boundary"
 _MEMMOVE_BYTES = 1 << 20
-"""Below this size memmove beats torch's dispatcher (0.3 us a call against 6); above it torch uses all its threads."""
+"""The size below which memmove (0.3 us a call) beats torch's copy (6 us); above it, torch uses all its threads."""
 _HELD_BYTES = 1 << 22
-"""Up to this size a tensor is measured with the interpreter's lock held, mostly for less than a millisecond, because it
-costs up to five milliseconds to take the lock back from a busy writer."""
+"""The size up to which a tensor is measured with the interpreter's lock held, mostly for less than a millisecond,
+because it costs up to five milliseconds to take the lock back from a busy writer.
+"""
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
 """A memmove that keeps the interpreter's lock, because `ctypes.memmove` would give the lock to the writer."""
 _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None  # type: ignore[attr-defined]
@@ -62,29 +63,29 @@ class Stager(Protocol):
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         """Copy a dense tensor's elements in C order into ``block``.
 
-        Training may change the tensor as soon as this method returns (on its own stream, in program order), and the
-        change must not reach the copy. None means that the bytes have arrived already. The method raises what the copy
-        raises, and `LostError` if there is a reason not to copy.
+        Return an object that tells when the bytes have arrived; None if they have arrived already. On return, training
+        may change the tensor, in program order on the current stream, without changing the copy. Raises `LostError` if
+        the tensor should not be copied, and any error of the copy itself.
         """
 
     def plan(self, tensor: torch.Tensor, chunk: Chunk | None, keep: int, unit_dim: int = -1) -> MeasurePlan | None:
-        """Return how to measure a dense tensor, whose payload is not kept, without a copy; None to copy the tensor."""
+        """Return a plan to measure a dense tensor, whose payload is not kept, without a copy; None to copy it."""
         return None
 
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: Any) -> Ready | None:
-        """Copy the results of a plan, as `copy` does; called only on stagers that make plans."""
+        """Copy the results of a plan, as `copy` copies a tensor. Called only on stagers that make plans."""
         raise LostError(COPY_FAILED)
 
     def look(self) -> None:
-        """Hand over the values that have arrived, as a call of a root begins and a step may have ended. Never waits."""
+        """Hand values that have arrived to the writer; called as a call of a root begins. Never waits."""
         return
 
     def fetch(self) -> None:
-        """Hand over every value seen so far, for `flush`. May wait, whatever the cost."""
+        """Hand every value taken so far to the writer, for `flush`. May wait, whatever the cost."""
         return
 
     def close(self) -> None:
-        """Fetch or drop the values that wait, and give up threads and streams."""
+        """Fetch or drop the values that wait, and release threads and streams."""
         return
 
 
@@ -101,7 +102,7 @@ class HostStager(Stager):
     def __init__(self, pool: Pool, settings: Settings) -> None:
         self._address = pool.address
         self._kernels = native.load(settings.native)
-        from .measure import host_measure  # it loads pyarrow, and `import torch` need not wait for that
+        from .measure import host_measure  # the import loads pyarrow, which `import torch` need not wait for
 
         self._host_measure = host_measure
 
@@ -122,7 +123,7 @@ class HostStager(Stager):
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         nbytes = block.num_bytes
-        if nbytes < _MEMMOVE_BYTES and tensor.is_contiguous():  # no negative or conjugate view: `plain` gives none
+        if nbytes < _MEMMOVE_BYTES and tensor.is_contiguous():  # `plain` has resolved negative and conjugate views
             source = tensor.data_ptr()
             if not source and nbytes:
                 raise ValueError("no memory stands behind the tensor")
@@ -131,7 +132,7 @@ class HostStager(Stager):
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             values = tensor.detach()
             if values.dtype == torch.float4_e2m1fn_x2:
-                values = values.view(torch.uint8)  # torch 2.9 has no copy of pairs
+                values = values.view(torch.uint8)  # torch 2.9 cannot copy complex dtypes
             block.as_tensor(values.dtype, values.shape).copy_(values)
         return None
 
@@ -153,7 +154,7 @@ class XlaStager(Stager):
         self._copying = threading.Lock()
         self._seen: list[weakref.ref[_LazyCopy]] = []
         self._pid = os.getpid()
-        atexit.register(self.close)  # runs before torch_xla takes its runtime down
+        atexit.register(self.close)  # registered last, so that it runs before torch_xla shuts its runtime down
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
         with torch.no_grad(), torch._C._DisableTorchDispatch():
@@ -187,7 +188,8 @@ class XlaStager(Stager):
         if os.getpid() != self._pid:
             return
         if threading.current_thread().name.startswith("recorder-"):
-            # A signal ends the process while its main thread may be building a graph: no other thread may run one.
+            # When a signal ends the process, the main thread may be building a graph, and then no other thread may run
+            # one.
             for value in values:
                 if not value.is_free:
                     value.lost_for = _NO_BOUNDARY
@@ -197,7 +199,7 @@ class XlaStager(Stager):
             pass  # the writer may be reading a tensor
 
     def _bring(self, values: list[_LazyCopy]) -> None:
-        """Bring values to the host, with one graph for all values not computed yet; the writer counts failures."""
+        """Copy values to the host, with one graph for all that are not computed yet. The writer counts failures."""
         lazy = [(value, tensor) for value in values if (tensor := value.tensor) is not None]
         if not lazy:
             return
@@ -248,7 +250,7 @@ class _LazyCopy:
 
     def wait(self, timeout_s: float) -> bool:
         if not self.is_free and self.lost_for is None:
-            time.sleep(timeout_s)  # an interrupt of training could leave a lock of Python's held
+            time.sleep(timeout_s)  # an interrupted wait for a lock could leave the lock held
         if self.lost_for is not None:
             raise LostError(self.lost_for) from self.error
         tensor = self.tensor
@@ -281,11 +283,12 @@ STAGERS: dict[str, Callable[[Pool, Settings, Callable[[str], None]], Stager]] = 
     "xla": lambda pool, settings, say: XlaStager(pool),
     "cuda": CudaStager,
 }
-"""The function, by device type, that makes a stager of the pool, the settings and a function that logs a line. A stager
-is made once, when the first tensor of its device type is recorded."""
+"""For each device type, the function that makes a stager from the pool, the settings and a function that logs a line. A
+stager is made once, when the first tensor of its device type is recorded.
+"""
 
 WHY_LOST = {
     CUDA_GRAPH: "a CUDA graph was being captured, in which nothing can be recorded, nor when it is replayed",
     NO_DEVICE_ROOM: "the device's pool had no room for it; a larger RECORDER_DEVICE_POOL_BYTES helps",
 }
-"""A sentence for each reason of a `LostError` from `Stager.copy`."""
+"""The explanation, as a sentence, of each reason that a `LostError` from `Stager.copy` can have."""

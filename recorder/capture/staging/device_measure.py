@@ -22,9 +22,9 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured
 
 _BOX_ITEMS = 1 << 22
-"""The most elements of a box; three float64 copies of a box at a time take 100 MB of the device."""
+"""The most elements of a box: its three float64 copies at a time take 100 MB of the device's memory."""
 _MAX_WEIGHTS = 1 << 16
-"""The most weights of one factor of the fingerprint that are kept."""
+"""The most weights that are kept for one factor of the fingerprint."""
 _MAX_KEPT = 64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _DTYPES = (
@@ -124,7 +124,7 @@ def can_measure(tensor: torch.Tensor, chunk: Chunk | None, keep: int) -> bool:
 
 
 class _BoxResult(NamedTuple):
-    """The results of one box; `low` and the fields after it are over the finite values of the box."""
+    """The results of one box. The field `low` and the fields after it cover only the finite values of the box."""
 
     num_nonzero: float
     num_nan: float
@@ -143,7 +143,7 @@ _SUMS_OF_UNIT = 4
 
 
 def _cut_boxes(shape: tuple[int, ...], max_items: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield the first element, offsets and shape of each box in order; a box is one run of a contiguous tensor."""
+    """Yield the first element, offsets and shape of each box in order. A box is contiguous in memory."""
     split = len(shape)
     while split and math.prod(shape[split - 1 :]) <= max_items:
         split -= 1
@@ -166,7 +166,7 @@ def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
     num_nonzero = (wide != 0).sum(dtype=torch.float64)
     finite = torch.isfinite(wide)
     num_nan, num_finite = torch.isnan(wide).sum(dtype=torch.float64), finite.sum(dtype=torch.float64)
-    # `torch.where` would bring a number to the device by a copy, and wait for that copy.
+    # `torch.where` would copy a Python number to the device and wait for that copy.
     others = finite.logical_not_()
     low, high = wide.masked_fill(others, math.inf).amin(), wide.masked_fill(others, -math.inf).amax()
     known = wide.masked_fill(others, 0.0)
@@ -201,7 +201,7 @@ def _merged(results: list[_BoxResult], numel: int) -> Measured:
 
 
 def _fingerprint(values: torch.Tensor, shape: tuple[int, ...], weights: Weights) -> torch.Tensor:
-    """Return the fingerprint of a box at the origin, modulo 2^64, as int64 wraps; see "Fingerprint" in FORMAT.md."""
+    """Return the fingerprint of a box placed at the origin, modulo 2^64 as int64 wraps ("Fingerprint" in FORMAT.md)."""
     if values.itemsize == 8:
         shape = (*shape, 2)
     words = values.view(_WORDS[values.itemsize])
@@ -216,7 +216,7 @@ def _fingerprint(values: torch.Tensor, shape: tuple[int, ...], weights: Weights)
 
 
 def _factor(group: tuple[tuple[int, int], ...], device: torch.device, kept: Weights) -> torch.Tensor:
-    """Return the weights of all indices along a group of dims, the last dim first."""
+    """Return the weights of all indices along a group of dims, which lists the tensor's last dim first."""
     factor = kept.get(group)
     if factor is not None:
         return factor
@@ -231,7 +231,7 @@ def _factor(group: tuple[tuple[int, int], ...], device: torch.device, kept: Weig
 
 
 def _powers(base: int, length: int, device: torch.device) -> torch.Tensor:
-    """Return 1, base, base^2, ... as int64 by doubling on the device, as copying an array could make the host wait."""
+    """Return 1, base, base^2, ... as int64, computed on the device, as a copy of an array could make the host wait."""
     powers = torch.ones(length, dtype=torch.int64, device=device)
     done = 1
     while done < length:

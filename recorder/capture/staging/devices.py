@@ -23,7 +23,7 @@ class Device(Protocol):
     """One device. Each implementation chooses the classes of its streams and events."""
 
     def is_capturing(self) -> bool:
-        """Whether the work that this thread launches now becomes part of a graph instead of being done."""
+        """Whether the work that this thread launches now is captured into a graph instead of being run."""
 
     def current_stream(self) -> Any:
         """Return the stream that takes the work of training on this thread."""
@@ -34,7 +34,7 @@ class Device(Protocol):
     def new_event(self) -> Any: ...
 
     def record(self, event: Any, stream: Any) -> None:
-        """Record an event that happens once the stream has done all the work that it has so far."""
+        """Record an event that happens once the stream has done all the work that was launched on it so far."""
 
     def wait(self, stream: Any, event: Any) -> None:
         """Make later work of the stream begin only after the latest recorded event."""
@@ -58,17 +58,17 @@ class Device(Protocol):
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU, used through torch, or through the driver where every call of torch has a side effect."""
+    """One NVIDIA GPU, used through torch; through the driver where torch's call would have a side effect."""
 
     def __init__(self, index: int) -> None:
         self._index = index
-        self._driver = driver = ctypes.CDLL("libcuda.so.1")  # the library is loaded already: CUDA works through it
+        self._driver = driver = ctypes.CDLL("libcuda.so.1")  # CUDA has loaded the library already
         driver.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
         driver.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
         driver.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), index)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # torch's own context lives as long
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # torch's context lives as long
 
     def is_capturing(self) -> bool:
         if torch.cuda.is_current_stream_capturing():
@@ -106,13 +106,14 @@ class CudaDevice(Device):
             host.copy_(source)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        # The mode is off because the first value may be seen in it, and an inference tensor takes no copies later.
+        # Inference mode is switched off because the first value may be seen in it, and an inference tensor takes no
+        # copies later.
         with torch.inference_mode(False), undisturbed():
             return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        # `torch.cuda.cudart()` is not used: its error stays behind after a refusal, and the next kernel of training is
-        # blamed for that error. The driver keeps no error.
+        # `torch.cuda.cudart()` is not used: if it refuses, its error stays set, and torch reports it for the next
+        # kernel of training. The driver keeps no error.
         with self._beside_captures():
             return int(self._driver.cuMemHostRegister_v2(address, num_bytes, _PORTABLE)) == 0
 

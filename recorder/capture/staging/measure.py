@@ -28,7 +28,7 @@ from ...numerics.units import Sides, packed, sides_of
 from ...records import KEEP_FINGERPRINT, KEEP_HISTOGRAM, KEEP_STATS, KEEP_UNITS, Chunk, Measured, Staged
 
 _CHUNK_ITEMS = 1 << 15
-"""The number of elements that are read together; the elements and their float64 copy fit in the second-level cache."""
+"""The number of elements per pass; the elements and their float64 copy fit in the second-level cache."""
 
 _NOTHING = Measured()
 _NO_UNITS_OF_RUN = "no_units:a run of a flattened tensor"
@@ -47,7 +47,7 @@ def measure(
     *,
     kernels: Kernels | None = None,
 ) -> Measured:
-    """Compute those of statistics, histogram, sums of each unit and fingerprint whose bits are in `keep`.
+    """Compute the results whose bits are in `keep`: statistics, histogram, sums of each unit, fingerprint.
 
     Args:
         data: the tensor's bytes.
@@ -103,7 +103,7 @@ def _statistics_of(
 
 
 class HostMeasure:
-    """The plan by which the compiled loops measure a host tensor in its own memory, and by which results are read."""
+    """A plan by which the compiled loops measure a host tensor in its own memory. It also reads the results."""
 
     __slots__ = ("_dtype", "_sides", "kernels", "loops", "nbytes")
 
@@ -143,7 +143,7 @@ class HostMeasure:
         return statistics if self._sides is None else statistics._replace(note=f"no_units:{self._sides}")
 
 
-@lru_cache(maxsize=512)  # each may hold the weights of a fingerprint, mostly 32 KiB
+@lru_cache(maxsize=512)  # each cached plan may hold the weights of a fingerprint, mostly 32 KiB
 def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> HostMeasure | None:
     """Return a plan to measure a tensor that has elements with the compiled loops; None if Python must measure it.
 
@@ -264,7 +264,7 @@ class _Chunks(Moments):
 
 
 def _chunks(data: npt.NDArray[np.uint8], dtype: str) -> Iterator[_Values]:
-    """Yield the elements, chunk by chunk, as numbers that numpy reduces fast; a chunk is valid until the next."""
+    """Yield the elements in chunks of numbers that numpy reduces fast. Each chunk is overwritten by the next."""
     if not dtype.startswith(("bfloat16", "float16", "float8")):
         values = data.view(np.uint8 if dtype == "bool" else numpy_dtype(dtype))
         for start in range(0, len(values), _CHUNK_ITEMS):
@@ -286,7 +286,7 @@ def _chunks(data: npt.NDArray[np.uint8], dtype: str) -> Iterator[_Values]:
 
 @lru_cache(maxsize=8)
 def _decoded(dtype: str) -> npt.NDArray[np.float32]:
-    """Return the value of every bit pattern of an 8 or 16 bit float; for float16 this is twice as fast as numpy."""
+    """Return a table of the values of all bit patterns of an 8 or 16 bit float, for float16 twice as fast as numpy."""
     num_bytes = item_bytes(dtype)
     codes = np.arange(1 << 8 * num_bytes, dtype=np.dtype(f"<u{num_bytes}"))
     with np.errstate(all="ignore"):
@@ -294,13 +294,13 @@ def _decoded(dtype: str) -> npt.NDArray[np.float32]:
 
 
 def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
-    """Return counts alone: an element is NaN if one of its parts is NaN, else infinite if a part is infinite."""
+    """Return only counts: an element is NaN if one of its parts is NaN, else infinite if one part is infinite."""
     parts = data.view(np.dtype(f"<f{item_bytes(dtype) // 2}"))
     nan_count = inf_count = zero_count = 0
     for start in range(0, len(parts), 2 * _CHUNK_ITEMS):
         chunk = parts[start : start + 2 * _CHUNK_ITEMS]
         is_nan, is_inf, is_zero = (
-            # The two flags of an element are read as one number.
+            # The two flags of a complex element are read as one 16-bit number.
             flags.view(np.uint16)
             for flags in (np.isnan(chunk), np.isinf(chunk), np.equal(chunk, 0))
         )
@@ -322,7 +322,7 @@ def count(data: npt.NDArray[np.uint8], dtype: str, decoded: Iterable[npt.NDArray
     Args:
         data: the tensor's bytes.
         dtype: the tensor's element type, one of `NUM_BINS`.
-        decoded: the tensor's values chunk by chunk, float16 as float32; only float16 and integers are read from here.
+        decoded: the tensor's values chunk by chunk, float16 as float32; only float16 and integers are read from it.
     """
     bins = np.zeros(NUM_BINS[dtype], np.uint64)
     if dtype in BY_PATTERN:
@@ -373,7 +373,7 @@ class UnitSums:
         self.zeros = np.zeros(sides.num, np.int64)
 
     def add_all(self, chunks: Iterable[npt.NDArray[Any]]) -> None:
-        """Add all of a tensor, chunk by chunk."""
+        """Add a complete tensor, chunk by chunk."""
         first = 0
         for values in chunks:
             self.add(values, first)
@@ -382,8 +382,8 @@ class UnitSums:
     def add(self, values: npt.NDArray[Any], first: int) -> None:
         """Add a chunk of the flattened tensor; `first` elements of the tensor come before the chunk.
 
-        `bincount` adds in the order of the elements. Adjacent values of a unit are added in eight partial sums, these
-        sums are added in pairs, and the result is added to the unit's sum.
+        `bincount` adds in the order of the elements. If the values of a unit are adjacent in memory, they are added up
+        in eight partial sums, which are added in pairs and then to the unit's sum.
         """
         num, inner = self.sides.num, self.sides.inner
         is_zero = np.equal(values, 0)

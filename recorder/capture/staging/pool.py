@@ -1,9 +1,9 @@
 """The host pool: one memory region of fixed size in bytes, which contains every record on its way to disk.
 
 The pool is the only bound between training and disk. The training thread takes blocks, and the writer thread gives them
-back. In the ring's share of the pool values wait for a trigger: training takes blocks there and never waits for room,
-because blocks are given back as steps pass, and not when the writer catches up. Nothing here may allocate more than a
-small object per record, or hold its lock while bytes are copied.
+back. In the ring's share of the pool, values wait for a trigger. Training never waits for room there, because it is
+free again only when steps pass, not when the writer catches up. Nothing here may allocate more than a small object per
+record, or hold its lock while bytes are copied.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from ...system.processes import private_memory
 from ...system.text import size
 
 GRAIN_BYTES = 1024
-"""The unit of block sizes, about the size of a record's Python objects, so that the pool bounds these objects, too."""
+"""The unit of block sizes in bytes: about the size of a record's Python objects, so the pool bounds their memory, too.
+"""
 _NAP_S = 0.002
-"""The time after which a thread that waits for room looks again."""
+"""The seconds between two attempts of a thread that waits for room."""
 
 
 class UnfinishedCopy(Protocol):
     """A copy that a device may still write into a block."""
 
     def released(self) -> None:
-        """Note that the record is done with the block; give it back once the device is done, too. Any thread, once."""
+        """Note that the record no longer needs the block; give it back once the device is done. Any thread, once."""
 
 
 class PoolBlock:
@@ -56,7 +57,7 @@ class PoolBlock:
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """Return the block's bytes; the array is made here, so on the writer thread and not in a hook."""
+        """Return the block's bytes as an array. It is made at this call, so on the writer thread and not in a hook."""
         return self._pool._bytes[self.offset : self.offset + self.num_bytes]  # type: ignore[no-any-return]
 
     @property
@@ -81,9 +82,9 @@ class PoolBlock:
 
 
 class Pool:
-    """A region of memory, given out by address-ordered first fit with coalescing.
+    """A region of memory whose blocks are allocated by address-ordered first fit with coalescing.
 
-    As a result, the blocks in use stay at the low end, and the pages behind them stay untouched.
+    So the blocks in use stay at the low end, and the pages behind them stay untouched.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class Pool:
         progress_s: Callable[[], float],
         clock: Callable[[], float],
     ) -> None:
-        """Reserve address space; a page is touched when it is first used.
+        """Reserve address space; the operating system provides a page when it is first used.
 
         Args:
-            capacity_bytes: the complete budget.
+            capacity_bytes: the size of the pool.
             progress_s: returns the time on `clock` at which the writer last finished a batch.
             clock: a monotonic clock in seconds.
         """
@@ -161,10 +162,11 @@ class Pool:
                 small = self._small.pop()
                 small.num_bytes, small.unfinished_copy = nbytes, None
                 return small
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread has taken the block first
                 pass
         size = -(-nbytes // GRAIN_BYTES) * GRAIN_BYTES or GRAIN_BYTES
-        # Only `with` and plain stores, no calls: Ctrl-C and handlers that raise come between calls, never in here.
+        # The block contains only plain stores and no calls: Ctrl-C and handlers that raise come between calls, so never
+        # inside this block.
         with self._lock:
             if self._is_taking:
                 return None
@@ -183,7 +185,8 @@ class Pool:
     def _first_fit(self, nbytes: int, size: int) -> PoolBlock | None:
         for i, (offset, free) in enumerate(self._free):
             if free >= size:
-                # Each entry is changed by one store, so that an interrupt can lose a block but never give it out twice.
+                # Each entry is changed by a single store, so that an interrupt can lose a block but never make one that
+                # is given out twice.
                 if free == size:
                     del self._free[i]
                 else:
@@ -200,7 +203,7 @@ class Pool:
         while returned:
             block = returned.popleft()
             start, size = block.offset, block.size
-            while returned and returned[0].offset == start + size:  # the writer gives back in the order of taking
+            while returned and returned[0].offset == start + size:  # blocks come back in the order of taking
                 size += returned.popleft().size
             self._used_bytes -= size
             first = last = bisect_left(free, (start, 0))
@@ -216,7 +219,7 @@ class Pool:
     def _collect_small(self) -> None:
         """Put the free blocks of one grain into the free list, where they join and make room for larger blocks."""
         blocks: list[PoolBlock] = []
-        with contextlib.suppress(IndexError):  # raised when no block is left; other threads may take some meanwhile
+        with contextlib.suppress(IndexError):  # raised when no block is left; other threads may take blocks meanwhile
             while True:
                 blocks.append(self._small.pop())
         self._returned.extend(sorted(blocks, key=lambda block: block.offset))
@@ -225,7 +228,7 @@ class Pool:
     def take_or_wait(
         self, nbytes: int, *, step: int, per_step_s: float, stalled_s: float, per_run_s: float
     ) -> PoolBlock | None:
-        """Take a block, after a wait of at most ``per_step_s`` in this step; None if the value must be dropped.
+        """Take a block, waiting for at most ``per_step_s`` in all calls of a step; None if the value must be dropped.
 
         After a failed wait no call waits until half of the pool is free, because a dead disk must not stop training.
         """
@@ -252,7 +255,7 @@ class Pool:
             ):
                 self._is_dropping = True
                 break
-            time.sleep(_NAP_S)  # an Event's lock could be left held by an interrupt, and the writer would wait for it
+            time.sleep(_NAP_S)  # an interrupt could leave an Event's lock held, which would block the writer
             block = self.take(nbytes)
             now = self._clock()
             if block is not None:
@@ -301,8 +304,8 @@ class RingMemory:
         self._is_judged = False
 
     def take(self, nbytes: int, moment: Moment) -> PoolBlock | None:
-        """Take a block; None where there is no room, because only steps that pass make room."""
-        if not self._is_judged and moment.mode == "train":  # an evaluation before training is no measure of a step
+        """Take a block; None where there is no room. There is no wait, because only steps that pass make room."""
+        if not self._is_judged and moment.mode == "train":  # an evaluation before training has another size
             if self._first is None:
                 self._first = moment.step
             if moment.step == self._first:
@@ -314,7 +317,7 @@ class RingMemory:
 
         Args:
             step: the step that begins.
-            num_steps: returns at how many steps, given a first step and a number of steps, rules keep ring values.
+            num_steps: takes a first step and a number of steps; returns at how many of them rules keep ring values.
         """
         if self._is_judged or self._first is None or step <= self._first:
             return None

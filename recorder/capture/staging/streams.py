@@ -5,9 +5,10 @@ stream of the recorder then copies the clone to the host. If training changes th
 change comes after the clone on training's stream and cannot reach the copy. The clone costs twice the value's bytes of
 the device's own memory traffic, about a thirtieth of the time that the copy over the bus takes.
 
-If that region is full, training's stream makes the copy itself: still in order, and still without a wait of the host,
-but at the speed of the bus. Events show when a copy is over. The writer polls the events, and device blocks, events and
-pool blocks go back once the copy is over. A block that a device may still write into is never given to another record.
+If that region is full, training's stream makes the copy to the host itself, at the speed of the bus. The copy is still
+in program order, and the host does not wait. Events show when a copy is over. The writer polls the events. Once the
+copy is over, its device block, event and pool block are given back. A block that a device may still write into is never
+given to another record.
 
 Nothing here may wait for a device, launch anything while a graph is captured, or allocate memory in each step.
 """
@@ -37,11 +38,11 @@ CUDA_GRAPH = "cuda_graph"
 NO_DEVICE_ROOM = "device_pool_full"
 
 _MIN_MEASURED_BYTES = 1 << 20
-"""The size below which a copy should cost training less than the launches of twenty kernels. Not measured."""
+"""The least size whose copy should cost training more than the launches of about twenty kernels. Not measured."""
 _MANY = 64
 """The number of copies under way above which the training thread checks whether copies are over."""
 _unfinished: set[StreamStager] = set()
-"""The stagers that were closed while a device was still writing; their memory is freed after the device ends."""
+"""The stagers that were closed while a device was still writing. Their memory is freed once the device is done."""
 
 
 class StreamStager:
@@ -56,7 +57,7 @@ class StreamStager:
         say: Callable[[str], None],
         min_measured_bytes: int = _MIN_MEASURED_BYTES,
     ) -> None:
-        """Store the settings; no device is touched before its first tensor.
+        """Store the settings. A device is not used before its first tensor arrives.
 
         Args:
             pool: the pool of host memory, which is page-locked at the first tensor.
@@ -85,7 +86,7 @@ class StreamStager:
         from .device_measure import (
             DeviceMeasure,
             can_measure,
-        )  # it loads pyarrow, and `import torch` need not wait for that
+        )  # the import loads pyarrow, which `import torch` need not wait for
 
         if not can_measure(tensor, chunk, keep):
             return None
@@ -96,7 +97,7 @@ class StreamStager:
         if not block.num_bytes:
             return None
         if tensor.dtype == torch.float4_e2m1fn_x2:
-            tensor = tensor.view(torch.uint8)  # torch 2.9 has no copy of pairs
+            tensor = tensor.view(torch.uint8)  # torch 2.9 cannot copy complex dtypes
         return self._copies_of(tensor).stage(tensor, block, None)
 
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure) -> Ready:
@@ -225,7 +226,8 @@ class _DeviceCopies:
                 copied = self._make(side, lambda: measured.launch(clone[0], self._weights))
             return self._bring(side, copied, block, room, event)
         except BaseException:
-            # Without this a copy might be under way in memory that is used again; losing the memory is better.
+            # Without this line the memory could be used again while a copy into it is under way. It is better to lose
+            # the memory.
             if block.unfinished_copy is None:
                 self._keep_until_done(room, stream, event)
             raise
@@ -241,7 +243,7 @@ class _DeviceCopies:
         return self._bring(current, made, block, None, self._event())
 
     def _make(self, stream: Any, work: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-        """Launch the work that makes a tensor; return a list that has the tensor once the work is launched."""
+        """Launch the work that makes a tensor; return a list that contains the tensor once the work is launched."""
         made: list[torch.Tensor] = []
         self.device.run(stream, lambda: made.append(work()))
         return made
@@ -249,7 +251,7 @@ class _DeviceCopies:
     def _bring(
         self, stream: Any, made: list[torch.Tensor], block: PoolBlock, room: PoolBlock | None, event: Any
     ) -> _Arrival:
-        """Copy a tensor to the host; event, room and block go back only after the copy is over."""
+        """Copy a tensor to the host. Event, device memory and pool block are given back only after the copy."""
         device = self.device
         arrival = _Arrival(self, event, block, room)
         if self._is_pinned:
@@ -270,7 +272,7 @@ class _DeviceCopies:
         self._launching.discard(arrival)
 
     def _keep_until_done(self, room: PoolBlock, stream: Any, event: Any) -> None:
-        """Keep the room of a failed copy until the copy's work is done, because the work may still use the room."""
+        """Keep the device memory of a failed copy until its work on the device is done: it may still use the memory."""
         arrival = _Arrival(self, event, None, room)
         with contextlib.suppress(RuntimeError):
             self.device.record(event, stream)
@@ -301,7 +303,7 @@ class _DeviceCopies:
                 under_way[1].poll()
 
     def poll_oldest(self) -> None:
-        """Check which copies are over, oldest first, as copies end about in order. Not while a graph is captured."""
+        """Check which copies are over, oldest first, as they end about in order; nothing while a graph is captured."""
         for arrival in list(self._under_way):
             if not arrival.poll():
                 break
@@ -309,7 +311,7 @@ class _DeviceCopies:
 
 
 class _Arrival:
-    """One copy under way. The thread that first sees its end gives back event, room and block."""
+    """One copy under way. The thread that first finds it over gives back its event, device memory and pool block."""
 
     __slots__ = (
         *("_block", "_blocks_left", "_event", "_copies", "_room", "_may_end"),
@@ -321,7 +323,8 @@ class _Arrival:
         self._event = event
         self._block = block
         self._room = room
-        # Only one thread can pop the entry, and no interrupt can leave a lock held.
+        # A list of one entry instead of a lock: only one thread can pop the entry, and no interrupt can leave a lock
+        # held.
         self._may_end = [True]
         self._blocks_left = [block] if block is not None else []
         self.fetch: Callable[[], None] | None = None
@@ -342,7 +345,7 @@ class _Arrival:
         return True
 
     def poll(self, *, is_reader: bool = False) -> bool:
-        """Return whether the copy is over; the first call to see the end gives back what the copy uses. Any thread."""
+        """Return whether the copy is over. The first call that finds this frees what the copy used. Any thread."""
         if self.is_over or not self.is_launched:
             return self.is_over
         error: Exception | None = None
@@ -365,7 +368,7 @@ class _Arrival:
         return True
 
     def released(self) -> None:
-        """Note that the record is done with the block."""
+        """Note that the record no longer needs the block."""
         self.is_released = True
         if self.is_over:
             self._give_block_back()
