@@ -337,7 +337,8 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[VerifyResult]:
         there = (
             f"{balance.synced} rows had been synced, {balance.retired_rows} of them removed, and {len(seq)} are there"
         )
-        yield VerifyResult(True, f"{writer.directory}: {there}: {counted(num_lost, 'row')} lost after they were safe")
+        lost = f"{counted(num_lost, 'row')} lost after they were safe, or on the way where a daemon ships the run"
+        yield VerifyResult(True, f"{writer.directory}: {there}: {lost}")
     elif expected < len(seq) <= balance.written:
         kept = counted(len(seq) - expected, "row")
         yield VerifyResult(False, f"{writer.directory}: has {kept} that retention removed where the run was recorded")

@@ -229,6 +229,7 @@ def test_synced_rows_that_are_gone_are_a_fault_and_rows_on_their_way_a_note(
         status = {**about, "writer": writer.directory.name, "started_ns": writer.manifest["started_ns"]}
         (writer.directory / "_status.json").write_bytes(encode_status(status | is_told["status"]))
         found = findings(run)
-        assert [one.text for one in found if one.is_fault and "3 rows lost after they were safe" not in one.text] == []
+        lost = "3 rows lost after they were safe, or on the way where a daemon ships the run"
+        assert [one.text for one in found if one.is_fault and lost not in one.text] == []
         assert any(one.is_fault for one in found) == is_lost
         assert is_lost or any("has 10 rows, expected by its accounts are 15" in one.text for one in found)
