@@ -52,6 +52,15 @@ def test_the_wheel_holds_the_package_and_the_startup_hook_beside_it(wheel: Path)
     assert {n for n in names if ".dist-info/" not in n} == source | {"recorder_autoload.py", "recorder_probe.py"}
 
 
+@pytest.mark.skipif(
+    sys.platform != "linux" or not any(map(shutil.which, ("cc", "gcc", "clang"))),
+    reason="no C compiler here, so nothing is compiled",
+)
+def test_with_a_compiler_the_wheel_is_of_this_platform_and_holds_the_library(wheel: Path) -> None:
+    assert "-py3-none-linux_" in wheel.name
+    assert "recorder/native/_kernels.so" in zipfile.ZipFile(wheel).namelist()
+
+
 def test_the_wheel_is_small(wheel: Path) -> None:
     """It has 1.2 MB, and 1.4 MB with the compiled loops; what nobody meant to ship is larger."""
     assert wheel.stat().st_size < 2 << 20

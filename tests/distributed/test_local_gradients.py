@@ -41,9 +41,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
     started = {}
     for layout in LAYOUTS:
         folder: Path = tmp_path_factory.mktemp(layout)
-        (folder / "train.py").write_text(PROGRAM)
+        (script := folder / "train.py").write_text(PROGRAM)
         settings = jobs.recording("site=grad,input keep=tensor,stats", local_gradients="1")
-        started[layout] = jobs.torchrun(folder, "train.py", layout, **settings)
+        started[layout] = jobs.ranks(folder, script, layout, num=2, TESTS_RECORDER="1", **settings)
     return {layout: jobs.succeeded(job).run for layout, job in started.items()}
 
 

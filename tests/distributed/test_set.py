@@ -66,8 +66,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     folder = tmp_path_factory.mktemp("set")
     (limit := folder / "limit.txt").write_text("10")
     settings = jobs.recording("site=grad steps=::10 keep=stats", status_interval_s="0.1")
-    arguments = (SCRIPT, f"--steps={NUM_STEPS}", f"--out={folder / 'out'}", f"--limit={limit}")
-    job = jobs.torchrun(folder, *arguments, **settings)
+    arguments = (f"--steps={NUM_STEPS}", f"--out={folder / 'out'}", f"--limit={limit}")
+    job = jobs.ranks(folder, SCRIPT, *arguments, num=2, TESTS_RECORDER="1", **settings)
     found = Told()
     try:
         until_s = time.monotonic() + PATIENCE_S

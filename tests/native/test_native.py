@@ -335,13 +335,6 @@ def test_without_a_compiler_the_wheel_is_pure_and_works(tmp_path: Path) -> None:
     assert done.stdout == "python (not built) 4.0\n", done.stdout + done.stderr
 
 
-@pytest.mark.skipif(not _HAS_COMPILER, reason="no C compiler here, so nothing is compiled")
-def test_with_a_compiler_the_wheel_is_of_this_platform_and_holds_the_library(tmp_path: Path) -> None:
-    wheel = _build(tmp_path, path=os.environ["PATH"])
-    assert "-py3-none-linux_" in wheel.name
-    assert "recorder/native/_kernels.so" in zipfile.ZipFile(wheel).namelist()
-
-
 @needs_library
 def test_the_writer_says_which_loops_it_uses(tmp_path: Path) -> None:
     code = partial(

@@ -81,13 +81,11 @@ class Case:
         return train.arguments(self.arguments)
 
     def start(self, folder: Path) -> Started:
-        size = str(self.world_size)
-        options = ("--standalone", "--nproc-per-node", size)
-        asked: list[str | Path] = [folder / "reference.pt", "--world-size", size, "--", *self.arguments]
+        asked: list[str | Path] = [folder / "reference.pt", "--world-size", str(self.world_size), "--", *self.arguments]
         settings = {"PYTHONPATH": str(REPOSITORY)}
-        rules = SPARSE if self.way in BLANK_WAYS else jobs.EVERYTHING
+        recording = {**jobs.recording(SPARSE if self.way in BLANK_WAYS else jobs.EVERYTHING), "TESTS_RECORDER": "1"}
         return Started(
-            job=jobs.torchrun(folder, SCRIPT, *self.arguments, options=options, **jobs.recording(rules)),
+            job=jobs.ranks(folder, SCRIPT, *self.arguments, num=self.world_size, **recording),
             reference=jobs.python(folder / "one", "-m", "tests.campaigns.roundtrip.reference", *asked, **settings),
             case=self,
         )
