@@ -55,10 +55,10 @@ __all__ = [
 ]
 
 _active: Any = None
-"""The recorder that records in this process, set by `lifecycle.active`; while it is None, `tap` does nothing."""
+"""The recorder that records in this process, set by `lifecycle.active`. While it is None, `tap` does nothing."""
 
 _armed: Any = None
-"""The recorder that the flag has made, until it begins to record; set by `lifecycle.active`."""
+"""The recorder that ``RECORDER=1`` has made, until it begins to record; set by `lifecycle.active`."""
 
 _LAZY = {
     "open_run": "report.report",
@@ -97,7 +97,7 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
     before the first compiled call.
 
     Args:
-        model: the module whose call is one forward of training.
+        model: the module; each call of it counts as one forward of training.
         enabled: True records without the flag, False never records; None follows the flag.
         name: the name of the root; default ``model``, ``model_1``, ...
         **settings: any setting by name, such as ``rules="site=output keep=tensor"`` or ``dir="/scratch/run"``.
@@ -120,8 +120,8 @@ def attach(model: nn.Module, *, enabled: bool | None = None, name: str | None = 
 def scalar(name: str, value: Any) -> None:
     """Record a number of this step, such as a loss: a float, an int, or a tensor of one element (never synced).
 
-    Under the flag a recording begins with the first call of the model. What is given before that is counted and not
-    recorded; `attach` begins it earlier.
+    With ``RECORDER=1`` a recording begins with the first call of the model. Scalars before that call are counted and
+    not recorded; `attach` begins the recording earlier.
     """
     recorder = _active or _armed
     if recorder is not None:
@@ -129,7 +129,7 @@ def scalar(name: str, value: Any) -> None:
 
 
 def step(number: int) -> None:
-    """Name the step by hand, at the top of each iteration; from the first call on, only these calls change the step."""
+    """Name the step, at the top of each iteration. After the first call, only such calls change the step."""
     recorder = _active or _armed
     if recorder is not None:
         recorder.program.name_step(number)
@@ -145,5 +145,5 @@ def trigger(reason: str) -> None:
         _active.ask("program", reason)
 
 
-if "torch" in sys.modules:  # artefacts that hold taps need the op; without torch there are none yet
+if "torch" in sys.modules:  # a model that was loaded with taps needs the op; without torch there is none yet
     from .taps import ops as _ops  # noqa: F401

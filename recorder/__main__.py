@@ -32,14 +32,14 @@ def main() -> None:
 
 
 def _end(code: object) -> NoReturn:
-    """Do what the interpreter does at its end, up to its teardown, and end the process.
+    """Do what the interpreter does at its end, except for the teardown, and end the process.
 
-    During a teardown a thread of Arrow's pool may take the interpreter's lock, to drop the last reference to an array
-    of numpy's. The interpreter ends such a thread inside a C++ destructor, which aborts the process.
+    During a teardown a thread of Arrow's pool may take the interpreter's lock, to drop the last reference to a numpy
+    array. The interpreter then ends the thread inside a C++ destructor, which aborts the process.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    with suppress(BrokenPipeError):  # `recorder ... | head`: nobody reads the rest
+    with suppress(BrokenPipeError):  # the reader of a pipe has gone, as in `recorder ... | head`
         sys.stdout.flush()
     os._exit(code if isinstance(code, int) else 0)
 

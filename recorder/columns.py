@@ -1,8 +1,8 @@
-"""The registry of columns: type, version and role of each, and how a group of rows makes one value of a column.
+"""The registry of columns: type, version and role of each, and how the values of several rows are combined into one.
 
-Code that reads, merges, groups or shows rows uses this registry, also for the texts of `shape` and `note`. A column
-that a minor version adds is one entry of `COLUMNS` and one line of FORMAT.md: readers give nulls for an older file, and
-ignore a column that they do not know.
+All code that reads, merges, groups or prints rows uses this registry, and its parsers of the columns `shape` and
+`note`. A column that a minor version adds is one entry of `COLUMNS` and one line of FORMAT.md: readers give nulls for
+an older file, and ignore a column that they do not know.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Role(Enum):
     """The purpose of a column."""
 
     KEY = "key"
-    """The column identifies one value of a rank in an attempt, together with the other columns of this role."""
+    """The column is part of the key that identifies one value of a rank in an attempt."""
     LAYOUT = "layout"
-    """The column says which piece of a global tensor, or of a large tensor of its rank, the row has."""
+    """The column says which piece of a global tensor, or of a large tensor written in parts, the row has."""
     STATISTIC = "statistic"
     """The column is a number of type float64 that is computed from the elements."""
     COUNT = "count"
@@ -45,9 +45,9 @@ class Role(Enum):
     DETAIL = "detail"
     """The column has bytes that describe the elements in more detail than single numbers."""
     PAYLOAD = "payload"
-    """The column has the elements, or says how they are encoded."""
+    """The column contains the elements, or says how they are encoded."""
     ABOUT = "about"
-    """The column is another fact about the value or the row."""
+    """The column states another fact about the value or the row."""
 
 
 class Combine(Enum):
@@ -56,9 +56,9 @@ class Combine(Enum):
     FIRST = "first"
     """The value is that of the first row."""
     NOTHING = "nothing"
-    """The value is null, or 0 in a column without nulls, because it means nothing for the global tensor."""
+    """The value is null, or 0 in a column without nulls: the column has no meaning for a global tensor."""
     ANEW = "anew"
-    """The value is computed from more than this column, where global rows are made (`globalview.view`)."""
+    """The value is computed from more than this column, by the code that makes global rows (`globalview.view`)."""
     SUM = "sum"
     """The values are added. Lists are added element by element."""
     MIN = "min"
@@ -78,14 +78,14 @@ class Column:
     combine: Combine
     _: KW_ONLY
     since: int = 0
-    """The minor version that added the column; files of earlier versions lack it, and readers give nulls."""
+    """The minor version that added the column. Earlier files lack it, and readers give nulls."""
     is_required: bool = False
-    """True if the column is never null, which a column that a minor version adds cannot be."""
+    """True if the column is never null. A column that a minor version adds cannot be required."""
     lowest: int | None = 0
-    """The least value of a whole number in the column; None for a column that is no count."""
+    """The least value of an integer column; None for a column that is no count."""
     highest: int = MAX_COUNT - 1
     degree: int = 1
-    """The power of a factor with which a statistic grows if all elements are multiplied by the factor."""
+    """The exponent k: if all elements are multiplied by a factor, the statistic grows by the factor's k-th power."""
     has_sign: bool = True
     """Whether a negative factor changes the sign of a statistic."""
     is_nonfinite: bool = False
@@ -93,7 +93,7 @@ class Column:
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """The least and the greatest value of a column of whole numbers that counts; None for other columns."""
+        """The least and greatest allowed value of an integer column that counts; None for other columns."""
         if self.lowest is None or not pa.types.is_integer(self.type):
             return None
         return self.lowest, min(self.highest, (1 << self.type.bit_width - 1) - 1)
@@ -165,20 +165,20 @@ PAYLOAD = tuple(column.name for column in COLUMNS if column.role is Role.PAYLOAD
 KEY = ("root", "module_path", "site", "name", "phase", "mode", "step", "micro_step", "call", "repeat")
 """The columns of `Role.KEY`, which identify a value of one rank in one attempt (FORMAT.md, section "Time")."""
 MEASURED = "nan_count"
-"""The column that is null in every row whose elements were not read; other columns may be null for other reasons."""
+"""The column that is null exactly in rows whose elements were not read; other columns may be null for other reasons."""
 TIME_ORDER = ("attempt", "step", "rank", "seq")
 """The columns by which rows are ordered in time, because the order of rows in a file is not the order of time."""
 HANDED_ON = "between_stages"
-"""The member of a note, for a value that goes between stages, with the stage and the number of stages."""
+"""The member of a note that has the stage and the number of stages of a value passed between pipeline stages."""
 _MAX_SHAPE_TEXT = 4096
 _MAX_NUMEL = 1 << 48
 """The bound on the product of the nonzero sizes, so that the elements of many ranks together fit an int64."""
 OF_FIRST_PART = frozenset((*STATISTICS, *COUNTS, *DETAILS, "fingerprint"))
-"""The columns that describe the complete local tensor and that only part 0 has."""
+"""The columns that describe the complete local tensor, so that only part 0 has them."""
 
 
 def schema_of(minor: int) -> pa.Schema:
-    """Return the schema of a minor version of the format, as a file of that version has it."""
+    """Return the schema that files of a minor version have."""
     fields = [pa.field(one.name, one.type, nullable=not one.is_required) for one in COLUMNS if one.since <= minor]
     return pa.schema(fields, metadata={VERSION_KEY: b"%d.%d" % (FORMAT_VERSION[0], minor)})
 
@@ -197,7 +197,7 @@ METADATA_COLUMNS = tuple(name for name in SCHEMA.names if name != "data")
 
 
 def lacks_rightly(schema: pa.Schema, column: Column) -> bool:
-    """Whether a file of this schema is of a version before the one that added the column."""
+    """Whether a file of this schema may lack the column, because its version came before the one that added it."""
     version: bytes = (schema.metadata or {}).get(VERSION_KEY, b"")
     minor = version.partition(b".")[2]
     return column.since > (int(minor) if minor.isdigit() else 0)
@@ -231,7 +231,7 @@ def note_members(note: str | None) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def stage_of(note: str | None) -> tuple[int | None, bool]:
-    """Return the pipeline stage that a row's note names, or None, and whether the row's value goes between stages."""
+    """Return the pipeline stage in a row's note, or None, and whether the row's value is passed between stages."""
     members = note_members(note)
     stage, mark = members.get("stage"), members.get(HANDED_ON)
     if isinstance(mark, list) and len(mark) == 2 and type(mark[0]) is int:

@@ -23,23 +23,24 @@ FLAG = "RECORDER"
 CONFIG_FILE = "RECORDER_CONFIG"
 PREFIX = "RECORDER_"
 CHECKED_MARK = "_RECORDER_CHECKED"
-"""The mark of the first process that found the settings valid; under it a wrong setting is one line, not a stop."""
+"""The environment variable that marks settings as checked; in child processes, a wrong setting is then only logged."""
 
 PLACEHOLDER = "SET_ME"
-"""The text in the templates of `deploy/` for a value that only their user knows."""
+"""The text in the templates of `deploy/` for a value that users must replace."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}")
 """The names that a run may have."""
 LATEST = "latest"
-"""The name that no run may have, because commands use it for the newest run."""
+"""The name that no run may have, because it stands for the newest run in commands."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 _SPARSER = "0:10,10:100:10,100::50"
-"""The steps of the default rules. There are few such steps, because a step at which all modules are recorded takes a
-small program a third longer, or twice as long at worst."""
+"""The steps of the default rules. They are few, because recording all modules makes a small program's step a third
+longer, twice as long at worst.
+"""
 _SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(
     f"site=output,grad_output,tap steps={_SPARSER} keep=stats;"
@@ -49,7 +50,8 @@ DEFAULT_RULES = parse_rules(
     "site=scalar keep=stats"
 )
 TRIGGERS = ("exception", "signal", "hang", "nonfinite", "spike", "jump")
-"""The triggers that need no request: how a process ends, a step that does not come, and rules of `recorder check`."""
+"""The triggers that need no request: the end of a process, a step that takes too long, and rules of `recorder check`.
+"""
 NO_TRIGGER = "none"
 DEFAULT_TRIGGERS = ",".join(TRIGGERS)
 TRIGGER_SIGNALS = ("SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -70,8 +72,9 @@ PRESETS = {
     "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram,units"),
     "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),
 }
-"""The rules by preset: the fewest rules, those that find the first NaN at its step, those that write the steps before a
-trigger, all rules, and those with which `diff` is surest."""
+"""The rules of each preset: for the least cost, to find the first NaN at its step, to write the steps before a trigger,
+to record everything, and to make `diff` most certain.
+"""
 
 
 def _setting(default: object, doc: str, *choices: str) -> Any:
@@ -209,12 +212,12 @@ RANGES: tuple[tuple[str, float, float], ...] = (
 _LONGEST_LOOK_S = 2.0
 _SMALLEST_POOL_BYTES = 1 << 20
 _STORE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
-"""The pattern of the beginning of an object store's URL, in which pathlib makes one slash of two."""
+"""The beginning of an object store's URL, as a pattern: pathlib turns the two slashes into one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One setting in force, for people and for the writer's manifest."""
+    """One setting in force, as people and the writer's manifest get it."""
 
     name: str
     value: Any
@@ -250,7 +253,7 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def is_native_wanted() -> bool:
-    """Whether the environment lets a program that only reads use the compiled loops; only a no forbids it."""
+    """Whether a program that only reads may use the compiled loops: unless the environment says no."""
     return os.environ.get("RECORDER_NATIVE", "").strip().lower() not in OFF[1:]
 
 
@@ -306,7 +309,7 @@ def check_dir(loaded: Loaded) -> None:
     thread = threading.Thread(target=lambda: problems.extend(_problems_of_dir(Path(text).absolute())), daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no thread to be had: the writer, which needs one too, says so
+    except RuntimeError:  # no thread can be started; the writer needs one, too, and will report it
         return
     thread.join(_LONGEST_LOOK_S)
     if problems:
@@ -342,7 +345,7 @@ def read_toml(path: str, what: str) -> Mapping[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{what} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a ValueError of Python's own
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits makes Python raise a ValueError
         raise ConfigError(f"{what} is not TOML: {error}") from None
 
 
@@ -394,7 +397,7 @@ def _convert(item: Any, raw: object) -> object:
 
 
 def read_number(name: str, raw: object, kind: type[int] | type[float]) -> int | float:
-    """Read a number of a kind from a TOML value or a text; raises ConfigError for anything else, and for NaN."""
+    """Read a number of a kind from a TOML value or a text; raises ConfigError for NaN and other input."""
     try:
         if isinstance(raw, bool) or (kind is int and isinstance(raw, float)):
             raise ValueError

@@ -4,7 +4,7 @@ RecorderError
 ├── ConfigError          a setting is wrong: unknown key, impossible value, unreadable file
 ├── AttachError          a model cannot be attached, or a pattern matches nothing
 ├── TraceError           a trace cannot answer what was asked
-│   └── TraceKeyError        it has no such value, or several
+│   └── TraceKeyError a trace has no such value, or several
 ├── TapError             a model cannot be instrumented or stripped, or a tap has a wrong name
 ├── WriteError           the run directory cannot be used, or the writer gave up
 ├── CommandError         a run under way cannot take this command, or a file holds no command
@@ -37,14 +37,14 @@ class TapError(RecorderError):
 
 
 class TraceError(RecorderError):
-    """A trace cannot answer: it keeps no graph, or there is none between two values, or a vector does not fit."""
+    """A trace cannot answer: it keeps no graph, no graph joins two values, or a vector has the wrong shape."""
 
 
 class TraceKeyError(TraceError, KeyError):
-    """A trace has no such value, or several; the message names the nearest and, where it is known, the reason."""
+    """A trace has no such value, or several. The message names the most similar keys and, if known, the reason."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # KeyError would show its repr
+        return str(self.args[0])  # KeyError would print the repr of its message
 
 
 class WriteError(RecorderError):
@@ -52,17 +52,17 @@ class WriteError(RecorderError):
 
 
 class CommandError(RecorderError):
-    """A command cannot be sent to a run that is under way, or a file in the place of a command is none."""
+    """A command cannot be sent to a run that is under way, or a command's file contains no command."""
 
 
 class StoreError(RecorderError):
     """An object store cannot be reached, refuses the credentials, or has changed. This says nothing about the run."""
 
     def __init__(self, message: str, kind: str = "failed") -> None:
-        """Keep a word for the kind of failure.
+        """Store the message and the kind of failure.
 
-        It is ``unreachable``, ``refused``, ``anonymous`` (the store wants credentials, and none were found), ``busy``,
-        ``changed``, ``damaged`` or ``failed``.
+        The kind is ``unreachable``, ``refused``, ``anonymous`` (the store wants credentials, and none were found),
+        ``busy``, ``changed``, ``damaged`` or ``failed``.
         """
         super().__init__(message)
         self.kind = kind
@@ -81,7 +81,7 @@ class NotARunError(RunError):
 
 
 class CorruptError(RunError):
-    """Bytes on disk are not the bytes that were written. The message names the file and what disagreed."""
+    """Bytes on disk are not the bytes that were written. The message names the file and the check that failed."""
 
 
 class UnsupportedError(RunError):
@@ -89,20 +89,20 @@ class UnsupportedError(RunError):
 
 
 class LookupFailedError(RunError, LookupError):
-    """No row, or more than one, answers the question; the message lists what there is to choose from."""
+    """No row, or more than one, answers the question. The message lists the possible choices."""
 
 
 def not_installed(what: str, package: str, extra: str) -> str:
-    """Return the message that `what` needs a package of one of the extras, with the line to type."""
+    """Return the message that `what` needs a package of an extra, with the command that installs it."""
     return f"{what} needs {package}, which is not installed: {install_line(extra)} (or {package} alone)"
 
 
 def install_line(extra: str = "", *, is_upgrade: bool = False) -> str:
-    """Return the line that installs this package with an extra, from the package's clone if it was installed from one.
+    """Return the command that installs this package with an extra, from the package's clone if it came from one.
 
-    The line of an upgrade updates the clone first.
+    To upgrade, the command first updates the clone.
     """
-    # The imports are here, because every process that records loads this module.
+    # Imported here because every process that records loads this module.
     import contextlib
     import json
     import os
@@ -112,7 +112,7 @@ def install_line(extra: str = "", *, is_upgrade: bool = False) -> str:
     from urllib.request import url2pathname
 
     source, options, first = "torch-recorder", "--upgrade " if is_upgrade else "", ""
-    with contextlib.suppress(Exception):  # the package is not installed, or an installer wrote something else
+    with contextlib.suppress(Exception):  # the package has no metadata, or its direct_url.json is not what pip writes
         origin = json.loads(metadata.distribution(source).read_text("direct_url.json") or "")
         folder = url2pathname(urlsplit(origin["url"]).path)
         if "dir_info" in origin and os.path.isdir(folder):

@@ -85,7 +85,7 @@ class Scalars:
         """Take a tensor of one element at which a backward begins; it is the loss unless the program gives a loss."""
         if self._is_loss_given or not (keep := self._keep_of_scalar(LOSS)):
             return
-        if value.is_cuda and torch.cuda.is_current_stream_capturing():  # a kernel that is launched now joins the graph
+        if value.is_cuda and torch.cuda.is_current_stream_capturing():  # a kernel launched now would join the graph
             return
         try:
             local, chunk = plain(value)

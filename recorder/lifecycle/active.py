@@ -1,4 +1,4 @@
-"""The active recorder of this process, which the flag makes at ``import torch``, or else the first `attach`.
+"""The active recorder of this process, made at ``import torch`` under ``RECORDER=1``, or else by the first `attach`.
 
 At most one recorder is active at a time, and a forked child has none. Except for wrong settings, nothing here may raise
 into training.
@@ -48,7 +48,7 @@ def _changed(recorder: Recorder, is_recording: bool) -> None:
 
 
 def start_from_environment() -> None:
-    """Make the recorder that the flag asks for. Called at the end of ``import torch``.
+    """Make the recorder that ``RECORDER=1`` asks for. Called at the end of ``import torch``.
 
     Raises:
         SystemExit: with code 2, if a setting is wrong and no parent process has found the settings valid.
@@ -120,7 +120,7 @@ def attach(model: nn.Module, *, name: str | None, settings: Mapping[str, object]
 
 
 def _detach(recorder: Recorder, root: Root) -> None:
-    """Detach one handle of a root. The last handle ends the recording, unless the flag asked for the recording."""
+    """Detach one handle of a root. The last handle ends the recording, unless ``RECORDER=1`` started the recording."""
     root.attachments = [handle for handle in root.attachments if (held := handle()) is not None and held.is_attached]
     capture = recorder.capture
     if recorder.by_flag or root.attachments or root.is_kept or capture is None or root not in capture.roots:

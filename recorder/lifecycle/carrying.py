@@ -1,8 +1,8 @@
 """Carries commands between the directories of one run if its nodes share no file system: `Carrier`.
 
-In each directory one rank carries. It puts the commands in its directory into the store of the process group, and
-writes the commands of other ranks from the store into its directory as files, where the writer threads find them like
-commands that were sent there. No collective is issued, and training's connections are not used.
+For each directory one rank carries commands. It copies the commands of its directory into the store of the process
+group, and writes the commands of other directories from the store into its own as files, which the writer threads find
+like any others. No collective is issued, and training's connections are not used.
 
 The carrier runs on its own thread, which may wait for the store and for the disk; training and the writer thread never
 wait for it. Every failure ends in a log line. A carrier ends once it knows that all ranks share one directory.
@@ -28,9 +28,9 @@ from ..system.log import Events
 APART_EVENT = "nodes_apart"
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most looks a second of all carriers together; with 512 directories each carrier looks every two seconds."""
+"""The most looks a second at the store by all carriers; with 512 directories each looks every two seconds."""
 _PATIENCE_S = 5.0
-"""How long a command's text may come after its number; then the rank that took the number counts as gone."""
+"""The seconds that a command's text may come after its number; then the rank that took the number counts as gone."""
 _LAST_S = 1.0
 """How long the end of a recording waits for the last commands to be carried, and then for a call that was cut off."""
 
@@ -65,7 +65,7 @@ class Carrier:
         """Start the thread once a process group exists; a second call does nothing. A failure to start is logged.
 
         Args:
-            run_dir: the directory of the run, as this rank sees it.
+            run_dir: the path of the run's directory on this rank.
         """
         if self._thread is not None or self._is_over.is_set() or not is_distributed():
             return
@@ -96,7 +96,7 @@ class Carrier:
             if store is None or not self._is_first(store, run_dir):
                 return
             folder = CommandFolder(run_dir)
-            while is_distributed():  # without the group nobody trains, and the process that holds the store may end
+            while is_distributed():  # without a group nobody trains, and the process that holds the store may end
                 is_last = self._is_over.is_set()
                 if not self._is_needed(store):
                     return
@@ -120,8 +120,8 @@ class Carrier:
     def _is_first(self, store: JobStore, run_dir: Path) -> bool:
         """Register this rank's directory in the store; return whether this rank carries for the directory.
 
-        Two ranks have the same directory if they see the same manifest of the run, because the first rank writes the
-        manifest with its time in nanoseconds.
+        Two ranks have the same directory if they read the same manifest of the run, which contains the time of its
+        writing in nanoseconds.
         """
         digest = _digest((run_dir / RUN_MANIFEST).read_bytes())
         me = str(self._topology.rank)
@@ -133,7 +133,7 @@ class Carrier:
         return is_first
 
     def _is_needed(self, store: JobStore) -> bool:
-        """Return True if there is another directory, or if another directory may still appear."""
+        """Return True if another rank has a different directory, or if one may still appear."""
         if not self._has_joined:
             self._has_joined = store.add("ranks", 0) >= self._topology.world_size
             num_apart = store.add("directories", 0)
@@ -146,7 +146,7 @@ class Carrier:
         return self._num_apart > 1 or not self._has_joined
 
     def _carry(self, store: JobStore, run_dir: Path, new: Sequence[Command | Refusal]) -> None:
-        """Carry commands both ways; `new` has the commands that have come into the directory."""
+        """Carry commands both ways; `new` are the commands that have arrived in the directory."""
         commands = [one for one in new if isinstance(one, Command)]
         for command in commands:
             self._numbers.setdefault(command.id, command.number)
@@ -161,7 +161,7 @@ class Carrier:
         return next((one for one, at in self._numbers.items() if at == number), "")
 
     def _take(self, store: JobStore, run_dir: Path) -> None:
-        """Write commands of other ranks, which these ranks have put into the store, to the directory."""
+        """Write commands that other ranks have put into the store to this rank's directory."""
         last = min(store.add("last", 0), MAX_COMMANDS)
         while self._next <= last:
             text = store.get(f"text/{self._next}")

@@ -5,7 +5,7 @@ A command is a small immutable file in the run's directory (`format.commands` de
 thread finds the file, carries the command out through the callback of its kind, and answers in its manifest and its
 status. No collective is issued, and training waits for nothing.
 
-To take commands of a kind, register a callback before the first poll, and answer::
+To handle commands of a kind, register a callback before the first poll, and set answers::
 
     commands.on("dump", take)            # take(command) runs on the writer thread, once for each command
     commands.answer(command, "ended", since=96, until=102, why="700 rows")  # any thread, as often as the state changes
@@ -15,8 +15,8 @@ To send a command from a rank, on its writer thread, so that the rank itself rec
     commands.send(Command(kind="dump", from_step=96, to_step=102, reason="NaN in the loss", by="rank 3"))
 
 One rank of each node looks into the run's directory, and notifies the other ranks of its node by a mark in the node's
-own memory: an empty file whose time shows that the rank looks, and whose length is the number of commands seen. So
-4,096 ranks of 512 nodes make 250 system calls a second on the shared file system, and 40 on each node's own.
+own memory: a sparse file whose time shows that this rank is at work, and whose length is the number of commands found.
+So 4,096 ranks of 512 nodes make 250 system calls a second on the shared file system, and 40 on each node's own.
 
 If nodes share no file system, `carrying` copies the files of one node's directory to the directories of other nodes.
 """
@@ -41,17 +41,18 @@ from ..system.log import Events
 
 _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
-"""The most looks a second of all nodes together into the run's directory; with 512 nodes each looks every 2 s."""
+"""The most reads per second of the run's directory, of all nodes together; with 512 nodes each reads it every 2 s."""
 _ALONE_S = 2.0
-"""The time between a rank's own looks if no rank on its node looks for it; longer in a job of over 500 ranks."""
+"""The seconds between a rank's own reads of the run's directory if no rank reads it for the node; more over 500 ranks.
+"""
 _LEADER_GONE_S = 3.0
-"""The age of a node's mark, beyond the time between two looks, after which no rank of the node counts as looking."""
+"""The seconds beyond the interval of reads after which a mark without a new time counts as abandoned."""
 _MAX_SHOWN = 8
-"""The number of newest answers for which a status has room."""
+"""The number of newest answers that fit in a status."""
 
 
 class Commands:
-    """The commands of one run as one rank receives them. Writer thread only, except `answer` and mere reads."""
+    """The commands of one run, as one rank receives them. Writer thread only, except `answer` and pure reads."""
 
     def __init__(
         self,
@@ -91,9 +92,9 @@ class Commands:
         self._alone_s = max(_ALONE_S, topology.world_size / _MAX_LOOKS_PER_S)
 
     def on(self, kind: str, take: Callable[[Command], None]) -> None:
-        """Give each command of a kind to `take`, once, on the writer thread; an error of `take` refuses the command.
+        """Call `take` once with each command of a kind, on the writer thread; if `take` raises, the command is refused.
 
-        If `take` gives no answer, the answer is ``waiting``.
+        If `take` sets no answer, the answer is ``waiting``.
         """
         self._takers[kind] = take
 
@@ -115,7 +116,7 @@ class Commands:
         self.has_changed = True
 
     def answer_all(self, answers: Iterable[Answer]) -> None:
-        """Set the answers to some commands; an unchanged answer is not new. Any thread, never waits."""
+        """Set the answers to some commands. An answer that equals the earlier one is not news. Any thread."""
         for answer in answers:
             if self._answers.get(answer.number) != answer:
                 self._answers[answer.number] = answer
@@ -142,7 +143,7 @@ class Commands:
         return sent
 
     def look(self) -> None:
-        """Look for commands of other ranks at once, for example before sending one that another rank may have sent."""
+        """Look for commands of other ranks at once, for example before sending what another rank may have sent."""
         if self._folder is not None:
             self._look(is_told=True)
 
@@ -213,7 +214,7 @@ class Commands:
 
 
 class _NodeMark:
-    """The mark by which one rank of a node shows the others what it has seen. An error means that no rank looks."""
+    """The mark by which one rank of a node shows the others how many commands it has found. An error means no mark."""
 
     def __init__(self, folder: Path, run_dir: Path, topology: JobRank) -> None:
         digest = hashlib.blake2b(os.fsencode(run_dir), digest_size=8).hexdigest()
@@ -221,7 +222,7 @@ class _NodeMark:
         self._length = -1
 
     def write(self, length: int) -> None:
-        """Record in the mark that this rank looks, and how many commands it has seen."""
+        """Record in the mark that this rank is at work, and how many commands it has found."""
         with contextlib.suppress(OSError):
             if length != self._length:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -235,7 +236,7 @@ class _NodeMark:
             os.utime(self._path, follow_symlinks=False)
 
     def read(self, patience_s: float) -> int | None:
-        """Return how many commands the looking rank has seen; None if no rank has looked for `patience_s` seconds."""
+        """Return how many commands the mark's writer has found; None if the mark is older than `patience_s` seconds."""
         try:
             stat_result = os.stat(self._path, follow_symlinks=False)
         except OSError:

@@ -38,7 +38,7 @@ class Description:
     """The members that `processes.own_process` returns."""
     started_ns: int
     by_flag: bool
-    """True if the environment asked for the recording, False if the program did."""
+    """True if ``RECORDER=1`` asked for the recording, False if the program did."""
 
     def run(self, run_id: str) -> dict[str, Any]:
         """Return the content of `_run.json`."""
@@ -76,7 +76,7 @@ class Description:
         }
 
     def news(self, events: Events, commands: Commands) -> dict[str, Any]:
-        """Return the members of `_writer.json` that may change until the last row is written."""
+        """Return the members of `_writer.json` that may still change before the last row is written."""
         return {
             "events": events.as_list(),
             "commands": [answer.members() for answer in commands.answers()],

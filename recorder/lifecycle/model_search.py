@@ -44,7 +44,8 @@ def model_around(module: nn.Module) -> nn.Module:
 
     A module thus has the same path on every rank, whether the program calls the module or a model around it first. A
     model is not completely trained if optimizers have only some of its trainable parameters: it may be another rank's
-    stage. If two models contain the module, neither counts. Transparent wrappers change no path and are skipped.
+    stage. If two such models contain the module, the result is `module` itself. Transparent wrappers change no path and
+    are skipped.
     """
     live = gc.get_objects()
     trained = {
@@ -104,7 +105,7 @@ def is_only_model(model: nn.Module) -> bool:
 
 
 _MAX_LIVE_SCANS = 5
-"""A process is left alone after this many scans of all objects (0.03 s for 361,000 objects) without an optimizer."""
+"""The most scans of all objects (0.03 s for 361,000 objects) that find no optimizer; after them no scan is made."""
 
 
 class EarlyOptimizers:
@@ -141,7 +142,7 @@ class EarlyOptimizers:
         self._handles.clear()
 
     def hold(self, parameters: Collection[int]) -> bool:
-        """Return True if an optimizer trains one of the parameters, which are given by their `id`."""
+        """Return True if one of these optimizers trains one of the parameters, which are given by their `id`."""
         if not self.live and self._num_scans < _MAX_LIVE_SCANS:
             self._num_scans += 1
             self.live = find_live()

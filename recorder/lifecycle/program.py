@@ -1,6 +1,6 @@
 """The values that a training program gives the recorder: scalars, taps, steps, and the values of taps in graphs.
 
-Training threads call this module, and so do threads that run a graph. Nothing here may raise into training.
+The callers are training threads and threads that run a graph. Nothing here may raise into training.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ProgramCalls:
         self._recorder.events.add("hook_error", f"{what} failed: {type(error).__name__}: {one_line(error)}", key=what)
 
     def name_step(self, number: int) -> None:
-        """Name the step for `recorder.step`; before the recording begins, name the step that it begins with."""
+        """Set the step for `recorder.step`; before the recording begins, set the step with which it will begin."""
         try:
             step = int(number)
             if abs(step) >= MAX_COUNT:
@@ -161,7 +161,7 @@ class GraphTaps:
         """Empty modules that stand for the modules of roots whose own calls are not seen."""
 
     def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None:
-        """Record a value that an op in a graph shows."""
+        """Record a value that passes a tap in a graph."""
         if self._recorder.is_over or is_traced():
             return
         try:
@@ -175,7 +175,7 @@ class GraphTaps:
     def tapped_gradient(
         self, gradient: torch.Tensor, name: str, where: str, number: int, *, is_total: bool = False
     ) -> None:
-        """Record a gradient that an op in a graph shows."""
+        """Record a gradient that passes a tap in a graph."""
         if self._recorder.is_over or self._recorder.capture is None:
             return
         try:
@@ -184,7 +184,7 @@ class GraphTaps:
             self._tap_failed(name, error)
 
     def has_no_hook(self, where: str) -> bool:
-        """Return True if a module that runs eagerly is seen only through its tap."""
+        """Return True if a module that runs eagerly is recorded only through its tap."""
         if self._recorder.is_over or self._recorder.capture is None:
             return False
         try:
@@ -200,11 +200,11 @@ class GraphTaps:
             self._recorder.capture.hook_failed(f"tap {name!r}", error)
 
     def _root_without_module(self, where: str) -> Root | None:
-        """Make a root for a tap of a model whose own call is not seen, or of a loaded artefact."""
+        """Make a root for a tap of a loaded artefact, or of a model whose own call no hook observes."""
         if is_data_worker():
             return None
         model = module_taps.model_of(where)
-        if model is not None and self._recorder.by_flag:  # without the flag, the program names the models by `attach`
+        if model is not None and self._recorder.by_flag:  # without ``RECORDER=1``, `attach` says which models to record
             return self._recorder.add_root(model, None) if self._recorder.wants(model) else None
         stand_in = nn.Module()
         used = (

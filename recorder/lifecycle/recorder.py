@@ -56,9 +56,9 @@ _MAX_RENEWALS = 20
 _START_PATIENCE_S = 1.0
 """How long the first forward waits at most for the writer to make its directory, if the settings allow a wait."""
 _LAST_S = 5.0
-"""The time for which the writer may go on after the third interrupt."""
+"""The seconds for which the writer may go on after the third interrupt."""
 _NUM_TRIES = 3
-"""The number of tries to end the recording when interrupts break it off."""
+"""The number of attempts to end the recording when interrupts break it off."""
 
 
 class Recorder:
@@ -72,7 +72,7 @@ class Recorder:
         Args:
             loaded: the settings in force.
             version: the version of the package.
-            by_flag: True if the environment asks for the recording, False if the program does.
+            by_flag: True if ``RECORDER=1`` asks for the recording, False if the program does.
             on_change: called when this recorder begins to record (True) and when it is over (False).
 
         Raises:
@@ -129,7 +129,7 @@ class Recorder:
         return self.capture is not None and self.capture.root_calls.depth > 0
 
     def wants(self, module: nn.Module) -> bool:
-        """Return True if calls of an outermost module begin a root's: an optimizer trains it, or may soon train it."""
+        """Return True if an outermost module should be a root's: an optimizer trains it, or soon may."""
         if self.is_over or is_data_worker():
             return False
         if self.capture is not None and (root := self.capture.root_of(module)) is not None:
@@ -159,10 +159,10 @@ class Recorder:
         if root.can_enter_at(module):
             root.enter_at(module)
         if not root.is_entry(module):
-            return None  # TorchScript takes no hooks, so the end of the call is not seen, and only taps are recorded
+            return None  # TorchScript takes no hooks, so the call's end is unknown, and only taps are recorded
         try:
             root.begins(module)
-        except Exception as error:  # as in the root's own hook, the error counts for the root, and discovery goes on
+        except Exception as error:  # an error counts for the root, as one in the root's own hook, and discovery goes on
             root.failed(error)
             return None
         moved = root.jitter(module, args, kwargs) if root.jitter is not None else None
@@ -190,7 +190,7 @@ class Recorder:
         return self.add_root(model, None)
 
     def _stop_for_rules(self, module: nn.Module) -> None:
-        """Stop the launch if a rule can match nothing, which is a wrong setting; only before the first step."""
+        """Stop the launch if a rule can match no module, as its setting must be wrong; only before the first step."""
         if self.settings.roots == "any" or self._early.has_stepped:
             return
         with collector_paused():
@@ -295,7 +295,7 @@ class Recorder:
         rule_commands.changed = self._loss.look_at_rules
         for kind in (SET, UNDO, PAUSE, RESUME):
             commands.on(kind, rule_commands.tell)
-        live = self._early.take()  # from now on the recorder holds only weak references to them
+        live = self._early.take()  # the recorder then holds only weak references to the optimizers
         for optimizer in live:
             self._optimizers.name_of(optimizer)
         self.capture.every_call_is_a_step = self.settings.roots == "any" and not live
@@ -390,7 +390,7 @@ class Recorder:
         return self._description.writer(self.capture, self._optimizers, self.events, self.commands)
 
     def _saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Pass on records that have their statistics. Called on the writer thread."""
+        """Pass on records whose statistics are known. Called on the writer thread."""
         if self.capture is not None:
             self.capture.nonfinite.saw(records, measured)
         if self._estimate is not None:
@@ -424,7 +424,7 @@ class Recorder:
                 self.events.has_changed = False
                 self._manifest_key = (False, *key[1:])
                 manifest = self._manifest()
-            if time.monotonic() >= self._next_status_s:  # the first status is written even if no other follows
+            if time.monotonic() >= self._next_status_s:  # the first status is written even if no later one is
                 self._next_status_s = time.monotonic() + (self.settings.status_interval_s or math.inf)
                 self._show_status(capture)
         except Exception as error:
@@ -449,7 +449,7 @@ class Recorder:
         self._writer.set_status(self._description.status(capture, self.commands))
 
     def _answer(self, capture: Capture) -> None:
-        """Bring the answers to commands that change rules up to date. Any thread."""
+        """Set the present answers to commands that change rules. Any thread."""
         if self.commands is not None:
             self.commands.answer_all(capture.rule_commands.answers())
 
@@ -533,7 +533,7 @@ class Recorder:
             self.events.add("close_failed", f"the recording ended badly: {error!r}", exception=error)
         finally:
             self._stop_carrying()
-        atexit.unregister(self._at_exit)  # only now: an interrupt may have left the writer open
+        atexit.unregister(self._at_exit)  # not earlier: an interrupt may have left the writer open
         self.events.say(is_last=True)
 
     def _at_exit(self) -> None:
@@ -591,11 +591,11 @@ class Recorder:
         self.capture.nonfinite.look(self._how_to_learn_more(), is_last=True)
         self.events.say()  # problems are logged before the summary
         self._sum_up(self.capture, report.ledger, until_s)
-        if self._termination is not None:  # last, so that a signal before this line does not prevent the summary
+        if self._termination is not None:  # last, so that a signal before this line cannot prevent the summary
             self._termination.uninstall()
 
     def _say_why_nothing(self) -> None:
-        """Log why there was no root, on rank 0 of a program that neither failed nor left training to other programs."""
+        """Log why there was no root, on rank 0 of a program that neither failed nor only launched other programs."""
         if self._turned_down[0]:
             self.events.add(
                 "no_root",

@@ -1,4 +1,4 @@
-"""The ring of a rank: the rules that keep a ring, the memory for it, and the triggers that have it written.
+"""The ring of a rank: the rules that keep a ring, its memory, and the triggers that cause it to be written.
 
 `RingWatch` joins the memory, `Triggers`, and the rules of `recorder check` that may be triggers. Code that finds a
 reason to write the ring only asks `Triggers`, on any thread. The writer thread then determines the window of steps, has
@@ -105,7 +105,7 @@ class RingWatch:
             self._triggers.ask(kind, reason, step=self._current_step() if step is None else step)
 
     def saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Pass on records that have their statistics. Writer thread."""
+        """Pass on records whose statistics are known. Writer thread."""
         if self._checks is not None:
             for staged, its in zip(records, measured, strict=True):
                 self._checks.saw(staged, its)
@@ -141,7 +141,7 @@ class RingWatch:
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 
     def _look_whether_off(self, capture: Capture) -> None:
-        """Notify the triggers if capture has turned the ring off, which may happen after the first step."""
+        """Tell the triggers if capture has turned the ring off, which may happen after the first step."""
         if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
             self._has_ring = False
             self._triggers.turn_off()
@@ -152,10 +152,11 @@ _MAX_TEXT = 200
 _MAX_ASKED = 64
 """The most triggers that wait for the writer thread, which looks five times a second; any more are counted."""
 _DUE = ("exception", "signal", "user")
-"""The triggers that count even soon after another trigger, because the process ends or a person asks."""
+"""The triggers that are never ignored soon after another trigger, because the process ends or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
-"""Ranks that see the same reason at once notify the others at different times, spaced like multiples of the golden
-ratio, so that most ranks are notified before they would send. Of 4,096 ranks about 20 send, within 4 s."""
+"""Ranks that find the same reason at once notify the others at different times, spaced like multiples of the golden
+ratio, so that most ranks are notified before their own turn. Of 4,096 ranks about 20 send, within 4 s.
+"""
 MISSED_EVENT = "trigger_missed"
 PASSED_EVENT = "trigger_passed"
 OWN_RULE = "own rule"
@@ -196,7 +197,7 @@ class _Unsent(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """A command that this rank answers a second time, once the command's window is over."""
+    """A command that this rank answers once more when the command's window is over."""
 
     command: Command
     dump: Dump
@@ -222,7 +223,7 @@ class Triggers:
         Args:
             settings: says which triggers count, and how often.
             rank: this rank.
-            world_size: the number of ranks, which may all see the same reason at the same time.
+            world_size: the number of ranks; all may find the same reason at the same time.
             window: the steps around a trigger.
             channel: the writer, with the ring; None if the rules keep a ring on other ranks only.
             sender: notifies the other ranks.
@@ -266,7 +267,7 @@ class Triggers:
         self._asked.append(_Asked(kind, one_line(reason)[:_MAX_TEXT] or kind, step))
 
     def turn_off(self) -> None:
-        """Write nothing from now on, because the ring has no room for its steps; other ranks are notified as before."""
+        """Write nothing from now on, because the ring has no room for its steps. Other ranks are still notified."""
         self._channel = None
         self._why_nothing = "the ring is off, because it cannot hold its steps"
 
@@ -287,7 +288,7 @@ class Triggers:
         """Carry out a command that another rank or a person has sent. Writer thread.
 
         Raises:
-            CommandError: the window is larger than the ring's, or there were too many; the text is the answer.
+            CommandError: the window is larger than the ring's, or there were too many; the error's text is the answer.
         """
         assert command.to_step is not None, "a dump has a last step"
         num_steps, most = command.to_step - command.from_step + 1, sum(self._window) + 1
@@ -311,7 +312,7 @@ class Triggers:
         self._sender.answer(command, IN_FORCE, since=dump.first_step, until=dump.last_step)
 
     def end(self, step: int) -> None:
-        """Look a last time, because no record follows. Writer thread, before and after the ring releases its steps."""
+        """Look for triggers a last time. Writer thread, before and after the ring releases its steps."""
         self.look(step)
         self._send_due(float("inf"))
         self._look_at_dumps(is_last=True)
@@ -339,14 +340,14 @@ class Triggers:
         self._events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
 
     def _send_due(self, now: float) -> None:
-        """Notify the other ranks, unless one of them saw the same reason first."""
+        """Notify the other ranks, unless one of them has found the same reason first."""
         due = [unsent for unsent in self._unsent if unsent.due_s <= now]
         self._unsent = [unsent for unsent in self._unsent if unsent.due_s > now]
         for _, command, dump in due:
             self._sender.look()
             if dump.command is None:
                 try:
-                    self._sender.send(command)  # which `take` receives, as on every rank
+                    self._sender.send(command)  # `take` receives the command, as on every rank
                 except CommandError as error:
                     text = f"the other ranks were not told of a trigger: {error}"
                     self._events.add("trigger_unsent", text, key=str(dump.time_ns))
@@ -390,5 +391,5 @@ class Triggers:
             self._stepped_s = None if self._step is None else now
             self._step = step
         elif self._stepped_s is not None and 0 < self._settings.hang_s <= now - self._stepped_s:
-            self._stepped_s = None  # only once for each step
+            self._stepped_s = None  # so that each step is counted once
             self.ask("hang", f"hang: step {step} has not ended in {self._settings.hang_s:g} s", step=step)

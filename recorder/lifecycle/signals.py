@@ -23,25 +23,25 @@ from types import FrameType
 from ..system.processes import Descriptor
 
 _ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2})
-"""The signals by which launchers and schedulers announce the end, or ask for a checkpoint before it."""
+"""The signals by which launchers and schedulers announce the end, or request a checkpoint before the end."""
 _STOP = 0
 _MAIN_THREAD_GRACE_S = 0.5
 """The time in which the main thread may run its handler before the watching thread acts."""
 _NAP_S = 0.05
 """The time that the watching thread sleeps after each wake-up, so that a profiler's timer does not keep it busy."""
 _SIGACTION_BYTES = 512
-"""A size larger than ``struct sigaction`` on any system; the struct begins with the handler."""
+"""A size in bytes, larger than ``struct sigaction`` on any system; the struct begins with the handler."""
 
 _OF_THREADS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP})
 """The signals that a thread itself causes by a fault; they must not be blocked."""
 
 _leftover_pipes: list[_Pipe] = []
-"""Pipes that other code may still make the wake-up descriptor again; they are reused, and never closed."""
+"""Pipes of uninstalled handlers. Other code may restore one as wake-up descriptor, so they are reused, never closed."""
 _masks: dict[int, set[signal.Signals]] = {}
 
 
 class _Pipe:
-    """The pipe that wakes the watching thread. The program may have closed an end, and its number may be reused."""
+    """The pipe that wakes the watching thread. The program may close an end, and reuse its number for another file."""
 
     def __init__(self) -> None:
         self.read_end, self.write_end = map(Descriptor.of, os.pipe())
@@ -52,7 +52,7 @@ class _Pipe:
         return self.read_end.is_ours and self.write_end.is_ours
 
     def read(self) -> bytes:
-        """Return the bytes in the pipe, or wait for bytes; empty if the pipe is gone."""
+        """Return the bytes in the pipe, or wait for bytes; empty if the pipe is closed."""
         with contextlib.suppress(OSError):
             if self.read_end.is_ours:
                 return os.read(self.read_end, 4096)
@@ -93,7 +93,7 @@ class _Handler(int):
 
 
 def _die_of(number: int) -> None:
-    ctypes.CDLL(None).signal(int(number), 0)  # SIG_DFL; signal.signal works only in the main thread
+    ctypes.CDLL(None).signal(int(number), 0)  # SIG_DFL, set by C, as signal.signal works only in the main thread
     os.kill(os.getpid(), number)
 
 
@@ -152,7 +152,7 @@ class TerminationWatch:
         self._pipe = _leftover_pipes.pop() if _leftover_pipes else _Pipe()
         self._pipe.empty()
         other = signal.set_wakeup_fd(self._pipe.write_end, warn_on_full_buffer=False)
-        if other != -1:  # an event loop uses it, and needs it more
+        if other != -1:  # an event loop uses it and needs it more
             signal.set_wakeup_fd(other)
         self._thread = threading.Thread(target=self._watch, name="recorder-signals", daemon=True)
         with blocked_in_new_threads():
@@ -173,7 +173,7 @@ class TerminationWatch:
             self._triggered()
             return
         if self._pid == 1:
-            return  # the kernel spares the first process of a container, and the watching thread flushes
+            return  # the kernel ignores the signal for process 1 of a container, and the watching thread flushes
         if self._is_main_ending:
             return  # the handler of the first signal is still running
         if os.getpid() == self._pid:
@@ -181,20 +181,20 @@ class TerminationWatch:
             while self._is_ending:  # the watching thread is ending the process
                 time.sleep(_NAP_S)
             self._is_ending = True
-            if self._pipe is not None:  # the watching thread then limits the time of what follows
+            if self._pipe is not None:  # the watching thread then bounds the time of what follows
                 self._pipe.write(number)
             self._ending(number)
             self._finish()
         _die_of(number)
 
     def _watch(self) -> None:
-        """Run the watching thread: end the process on a signal that was taken over, flush on one that was not."""
+        """Run the watching thread: end the process on a signal that was taken over, flush on any other signal."""
         pipe = self._pipe
         assert pipe is not None
         while numbers := pipe.read():
             if (
                 self._trigger is not None and self._trigger in numbers
-            ):  # the main thread may be stuck, and run no handler
+            ):  # the main thread may be stuck and run no handler
                 self._triggered()
                 numbers = bytes(number for number in numbers if number != self._trigger)
             ending = next((number for number in numbers if self._is_ours(number)), None)
@@ -204,7 +204,7 @@ class TerminationWatch:
             if _STOP in numbers:
                 return
             if not _ENDING.isdisjoint(numbers):
-                if signal.SIGTERM in numbers:  # the program ends by its own handler, or is process 1 and lives on
+                if signal.SIGTERM in numbers:  # the program's own handler ends it, or it is process 1 and is not ended
                     self._ending(signal.SIGTERM)
                 with contextlib.suppress(Exception):
                     self._flush()
@@ -247,7 +247,7 @@ class TerminationWatch:
     def _give_back_handlers(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             for handler, _ in self._handlers.values():
-                handler.watch = None  # the handler stays, and acts like the default action
+                handler.watch = None  # the handler stays installed, and acts like the default action
             return
         for number, (handler, action) in self._handlers.items():
             handler.watch = None
@@ -281,7 +281,7 @@ class TerminationWatch:
 
 
 def unhandled_exception() -> BaseException | None:
-    """Return the exception that ends the program, which the interpreter stores if no handler took it.
+    """Return the exception that ends the program, which the interpreter has stored because nothing caught it.
 
     In an interactive session the result is None, because an exception ends one line only.
     """
@@ -308,7 +308,7 @@ def replaced_interrupts(handle: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def blocked_in_new_threads() -> Iterator[None]:
-    """Let threads that are started in the block receive no signal that is sent to the process.
+    """Block all signals in the threads that are started in the ``with`` block.
 
     Otherwise a signal that a program blocks, for example during a checkpoint, would go to a thread of the recorder.
     """

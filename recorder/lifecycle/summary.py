@@ -44,7 +44,7 @@ class Summary:
     waited_s: float
     longest_wait_s: float
     is_asked_for: bool
-    """True if a rule is for rank 0."""
+    """True if a rule applies to rank 0."""
     num_dumps: int = 0
     """The number of triggers that made rank 0 write its ring."""
 
@@ -101,7 +101,7 @@ class FinalSummary:
         """Acquired by the thread that logs the summary, and never released."""
 
     def take_name(self, run_dir: Path, name: str) -> None:
-        """Set the name of the run. Called on the writer thread, because testing for uniqueness may read the disk."""
+        """Set the name of the run. Called on the writer thread: the check whether it is unique may read the disk."""
         self._name_in_commands = name_in_commands(run_dir, name, self._folder, is_default=self._is_default)
 
     def name_in_commands(self, run_dir: Path) -> str:
@@ -109,7 +109,7 @@ class FinalSummary:
         return self._name_in_commands or quoted(run_dir)
 
     def say(self, summary: Summary, deadline_s: float) -> None:
-        """Log the summary, unless another thread has begun to do so."""
+        """Log the summary, unless another thread has begun to log it."""
         log.tell(_logger, lambda: summary.lines, deadline_s, partial(self._has_begun.acquire, blocking=False))
 
 
@@ -147,7 +147,7 @@ HISTOGRAM_BYTES = 40
 UNIT_BYTES = 19
 """The bytes that the sums of one unit add to a row on disk."""
 _AHEAD = (100, 1000)
-"""The numbers of steps ahead for which the estimate gives bytes."""
+"""The numbers of steps for which the estimate says how many bytes are written."""
 
 
 class Estimate:
@@ -187,7 +187,7 @@ class Estimate:
             self._num_bytes[site, KEEP_UNITS] += 0 if isinstance(sides, str) else UNIT_BYTES * sides.num
 
     def look(self, step: int) -> str | None:
-        """Return the estimate, once: when the first step is over, and none of its records came since the last call.
+        """Return the estimate, once: after the first step, when no more of its records came since the last call.
 
         Args:
             step: the current step.
@@ -221,7 +221,7 @@ class Estimate:
         return frozenset(rule.steps for rule in self._rules if site in rule.site and rule.keep & keep)
 
     def _begins_later(self, site: str, first: int) -> bool:
-        """Return True if tensors of a site will be kept soon, though none was kept at the first step."""
+        """Return True if rules will soon keep tensors of a site that they did not keep at the first step."""
         schedules = self._schedules(site, KEEP_TENSOR)
         soon = range(first, first + _AHEAD[-1] + 1)
         return not any(first in schedule for schedule in schedules) and any(

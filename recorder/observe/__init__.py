@@ -1,1 +1,1 @@
-"""The parts that all who look at a model share: modules by path, rules as masks, the current step, safe hooks."""
+"""Helpers of recordings and traces: module paths, rules as masks, the current step, hooks without side effects."""

@@ -1,4 +1,4 @@
-"""Clocks that give a value its time: the step, and in the step the slice of a root's forward and backward.
+"""Clocks that give a value its time: the step, and within the step the slice (a forward and its backward).
 
 `step` counts the attempted steps of one optimizer. It advances at the first forward with gradients after such a step. A
 slice ends when a gradient has arrived at an output of the slice and the root is called again. Nothing here may touch a
@@ -18,11 +18,11 @@ from ..records import Moment
 
 
 class Slice:
-    """One forward of a root, or several forwards before a backward; `micro_step` numbers the slices of a step.
+    """One forward of a root, or several forwards before a backward. `micro_step` is the index of a slice in its step.
 
-    A slice counts the calls of modules and taps, so that rows have unique keys. The counts are kept here and not where
-    values are seen, because a program switches between the slices of a step, as from training to `no_grad` and
-    back. In the methods, `key` names one module or one tap.
+    A slice counts the calls of modules and taps, so that rows have unique keys. The counts are kept here and not with
+    the hooks, because a program switches between the slices of a step, as from training to `no_grad` and back. In the
+    methods, `key` names one module or one tap.
     """
 
     __slots__ = ("_calls", "_graphless", "has_gradient", "moment", "used")
@@ -41,15 +41,15 @@ class Slice:
         """The forward calls that made no graph, by key, with the number of recomputes that made the graph later."""
 
     def enter(self, phase: str, key: Hashable) -> int:
-        """Count a call that begins, and return its number."""
+        """Count a call that begins, and return its index."""
         return next(self._calls[phase][key])
 
     def new_graph(self, phase: str, key: Hashable, call: int, *, with_grad: bool) -> tuple[int, int] | None:
-        """Return the call and the repeat of the gradients that a call's new graph will have; None without a new graph.
+        """Return the call and repeat indexes for the gradients of a call's new graph; None if it makes no new graph.
 
-        A forward under `no_grad`, as in a reentrant checkpoint, makes no graph. Its recompute makes the graph, and the
-        gradients of that graph have the number of the forward. The recompute of a checkpoint that is not reentrant gets
-        the inputs of the forward, whose gradients are recorded already.
+        A forward under `no_grad`, as in a reentrant checkpoint, makes no graph. Its recompute makes the graph, whose
+        gradients get the indexes of the forward. The recompute of a non-reentrant checkpoint has the inputs of the
+        forward, whose gradients are recorded already.
         """
         if phase == "forward":
             if with_grad:
@@ -86,7 +86,7 @@ class Clock:
         self.num_optimizer_steps += 1
 
     def advance_if_stepped(self) -> bool:
-        """Move to the next step if the optimizer has stepped since the last move; return whether the step moved."""
+        """Begin the next step if the optimizer has stepped since this step began; return whether it has."""
         if not self._has_stepped or self.is_by_hand:
             return False
         self._has_stepped = False
@@ -95,14 +95,14 @@ class Clock:
         return True
 
     def name(self, step: int) -> None:
-        """Take the step that the user names; from now on only the user moves the step."""
+        """Set the step that the user names. From now on only the user changes the step."""
         self.is_by_hand = True
         self.source = "user"
         self.step = step
 
 
 class _ThreadCall(threading.local):
-    """The state of one thread, because training and an evaluation may call one model at the same time."""
+    """The state of one thread; each thread has its own, as training and an evaluation may call one model at once."""
 
     active: Slice | None = None
 
@@ -131,7 +131,7 @@ class RootClock:
 
     @property
     def active(self) -> Slice | None:
-        """Return the slice of the call of the root that runs in this thread; None between calls."""
+        """Return the slice of the root's call that runs in this thread; None between calls."""
         return self._of_thread.active
 
     def begin(
@@ -143,14 +143,14 @@ class RootClock:
         is_first_call: bool,
         micro_batch: int | None = None,
     ) -> None:
-        """Begin a call of the root. The step may move here.
+        """Begin a call of the root, and perhaps the next step.
 
         Args:
             with_grad: whether gradients are enabled.
             training: the training flag of the root's module, inside any wrapper.
             every_call_is_a_step: True if there is no optimizer.
             is_first_call: True for the first call of the root.
-            micro_batch: the number of the micro-batch that a pipeline stage runs; each micro-batch is a slice.
+            micro_batch: the index of the micro-batch that a pipeline stage runs; each micro-batch is a slice.
         """
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1
@@ -158,15 +158,16 @@ class RootClock:
         if self._num_optimizer_steps != self._clock.num_optimizer_steps:
             self._num_optimizer_steps = self._clock.num_optimizer_steps
             self._trained_modes, self._modes_of_gradients = self._modes_of_gradients or self._trained_modes, set()
-        # A forward in evaluation mode with gradients is mostly a validation, and belongs to the step before it. But a
-        # model may be trained in evaluation mode, always or for some steps.
+        # A forward in evaluation mode with gradients is mostly a validation, and then belongs to the previous step. But
+        # a model may be trained in evaluation mode, always or for some steps.
         is_trained = mode == "train" or "train" not in self._trained_modes
         if with_grad and not every_call_is_a_step and is_trained:
             self._clock.advance_if_stepped()
         current = self._slices.get(mode)
         if current is None or current.moment.step != self._clock.step:
             first, latest = Moment(self._clock.step, 0, mode), self._latest
-            # A recompute may have come before any forward, as where a pipeline tries a stage: go on in its slice.
+            # A recompute may have come before any forward, for example where a pipeline tries a stage: continue its
+            # slice.
             current = latest if latest is not None and latest.moment == first else Slice(first)
         elif micro_batch is not None or (current.has_gradient and mode != "no_grad"):
             current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
@@ -181,7 +182,7 @@ class RootClock:
         self._of_thread.active = Slice(Moment(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:
-        """Note that a gradient has come back to an output of the root."""
+        """Note that a gradient has reached an output of the root."""
         slice_.has_gradient = True
         self._modes_of_gradients.add(slice_.moment.mode)
 
@@ -190,7 +191,7 @@ class RootClock:
         self._of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:
-        """Return the slice of a submodule's call: the running slice, or between calls of the root the mode's latest."""
+        """Return the slice of a submodule's call: the running slice, else the latest slice of the current mode."""
         active = self._of_thread.active
         if active is not None:
             return active
@@ -203,7 +204,7 @@ class RootClock:
         return current
 
     def recomputed(self, micro_batch: int | None = None) -> Slice:
-        """Return the slice of a recompute in a backward: the micro-batch's slice if known, else the latest slice."""
+        """Return the slice of a recompute in a backward: that of its micro-batch if known, else the latest slice."""
         if micro_batch is not None and micro_batch in self._by_micro_batch:
             return self._by_micro_batch[micro_batch]
         if self._latest is None:
@@ -212,7 +213,7 @@ class RootClock:
 
 
 def _is_for_saved_tensors() -> bool:
-    """Whether a checkpoint that is not reentrant recomputes values that the forward's own graph saves."""
+    """Whether a non-reentrant checkpoint recomputes values that the forward's own graph saves."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 

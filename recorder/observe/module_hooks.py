@@ -1,10 +1,10 @@
 """Hooks on modules without side effects: a copy does nothing, and hooks keep their positions among the program's hooks.
 
-A user may copy, pickle and compile a model with hooks. A copy or a pickle of a `Hook` does nothing
-(`contextlib.nullcontext().__exit__`, which takes anything and returns None, needs no `recorder` where it is loaded).
-Code that dynamo compiled before a hook was registered runs without the hook; the functions at the end return what
-dynamo has compiled in this process. They never import dynamo: a program that never imported dynamo has compiled
-nothing. Nothing here may raise into training.
+A user may copy, pickle and compile a model with hooks. A `Hook` is copied and pickled as
+`contextlib.nullcontext().__exit__`, which takes anything, returns None, and can be loaded without `recorder`. Code that
+dynamo compiled before a hook was registered runs without the hook; the functions at the end return what dynamo has
+compiled in this process. They never import dynamo: a program that never imported dynamo has compiled nothing. Nothing
+here may raise into training.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class Hook:
 
 
 def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
-    """Register a hook of a module under a number that only this process uses; return torch's handle.
+    """Register a hook of a module under a key that only this process uses; return torch's handle.
 
-    A pickle of the module keeps the numbers of hooks, and which numbers take kwargs or are always called. A process
-    that loads the pickle numbers its own hooks from 0, and a hook with the recorder's number would be called like it.
+    A pickle of the module keeps the keys of hooks, and the keys whose hooks take kwargs or are always called. A process
+    that loads the pickle gives its own hooks keys from 0 on, and a hook with the recorder's key would be called as the
+    recorder's.
     """
     handle = register(hook, **options)
     theirs, handle.id = handle.id, _FIRST_NUMBER + handle.id
@@ -64,8 +65,8 @@ def put_on(register: Callable[..., Any], hook: Hook, **options: bool) -> Any:
 def keep_first(registered: dict[int, Any]) -> None:
     """Make a hook that was registered with ``prepend`` the first entry of its dict for dynamo, too.
 
-    Dynamo of torch 2.9 counts the entries in the order in which they were added. As a result it looks in one hook for
-    values that it read from another hook, and fails to compile.
+    Dynamo of torch 2.9 counts the entries in the order in which they were added. As a result it confuses the values of
+    two hooks, and fails to compile.
     """
     if not _DYNAMO_KNOWS_THE_ORDER:
         others = list(registered.items())[1:]
@@ -77,7 +78,7 @@ def keep_first(registered: dict[int, Any]) -> None:
 
 
 def has_compiled(module: nn.Module, wrapper: nn.Module) -> bool:
-    """Whether dynamo already has code for a compiled module, made without the hooks that are registered now.
+    """Whether dynamo has compiled a compiled module already, without the hooks that are registered now.
 
     For torch's own classes dynamo compiles a function around the forward, which all of these classes share.
     """
@@ -95,7 +96,7 @@ def has_compiled_anything() -> bool:
 
 
 def is_compiled_already(model: nn.Module) -> bool:
-    """Whether dynamo has already compiled a forward in this model, so that no hook can enter the code."""
+    """Whether dynamo has already compiled a forward in this model, so that hooks can no longer become part of it."""
     return _have_code(type(module).forward for module in model.modules())
 
 

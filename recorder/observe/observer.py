@@ -19,7 +19,7 @@ class Observer(Protocol):
 
     @property
     def masks(self) -> MaskByRuleSet:
-        """The bits of KEEP_* of each rule set at the current step; all bits are 0 while nothing is kept."""
+        """The bits of KEEP_* of each rule set at the current step; all are 0 while recording is paused."""
 
     @property
     def is_open(self) -> bool:
@@ -27,11 +27,11 @@ class Observer(Protocol):
 
     @property
     def is_in_stage(self) -> bool:
-        """Whether the current or last call of a root is that of a pipeline stage."""
+        """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
 
     @property
     def lost(self) -> Callable[[], object]:
-        """A function that numbers a value that is neither put nor dropped. The call needs no stack and no memory."""
+        """A counter of values neither recorded nor counted as dropped. Calling it needs no stack and no memory."""
 
     def keep_of(self, rule_set: int, call: int) -> int:
         """Return bits of KEEP_* for a rule set at this step and call."""
@@ -56,7 +56,7 @@ class Observer(Protocol):
         """Count an error of the recorder at a site of a module; return whether the site is disarmed now."""
 
     def keep_leaf_hook(self, handle: Any) -> None:
-        """Take a hook on a leaf tensor, which outlives the graph; the recording removes the hook at the next step."""
+        """Take a hook on a leaf tensor, which would outlive the graph; the recording removes it at the next step."""
 
 
 class MaskByRuleSet(Protocol):

@@ -1,11 +1,11 @@
 """Decides which values are kept at the current step: turns rules into one bit mask for each set of rules.
 
-The schedule is a function of the step alone, so that ranks agree without communication. At a step change the masks are
-computed once; a hook then needs one list look-up to find that nothing is wanted.
+The schedule is a function of the step alone, so that ranks agree without communication. The masks are computed once a
+step, so that a hook needs one list look-up to find that nothing is wanted.
 
 For a rule that keeps sums of units, `unit_dim_of` names the dim of a value along which the units lie: neurons, channels
 or features. Units are those of the module's output. For a parameter they lie along the dim of the outputs, so that unit
-7 of a weight, of its gradient and of the output are one unit. Nothing here may look at values.
+7 of a weight, of its gradient and of the output are one unit. Nothing here may read values.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..system.text import listed
 NOTHING = 0
 """The rule set that selects no value."""
 _USUAL = f" keep={next(word for word, bit in KEEPS.items() if bit == KEEP_STATS)}"
-"""The end of a rule's text that keeps statistics only, as most rules do."""
+"""The end of the text of a rule that keeps only statistics, as most rules do."""
 _FIRST_CALLS = 16
-"""The number of a slice's first calls whose masks are remembered; most modules are called once."""
+"""The number of first calls in a slice whose masks are remembered; most modules are called once."""
 _MAX_COMPARED = 2000
-"""The most paths that an unmatched pattern is compared with to find similar ones; each comparison takes 40 us."""
+"""The most paths that an unmatched pattern is compared with to suggest similar paths; each comparison takes 40 us."""
 
 
 class RuleSelection:
@@ -70,7 +70,7 @@ class RuleSelection:
         self._limits_calls += [rule.call != EVERY for rule in rules]
 
     def reschedule(self, schedules: Sequence[Schedule]) -> None:
-        """Give every rule new steps, in the order of the rules. The steps count from the next `at_step` on."""
+        """Replace the steps of every rule, in the order of the rules. The next `at_step` uses the new steps."""
         self._rules = tuple(
             rule if rule.steps is steps else replace(rule, steps=steps)
             for rule, steps in zip(self._rules, schedules, strict=True)
@@ -84,7 +84,7 @@ class RuleSelection:
     def rule_sets(
         self, module_path: str, class_name: str, is_leaf: bool, *, is_callable: bool = True
     ) -> Mapping[str, int]:
-        """Return, by site, the rules that can select a value of a module; the rank clause does not count.
+        """Return, by site, the rules that can select a value of a module; their rank clauses are ignored.
 
         Modules that the same rules match share the answer, because a model may have many thousands of modules. A module
         that is not callable has parameters and buffers only.
@@ -120,7 +120,7 @@ class RuleSelection:
         return any(self._rules[i].keep & KEEP_UNITS for i in self._members[rule_set])
 
     def unit_dim(self, rule_set: int) -> int | None:
-        """Return the dim along which a rule of the set has units; None where no rule names a dim."""
+        """Return the dim of units that a rule of the set names; None if no rule names a dim."""
         dims = (self._rules[i].unit_dim for i in self._members[rule_set])
         return next((dim for dim in dims if dim is not None), None)
 
@@ -163,11 +163,11 @@ class RuleSelection:
         self.masks[:] = [self._mask(members) for members in self._members]
 
     def keeps(self, site: str) -> bool:
-        """Whether a value of a site may be kept at this step, of any module."""
+        """Whether a value of a site may be kept at this step, in whatever module."""
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
 
     def num_ring_steps(self, first: int, num_steps: int) -> int:
-        """Return at how many of `num_steps` steps from `first` on a rule keeps ring values on this rank."""
+        """Return how many of the `num_steps` steps from `first` on have a rule that keeps ring values on this rank."""
         schedules = {
             rule.steps
             for is_on_rank, rule in zip(self._on_rank, self._rules, strict=True)
@@ -183,7 +183,7 @@ class RuleSelection:
         )
 
     def unmatched(self, module_paths: Sequence[str]) -> list[str]:
-        """Return a sentence for each rule that has matched no module so far, with the nearest paths or classes."""
+        """Return a sentence for each rule that has matched no module so far, with the most similar paths or classes."""
         problems = []
         for rule, matched in zip(self._rules, self._matched, strict=True):
             if matched:
@@ -202,7 +202,7 @@ class RuleSelection:
         return problems
 
     def without_parameters(self, modules: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a sentence for each rule of parameters alone that chooses only modules without their own parameters.
+        """Return a sentence for each rule that is only for parameters, but selects only modules without own parameters.
 
         Args:
             modules: the manifest's entries of the modules of a model.
@@ -221,7 +221,7 @@ class RuleSelection:
         return problems
 
     def for_no_rank(self, world_size: int) -> list[str]:
-        """Return a sentence if no rule is for a rank of this run; a rule may be for a run with more ranks."""
+        """Return a sentence if no rule applies to a rank of this run; a rule may be meant for a run with more ranks."""
         if any(rank in rule.rank for rule in self._rules for rank in range(world_size)):
             return []
         ranks = "the only rank is 0" if world_size == 1 else f"the ranks are 0 to {world_size - 1}"
@@ -234,7 +234,7 @@ def _written(rule: Rule) -> str:
 
 
 def scalar_keep(mask: int) -> int:
-    """Return the bits to keep of a scalar: its value as a payload without dims, and statistics with it as mean."""
+    """Return the bits to keep of a scalar: its payload, and statistics, whose mean is the scalar's value."""
     return KEEP_TENSOR | KEEP_STATS if mask else 0
 
 
@@ -248,7 +248,7 @@ def unit_dim_of(selection: RuleSelection, rule_set: int, module: nn.Module | Non
 
     Args:
         selection: the rules of the recording.
-        rule_set: the rules that select the value; a dim that one of these rules names is taken.
+        rule_set: the rules that select the value; a dim that one of them names takes precedence.
         module: the module that the value belongs to; None if it is not known.
         site: the site of the value.
         name: the name of the value.
@@ -273,7 +273,7 @@ def _of_state(module: nn.Module | None, name: str) -> int:
 def _of_values(module: nn.Module | None) -> int:
     """Return the dim of the units of an input, of an output, or of the gradient of an input or output."""
     if isinstance(module, _ConvNd):
-        return -1 - len(module.kernel_size)  # counted from the last: a batch of one may come without its dim
+        return -1 - len(module.kernel_size)  # a negative dim, because a single sample may come without the batch dim
     if isinstance(module, (_NormBase, nn.GroupNorm)):
         return _SECOND
     return LAST

@@ -22,13 +22,15 @@ _WRAPPERS = {
 }  # fmt: skip
 _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
-"""The levels of nesting that are searched for tensors; a deeper nest is a cycle or a mistake."""
+"""The levels of nesting that are searched for tensors; deeper nesting is a cycle or a mistake."""
 _MAX_OBJECTS_DEEP = 3
-"""The most plain objects inside one another that are searched, as in a cache of two caches of layers; a deeper nest
-belongs to a program, not to data."""
+"""The most plain objects inside one another that are searched, as in a cache of two caches of layers; deeper nests are
+no data.
+"""
 _MAX_ENTERED = 4096
-"""The most containers of one value before objects are no longer searched, and the most entries of a container inside an
-object that is searched."""
+"""The most containers of one value that are entered before other objects are no longer searched, and the most entries
+of a container inside such an object.
+"""
 _NO_DATA = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
 _NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
 """The packages whose objects contain no data, such as the proxies of a symbolic trace."""
@@ -40,20 +42,21 @@ class Node:
 
     path: str
     module: nn.Module
-    """The module that hooks go on: the innermost module of this path, or the compile wrapper around it."""
+    """The module that gets the hooks: the innermost module of this path, or the compile wrapper around it."""
     owner: nn.Module
-    """The module inside all wrappers of this path, which has the parameters and buffers."""
+    """The module inside all wrappers of this path. It has the parameters and buffers."""
     class_name: str
     is_leaf: bool
     is_callable: bool
-    """False if no hook can see a call: containers without a forward, such as ModuleList, scripted modules, and
-    modules that torch puts into an exported program."""
+    """False if no hook can observe a call: containers without a forward (ModuleList), scripted modules, and modules
+    that torch puts into an exported program.
+    """
     wrappers: list[nn.Module]
     """The transparent wrappers around the owner, outermost first."""
     aliases: list[str] = dataclasses.field(default_factory=list)
     is_compiled: bool = False
     hidden: str | None = None
-    """The reason why no call is seen, by the kind of module: ``scripted``, ``inlined`` in a graph, or ``fused``."""
+    """Why no hook observes a call, if the module's kind is why: ``scripted``, ``inlined`` in a graph, or ``fused``."""
 
 
 def own_class(module: nn.Module) -> type[Any]:
@@ -89,7 +92,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _hidden(module: nn.Module, above: Node | None) -> str | None:
-    """Return why calls of a module cannot be seen, if the kind of the module is the reason; else None."""
+    """Return why hooks cannot observe calls of a module, if the kind of module is the reason; else None."""
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted" if _has_forward(module) else None
     in_graph = above is not None and (above.hidden == "inlined" or isinstance(above.owner, torch.fx.GraphModule))
@@ -110,9 +113,10 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """Return the module inside all wrappers. Its training flag is the model's, which wrappers need not follow.
+    """Return the module inside all wrappers. Its training flag is the model's.
 
-    An engine whose class is not known here counts as a wrapper if a child ``module`` is all that the engine has.
+    A wrapper's flag may differ. An engine of an unknown class counts as a wrapper if its only child is called
+    ``module``.
     """
     while True:
         name = _inner_name(model)
@@ -133,7 +137,7 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
 
 
 def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False) -> list[Node]:
-    """Return every path of the model once, parents first, in ``named_modules()`` order; shared modules are aliases.
+    """Return every path of the model once, parents first, in ``named_modules()`` order. Shared modules become aliases.
 
     Args:
         model: the module whose path is empty.
@@ -276,7 +280,7 @@ class Signature:
 
     def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
         """Return every tensor among the arguments with its name and path."""
-        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # as most modules are called
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:  # the usual call of most modules
             return ((self._first, args[0]),)
         return self._all_leaves(args, kwargs)
 

@@ -1,7 +1,7 @@
-"""Makes rows of the values of ops in graphs: finds the module, the slice, and the call that a gradient belongs to.
+"""Makes rows of the values of ops in graphs: finds a value's module and slice, and the call that a gradient belongs to.
 
-A graph has none of the recorder's hooks and knows no call: an op has only a name and the text of a `Where`. Nothing
-here may keep a tensor or raise into training.
+A graph contains none of the recorder's hooks and does not know which call it runs in: an op has only a name and the
+text of a `Where`. Nothing here may keep a tensor or raise into training.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MAX_CALLS = 1024
 """The number of calls at one tap of one graph whose gradients can be distinguished."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
-"""The note on the gradient of a tap's result, which unlike a tensor hook's has no share from uses in the module."""
+"""The note on the gradient of a tap's result. Unlike a tensor hook's, it leaves out uses of the value in the module."""
 _Key = tuple[str, str, int]
-"""The name, the `where` and the number of a tap, as the ops receive them."""
+"""The name, the `where` and the index of a tap, as the ops receive them."""
 
 
 class TappedModule(Protocol):
@@ -39,17 +39,17 @@ class TappedModule(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether this thread is in a call of the module that began with the module's hook."""
+        """Whether this thread is in a call of the module whose start the module's own hook has observed."""
 
     @property
     def is_hidden(self) -> bool:
-        """True for a module without hooks, whose values only its tap shows."""
+        """True for a module without hooks, whose values only its tap records."""
 
     def unit_dim(self, rule_set: int, site: str, name: str) -> int:
-        """Return the dim along which a value of the module has units."""
+        """Return the dim along which the units of a value lie."""
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
-        """Note that a graph that contains the module has recorded the module's input or output."""
+        """Note that a tap in a graph that contains the module has recorded the module's input or output."""
 
 
 class TappedRoot(Protocol):
@@ -66,19 +66,19 @@ class TappedRoot(Protocol):
         """Whether a tap is on a module of this root."""
 
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
-        """Return the slice and the phase of a value that a tap shows now."""
+        """Return the slice and the phase of a value that a tap records now."""
 
     def gradient_at_tap(self, moment: Moment) -> None:
-        """Note that a gradient has come to a tap."""
+        """Note that a gradient has reached a tap."""
 
     def path_of_tap(self, name: str) -> str:
         """Return the path of the module that has a tap by hand in a graph."""
 
     def module_at(self, path: str) -> TappedModule | None:
-        """Return the module under hooks at a path; None without one."""
+        """Return the hooked module at a path; None if there is none."""
 
     def add_tapped(self, where: Where, path: str) -> None:
-        """Note that a graph shows a module."""
+        """Record that a tap in a graph records values of a module."""
 
 
 class ThreadInRoots(Protocol):
@@ -108,7 +108,7 @@ class _TappedCall:
     call: int
     repeat: int
     node: int
-    """Autograd's sequence number of the node whose forward ran."""
+    """The sequence number that autograd gave to the node whose forward ran."""
     num_gradients: int = 0
 
 
@@ -129,7 +129,7 @@ class _RootTap:
 
 
 class TapRows:
-    """The taps that have shown a value, and the rows of their values."""
+    """The taps that have recorded a value, and the rows of their values."""
 
     def __init__(self, capture: TapObserver) -> None:
         self._capture = capture
@@ -146,14 +146,14 @@ class TapRows:
         watch = tap.watch
         if watch is not None:
             if tap.origin.site == "input" and watch.has_begun:
-                return  # the hook in front of the compiled module has seen it
+                return  # the hook in front of the compiled module has recorded the value
             watch.shown_by_tap(slice_, is_output=tap.origin.site == "output")
         call = slice_.enter(phase, tap.key)
         graph = slice_.new_graph(phase, tap.key, call, with_grad=with_grad)
         if phase == "forward":
             graph = call, 0
         elif key in self._calls:
-            graph = None  # the forward's call gets the gradient
+            graph = None  # a recompute: the gradient belongs to the forward's call
         if slice_.moment.mode != "no_grad" and graph is not None:
             self._remember(key, tap, slice_.moment, *graph)
         keep = capture.keep_of(tap.rule_set, call)
@@ -170,14 +170,14 @@ class TapRows:
             if len(self._calls) >= _MAX_TAPS:
                 del self._calls[next(iter(self._calls))]
             calls = self._calls[key] = []
-        # The node whose forward runs is the last that this thread has numbered.
+        # Autograd numbers nodes for each thread, so the node whose forward runs now has the latest number.
         calls.append(_TappedCall(tap, moment, call, repeat, torch._C._autograd._get_sequence_nr() - 1))
         del calls[:-_MAX_CALLS]
 
     def saw_gradient(self, gradient: torch.Tensor, key: _Key, *, is_total: bool) -> None:
         """Record a gradient that passes a tap on its way back."""
         calls = self._calls.get(key)
-        if not calls:  # its value passed while nothing recorded
+        if not calls:  # the value passed the tap while nothing was recorded
             return
         running = torch._C._current_autograd_node()
         node = running._sequence_nr() if running is not None else -1
@@ -221,7 +221,7 @@ class TapRows:
         return capture.roots[0] if capture.roots and not where else None
 
     def has_no_hook(self, where: str) -> bool:
-        """Whether a module that runs eagerly is seen only through its tap."""
+        """Whether a module that runs eagerly is recorded only through its tap."""
         root = self.root_of(where)
         watch = root.modules_by_tap.get(where) if root is not None else None
         return watch is not None and watch.is_hidden
@@ -252,7 +252,7 @@ class TapRows:
         watch = watch or root.module_at(path)
         root.add_tapped(parsed, path)
         rule_sets = watch.rule_sets if watch is not None else {}
-        if not rule_sets.get(parsed.site):  # a container here, but a module in the model that was instrumented
+        if not rule_sets.get(parsed.site):  # a container here, but callable in the model that was instrumented
             rule_sets = selection.rule_sets(path, parsed.cls, parsed.leaf)
         rule_set = selection.narrow(rule_sets[parsed.site], name)
         if watch is not None:

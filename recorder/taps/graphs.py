@@ -1,8 +1,8 @@
 """Taps in code that becomes a graph: decides which tensors go through the op.
 
 The op returns a copy. If a tensor shares memory with another tensor that the program can reach, a copy would separate
-the two: an in-place change of one would no longer show in the other. Such a tensor is shown and returned without a
-copy, and its gradient is not seen. Nothing here may change what a model computes.
+the two: an in-place change of one would no longer show in the other. The op records such a tensor without a copy, and
+its gradient is not recorded. Nothing here may change what a model computes.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def _stored_names(kind: type[nn.Module]) -> list[str]:
 def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str) -> Any:
     """Tap the tensors of a module's output; return the same object if no tensor could be tapped."""
     if not torch.compiler.is_compiling():
-        if isinstance(output, torch.fx.Proxy):  # FX does not say whether it stands for a tensor or a tuple
+        if isinstance(output, torch.fx.Proxy):  # FX does not say whether the proxy is a tensor or a tuple
             return output.tracer.create_proxy("call_function", through, (output, where), {})
         if is_traced():
             return through(output, where)
     given = [] if getattr(module, "inplace", False) else list(args)
     if isinstance(output, (list, dict)) and any(value is output for value in given if type(value) is type(output)):
-        return output  # the caller goes on with this very container
+        return output  # the caller uses this very container
     if _LISTS_ATTRIBUTES or not torch.compiler.is_compiling():
         attributes = list(module.__dict__.values())
     else:
@@ -104,7 +104,7 @@ def tap_output(module: nn.Module, args: tuple[Any, ...], output: Any, where: str
 
     def visit(tensor: torch.Tensor, name: str) -> torch.Tensor:
         for known, tapped in seen:
-            if known is tensor:  # one tensor that an output holds twice stays one
+            if known is tensor:  # a tensor that is twice in an output stays one tensor
                 return tapped
         if not _is_tappable(tensor):
             return tensor
@@ -124,7 +124,7 @@ def tap_argument(value: Any, name: str, where: str) -> Any:
 
 
 def _watched(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:
-    """Show a tensor and return it uncopied, as its module may change it in place; its gradient is that of all uses."""
+    """Record a tensor without a copy, as its module may change it in place; its gradient sums all its uses."""
     if _is_tappable(tensor):
         torch.ops.recorder.watch(tensor, name, where, 0, _with_grad())
     return tensor
@@ -142,7 +142,7 @@ def tap_by_hand(tensor: Any, name: str) -> Any:
 
 
 def through(output: Any, where: str) -> Any:
-    """Show a module's output in a graph that runs without compilation, and return the output without a copy."""
+    """Record a module's output in a graph that runs without compilation, and return the output without a copy."""
     if not torch.compiler.is_compiling() and is_proxy(output):
         return _map(output, "", lambda value, name: _see_proxy(value, name, where))
     return _map(output, "", lambda tensor, name: torch.ops.recorder.see(tensor, name, where))
@@ -155,14 +155,14 @@ def _see_proxy(value: Any, name: str, where: str) -> Any:
 
 
 def see_one(value: Any, name: str, where: str) -> Any:
-    """Show the tensors of a value for which FX has a proxy, and return the value."""
+    """Pass each tensor of a value to the op `see`, and return the value with the op's results as its tensors."""
     return _map(value, name, lambda tensor, at: torch.ops.recorder.see(tensor, at, where))
 
 
 def pass_tap(
     tensor: torch.Tensor, others: Sequence[torch.Tensor], name: str, where: str, with_grad: bool
 ) -> torch.Tensor:
-    """Return the tensor after it passed the op, or the tensor itself if it shares memory with one of the others."""
+    """Return the tensor after it has passed the op; the same tensor if it shares memory with one of `others`."""
     if any(_shares_memory(tensor, other) for other in others):
         torch.ops.recorder.watch(tensor, name, where, 0, with_grad)
         return tensor
@@ -177,12 +177,12 @@ def _shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
         second = functorch.get_unwrapped(second)
     try:
         return first is second or first.untyped_storage()._cdata == second.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own, of which nothing is known
+    except (RuntimeError, NotImplementedError):  # the tensor has no memory of its own: its sharing is unknown
         return True
 
 
 def _with_grad() -> bool:
-    """Whether gradients are enabled in code that is compiled; an exported graph runs in the mode of its caller."""
+    """Whether gradients are enabled around compiled code; an exported graph runs in its caller's mode."""
     return torch.compiler.is_compiling() and not _is_exporting() and torch.is_grad_enabled()
 
 

@@ -38,7 +38,7 @@ def instrument(model: _M, *, select: object = "site=output", name: str | None = 
     Args:
         model: a module, before its first compiled call.
         select: which modules, by rules as in the setting ``rules``, with the keys ``module``, ``class``, ``leaf`` and
-            ``site`` (``output``, the default, or ``input``). An input is shown, and not copied.
+            ``site`` (``output``, the default, or ``input``). An input is recorded without a copy.
         name: the name of the root, for artefacts that are called without the model; default ``model``, ``model_1``, ...
 
     Returns:
@@ -145,7 +145,7 @@ def where_of(node: Node, root: str, site: str) -> Where:
 
 
 def has_tap(module: nn.Module, name: str) -> bool:
-    """Whether a method of the module's class contains this name and a call of ``tap``."""
+    """Whether a method of the module's class calls ``tap`` with this name."""
     codes = (getattr(value, "__code__", None) for cls in type(module).__mro__ for value in vars(cls).values())
     return any(code is not None and "tap" in code.co_names and name in code.co_consts for code in codes)
 
@@ -154,5 +154,5 @@ def has_scripted_tap(module: nn.Module) -> bool:
     """Whether the code that torch.jit made of a module contains a tap."""
     try:
         return "recorder::" in str(module.inlined_graph)
-    except Exception:  # it has no forward
+    except Exception:  # the module has no forward
         return False

@@ -1,8 +1,8 @@
 """Taps on modules: forward hooks that call the op, so that values are seen in every transform of the model.
 
 The hook is a plain function whose name encodes everything that it does. So it is pickled, packaged and copied by name,
-made again from its name (`__getattr__`), and has source that `torch.jit.script` can compile. In eager code it does
-nothing, because there the recorder's own hooks see the value, without a copy. Nothing here knows a recording.
+is made again from its name (`__getattr__`), and has source that `torch.jit.script` can compile. In eager code it does
+nothing, because there the recorder's own hooks see the value, without a copy. Nothing here depends on a recording.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from ..system.text import one_line
 from . import graphs, ops
 
 _KEY = 0x7265636F72646572
-"""The key of our hook in a module's dict of hooks. No counter reaches it, so no other hook can replace ours, as torch's
-own numbers would when a model is loaded from a file."""
+"""The key of our hook in a module's dict of hooks. Torch's keys come from a counter and cannot equal this key, so no
+other hook can replace ours when a model is loaded from a file.
+"""
 _PREFIX = "recorder_tap_"
 MAX_NAME_LENGTH = 256
 _MAX_HOOK_BYTES = 1 << 20
@@ -40,11 +41,11 @@ _SCRIPT_NAMES = {"Tensor", "int", "float", "bool", "str", "Tuple", "List", "Dict
 
 
 _models: dict[str, weakref.ref[nn.Module]] = {}
-"""The model that was last instrumented in this process, by the name under which it was instrumented."""
+"""The last model of this process that was instrumented under each name."""
 
 
 class Where(NamedTuple):
-    """The value that a tap shows; as JSON text it is an argument of the op."""
+    """The module and site of the value that a tap records; as JSON text it is an argument of the op."""
 
     root: str
     """The name under which the model was instrumented."""
@@ -63,7 +64,7 @@ class Where(NamedTuple):
     @classmethod
     @lru_cache(maxsize=65536)
     def from_text(cls, text: str) -> Where:
-        """Parse the text of a tap. ValueError: the text was not made by `Where.text`."""
+        """Parse the text of a tap; raises ValueError if `Where.text` did not make the text."""
         try:
             parsed = cls(**json.loads(text))
         except TypeError as error:
@@ -96,7 +97,7 @@ def tap_inputs_of(module: nn.Module, where: Where) -> None:
 
 
 def where_tapped(module: nn.Module) -> Iterator[Where]:
-    """Yield the values that the taps on a module show."""
+    """Yield the values that the taps on a module record."""
     hooks: tuple[Any, ...] = (module._forward_hooks.get(_KEY), module._forward_pre_hooks.get(_KEY))
     yield from (Where.from_text(hook.where) for hook in hooks if hook is not None)
 
@@ -123,7 +124,7 @@ def name_for(model: nn.Module, name: str | None) -> str:
 
 
 def model_of(where: str) -> nn.Module | None:
-    """Return the live model of this process that was instrumented under the name in a tap; None without one."""
+    """Return the live model that was instrumented in this process under the name in a tap; None if there is none."""
     reference = _models.get(Where.from_text(where).root) if where else None
     return reference() if reference is not None else None
 
@@ -134,7 +135,7 @@ def is_tapped(module: nn.Module) -> bool:
 
 
 def remove(module: nn.Module) -> None:
-    """Take the taps of one module off."""
+    """Remove the taps of one module."""
     module._forward_hooks.pop(_KEY, None)
     module._forward_pre_hooks.pop(_KEY, None)
     module._forward_pre_hooks_with_kwargs.pop(_KEY, None)
@@ -215,7 +216,7 @@ def __getattr__(name: str) -> Any:
     except (ValueError, TypeError, RecursionError, zlib.error) as error:
         raise AttributeError(f"module {__name__!r} has no attribute {name[:100]!r}: {error}") from None
     taken = f"Tuple[{', '.join(arguments)}]" if arguments else "Tuple[()]"
-    # TorchScript compiles the first branch only.
+    # TorchScript compiles only the first branch.
     scripted = "".join(f"        {line}\n" for line in _scripted("output", result, "''", where))
     source = (
         f"def {name}(self, input: {taken}, output: {result}) -> {result}:\n"
@@ -298,7 +299,7 @@ def _script_types(module: nn.Module) -> tuple[list[str], str] | None:
     forward = inspect.unwrap(type(module).forward)
     try:
         hints = typing.get_type_hints(forward)
-    except Exception:  # names that only a type checker imports
+    except Exception:  # a hint has a name that only type checkers import
         hints = {}
     try:
         parameters = list(inspect.signature(forward).parameters.values())[1:]
@@ -334,7 +335,7 @@ def _script_type(hint: Any) -> str | None:
 
 
 def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Record a tensor under ``name``, and its gradient; the identity when nothing is recording.
+    """Record a tensor under ``name``, and its gradient. Returns the tensor itself when nothing is recording.
 
     In compiled, exported and traced code the call becomes an op of the graph, if the recorder is on when the graph is
     made; in TorchScript the call always becomes an op.
@@ -351,15 +352,16 @@ def tap(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def objective(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Hand a tensor that several objectives share to one of them, and record the gradient that comes back from it.
 
-    What is returned is a view of the tensor, recording or not, so that training is the same with the recorder and
-    without. All that an objective reads of the shared tensor has to go through it. The rows are those of the tap
+    The result is a view of the tensor, recording or not, so that training is the same with the recorder and without.
+    The objective must read the shared tensor only through this view. The values are recorded under the name of the tap
     ``objective.NAME``, and ``recorder check`` compares the gradients.
 
-    A loss may be handed over as well, on its way to the sum of all: its rows are its value, and its gradient is the
-    weight that it has in the sum. Only the tensor that is shared tells how hard it pulls at a shared part of the model.
+    A loss may be passed as well, before it is added to the total: then its value is recorded, and its gradient, which
+    is its weight in the total. How strongly an objective pulls at a shared part of the model is shown only by the
+    shared tensor.
 
     Raises:
-        TapError: as `tap` does.
+        TapError: as for `tap`.
     """
     if not isinstance(name, str):
         raise TapError(
@@ -392,4 +394,4 @@ def _by_hand(name: str, tensor: Any) -> None:
 
 
 Tensor, Tuple, List, Dict, Optional = torch.Tensor, tuple, list, dict, typing.Optional
-"""The names that the source of hooks uses."""
+"""The names that the generated source of hooks uses."""

@@ -1,11 +1,11 @@
 """The dispatcher ops that record a value wherever a graph goes: compiled, exported, traced, scripted, differentiated.
 
-``recorder::tap`` hands ``x`` to the recorder that is on, if any, and returns a copy, because compilers keep only what
-is functional; its gradient passes through ``recorder::tap_grad``, which does the same. ``recorder::see`` returns ``x``
-itself, for graphs that run as they are, such as TorchScript's. ``recorder::watch`` returns an empty tensor, for
-compilers that ask for a result: the program goes on with ``x`` itself, whose total gradient a tensor hook shows,
-through ``recorder::watch_grad`` where the graph includes the backward. Importing this module registers the ops; it
-imports torch alone, and must never raise out of an op for a reason of the recorder's own.
+``recorder::tap`` hands ``x`` to the recorder, if one is on, and returns a copy, because compilers keep only functional
+ops. Its gradient passes through ``recorder::tap_grad``, which does the same. ``recorder::see`` returns ``x`` itself,
+for graphs that run as they are, such as TorchScript's. ``recorder::watch`` returns an empty tensor, for compilers that
+require a result; the program goes on with ``x`` itself. A tensor hook records the total gradient of ``x``, by
+``recorder::watch_grad`` if the graph includes the backward. Importing this module registers the ops; it imports torch
+alone, and must never raise out of an op for a reason of the recorder's own.
 
 Every op has a ``name`` and a ``where``, as in `recorder.taps.module_taps`. ``number`` distinguishes the taps of one
 graph, so that a gradient finds its value; ``with_grad`` says that the graph was made with gradients enabled, which
@@ -38,13 +38,13 @@ class Sink(Protocol):
     ) -> None: ...
 
     def has_no_hook(self, where: str) -> bool:
-        """Whether a module that runs eagerly is seen only through its tap."""
+        """Whether a module that runs eagerly is recorded only through its tap."""
 
 
 _numbers = itertools.count(1)
 sink: Sink | None = None
 is_on = False
-"""Whether there is a sink. Dynamo guards on this flag, and compiles again, with or without taps, if it has changed."""
+"""Whether there is a sink. Dynamo guards on this flag: once it changes, dynamo compiles again, with or without taps."""
 
 
 def set_sink(new: Sink | None) -> None:
@@ -87,7 +87,7 @@ class _EagerGradientHook:
 
 def _watch(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
     if sink is not None:
-        # Compiled code runs without gradients: only its inputs have them.
+        # Compiled code runs with gradients disabled, so `requires_grad` is set on its inputs only.
         has_gradient = x.requires_grad and (with_grad or torch.is_grad_enabled())
         number = next(_numbers) if has_gradient else number
         sink.tapped(x.detach(), name, where, number, with_grad)
@@ -103,7 +103,7 @@ def _watch_grad(x: torch.Tensor, name: str, where: str = "", number: int = 0, wi
 
 
 class _GraphGradientHook:
-    """The tensor hook of `recorder::watch`, for a graph that is made of the forward and the backward."""
+    """The tensor hook of `recorder::watch`, for a graph that contains both the forward and the backward."""
 
     __slots__ = ("_key",)
 
@@ -116,7 +116,7 @@ class _GraphGradientHook:
 
 @contextlib.contextmanager
 def _next_level() -> Iterator[None]:
-    """Run below autograd. Under further transforms of `torch.func`, enable the gradients that a forward turns off."""
+    """Run below autograd. Under further `torch.func` transforms, enable gradients again: a forward disables them."""
     with contextlib.ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(torch.enable_grad())
@@ -145,7 +145,7 @@ class _Tap(_SingleLevelFunction):
 
 
 class _TapGrad(_SingleLevelFunction):
-    """The autograd formula of ``recorder::tap_grad``, which passes the gradient of a gradient on."""
+    """The autograd formula of ``recorder::tap_grad``, for gradients of gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *key: Any) -> torch.Tensor:
@@ -163,7 +163,7 @@ class _TapGrad(_SingleLevelFunction):
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("recorder", "FRAGMENT")
-    if hasattr(torch.ops.recorder, "tap"):  # another copy of this package was first, next to a user's own recorder.py
+    if hasattr(torch.ops.recorder, "tap"):  # another copy of this package has registered the ops already
         return library
     for op, kernel, function in (("tap", _tap, _Tap), ("tap_grad", _tap_grad, _TapGrad)):
         library.define(f"{op}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -171,7 +171,7 @@ def _register() -> torch.library.Library:
         library.impl(op, _differentiable(function, getattr(torch.ops.recorder, op)), "Autograd")
         torch.library.register_fake(f"recorder::{op}", _like, lib=library)
         torch.library.register_vmap(f"recorder::{op}", _batched(getattr(torch.ops.recorder, op)), lib=library)
-        has_side_effect(getattr(torch.ops.recorder, op).default)  # else it is dead code where nothing uses its result
+        has_side_effect(getattr(torch.ops.recorder, op).default)  # else an op with an unused result is dead code
     for op, kernel in (("watch", _watch), ("watch_grad", _watch_grad)):
         library.define(f"{op}(Tensor x, {_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(op, kernel, "CompositeExplicitAutograd")
@@ -195,7 +195,7 @@ def _empty(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_gr
 def _watching(op: Any) -> Any:
     def apply(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
         number = number or next(_numbers)
-        # An input of the graph is a leaf while the graph is made, and gets its gradient where the graph runs.
+        # An input of the graph is a leaf while the graph is made, but may get a gradient when the graph runs.
         has_gradient = op is torch.ops.recorder.watch and torch.is_grad_enabled() and x.requires_grad and not x.is_leaf
         if has_gradient and _becomes_graph(x):
             with torch._C.DisableTorchFunctionSubclass():
@@ -223,7 +223,7 @@ def _shown(op: Any) -> Any:
 
 
 def _differentiable(function: Any, op: Any) -> Any:
-    # `torch.library.register_autograd` makes a formula that `torch.func` refuses.
+    # Written by hand because `torch.func` refuses the formula that `torch.library.register_autograd` makes.
     functorch = torch._C._functorch
 
     def apply(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
@@ -251,4 +251,4 @@ def _batched(op: Any) -> Any:
 
 
 _library = _register()
-"""The library, which keeps the ops alive."""
+"""The reference that keeps the registered ops alive."""

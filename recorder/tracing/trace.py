@@ -1,8 +1,8 @@
 """`recorder.trace`: the values of a model's calls in memory, for the length of a ``with`` block.
 
-A trace puts hooks on the selected modules, copies the values that the hooks see, and takes the hooks off again. Nothing
-here may change what the model computes, raise into the model, write a file, or touch a recording that is under way.
-(Hooks of any kind keep torch's `TransformerEncoderLayer` off its fused path in evaluation.)
+A trace puts hooks on the selected modules, copies the values that the hooks receive, and removes the hooks again.
+Nothing here may change what the model computes, raise into the model, write a file, or touch a recording that is under
+way. (Hooks of any kind keep torch's `TransformerEncoderLayer` off its fused path in evaluation.)
 """
 
 from __future__ import annotations
@@ -44,18 +44,17 @@ def trace(
 ) -> Trace:
     """Keep the values of a model's calls in memory: ``with recorder.trace(model, depth=2) as values: model(x)``.
 
-    The trace sees only calls by the thread that entered the block, but sees gradients wherever they are computed, even
-    after the block. Parameters and buffers are copied at the start of the block, a parameter's ``grad`` at its end.
-    The calls of checkpointed modules count once. A recording that is under way goes on as without the trace.
-
-    Of a compiled module only the arguments and the result of the outermost call are seen, unless the trace is entered
-    under ``torch.compiler.set_stance("force_eager")``. A function that is compiled for the first time in a block is
-    compiled again outside the block.
+    The trace keeps only calls by the thread that entered the block, but it keeps gradients wherever they are computed,
+    even after the block. Parameters and buffers are copied at the start of the block, a parameter's ``grad`` at its
+    end. A checkpointed module's call and its recompute count as one call. The trace has no influence on a recording
+    that is under way. Of a compiled module only the arguments and the result of the outermost call are kept, unless the
+    trace is entered under ``torch.compiler.set_stance("force_eager")``. A function that is compiled for the first time
+    in a block is compiled again outside the block.
 
     Args:
         model: any module, wrapped or not.
         select: rules as in the setting ``rules``, with the keys module, class, leaf, site, name and call.
-        depth: the number of levels of modules below the root that are seen; None sees all levels.
+        depth: the number of levels of modules below the root whose values are kept; None keeps all levels.
         keep_graph: keep the tensors themselves, too, for `Values.live` and `Values.grad`.
 
     Raises:
@@ -97,7 +96,7 @@ def _rules(select: object) -> tuple[Rule, ...]:
 
 
 def _clauses(select: object) -> Iterator[str]:
-    """Yield the keys of clauses that rules were written with, which `parse_rules` has accepted."""
+    """Yield the keys of clauses in rules that `parse_rules` has accepted."""
     if isinstance(select, str):
         for text in select.split(";"):
             yield from (word.partition("=")[0] for word in shlex.split(text))
@@ -113,7 +112,7 @@ def _clauses(select: object) -> Iterator[str]:
 
 
 class Trace:
-    """The context manager that `trace` returns; it is entered once, and gives a `Values`."""
+    """The context manager that `trace` returns. It can be entered once, and yields a `Values`."""
 
     def __init__(self, model: nn.Module, rules: tuple[Rule, ...], depth: int | None, keep_graph: bool) -> None:
         nodes = tree.walk(model)
@@ -177,14 +176,14 @@ def _depth(path: str) -> int:
 
 
 def _why_no_hooks(nodes: list[tree.Node]) -> dict[str, str]:
-    """Return the modules that a graph replaces, by path, with the reasons why their hooks do not run."""
+    """Return the paths of modules that run inside a graph, each with the reason why its hooks do not run."""
     compiled: list[str] = []
     reasons = {}
     for node in nodes:
         around = next((p for p in compiled if p == "" or node.path == p or node.path.startswith(p + ".")), None)
         if around is None and node.is_compiled:
             compiled.append(node.path)
-            around = node.path if node.module is node.owner else None  # the wrapper's own hooks run
+            around = node.path if node.module is node.owner else None  # the hooks of the wrapper run
         if node.hidden == "inlined":
             reasons[node.path] = _INLINED
         elif around is not None:
@@ -221,8 +220,9 @@ class _TracedModuleHooks:
             self.seen.why_no_hooks = ""
         if set(OF_CALLS).isdisjoint(self.seen.sites) or self.seen.why_no_hooks:
             return
-        # As in a recording, the arguments are seen as the forward sees them, and its output before other hooks change
-        # it. There are no more hooks than needed, because a first compilation within the block is guarded by each.
+        # As in a recording, the arguments are those that the forward receives, and its output is taken before other
+        # hooks change it. There are no more hooks than needed, because a first compilation within the block is guarded
+        # by each.
         if self._sees_inputs:
             before = _Hook(self._guard("input", self._before))
             self._handles.append(self._module.register_forward_pre_hook(before, with_kwargs=True))
@@ -240,7 +240,7 @@ class _TracedModuleHooks:
 
         def seen(module: nn.Module, *values: Any) -> None:
             if module is not self._module or _is_tracing() is not None:
-                return  # a replica that shares our hooks, or torch.jit.trace
+                return  # a replica that has our hooks, too, or torch.jit.trace
             try:
                 see(*values)
             except Exception as error:
@@ -271,7 +271,7 @@ class _TracedModuleHooks:
                 self._see("output", "grad_output", name, tensor, call)
 
     def _begin(self) -> int | None:
-        """Count a call that begins; return its number, or None for a call that is not seen."""
+        """Count a call that begins; return its index, or None for a call whose values are not kept."""
         seen = self.seen
         if _is_in_backward():
             return self._recomputed_call()
@@ -283,7 +283,7 @@ class _TracedModuleHooks:
         return seen.num_calls - 1
 
     def _recomputed_call(self) -> int | None:
-        """Return the call whose graph a recompute makes; None if the forward made it, or if it is unknown."""
+        """Return the index of the call that a recompute repeats; None if the forward made the graph or if unknown."""
         seen = self.seen
         seen.num_recomputed += 1
         if self._num_graphless and seen.num_calls > 1:
@@ -313,7 +313,7 @@ class _TracedModuleHooks:
         return bool(selection.masks[rule_set])
 
     def see_state(self, site: str) -> None:
-        """Keep the module's own parameters, their gradients, or its buffers, as they are now."""
+        """Keep copies of the module's own parameters, their gradients, or its buffers."""
         if not self._rule_sets[site]:
             return
         for name, tensor in (self._owner._buffers if site == "buffer" else self._owner._parameters).items():
@@ -324,7 +324,7 @@ class _TracedModuleHooks:
 
 
 def _is_forced_eager() -> bool:
-    """Whether compiled functions run eagerly; else our hooks would make a compilation that begins now run twice."""
+    """Whether compiled functions run eagerly. If not, our hooks would make a compilation in the block run twice."""
     stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
     return getattr(stance, "stance", None) == "force_eager"
 
@@ -334,7 +334,7 @@ def _is_in_backward() -> bool:
 
 
 class _Hook(module_hooks.Hook):
-    """A callable of a trace that torch registers; while a compiler traces the callable, it returns at once."""
+    """A callable of a trace that torch registers. While a compiler traces it, it returns at once."""
 
     __slots__ = ("_see",)
     _why_not_scripted = "torch.jit.script cannot compile the hooks of a trace; script the model outside its block"
@@ -352,7 +352,7 @@ class _GradientArrives:
 
     __slots__ = ("_key", "_values", "handle")
     __torch_unserializable__ = True
-    """Tells torch not to warn that this hook is lost when a leaf tensor is saved."""
+    """Torch then does not warn that this hook is lost when a leaf tensor is saved."""
 
     def __init__(self, values: Values, key: Key) -> None:
         self._values = weakref.ref(values)

@@ -30,7 +30,7 @@ _MAX_COMPARED = 2000
 
 
 class Key(NamedTuple):
-    """The place at which a tensor was seen; a look-up may leave out everything but the module path."""
+    """The place at which a tensor was recorded. A look-up may leave out everything but the module path."""
 
     module_path: str
     site: str = "output"
@@ -38,9 +38,9 @@ class Key(NamedTuple):
     name: str = ""
     """The argument, the path in a nested value, or the parameter; in a look-up ``""`` also means the only value."""
     call: int = 0
-    """The number of the module's call in the trace, from 0."""
+    """The index of the module's call in the trace, from 0."""
     repeat: int = 0
-    """The number of the tensor among those with an otherwise equal key, from 0: 1 for a second backward."""
+    """The index of the tensor among tensors with an otherwise equal key, from 0: 1 for a second backward."""
 
     @property
     def short(self) -> str:
@@ -55,7 +55,7 @@ class Key(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TracedModule:
-    """The sites of one module that a trace should see, and the calls that it saw."""
+    """The sites of one module whose values a trace should keep, and the numbers of its calls."""
 
     path: str
     class_name: str
@@ -70,11 +70,11 @@ class TracedModule:
 
 
 class Values(Mapping[Any, torch.Tensor]):
-    """The tensors of a trace by `Key`, in the order in which they were seen; a key may be shortened.
+    """The tensors of a trace by `Key`, in the order in which they were computed; a key may be shortened.
 
     ``values["layers.0"]`` is the first call's result, ``values["layers.0", "input"]`` its only argument, and
     ``values["layers.0", "output", "hidden", 1]`` a part of the second call's result. Each is a detached copy, made when
-    the tensor was seen. Iteration gives complete keys.
+    the hook received the tensor. Iteration gives complete keys.
     """
 
     def __init__(self, *, seen: list[TracedModule], aliases: dict[str, str], keeps_graph: bool) -> None:
@@ -97,11 +97,11 @@ class Values(Mapping[Any, torch.Tensor]):
             edge = None
             if self._keeps_graph and tensor.requires_grad:
                 with _disable_current_modes():
-                    edge = get_gradient_edge(tensor)  # now, because an operation in place gives the tensor another
+                    edge = get_gradient_edge(tensor)  # now, as an in-place operation would change the gradient edge
         except _NotKeptError as error:
             self.skip(key, str(error))
             return
-        except Exception as error:  # a kind that cannot be copied, or no memory
+        except Exception as error:  # the tensor is of a kind that cannot be copied, or memory is out
             if comes_from_signal_handler(error):
                 raise
             self.skip(key, f"{type(error).__name__}: {error}")
@@ -121,7 +121,7 @@ class Values(Mapping[Any, torch.Tensor]):
 
     @property
     def silent(self) -> dict[str, str]:
-        """The selected modules of which no call was seen, with the reasons."""
+        """The selected modules for which no call was recorded, with the reasons."""
         return {
             seen.path: self._why_silent(seen)
             for seen in self._seen.values()
@@ -152,7 +152,7 @@ class Values(Mapping[Any, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    # Mapping's own methods compare tensors with ==, which has no truth value.
+    # Mapping's own methods compare tensors with ==, whose result has no truth value.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -216,7 +216,7 @@ class Values(Mapping[Any, torch.Tensor]):
         return [some[text] for text in near]
 
     def live(self, key: Any) -> torch.Tensor:
-        """Return the tensor itself with its graph, if the trace keeps graphs. Later in-place operations show in it.
+        """Return the tensor itself with its graph, if the trace keeps graphs. Later in-place operations change it.
 
         Raises:
             TraceError: the trace keeps no graph.
@@ -231,10 +231,10 @@ class Values(Mapping[Any, torch.Tensor]):
             raise TraceError("this trace holds detached copies only; use recorder.trace(model, ..., keep_graph=True)")
 
     def grad(self, y: Any, x: Any, v: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the vector-Jacobian product of two values: what ``x`` receives where ``y`` receives ``v``.
+        """Return the vector-Jacobian product of two values: the gradient of ``x`` if that of ``y`` is ``v``.
 
-        Both values are as the trace saw them. The call may be repeated, and changes no ``.grad`` and nothing in the
-        trace. Other hooks on the graph see it, as they see any `torch.autograd.grad`.
+        Both are the tensors that passed the trace's hooks. The call may be repeated, and changes no ``.grad`` and
+        nothing in the trace. Other hooks on the graph run, as in any `torch.autograd.grad`.
 
         Args:
             y: the key of the value that is differentiated.
@@ -300,7 +300,7 @@ class Values(Mapping[Any, torch.Tensor]):
         return f"{len(self)} values, {sum(map(_num_bytes, self._tensors.values())):,} bytes"
 
     def _table(self) -> list[tuple[str, ...]]:
-        """Return the titles, and a row for each value; the middle values are left out if there are many."""
+        """Return the titles, and a row for each value; of many values, the middle ones are left out."""
         keys = list(self._tensors)
         shown = keys if len(keys) <= _MAX_ROWS else keys[: _MAX_ROWS * 3 // 4] + keys[-_MAX_ROWS // 4 :]
         rows = [_row(key, self._tensors[key]) for key in shown]
@@ -323,7 +323,7 @@ class _NotKeptError(Exception):
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the same kind, without a graph, made so that no mode of the caller sees it."""
+    """Return a copy of the same kind, without a graph, made so that no mode of the caller intercepts it."""
     functorch = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(tensor):
         raise _NotKeptError("seen inside vmap, grad or another function transform, outside which it has no meaning")
@@ -333,9 +333,10 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         raise _NotKeptError("seen while a CUDA graph was captured")
     if _is_plain(tensor) and not tensor.is_meta and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise _NotKeptError("its memory was freed, as FSDP does between uses")
-    # Modes too: selective checkpointing counts the operations of a forward, and would miss ours in the recompute.
+    # The modes are disabled, too, because selective checkpointing counts the operations of a forward, and would not
+    # find ours in the recompute.
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        if tensor._is_zerotensor():  # zeros without memory, which autograd hands out
+        if tensor._is_zerotensor():  # autograd hands out such tensors: zeros without memory
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         return tensor.clone()
 
@@ -365,11 +366,11 @@ def _row(key: Key, tensor: torch.Tensor) -> tuple[str, str, str, str, str]:
     mean = absmax = ""
     if _is_plain(tensor) and tensor.numel() and not tensor.is_meta:
         try:
-            # float8 and others have no arithmetic of their own; the mean of complex numbers is complex.
+            # float8 and other types have no arithmetic. Complex numbers are not converted, as their mean is complex.
             wide = tensor if tensor.is_complex() else tensor.to(torch.float64 if tensor.is_cpu else torch.float32)
             mean, absmax = f"{wide.mean().item():.4g}", f"{wide.abs().max().item():.4g}"
         except RuntimeError:
-            pass  # a dtype that cannot be converted is shown without
+            pass  # a dtype that cannot be converted is printed without statistics
     try:
         shape = "x".join(map(str, tensor.shape)) or "()"
     except RuntimeError:  # nested tensors have none

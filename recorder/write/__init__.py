@@ -1,1 +1,1 @@
-"""Writes `Staged` records to shards on disk, on one thread. Must never import torch, nor the reading side."""
+"""Writes `Staged` records to shards on disk, on one thread. Must never import torch or the modules that read."""

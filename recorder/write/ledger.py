@@ -17,7 +17,7 @@ from typing import Any
 from ..system.log import LimitedLog
 
 INTERRUPTED = "interrupted"
-"""The reason for rows that were numbered, but neither put nor dropped, because the capture was cut off."""
+"""The reason for rows that were numbered, but neither recorded nor dropped, because capture was interrupted."""
 ABANDONED = "abandoned_at_close"
 CLOSED = "closed"
 WRITER_DEAD = "writer_dead"
@@ -33,7 +33,7 @@ WRITE_ERROR = "write_error"
 
 
 class _Tally:
-    """A count that any thread may raise at any instant, because advancing a C iterator is one step under the GIL."""
+    """A counter that any thread may increment at any time, because advancing a C iterator is atomic under the GIL."""
 
     __slots__ = ("_ticks",)
 
@@ -45,7 +45,7 @@ class _Tally:
             next(self._ticks)
 
     def value(self) -> int:
-        """Return the count so far; only the iterator's repr shows the count without advancing the iterator."""
+        """Return the count so far, from the iterator's repr, which does not advance the iterator."""
         return int(repr(self._ticks).removeprefix("count(").removesuffix(")"))
 
 
@@ -77,7 +77,7 @@ class Ledger:
             self._written += num_rows
 
     def add_passed(self, num_rows: int) -> None:
-        """Count rows that waited for a trigger until their steps had passed. These rows are no loss."""
+        """Count rows that waited for a trigger until their steps had passed; they do not count as lost."""
         with self._lock:
             self._passed += num_rows
 
@@ -99,7 +99,7 @@ class Ledger:
                 self._final = {**self._final, "suspect": self._suspect}
 
     def snapshot(self, *, about_to_write: int = 0) -> dict[str, Any]:
-        """Return the ledger as JSON-ready data, including the rows of the batch that will carry the snapshot."""
+        """Return the ledger as JSON-ready data. It includes the rows of the batch in which it will be written."""
         with self._lock:
             return self._final or self._accounts(about_to_write)
 
@@ -137,15 +137,15 @@ class Notices(LimitedLog):
 
         Args:
             problem: the thing that failed, and the consequence.
-            error: the cause; an error of the disk is classed by its errno, whatever was tried.
-            is_aside: True if no rows are lost. A line about such an error must not silence a line about lost rows.
+            error: the cause; an OSError is classified by its errno alone.
+            is_aside: True if no rows are lost. A line about such an error must not suppress a line about lost rows.
         """
         kind = f"{drop_reason(error)} {is_aside}" if isinstance(error, OSError) else problem
         self.say(kind, f"{problem} ({type(error).__name__}: {error})")
 
     @contextlib.contextmanager
     def on_error(self, problem: str, *, is_aside: bool = False) -> Iterator[None]:
-        """Log an OSError of the body and go on after it."""
+        """Log an OSError that the ``with`` block raises, and suppress it."""
         try:
             yield
         except OSError as error:

@@ -21,7 +21,7 @@ MAX_DUMPS = 256
 _MAX_PASSED = 1 << 16
 """The number of steps without a dump that are remembered, so that a late trigger can list the steps it missed."""
 _SET_BACK = 3
-"""A record whose step is more than this before the window means that the program has set its steps back."""
+"""If a record's step is more than this number of steps before the window, the program has set its steps back."""
 _SPARE_SHARE = 0.25
 """The share of the ring that must stay free while older steps than the window are kept."""
 _MAX_LISTED = 64
@@ -36,9 +36,9 @@ class Dump:
     last_step: int
     reason: str
     by: str
-    """The text that names who saw the trigger: a rank, or a user and a host."""
+    """The text that names the source of the trigger: a rank, or a user and a host."""
     command: int | None = None
-    """The number of the command that brought the trigger to this rank; None if the rank has seen the trigger itself."""
+    """The number of the command that brought the trigger; None if this rank has found the trigger itself."""
     time_ns: int = field(default_factory=time.time_ns)
     num_rows: int = 0
     """The number of rows that were written, of waiting values and of values that came later."""
@@ -49,11 +49,11 @@ class Dump:
     has_begun: bool = False
     """True once the ring has handed over the records that were waiting."""
     is_over: bool = False
-    """True once a record of a later step has come, so that every record of the dump was handed over."""
+    """True once a record of a later step has come, so that all records of the dump were handed over."""
     num_due: int = 0
     """The number of records that were handed over and are not written yet."""
     is_said: bool = False
-    """True once the missed steps were reported."""
+    """True once the missed steps were logged."""
 
     @property
     def missed_text(self) -> str:
@@ -166,7 +166,7 @@ class Ring:
         self._asked.append(dump)
 
     def is_wanted(self, step: int) -> bool:
-        """Return True if a trigger asked for a step. A window that lies ahead does not include the steps before it."""
+        """Return True if a trigger asked for a step. A window of future steps does not include steps before it."""
         return step <= self._wanted_until and any(first <= step <= last for first, last in self._wanted)
 
     def put(self, staged: Staged, measured: Measured | None) -> None:
@@ -203,13 +203,13 @@ class Ring:
         return has_begun
 
     def end(self) -> bool:
-        """Let all steps pass, because no trigger can come any more; return True if a record is still to be written."""
+        """Give up the values of all waiting steps, as no trigger can come any more; return True if records are due."""
         for step in list(self._steps):
             self._pass(step)
         return bool(self.due)
 
     def done(self, due: Due, num_bytes: int, *, is_written: bool) -> None:
-        """Record that a record of a dump was written, or dropped and counted."""
+        """Note that a record of a dump was written, or was dropped and counted."""
         if due.dump is not None:
             due.dump.num_due -= 1
             self.has_changed = True
@@ -230,8 +230,8 @@ class Ring:
         now = self._now
         if now is not None and step < now:
             if step >= now - self._before - _SET_BACK:
-                return  # the record comes a little late
-            self.end()  # the program has set its steps back, so that no held step would ever be old
+                return  # the record is only a little late
+            self.end()  # the program has set its steps back, so that no waiting step would ever be old
         self._now = step
         self._close_dumps()
         self._let_pass(step)
@@ -242,7 +242,7 @@ class Ring:
         self._open = [dump for dump in self._open if not dump.is_over]
 
     def _let_pass(self, now: int) -> None:
-        """Let the steps before the window pass, except recent ones for which there is room."""
+        """Release the steps before the window, except recent steps for which there is room."""
         old = [step for step in self._steps if step + self._before < now]
         if not old:
             return
@@ -258,7 +258,7 @@ class Ring:
             used_bytes -= step_bytes
 
     def _pass(self, step: int) -> None:
-        """Give up the values of a step, but write the statistics that a rule asks for."""
+        """Release the values of a step, but write the statistics that a rule asks for."""
         self._passed.append(step)
         num_rows = 0
         for staged, measured in self._steps.pop(step).records:
@@ -276,7 +276,7 @@ class Ring:
         return next((dump for dump in reversed(self.dumps) if dump.first_step <= step <= dump.last_step), None)
 
     def _give(self, record: _HeldRecord, dump: Dump) -> None:
-        """Hand a record with its statistics to the shards, or drop it if dumps have used up all their bytes."""
+        """Hand a record with its statistics to the shards, or drop it if dumps have used up their bytes."""
         staged = record.staged
         num_bytes = staged.block.data.nbytes
         if self._asked_bytes + num_bytes > self._max_bytes:

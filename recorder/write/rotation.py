@@ -1,6 +1,6 @@
 """One kind of shard in a writer directory: the batch that is being filled, and the file that is being written.
 
-This module raises no error of the disk: it drops rows with a reason, and leaves the disk alone for a while.
+This module raises no error of the disk: it drops rows with a reason, and pauses before it uses the disk again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .rows import BuiltBatch, RowBatch
 from .settings import WriteSettings
 
 _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""The errors of a sync that lacked a descriptor or memory; the sync may be tried again."""
+"""The errors of a sync that was short of a descriptor or memory. Such a sync may be tried again."""
 
 
 class RotatingShards:
@@ -130,7 +130,7 @@ class RotatingShards:
         self._step = step
 
     def ran_out_of_memory(self, error: MemoryError) -> str:
-        """Take no rows for a while, as after an error of the disk; return the reason for the ledger."""
+        """Take no rows for a while, as after an error of the disk; return the ledger's reason for it."""
         self._notices.failed("the writer has no memory; rows are dropped", error)
         self._backoff.failed(NO_MEMORY)
         return NO_MEMORY
@@ -234,14 +234,14 @@ class RotatingShards:
             self._leave_shard(self._shard)
 
     def _write(self, built: BuiltBatch) -> str | None:
-        """Write a batch; return the reason if its rows must be dropped, or None."""
+        """Write a batch; return None, or the reason if its rows must be dropped."""
         reason = self._refuse(
             self._layout.max_message_bytes(built.batch) + (built.payload.nbytes if built.payload else 0)
         )
         if reason is not None:
             self._backoff.failed(reason)
             return reason
-        for _ in range(2):  # a second time in another shard, because the first may have reached a size limit
+        for _ in range(2):  # tried a second time in another shard, because the first may have reached a size limit
             try:
                 self._append(built)
             except OSError as error:
@@ -293,7 +293,7 @@ class RotatingShards:
             shard.append(batch, ledger, crcs=built.crcs, payload=built.payload)
         except OSError:
             raise
-        except BaseException:  # a shard whose footer might contradict it gets no footer
+        except BaseException:  # a footer might now contradict the batches
             self._leave_shard(shard)
             raise
         self._ledger.add_written(batch.num_rows)
@@ -311,14 +311,14 @@ class RotatingShards:
         if self._index is not None:
             try:
                 self._index.add(batch)
-            except MemoryError:  # the rows are written, so they must not be counted as lost
+            except MemoryError:  # the rows are written, so they may not count as lost
                 self._index = None
 
     def _begin_shard(self) -> BatchFile:
         name = shard_name(self._kind, self._next_number)
         path = self._directory / open_name(name)
         is_direct = self._settings.direct_io == "auto"
-        self._next_number += 1  # even after a failure, so that a taken name is not tried again
+        self._next_number += 1  # also after a failure, so that a taken name is not tried again
         shard = BatchFile(self._disk, path, self._layout, self._memory, is_direct=is_direct)
         self._index = Index() if self._has_index else None
         if self._kind == "stats" and self._settings.seal_stats_s:

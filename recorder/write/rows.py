@@ -28,7 +28,7 @@ NOT_MEASURED = Measured()
 _LAYOUT_COLUMNS = ("global_shape", "offsets", "placements", "mesh", "layout_source")
 _TEXT, _BYTES = "string", "binary"
 _TYPES = {str(field.type): field.type for field in SCHEMA}
-"""The types by name, because Arrow builds a type's name again whenever the type is hashed or compared."""
+"""The column types by name, because Arrow builds a type's name again whenever the type is hashed or compared."""
 _FIELDS = [(field.name, str(field.type)) for field in SCHEMA]
 _NUMPY_NAMES = {"int32": "i4", "int64": "i8", "double": "f8"}
 _VARIED = {field.name for field in SCHEMA if field.type == pa.float64()} | {"fingerprint", "units"}
@@ -41,14 +41,14 @@ _WHY_NOT = "why_not"
 _OF_MEASURED = tuple(_WHY_NOT if name == "note" else name for name in Measured._fields)
 _OF_PAYLOAD = ("part", "flat_offset", "encoding", "payload_bytes")
 _CELLS = (*_OF_MEASURED, *Staged._fields, *_OF_PAYLOAD)
-"""The cells of a row that waits for its batch."""
+"""The values, by column, of a row that waits for its batch."""
 _NO_PAYLOAD = (0, 0, None, None)
 MAX_ROWS = 4096
 """The most rows of a batch."""
 
 
 def max_payload_bytes(batch_bytes: int) -> int:
-    """Return the most payload bytes of a batch: it is full at `batch_bytes`, but an empty batch takes any part."""
+    """Return the most payload bytes of a batch: it is full at `batch_bytes`, but if empty it takes any part."""
     return max(batch_bytes, max_encoded_bytes(PART_BYTES))
 
 
@@ -228,7 +228,7 @@ class _Column(NamedTuple):
 
 
 def _constant(type_name: str, value: Any, num_rows: int) -> _Column:
-    """Return a column of one repeated value, as most columns are; a cached column is faster than a new one."""
+    """Return a column of one repeated value, as most columns are. It is cached, as making a new one is slower."""
     make = _make_constant if num_rows <= _CACHED_ROWS else _make_constant.__wrapped__
     return make(type_name, value, num_rows)
 
@@ -271,10 +271,10 @@ def _number_array(values: Sequence[Any], type_name: str) -> pa.Array:
     validity = None
     try:
         data = np.array(values, _NUMPY_NAMES[type_name])
-        has_gaps = bool(np.isnan(data).any())  # numpy makes NaN of None in a column of floats, and refuses it in others
+        has_gaps = bool(np.isnan(data).any())  # numpy turns None into NaN in a float column, and refuses None in others
     except TypeError:
         has_gaps = True
-    if has_gaps:  # a search for None among floats takes as long as making the column
+    if has_gaps:  # a search for None among floats is as slow as making the column
         validity = _validity(values)
         data = np.array([0 if value is None else value for value in values], _NUMPY_NAMES[type_name])
     return pa.Array.from_buffers(_TYPES[type_name], len(values), [validity, pa.py_buffer(data)])
@@ -303,7 +303,7 @@ def _texts(data: bytes, lengths: Iterable[int], values: Sequence[Any], type_name
 
 
 def _utf8(text: str) -> bytes:
-    # A module's name may have half a surrogate pair; one name of this kind must not cost the complete batch.
+    # A module's name may contain half a surrogate pair, and one such name must not cost the complete batch.
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -327,7 +327,7 @@ def _layout_columns(chunk: Chunk | None) -> tuple[str | None, ...]:
 
 
 def _merge_notes(staged: str | None, measured: str | None) -> str | None:
-    """Return the row's note: the note of capture, plus the reason for missing statistics (``word:detail``) as a key."""
+    """Return the row's note: capture's note, with the reason for missing statistics (``word:detail``) as a key."""
     if measured is None:
         return staged
     key, _, detail = measured.partition(":")

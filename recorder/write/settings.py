@@ -18,13 +18,14 @@ class WriteSettings:
     shard_rows: int = 65536
     """The number of rows at which a shard ends."""
     seal_stats_s: float = 0.0
-    """The time after which a shard of statistics ends; 0: when it is full. Set it if open shards are sent elsewhere."""
+    """The seconds after which a shard of statistics ends; 0: when it is full. Set it if open shards are sent elsewhere.
+    """
     batch_bytes: int = 8 << 20
-    """The size of its payload at which a batch is written."""
+    """The payload bytes at which a batch is written."""
     codec: str = "auto"
     """``auto``, ``none`` or ``zstd``; see `format.codec`."""
     codec_level: int = 1
-    """zstd's level."""
+    """The compression level of zstd."""
     max_bytes: int = 16 << 30
     """The bytes of disk that the rank may use, including earlier writers; a quarter of them is for statistics."""
     keep_newest: int = 0
@@ -32,7 +33,7 @@ class WriteSettings:
     keep_steps: str = ""
     """A schedule of steps that retention never deletes; empty for none."""
     permissions: str = "owner"
-    """The other users who may read the files: ``owner`` for none, ``group``, ``all``."""
+    """Who else may read the files: ``owner`` (nobody else), ``group`` or ``all``."""
     min_free_bytes: int = 2 << 30
     """The bytes of the file system that are left free for other users."""
     on_quota: str = "retire"

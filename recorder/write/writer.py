@@ -44,15 +44,16 @@ _log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
-"""The shortest and longest pause of an idle writer. Blocking on the queue would cost each `put` 8 us, not 0.1. After
-small records the writer takes the longer pause at once: switching threads costs as much as several small records."""
+"""The shortest and longest pause of an idle writer. If it blocked on the queue, each `put` would cost 8 us, not 0.1.
+After small records the writer makes the longer pause, as a thread switch costs as much as several small records.
+"""
 _TELL_S = 1.0
-"""The time between two updates of the manifest on the progress of a dump."""
+"""The seconds between two updates of a dump's progress in the manifest."""
 _MAX_FAILURES = 3
 _SEAL_SHARE = 0.25
-"""The share of `close`'s deadline that is kept for the last batch and the seals."""
+"""The share of `close`'s deadline that is reserved for the last batch and the seals."""
 _LAST_SHARE = 0.125
-"""The share of `close`'s deadline that is kept for the last ledger, after hanging syncs were given up."""
+"""The share of `close`'s deadline that is reserved for the last ledger, after hanging syncs were given up."""
 _MOST_TOGETHER = 256
 """The most small records that are taken together; their work takes about a millisecond."""
 _SMALL_KEEPS = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
@@ -61,12 +62,12 @@ _UNMEASURABLE = Measured(note="no_statistics:error")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseReport:
-    """The end of the writer: what it wrote, and why it stopped."""
+    """What the writer wrote until its end, and why it stopped."""
 
     is_complete: bool
-    """True if every record that was put is in a sealed shard, or was dropped before with a reason."""
+    """True if every record is in a sealed shard, or was dropped with a reason before the end."""
     directory: Path | None
-    """The writer's directory; None if the writer never had a directory."""
+    """The writer's directory; None if it was never made."""
     ledger: Mapping[str, Any]
     """The final ledger: ``observed``, ``written``, ``dropped`` by reason, ``retired``."""
     error: WriteError | None
@@ -87,7 +88,7 @@ class WriterStats:
 
 
 class _Drain:
-    """A mark in the queue; when the writer reaches it, all records that were put before it are made durable."""
+    """A mark in the queue. When the writer reaches it, all records that were put before the mark are made durable."""
 
     def __init__(self) -> None:
         self.is_durable = False
@@ -98,7 +99,7 @@ _Item = Staged | Due | _Drain
 
 
 def _is_small(item: _Item | None) -> TypeGuard[Staged]:
-    """Return True if an item is a small record that has arrived, so that it may be measured together with others."""
+    """Return True if an item is a small record that has arrived, so that it may be measured along with others."""
     return (
         type(item) is Staged
         and item.keep in _SMALL_KEEPS
@@ -111,7 +112,7 @@ def _is_small(item: _Item | None) -> TypeGuard[Staged]:
 class Writer:
     """Owns the writer thread, the files of one writer directory and the ledger.
 
-    A forked child may drop the writer: nothing runs, locks or flushes when it is collected.
+    A forked child may drop the writer: its garbage collection runs no code, takes no lock and flushes nothing.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Writer:
         self._thread.start()
 
     def hold(self, window: RingWindow, room: Room) -> None:
-        """Make records with `KEEP_RING` wait for a trigger. Called before `start`."""
+        """Make records with `KEEP_RING` wait for a trigger in a ring. Called before `start`."""
         settings = self._settings
         self._ring = Ring(
             window=window,
@@ -334,8 +335,9 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            # The thread has training's priority: at nice 10 it starves where all cores train, until the pool is full
-            # and training waits for it (a step 1.53 times as long, against 1.40, and 1 GiB of memory against 0.1).
+            # The thread has the priority of training. At nice 10 it starves if training uses all cores, until the pool
+            # is full and training waits: a step then takes 1.53 times as long, instead of 1.40, and 1 GiB of memory
+            # instead of 0.1.
             target = self._resolve_dir()
             self._take_manifest()
             self._writer_directory.claim(target)
@@ -434,7 +436,7 @@ class Writer:
 
     def _measured_together(self, records: Sequence[Staged]) -> Sequence[Measured]:
         if self._measure_small is not None:
-            with contextlib.suppress(Exception):  # then each is measured alone, which logs the error
+            with contextlib.suppress(Exception):  # then each record is measured alone, which logs the error
                 return self._measure_small(records)
         return [self._measured(staged) for staged in records]
 
@@ -494,13 +496,13 @@ class Writer:
                 self._ledger.drop(drop_reason, staged.num_parts)
 
     def _ring_ends(self) -> bool:
-        """End the ring, once the queue is empty; return True if there is still a record to write."""
+        """End the ring, once the queue is empty; return True if it has handed over records to write."""
         self._ending()
         self._begin_dumps()
         return self._ring is not None and (bool(self._ring.due) or self._ring.end())
 
     def _begin_dumps(self) -> None:
-        """Begin the dumps that were asked for, and from time to time let the manifest show the progress of dumps."""
+        """Begin the dumps that were asked for, and from time to time update their progress in the manifest."""
         ring = self._ring
         if ring is None:
             return
@@ -511,7 +513,7 @@ class Writer:
             self._writer_directory.mark_stale()
 
     def _refuses(self, kind: str) -> str | None:
-        """Return why records of a kind are dropped for now, and show the reason to training; None if they are taken."""
+        """Return why records of a kind are dropped for now, and let training know; None if they are taken."""
         refusal = self._writer_directory.refusal(kind)
         if refusal is not None:
             self.refused = {**self.refused, kind: refusal}
@@ -522,7 +524,7 @@ class Writer:
 
         Args:
             staged: the record.
-            due: the record as it came from the ring, where it was waited for and shown to `saw`; None if it did not.
+            due: the record as the ring returned it, measured and passed to `saw`; None if it was not in the ring.
 
         Returns:
             Whether all rows of the record were taken.
@@ -589,7 +591,7 @@ class Writer:
             return _UNMEASURABLE
 
     def _tick(self) -> None:
-        """Record that the thread is alive, and do work that is due by the clock. Not called within a record's part."""
+        """Note that the thread is alive, and do work that is due by the clock. Not called within a record's part."""
         self.last_progress_s = now = self._clock()
         if now < self._next_look_s:
             return

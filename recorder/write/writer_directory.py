@@ -1,6 +1,7 @@
 """One writer directory: its claim, its manifest, its two kinds of shard and retention. Writer thread only.
 
-This module raises no error of the disk: errors end in the ledger and the log. Any other exception is a bug of ours.
+This module raises no error of the disk: such errors go to the ledger and the log. Any other exception is a bug of the
+recorder.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _BATCHES_PER_SHARD = 4
 _ROW_BYTES = 512
 """The approximate bytes that a row takes without its payload."""
 _MAX_NAMES = 20
-"""The number of directory names that may be taken before the next taken name is an error."""
+"""The most directory names that may be taken before the claim fails with an error."""
 _NO_STEPS = Schedule("", ())
 _LIGHT_BYTES = 4 << 20
 """The bytes of memory for a batch without payloads; the memory grows if a batch needs more."""
@@ -58,7 +59,7 @@ class RunTarget:
 
     run_dir: Path
     run_manifest: dict[str, Any]
-    """The content of `_run.json`, which the run's first writer creates."""
+    """The content of `_run.json`, which the first writer of the run creates."""
     rank: int
     attempt: int
     named: Callable[[str], None] = lambda name: None
@@ -114,7 +115,7 @@ class WriterDirectory:
 
     @property
     def num_pending_rows(self) -> int:
-        """The number of rows that were taken and are not written yet."""
+        """The number of rows that wait to be written."""
         return sum(shards.num_pending_rows for shards in self.shards_by_kind.values())
 
     def claim(self, target: RunTarget) -> None:
@@ -196,7 +197,7 @@ class WriterDirectory:
             shards.restart()
 
     def abandon_open(self) -> None:
-        """Close the files that were not closed properly, because the process may live on."""
+        """Close files that were left open, because the process may live on."""
         for shards in self.shards_by_kind.values():
             shards.abandon_open()
         self._status.close()
@@ -255,7 +256,7 @@ class WriterDirectory:
             try:
                 self._disk.make_directory(directory)
             except FileExistsError:
-                # NFS raises this too, when it repeats a request that has succeeded; another name costs nothing.
+                # NFS also raises this when it repeats a request that has succeeded; another name costs nothing.
                 if self._num_names_left == 0:
                     raise
                 self._num_names_left -= 1
@@ -307,7 +308,7 @@ class WriterDirectory:
                     encoder=encoder,
                     batch_bytes=min(settings.batch_bytes, max_batch_bytes),
                     max_rows=min(MAX_ROWS, max(1, max_batch_bytes // _ROW_BYTES)),
-                    is_payload_apart=compression is None,  # else Arrow compresses it, into a copy
+                    is_payload_apart=compression is None,  # else Arrow compresses the payload, which makes a copy
                 ),
                 layout=IpcFormat(SCHEMA, compression),
                 has_index=has_index,
@@ -328,7 +329,7 @@ class WriterDirectory:
         return {"tensors": tensors, "stats": open_shards("stats", "zstd", has_index=False)}
 
     def _look_at_io(self) -> None:
-        """Record in the manifest whether writes bypass the page cache, once the file system has shown it."""
+        """Record in the manifest whether writes bypass the page cache, once the first writes have shown it."""
         seen = {shards.is_direct for shards in self.shards_by_kind.values()} - {None}
         if not seen:
             return
@@ -349,7 +350,7 @@ class WriterDirectory:
             self._encoder.is_hurried = share < (_FREE if self._encoder.is_hurried else _CROWDED)
         if self._encoder.has_rested and not self._has_said_rest:
             self._has_said_rest = self._is_manifest_stale = True
-            if self._target is not None and self._target.rank == 0:  # one line for each run: every manifest has it
+            if self._target is not None and self._target.rank == 0:  # once per run: every manifest has the fact
                 tell(logging.getLogger(__name__), lambda: [_RESTS], 0.0)
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
@@ -380,7 +381,7 @@ class WriterDirectory:
         return True
 
     def _count_earlier(self, quota: Quota, shards: Sequence[EarlierShard]) -> None:
-        """Count the shards of processes that have ended, because the quota is for all writers of the rank."""
+        """Count the shards of processes that have ended: the quota covers all writers of the rank."""
         for shard in shards:
             is_kept = False
             if self._settings.keep_steps:
@@ -411,8 +412,8 @@ class WriterDirectory:
     def _retire(self, kind: str, shards: Sequence[HeldShard], *, is_urgent: bool) -> None:
         """Delete shards of this writer, once the manifest on the disk counts them as retired.
 
-        If the disk refuses the manifest, urgent deletions go on, because the disk may be full, and the next batch has
-        the count. Shards that are merely old are not deleted then.
+        If the disk refuses the manifest, shards that are merely old are kept. Urgent deletions still happen, because
+        the disk may be full; the ledger in the next batch counts them.
         """
         num_rows = sum(held.shard.num_rows for held in shards)
         num_bytes = sum(held.shard.num_bytes for held in shards)
@@ -421,7 +422,7 @@ class WriterDirectory:
             self._ledger.add_retired(-num_rows, -num_bytes)
             return
         for held in shards:
-            path = held.shard.path  # a shard that was published while the directory could not be synced has both names
+            path = held.shard.path  # a shard published while the directory could not be synced has both names
             names = (open_name(path.name), path.name, index_name(path.name))
             self._delete(kind, held, [path.with_name(name) for name in names])
 
@@ -436,7 +437,7 @@ class WriterDirectory:
             noted["rows"] += content.num_rows
             noted["bytes"] += shard.num_bytes
             if content.ledger.get("observed", -1) > noted.get("ledger", {}).get("observed", -1):
-                noted["ledger"] = content.ledger  # a killed writer's newest ledger may be only in this shard
+                noted["ledger"] = content.ledger  # only this shard may have a killed writer's newest ledger
         return self._describe()
 
     def _delete(self, kind: str, held: HeldShard, paths: Sequence[Path]) -> None:

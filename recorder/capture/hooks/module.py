@@ -164,7 +164,7 @@ class HookedModule:
         return leaf
 
     def unit_dim(self, rule_set: int, site: str, name: str) -> int:
-        """Return the dim along which a value of the module has units; a negative dim counts from the last dim."""
+        """Return the dim of a value along which its units (as neurons) lie; a negative dim counts from the last."""
         return unit_dim_of(self.capture.selection, rule_set, self._owner(), site, name)
 
     def _enter(self) -> _Call:

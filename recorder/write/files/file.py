@@ -27,9 +27,9 @@ from ...native import address
 from ...system.processes import Descriptor, private_memory, require_ours
 
 GRAIN_BYTES = 4096
-"""The divisor of the addresses, lengths and offsets of direct writes; no common disk needs a larger one."""
+"""The alignment in bytes of the addresses, lengths and offsets of direct writes; no common disk needs more."""
 HEAD_BYTES = 2 * GRAIN_BYTES
-"""The room before an appended part. Arrow writes the schema there before each message, and the tail replaces it."""
+"""The bytes before an appended part. Arrow writes the schema there, and the previous tail overwrites it."""
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
 """The mode of a new file by the setting `permissions`."""
 _NO_PROGRESS_LIMIT = 3
@@ -39,7 +39,7 @@ _AT_CWD, _NO_REPLACE = -100, 1
 class Disk:
     """The disk as the writer sees it. Every method may raise OSError, and may block.
 
-    If other code has closed a descriptor, its use raises EBADF, even if its number has a new meaning.
+    If other code has closed a descriptor, its use raises EBADF, even if the number is another file's now.
     """
 
     file_mode = 0o600
@@ -55,7 +55,7 @@ class Disk:
         mode = self.file_mode | (self.file_mode & 0o444) >> 2
         os.mkdir(path, mode)
         if self.file_mode != Disk.file_mode:
-            with contextlib.suppress(OSError):  # the setting `permissions` overrules the umask
+            with contextlib.suppress(OSError):  # a umask must not restrict the setting `permissions`
                 os.chmod(path, mode)
 
     def remove_directory(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class Disk:
         require_ours(descriptor)
         os.close(descriptor)
         if self.keeps_reserve and self._reserve is None:
-            with contextlib.suppress(OSError):  # a memfd, because /dev/null could be open elsewhere
+            with contextlib.suppress(OSError):  # a memfd, which no other code can have open, unlike /dev/null
                 self._reserve = Descriptor.of(os.memfd_create("recorder-reserve", os.MFD_CLOEXEC))
 
     def release_reserve(self) -> None:
@@ -150,7 +150,7 @@ class Disk:
             raise OSError(code, os.strerror(code), str(path), None, str(final))
 
     def replace(self, path: Path, final: Path) -> None:
-        """Give a file its final name, even if another file has the name; a crash leaves one of the two files."""
+        """Give a file its final name and replace any other file of the name. A crash leaves one of the two files."""
         os.replace(path, final)
 
     def is_same(self, path: Path, final: Path) -> bool:
@@ -223,7 +223,7 @@ class AppendFile:
         return self._grain > 1
 
     def next_start(self, nbytes: int) -> int:
-        """Return the position for the next part, of at most `nbytes`; `append` overwrites the bytes before it."""
+        """Return the position for the next part, of at most `nbytes`. `append` overwrites the bytes before the part."""
         self._memory.reserve(HEAD_BYTES + nbytes + 2 * GRAIN_BYTES)
         return HEAD_BYTES + len(self._tail)
 
@@ -240,7 +240,7 @@ class AppendFile:
         self.end += nbytes
 
     def gap(self, lead_bytes: int) -> int:
-        """Return the padding after `lead_bytes` of the next part that leads to a multiple of `GRAIN_BYTES`."""
+        """Return the padding that after `lead_bytes` of the next part leads to a multiple of `GRAIN_BYTES`."""
         return -(self.end + lead_bytes) % GRAIN_BYTES
 
     def append_bytes(self, data: bytes) -> None:
@@ -273,7 +273,7 @@ class AppendFile:
         self.end += len(lead) + len(values) + len(trail)
 
     def sync(self) -> None:
-        """Make the appended bytes survive a loss of power; the first call also makes the file's name durable."""
+        """Make the appended bytes durable; the first call also makes the file's name durable."""
         self._sync_content()
         if not self._is_name_durable:
             self._disk.persist_directory(self.path.parent)
@@ -379,7 +379,7 @@ def name_newly(disk: Disk, path: Path, final: Path) -> bool:
     try:
         disk.link(path, final)
     except FileExistsError:
-        if not disk.is_same(path, final):  # NFS may repeat a request that has succeeded
+        if not disk.is_same(path, final):  # NFS may repeat a request that has succeeded already
             raise
     except OSError as refusal:
         try:
@@ -403,7 +403,7 @@ _SYNC_AT_END_S = 0.2
 
 
 class StuckError(TimeoutError):
-    """Raised when an earlier sync has not returned, so that nothing was synced; the call may be repeated."""
+    """Raised when an earlier sync has not returned. Nothing was synced, and the call may be repeated."""
 
 
 class SyncThread:
@@ -416,7 +416,7 @@ class SyncThread:
         self._given_up: _Sync | None = None
 
     def hurry(self, until_s: float) -> None:
-        """Set the time of `time.monotonic` after which no sync is waited for. Any thread."""
+        """Set the time of `time.monotonic` after which nobody waits for a sync. Any thread."""
         self._until_s = until_s
 
     def do(self, sync: Callable[[], None]) -> None:
@@ -437,7 +437,7 @@ class SyncThread:
         left_s = self._until_s - time.monotonic()
         longest_s = (
             min(_LONGEST_SYNC_S, max(left_s, _SHORTEST_SYNC_S)) if left_s > 0 else _LONGEST_SYNC_S
-        )  # past `until_s`, nobody waits for the recording to end
+        )  # no more waiting after `until_s`, as the recording must end
         if not request.is_done.wait(longest_s):
             self._given_up = request
             raise TimeoutError(errno.ETIMEDOUT, f"a sync has not come back within {longest_s:.1f} s")
@@ -454,7 +454,7 @@ class SyncThread:
     def _runs(self) -> bool:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="recorder-sync", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread is left: the writer syncs itself
+            with contextlib.suppress(RuntimeError):  # no thread can be started: the writer syncs itself
                 thread.start()
                 self._thread = thread
         return self._thread is not None

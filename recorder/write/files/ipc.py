@@ -1,6 +1,6 @@
 """Turns batches into the bytes of an Arrow IPC file. Touches no file.
 
-Arrow's own file writer would call back into Python for every buffer, 100 times a batch: 5 times the CPU, and as many
+Arrow's own file writer would call back into Python for every buffer, 100 times a batch: 5 times the CPU time, and 100
 hand-overs of the GIL. So each batch is written as a stream into memory in one call. A file differs from a stream only
 in its footer, whose list of batches is filled in here.
 """
@@ -23,13 +23,13 @@ _PREFIX_BYTES = 8
 """The bytes of the continuation mark and the length before a message's metadata."""
 _END_OF_STREAM = struct.pack("<II", 0xFFFFFFFF, 0)
 _FOOTER_BATCHES = 3
-"""The position of `recordBatches` in the table Footer of Arrow's File.fbs."""
+"""The index of `recordBatches` in the table Footer of Arrow's File.fbs."""
 _HEADER, _BODY_LENGTH, _BUFFERS = 2, 3, 2
-"""The positions of `header` and `bodyLength` in Arrow's table Message, and of `buffers` in RecordBatch."""
+"""The indexes of `header` and `bodyLength` in Arrow's table Message, and of `buffers` in RecordBatch."""
 _BUFFER = struct.Struct("<qq")
 """The layout of a buffer: its offset in the body, and its length."""
 _SLACK_BYTES = 64 << 10
-"""An upper bound of a message's bytes besides the batch: custom metadata, and zstd's frames around 100 buffers."""
+"""The most bytes that a message adds to its batch: custom metadata, and zstd's frames around 100 buffers."""
 
 
 class FooterBlock(NamedTuple):
@@ -44,7 +44,7 @@ class Payload(NamedTuple):
     """The values of the column `data` of a batch, to be written from their own memory."""
 
     values: npt.NDArray[np.uint8]
-    """The bytes, as many as the last of `ends`; their start is a multiple of `file.GRAIN_BYTES` in memory and file."""
+    """The bytes, as many as the last of `ends`; they start at a multiple of `file.GRAIN_BYTES` in memory and file."""
     ends: npt.NDArray[np.int64]
     """The column's offsets: a 0, then the end of each row's value."""
 
@@ -76,7 +76,7 @@ class IpcFormat:
     def write(
         self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], memory: npt.NDArray[np.uint8], start: int
     ) -> FooterBlock:
-        """Write the message of a batch at `start`. Arrow writes the schema before it, over the bytes there.
+        """Write the message of a batch at `start`. Arrow writes the schema before it, and overwrites the bytes there.
 
         Returns:
             The block, with its offset counted from `start`.
@@ -116,7 +116,7 @@ class IpcFormat:
         offsets, offsets_bytes, split, _ = struct.unpack_from("<4q", message, values - _BUFFER.size)
         content = np.frombuffer(message, np.uint8)[: metadata_bytes + body_bytes]
         content[metadata_bytes + offsets : metadata_bytes + offsets + offsets_bytes] = payload.ends.view(np.uint8)
-        lead_bytes = metadata_bytes + split  # the columns behind `data` come behind the payload
+        lead_bytes = metadata_bytes + split  # the columns after `data` come after the payload
         gap = gap_behind(lead_bytes)
         padding = -payload.nbytes % 8
         more = gap + payload.nbytes + padding
@@ -137,7 +137,7 @@ class IpcFormat:
         """
         footer = bytearray(self._footer)
         field = _footer_batches_field(footer)
-        footer += bytes((4 - len(footer)) % 8)  # the length takes 4 bytes, and the blocks must be aligned to 8
+        footer += bytes((4 - len(footer)) % 8)  # the length takes 4 bytes, and blocks are aligned to 8
         struct.pack_into("<I", footer, field, len(footer) - field)
         footer += struct.pack("<I", len(blocks)) + b"".join(struct.pack("<qi4xq", *block) for block in blocks)
         ending = bytearray(_END_OF_STREAM + footer + struct.pack("<i", len(footer)) + _MAGIC)
@@ -147,7 +147,7 @@ class IpcFormat:
 
 
 def _batch_fields(message: bytearray) -> tuple[int, int]:
-    """Return the positions of the first of a batch message's `buffers` and of its `bodyLength` (flatbuffers)."""
+    """Return the positions of the first entry of `buffers` and of `bodyLength` in a batch's message (flatbuffers)."""
     (root,) = struct.unpack_from("<I", message, _PREFIX_BYTES)
     root += _PREFIX_BYTES
     header = _field(message, root, _HEADER)
@@ -176,7 +176,8 @@ def _empty_footer(schema: pa.Schema) -> bytes:
 def _with_checksum(footer: bytes) -> bytes:
     """Put a new root table (flatbuffers) before a footer of Arrow, with the file's checksum as `custom_metadata`.
 
-    pyarrow writes this metadata since version 21, but version 20 is supported, too. The old root stays, unused.
+    pyarrow writes this metadata since version 21, but version 20 is supported, too. The old root stays in the bytes,
+    unused.
     """
     (old,) = struct.unpack_from("<I", footer, 0)
     strings = b"".join(
@@ -184,18 +185,18 @@ def _with_checksum(footer: bytes) -> bytes:
         for text in (FILE_CRC_KEY, NO_DIGITS)
     )
     head_bytes = 72 + len(strings)
-    head_bytes += -head_bytes % 8  # all that the old footer aligns to 8 bytes stays aligned
+    head_bytes += -head_bytes % 8  # keeps the old footer's 8-byte alignment
     version = struct.unpack_from("<h", footer, _field(bytearray(footer), old, 0))[0]
     vectors = []
     for number, slot in enumerate((24, 28, 32), start=1):  # schema, dictionaries, batches
         at = _field(bytearray(footer), old, number)
         vectors.append(head_bytes + at + struct.unpack_from("<I", footer, at)[0] - slot)
     value = 72 + 4 + -(-(len(FILE_CRC_KEY) + 1) // 4) * 4
-    head = struct.pack("<I7H2x", 20, 14, 24, 20, 4, 8, 12, 16)  # where the root is, and its vtable at 4
-    head += struct.pack("<i4Ih2x", 16, *vectors, 44 - 36, version)  # the root, at 20
-    head += struct.pack("<II", 1, 60 - 48)  # at 44 its metadata: one pair
-    head += struct.pack("<4H", 8, 12, 4, 8)  # at 52 the pair's vtable
-    head += struct.pack("<iII", 8, 72 - 64, value - 68)  # at 60 the pair; its texts stand at 72
+    head = struct.pack("<I7H2x", 20, 14, 24, 20, 4, 8, 12, 16)  # head: root table at 20; root's vtable at offset 4
+    head += struct.pack("<i4Ih2x", 16, *vectors, 44 - 36, version)  # the root table, at offset 20
+    head += struct.pack("<II", 1, 60 - 48)  # at offset 44 the root's metadata: one pair
+    head += struct.pack("<4H", 8, 12, 4, 8)  # at offset 52 the pair's vtable
+    head += struct.pack("<iII", 8, 72 - 64, value - 68)  # at offset 60 the pair; its texts are at offset 72
     return (head + strings).ljust(head_bytes, b"\0") + footer
 
 

@@ -1,7 +1,7 @@
 """Writes the documents of a writer, with the checksum at their start, and reads none.
 
 A manifest is written completely or not at all, and durably. `_status.json`, for people who watch the writer, is one
-block that the writer thread writes in place and never syncs.
+disk block, which the writer thread overwrites in place and never syncs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def create_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsync
 
 
 def _create_in_place(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> bool:
-    """Write a manifest in place, for a file system without links and exclusive renames; it is briefly incomplete."""
+    """Write a manifest in place, for a file system without links and exclusive renames; readers may see a part."""
     try:
         _write(disk, path, obj, unsynced)
     except FileExistsError:
@@ -109,11 +109,11 @@ def _report_unsynced(unsynced: Unsynced | None) -> Iterator[None]:
 
 
 _RECENT_S = 10.0
-"""The time in seconds over which rates are taken, because a step may take seconds."""
+"""The seconds over which rates are averaged; they are several, because a step may take seconds."""
 
 
 class StatusFile:
-    """The status file, which one write replaces in place, without sync or rename; the file takes one disk block."""
+    """The status file. One write replaces its one disk block in place, without sync or rename."""
 
     def __init__(self, disk: Disk, clock: Callable[[], float]) -> None:
         self._disk = disk
@@ -123,7 +123,7 @@ class StatusFile:
         """Samples of time, step and bytes written; the first sample is at least `_RECENT_S` old, once any sample is."""
 
     def write(self, directory: Path, status: Mapping[str, Any], *, written_bytes: int) -> None:
-        """Write the members of `status` (among them ``step``), and how fast the step and the bytes grow."""
+        """Write the members of `status`, among them ``step``, and the rates at which the step and the bytes grow."""
         status = {
             **status,
             "time_ns": time.time_ns(),
@@ -135,13 +135,13 @@ class StatusFile:
                 self._descriptor = self._disk.create(directory / STATUS)
             self._disk.write(self._descriptor, memoryview(encode_status(status)), 0)
         except OSError as error:
-            if error.errno == errno.EBADF:  # other code closed it: the next write creates a new file
+            if error.errno == errno.EBADF:  # other code closed the descriptor: the next write creates a new file
                 self._descriptor = None
                 with contextlib.suppress(OSError):
                     self._disk.unlink(directory / STATUS)
 
     def close(self) -> None:
-        """Close the file; a later `write` does nothing, because it finds the name taken."""
+        """Close the file. A later `write` does nothing, because the name is taken."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError):

@@ -27,7 +27,7 @@ _READ_ALONE = pa.ipc.IpcReadOptions(use_threads=False)
 
 
 class StoredShard(NamedTuple):
-    """A shard that is no longer written, sealed or left open."""
+    """A shard that is no longer written: it is sealed, or was left without a seal."""
 
     path: Path
     num_rows: int
@@ -35,7 +35,7 @@ class StoredShard(NamedTuple):
 
 
 class BatchFile:
-    """An IPC file whose batches carry number, ledger and checksums, and which ends with a seal."""
+    """An IPC file whose batches carry a number, the ledger and checksums, and which ends with a seal."""
 
     def __init__(self, disk: Disk, path: Path, layout: IpcFormat, memory: PageMemory, *, is_direct: bool) -> None:
         """Create the file at `path`, with its schema in it.
@@ -127,7 +127,7 @@ class BatchFile:
         self._file.sync()
 
     def seal(self, final: Path, ledger: Mapping[str, object]) -> None:
-        """Write seal and footer, and publish the file under the path `final`."""
+        """Write the seal and the footer, and publish the file under the path `final`."""
         number = self.num_batches
         schema = self._layout.schema
         empty = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
@@ -140,7 +140,7 @@ class BatchFile:
         if not self.num_rows:
             self.discard()
             return None
-        if not self.is_sick:  # after a failed sync the file is left alone
+        if not self.is_sick:  # after a failed sync the file is not touched again
             with contextlib.suppress(OSError):
                 self._file.cut_back()
         with contextlib.suppress(OSError):
