@@ -1,1 +1,1 @@
-"""The format of a run on disk: the only thing that the writing and the reading half share. FORMAT.md specifies it."""
+"""The format of a run on disk, and the only code that writing and reading share. FORMAT.md specifies it."""

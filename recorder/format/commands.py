@@ -1,10 +1,10 @@
-"""Commands to a run that is under way, the answers of its writers, and the rules that result from both.
+"""Commands to a run that is under way, the answers of its writers, and the rules in force as a result.
 
 A command is one small immutable file, ``_commands/000001.json``. A writer answers in its manifest and its status.
 
-A command names the steps that it is for, which lie ahead when it is sent, so that all ranks act at the same steps
-without communication. A command selects what is recorded, and nothing else: it never contains a path, a size or
-code. Nothing here touches a file; `storage.commands` sends and finds commands.
+A command names the steps to which it applies, which lie ahead when it is sent, so that all ranks act at the same steps
+without communication. A command only selects what is recorded: it never contains a path, a size or code. Nothing here
+touches a file; `storage.commands` sends and finds commands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rundir import Members, check_version, encode_manifest
 
 COMMANDS = "_commands"
 COMMAND_BYTES = 4096
-"""The size of the largest command; a larger file is no command."""
+"""The size in bytes of the largest command; a larger file is not taken for a command."""
 MAX_COMMANDS = 4096
 """The highest number of a command in a run."""
 
@@ -56,19 +56,21 @@ class Command:
     by: str = ""
     """The text that names the sender: a user and a host, or a rank."""
     attempt: int = 0
-    """The highest attempt of the job when the command was sent, as a ``dump`` is not repeated after a restart."""
+    """The highest attempt of the job when the command was sent; a later attempt does not repeat a ``dump``."""
     created_ns: int = field(default_factory=time.time_ns)
     """The time at which the command was made, by the sender's clock."""
     id: str = field(default_factory=lambda: urandom(8).hex())
-    """The id of the command. A command that was carried twice has two numbers and one id, and is done once."""
+    """The id of the command. A command that was carried to another node may have two numbers; by its id it is done
+    once.
+    """
     number: int = 0
-    """The command's number in the run, from the name of its file; 0 until it is sent."""
+    """The command's number in the run, from its file's name; 0 before it is sent."""
 
     def includes(self, step: int) -> bool:
         return self.from_step <= step and (self.to_step is None or step <= self.to_step)
 
     def encode(self) -> bytes:
-        """Return the text of the file. CommandError: no writer would take the command, or its text is too long."""
+        """Return the text of the file. CommandError: writers would refuse the command, or its text is too long."""
         if (problem := problem_of(self)) is not None:
             raise CommandError(problem)
         members = {
@@ -94,7 +96,7 @@ class Command:
 
 
 def command_name(number: int) -> str:
-    """Return `000001.json`: the command of a number."""
+    """Return the file name of the command with a number, such as `000001.json`."""
     return f"{number:06d}.json"
 
 
@@ -105,7 +107,7 @@ def parse_command_name(name: str) -> int | None:
 
 
 def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
-    """Return the command in untrusted JSON. CommandError: it cannot be done; the message begins with `where`."""
+    """Return the command in untrusted JSON. CommandError: writers would refuse it; the message begins with `where`."""
     try:
         check_version(raw, where)
     except RunError as error:
@@ -123,7 +125,7 @@ def read_command(raw: dict[str, Any], where: str, number: int) -> Command:
 
 
 def problem_of(command: Command) -> str | None:
-    """Return why no writer would take a command; None for a command that writers would take."""
+    """Return why writers would refuse a command; None if they would take it."""
     if command.kind not in KINDS:
         return f"unknown kind {command.kind[:40]!r}; this version knows {', '.join(KINDS)}"
     if not 0 <= command.from_step < _MAX_STEP or (command.to_step is not None and command.to_step >= _MAX_STEP):
@@ -160,7 +162,7 @@ def _problem_of_rules(command: Command) -> str | None:
             return f"{rule.text!r} keeps a ring, whose memory is set apart as a run starts; keep=tensor writes at once"
         patterns = (*rule.module, *rule.cls, *rule.name)
         if any(pattern.removeprefix("!").startswith(EXPRESSION) for pattern in patterns):
-            # Python's own may take for ever with some expressions, and it would be training that waits.
+            # Python's `re` may run for ever with some expressions, and training would have to wait.
             return f"{rule.text!r} has a regular expression; in a run under way rules have names and * ? [] alone"
     return None
 
@@ -168,9 +170,10 @@ def _problem_of_rules(command: Command) -> str | None:
 WAITING, IN_FORCE, ENDED, MISSED, REFUSED = "waiting", "in force", "ended", "missed", "refused"
 STATES = (WAITING, IN_FORCE, ENDED, MISSED, REFUSED)
 """The states of a command at a writer: its steps lie ahead; it is in force; it is over; the writer learned of it after
-all its steps; the writer refuses it. A later version may have more states."""
+all its steps; the writer refuses it. A later version may add states.
+"""
 _PROGRESS = (WAITING, IN_FORCE)
-"""The states that may be followed by another state, in their order."""
+"""The states that another state may follow, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +186,7 @@ class Answer:
     state: str
     """One of `STATES`."""
     since: int | None = None
-    """The first step at which this writer does it; later than the command's own if the writer learned of it late."""
+    """The first step at which this writer obeys; after the command's first step if the writer learned of it late."""
     until: int | None = None
     why: str = ""
     """The reason why the command was missed or refused, or its result, as a sentence."""
@@ -210,14 +213,14 @@ class Answer:
         return {name: value for name, value in members.items() if value is not None}
 
     def is_before(self, other: Answer) -> bool:
-        """Whether this answer of a writer came before another answer to the same command."""
+        """Whether a writer gave this answer before another answer of its to the same command."""
         known = len(_PROGRESS)
         one, two = (_PROGRESS.index(of.state) if of.state in _PROGRESS else known for of in (self, other))
         return one < two
 
     @classmethod
     def read(cls, members: Members) -> Answer:
-        """Read untrusted JSON."""
+        """Return the answer in untrusted JSON."""
         answer = cls(**members.plain(cls))
         return replace(answer, why=answer.why[:_MAX_TEXT], by=answer.by[:_MAX_TEXT])
 
@@ -237,7 +240,7 @@ def rules_in_force(rules: Sequence[Rule], answers: Iterable[Answer]) -> list[Rul
 
 
 Span = tuple[int, int | None]
-"""The first and the last step of a span; None for a span without an end."""
+"""The first and the last step of a span; the last is None for a span without an end."""
 
 
 def _at(rule: Rule, spans: Sequence[Span]) -> Rule:

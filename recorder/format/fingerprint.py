@@ -1,7 +1,8 @@
 """64 bits of a tensor's value that add up over the chunks of a tensor, however the tensor is cut.
 
 F = sum over elements of (bits as a signed integer) * product over dims of C_d ** (index along d), modulo 2**64, where d
-counts from the last dim and indices are those in the global tensor. FORMAT.md, section "Fingerprint", is the norm.
+counts from the last dim, and indices are positions in the global tensor. Section "Fingerprint" of FORMAT.md is the
+specification.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from ..numerics.dtypes import flat_boxes
 
 MODULUS = 1 << 64
 _WORD_BYTES = 4
-"""The size of a word; wider elements count as words, as the sign bits of a negated tensor cancel in a 64-bit sum."""
+"""The bytes of a word. Wider elements are split into words: in a 64-bit sum, the sign bits of a negated tensor cancel.
+"""
 _BLOCK_ITEMS = 1 << 15
-"""The number of elements multiplied at once; values and weights together stay in the second-level cache."""
+"""The number of elements multiplied at a time; values and weights together stay in the second-level cache."""
 
 _COMPILED_BLOCK_ITEMS = 1 << 12
 """The number of items of a block of the compiled loops, whose weights stay in the first-level cache."""
@@ -36,7 +38,7 @@ def fingerprint(
     offsets: tuple[int, ...] | None = None,
     kernels: Kernels | None = None,
 ) -> int:
-    """Return the fingerprint of a tensor, or of a chunk at `offsets` of one, as an unsigned 64-bit integer.
+    """Return the fingerprint of a tensor, or of its chunk at `offsets`, as an unsigned 64-bit integer.
 
     `data` are the little-endian C-order bytes, contiguous, of a tensor of `shape`. `kernels` are the compiled loops, or
     None.
@@ -56,7 +58,7 @@ def fingerprint(
 
 @lru_cache(maxsize=128)
 def compiled_weights(item_bytes: int, shape: tuple[int, ...]) -> Weights:
-    """Return the compiled loops' weights for the words of a non-empty tensor at its origin; about 4 MiB are cached."""
+    """Return the compiled loops' weights for the words of a non-empty tensor at the origin; about 4 MiB are cached."""
     plan = _plan(_word_shape(item_bytes, shape), _COMPILED_BLOCK_ITEMS)
     return Weights(
         _weights(plan.block_shape, 0),
@@ -88,7 +90,7 @@ def constant(dim: int) -> int:
     """Return C_d, for dim d counted from the last: the finaliser of splitmix64 (Steele et al., 2014), made 5 modulo 8.
 
     Such constants have the longest cycle of powers, and the sum of n powers is divisible by 2 no more often than n is,
-    so that a change of one high bit in all elements still shows.
+    so that a change of one high bit in all elements still changes the fingerprint.
     """
     z = (dim + 1) * 0x9E3779B97F4A7C15 % MODULUS
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % MODULUS
@@ -98,12 +100,12 @@ def constant(dim: int) -> int:
 
 
 class _Plan(NamedTuple):
-    """The way a tensor is cut: into runs, one for each index of the outer dims, of blocks of rows of the inner dims."""
+    """How a tensor is cut: one run for each index of the outer dims; a run has blocks of rows of the inner dims."""
 
     block_shape: tuple[int, ...]
     outer_shape: tuple[int, ...]
     first_outer_dim: int
-    """The last outer dim, counted from the tensor's last dim."""
+    """The index of the innermost outer dim, counted from the tensor's last dim (0)."""
     run_items: int
     block_step: int
     """The factor from a block's weights to those of the next block in the run."""
@@ -148,7 +150,7 @@ def _dot(words: npt.NDArray[np.signedinteger], weights: _UInt64s, scratch: npt.N
 
 @lru_cache(maxsize=32)
 def _block_weights(shape: tuple[int, ...]) -> _UInt64s:
-    """Return the weights of a block of at most `_BLOCK_ITEMS`, kept per shape: 8 MiB in all."""
+    """Return the weights of a block of at most `_BLOCK_ITEMS`, cached by shape: 8 MiB in all."""
     return _weights(shape, 0)
 
 
@@ -177,9 +179,9 @@ def flat_fingerprint(
     start: int,
     kernels: Kernels | None = None,
 ) -> int:
-    """Return the fingerprint of a run of a flattened (C order) tensor, whose first element has number `start`.
+    """Return the fingerprint of a run of a flattened (C order) tensor whose first element has index `start`.
 
-    `data` are the run's little-endian bytes, contiguous. Each element is weighed by its position in the global tensor.
+    `data` are the run's little-endian bytes, contiguous. Each element is weighted by its position in the global tensor.
     """
     total = done = 0
     for offsets, shape in flat_boxes(global_shape, start, start + len(data) // item_bytes):
@@ -192,9 +194,10 @@ def flat_fingerprint(
 def combine_fingerprints(
     fingerprints: Sequence[str | None], moves: Sequence[tuple[int, ...] | None], item_bytes: int
 ) -> str | None:
-    """Return the fingerprint of a tensor from those of its chunks; None where one is missing.
+    """Return the fingerprint of a tensor from the fingerprints of its chunks; None if one of these is missing.
 
-    `moves` are the offsets of each chunk whose fingerprint was taken at the origin; None if it was taken in place.
+    `moves` are the offsets of each chunk whose fingerprint was computed as if it lay at the origin; None for other
+    chunks.
     """
     total = 0
     for text, offsets in zip(fingerprints, moves, strict=True):

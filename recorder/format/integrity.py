@@ -1,6 +1,7 @@
-"""The metadata of each batch of a shard: number, ledger and checksums. Nothing here touches a file.
+"""The metadata of each batch of a shard: batch number, ledger and checksums. Nothing here touches a file.
 
-A checksum covers the bytes that a column's values need, without padding, so IPC alignment and compression do not count.
+A checksum covers the bytes that a column's values need, without padding, so IPC alignment and compression do not change
+it.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ METADATA_CRC_KEY = b"recorder_batch_crc32c"
 FILE_CRC_KEY = b"recorder_file_crc32c"
 """The key of the file's checksum, 8 hexadecimal digits, in the footer's `custom_metadata`."""
 NO_DIGITS = b"00000000"
-"""The digits in the place of the file's checksum while that checksum is computed."""
+"""The digits that stand for the file's checksum while that checksum is computed."""
 
 Crcs = dict[str, list[int | None]]
 
 
 class BatchHeader(NamedTuple):
-    """The metadata of one batch; read, never written by hand."""
+    """The metadata of one batch, as read from a shard."""
 
     number: int
     ledger: dict[str, Any]
-    """The writer's cumulative accounts, with this batch included."""
+    """The writer's cumulative accounts, including this batch."""
     crcs: Crcs
     """The CRC32C of each buffer, by column; None for a validity bitmap that does not exist."""
     is_seal: bool
     """True for the batch of 0 rows that ends a sealed shard."""
     num_batches: int | None
-    """The number of batches of the shard, with the seal included; None in the header of any other batch."""
+    """The number of batches of the shard, including the seal; None in the header of any other batch than the seal."""
     has_file_crc: bool
-    """True in the header of a seal if the footer has the checksum of the file."""
+    """True in the header of a seal if the footer contains the checksum of the file."""
 
 
 def batch_metadata(
     batch: pa.RecordBatch, *, number: int, ledger: Mapping[str, object], crcs: Crcs | None = None
 ) -> dict[bytes, bytes]:
-    """Return the `custom_metadata` of one IPC batch, which must not be a slice; `crcs` are its checksums if known."""
+    """Return the `custom_metadata` of an IPC batch, which must not be a slice; `crcs` are its checksums if known."""
     crcs = batch_crcs(batch) if crcs is None else crcs
     return _metadata({"number": number, "rows": batch.num_rows, "ledger": dict(ledger), "crc32c": crcs})
 
@@ -58,7 +59,7 @@ def batch_crcs(batch: pa.RecordBatch) -> Crcs:
 def seal_metadata(
     *, number: int, num_batches: int, ledger: Mapping[str, object], has_file_crc: bool = False
 ) -> dict[bytes, bytes]:
-    """Return the `custom_metadata` of the last batch, of 0 rows; `has_file_crc` says that the footer has a checksum."""
+    """Return the `custom_metadata` of the last batch, of 0 rows; `has_file_crc`: the footer will have a checksum."""
     if num_batches != number + 1:
         raise ValueError(f"the seal is batch {number} of {num_batches}: expected to be the last")
     fields = {"number": number, "rows": 0, "ledger": dict(ledger), "crc32c": {}, "num_batches": num_batches}
@@ -97,7 +98,7 @@ def check_batch(
 
 
 def read_header(metadata: Mapping[Any, Any] | None, where: str) -> BatchHeader:
-    """Return the `custom_metadata` of a message alone. CorruptError: it is missing, or its checksum differs."""
+    """Return the `custom_metadata` in a message's bytes. CorruptError: it is missing, or its checksum differs."""
     return _header(_parse(metadata, where), where)
 
 
@@ -139,7 +140,7 @@ def column_crcs(column: Any) -> list[int | None]:
 
 
 class ColumnKind(NamedTuple):
-    """The number of bytes of its buffers that a column's values need."""
+    """The parts of a column's buffers that its values need."""
 
     bit_width: int
     """The bits of a value of fixed width; 0 for texts and bytes."""

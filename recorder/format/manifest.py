@@ -1,6 +1,6 @@
 """The content of `_run.json` and `_writer.json`, each read once: `RunManifest`, `WriterManifest`. Opens no file.
 
-A manifest is untrusted input, and only this module reads its members: a member of another kind than FORMAT.md requires
+A manifest is untrusted input, and only this module reads its members. A member whose type is not that of FORMAT.md
 counts as missing, and `problems` names it.
 """
 
@@ -30,7 +30,7 @@ class Stage(NamedTuple):
     num_stages: int
 
     def is_between(self, module_path: str, site: str) -> bool:
-        """Whether a value goes from one stage to another: it is a root's input or output, but not the model's."""
+        """Whether a value is passed between stages: it is an input or output of a root, but not of the model."""
         if module_path:
             return False
         is_first, is_last = self.number == 0, self.number == self.num_stages - 1
@@ -39,14 +39,14 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelRanks:
-    """Ranks that share a root."""
+    """Ranks that share the work of a root."""
 
     ranks: tuple[int, ...]
-    """The ranks in the order of the group; empty if the members cannot be ranks."""
+    """The ranks in the order of the group; empty if the manifest's entries cannot be ranks."""
     kind: str = ""
     """``ddp``, ``fsdp1`` or ``fsdp2``; empty for ranks that work on the same part of the batch."""
     broadcast_buffers: bool | None = None
-    """Whether each forward begins with the first rank's buffers on all ranks; None if unknown."""
+    """Whether each forward first copies the first rank's buffers to all ranks; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Jitter:
     """The values of a root that the setting `jitter` moved."""
 
     moved: tuple[str, ...]
-    """``inputs``, ``embeddings``, or nothing."""
+    """The values that were moved: ``inputs``, ``embeddings``, or an empty text."""
     eps: float
     """The largest relative change of an element."""
 
@@ -71,27 +71,28 @@ class RecordedModule:
     buffers: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
-    """The full name under which a tied parameter is recorded, by the parameter's own name in the module."""
+    """For each tied parameter, by its name in the module, the full name under which it is recorded."""
     non_persistent: tuple[str, ...] = ()
-    """The buffers that are in no state dict."""
+    """The buffers that `state_dict` leaves out."""
     foreign_hooks: tuple[str, ...] = ()
     """The program's own hooks on the module, each with the time at which it runs, its name and its source line."""
     hidden: str = ""
-    """The reason why hooks see no call of the module; empty if they see its calls."""
+    """The reason why hooks cannot observe calls of the module; empty if they can."""
     tapped: tuple[str, ...] = ()
-    """The sites at which only graphs show the module."""
+    """The sites at which only taps in graphs record the module."""
     has_dtensors: bool = False
     """Whether the module has parameters that are DTensors."""
     is_compiled: bool = False
     """True if the hooks do nothing, because the module is compiled."""
     disarmed: Mapping[str, int] = field(default_factory=dict)
-    """The step from which on the hooks at a site were off, because they kept failing, by site."""
+    """The first step without the hooks at a site, by site; the recorder removed these hooks because they kept failing.
+    """
     members: Mapping[str, Any] = field(default_factory=dict)
     """All members of the writer's entry, for code that writes the entry again."""
 
     @property
     def has_values(self) -> bool:
-        """Whether the selected sites can have values: a module without parameters has no gradients of parameters."""
+        """Whether the selected sites can have values: without parameters, a module has no parameter gradients."""
         kinds = {SITE_OF[site].expected for site in self.sites if site in SITE_OF}
         has_state = (Expected.PARAMETER in kinds and self.params) or (Expected.BUFFER in kinds and self.buffers)
         return bool(Expected.CALL in kinds or has_state)
@@ -121,7 +122,7 @@ class RecordedRoot:
     class_name: str = ""
     modules: tuple[RecordedModule, ...] = ()
     data_parallel: ParallelRanks | None = None
-    """The ranks that have other parts of the batch; None without a data-parallel wrapper."""
+    """The ranks that work on other parts of the batch; None without a data-parallel wrapper."""
     model_parallel: ParallelRanks | None = None
     """The ranks that work on the same part of the batch; None if unknown."""
     stage: Stage | None = None
@@ -167,24 +168,24 @@ def _stage(members: Members | None) -> Stage | None:
 
 
 COUNTED = "counted"
-"""The `step_source` of steps that merely count from 0."""
+"""The `step_source` of steps that the recorder has counted from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """The accounts of one writer: `observed = written + sum of dropped + passed`, and what retention removed."""
+    """The accounts of one writer: `observed = written + sum of dropped + passed`, and the rows deleted by retention."""
 
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     passed: int = 0
-    """The rows that were kept in memory only, because no trigger asked for their steps; they are no loss."""
+    """The rows that were kept in memory only, because no trigger asked for their steps; they do not count as lost."""
     retired_rows: int = 0
     retired_bytes: int = 0
     suspect: int = 0
     """The written rows that may not be on the medium, because a sync of their file has failed."""
     synced: int = 0
-    """The written rows that were on the medium when the account was made; an older writer leaves 0."""
+    """The written rows that were on the medium when the account was made; 0 from an older writer."""
 
     @classmethod
     def read(cls, ledger: Members | None) -> Balance:
@@ -205,12 +206,12 @@ class Balance:
 
     @property
     def num_missing(self) -> int:
-        """The rows that were numbered and are neither written, nor counted as dropped or passed."""
+        """The rows that were numbered, but neither written, dropped nor passed."""
         return self.observed - self.written - self.num_dropped - self.passed
 
     @property
     def is_possible(self) -> bool:
-        """Whether the deleted rows are no more than the written rows."""
+        """Whether the accounts are consistent: no more rows were deleted than written."""
         return self.retired_rows <= self.written
 
 
@@ -235,7 +236,7 @@ class RunManifest:
     """The source of a merged run; None for other runs."""
     members: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
-    """A sentence for each member of an unexpected kind."""
+    """A sentence for each member of an unexpected type."""
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> RunManifest:
@@ -262,7 +263,7 @@ class RunManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """The members that a writer's manifest and its status share: which process it is, and its state."""
+    """The members that a writer's manifest and its status have in common: the process's identity and state."""
 
     writer: str = ""
     attempt: int = 0
@@ -271,7 +272,7 @@ class Lifetime:
     host: str = ""
     pid: int = 0
     process: str | None = None
-    """A text that separates processes that had the same pid."""
+    """A text that distinguishes processes with the same pid."""
     started_ns: int = 0
 
     @classmethod
@@ -280,13 +281,13 @@ class Lifetime:
 
     @property
     def is_running(self) -> bool | None:
-        """Whether the process still runs; None if this process cannot see that."""
+        """Whether the process is still alive; None if that cannot be found out from here."""
         return runs(self.host, self.pid, self.process)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSetting:
-    """A setting that was in force, and where it came from."""
+    """A setting that was in force, and its source."""
 
     value: Any
     source: str
@@ -309,17 +310,17 @@ class RingDump:
     last_step: int
     reason: str
     by: str
-    """The text that names who asked: a rank, or a user and a host."""
+    """The text that names who asked for the dump: a rank, or a user and a host."""
     time_ns: int
     num_rows: int
     num_bytes: int
     missed: tuple[int, ...]
-    """The first steps that the writer had already dropped."""
+    """The first steps of the dump that the writer had already dropped."""
     num_missed: int
 
     @classmethod
     def read(cls, members: Members) -> RingDump:
-        """Read untrusted JSON."""
+        """Return the dump in untrusted JSON."""
         missed = members.raw.get("missed")
         steps = [step for step in missed if type(step) is int and step >= 0] if isinstance(missed, list) else []
         return cls(
@@ -333,7 +334,7 @@ class RingDump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetiredEarlier:
-    """The shards of an earlier writer of its rank that a writer has deleted."""
+    """The shards of an earlier writer of the same rank that a later writer has deleted."""
 
     shards: Mapping[str, Balance]
     """The rows and bytes of each deleted shard, as `retired_rows` and `retired_bytes`, by the shard's sealed name."""
@@ -343,7 +344,7 @@ class RetiredEarlier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedWriter:
-    """A writer of the source of a merged run."""
+    """One writer of the run that a merged run was made from."""
 
     rank: int | None
     writer: str
@@ -357,13 +358,13 @@ class MergedWriter:
 
     @property
     def has_lost(self) -> bool:
-        """Whether the writer dropped or deleted rows, or never closed."""
+        """Whether the writer dropped or deleted rows, or was never closed."""
         return bool(self.balance.dropped or self.balance.retired_rows or self.state != "closed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterManifest(Lifetime):
-    """`_writer.json`. Without arguments, the manifest of a writer that has not written one yet."""
+    """`_writer.json`. Without arguments, it stands for the manifest of a writer that has not written one yet."""
 
     run_id: str | None = None
     local_rank: int | None = None
@@ -375,7 +376,7 @@ class WriterManifest(Lifetime):
     retired_earlier: Mapping[str, RetiredEarlier] = field(default_factory=dict)
     """The deleted shards of earlier writers, by the earlier writer's name."""
     restarted: str = ""
-    """The error after which the writer started again; empty without one."""
+    """The error after which the writer restarted; empty if it never did."""
     roots: tuple[RecordedRoot, ...] = ()
     rules: tuple[str, ...] = ()
     settings: Mapping[str, RecordedSetting] = field(default_factory=dict)
@@ -385,12 +386,12 @@ class WriterManifest(Lifetime):
     """The answers to commands that were sent while the run was under way, by number."""
     dumps: tuple[RingDump, ...] = ()
     autoload: bool = False
-    """True if the environment asked for the recording, and not the program."""
+    """True if ``RECORDER=1`` started the recording, False if the program did."""
     merged_writers: tuple[MergedWriter, ...] = ()
     members: Mapping[str, Any] = field(default_factory=dict)
     """All members of the manifest, for code that writes the manifest again; empty without a manifest."""
     problems: tuple[str, ...] = ()
-    """A sentence for each member of an unexpected kind."""
+    """A sentence for each member of an unexpected type."""
 
     @classmethod
     def read(cls, raw: dict[str, Any], shared: Shared | None = None) -> WriterManifest:
@@ -432,11 +433,11 @@ class WriterManifest(Lifetime):
         )
 
     def in_force(self, rules: Sequence[Rule]) -> list[Rule]:
-        """Return the writer's own and sent rules, each with its steps. ConfigError: a sent rule is invalid."""
+        """Return the writer's own rules and sent rules, each with its steps. ConfigError: a sent rule is invalid."""
         return rules_in_force(rules, self.commands)
 
     def whole_setting(self, name: str) -> int:
-        """Return the value of a setting that is a whole number; 0 for other values."""
+        """Return the value of a setting that is an integer; 0 for any other value."""
         value = self.settings[name].value if name in self.settings else 0
         return value if type(value) is int else 0
 

@@ -1,9 +1,9 @@
 """The files of a run directory besides its rows: their names, the version of the format, and their JSON.
 
-Manifests are untrusted input: `Members` reads each member as the kind that is expected. A member that is missing or
-null has its default value. A member of another kind has its default value, too, and is taken out of the object; a
-sentence says where the member was and what was expected. Needs neither numpy nor pyarrow. A name that was found on
-disk must never be used as a path.
+Manifests are untrusted input: `Members` reads each member as the type that is expected. A member that is missing or
+null has its default value. A member of another type also gets its default value, and is removed from the object; a
+sentence says where the member was and what was expected. Needs neither numpy nor pyarrow. A name that was found on disk
+must never be used as a path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MERGE_MANIFEST = "_merge.json"
 """The file in the output of a merge that names the source run and the options."""
 SHARD_KINDS = ("tensors", "stats")
 MAX_MANIFEST_BYTES = 64 << 20
-"""The size of the largest manifest; 50,000 modules with their sites need 15 MB, and a larger file is not ours."""
+"""The most bytes of a manifest. 50,000 modules with their sites need 15 MB; no recorder writes a larger file."""
 
 CHECKSUM = "crc32c"
 """The name of a manifest's first member: the CRC32C of all bytes after the comma that follows the member."""
@@ -43,7 +43,7 @@ OPEN_SUFFIX = ".open"
 
 
 class ShardName(NamedTuple):
-    """The parts of a shard's file name."""
+    """The kind and the number in a shard's file name."""
 
     kind: str
     number: int
@@ -96,10 +96,10 @@ def encode_manifest(obj: Mapping[str, object]) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
-    """Return the object in a manifest, which is no symbolic link, no device, and no larger than `max_bytes`.
+    """Return the object in a manifest: a regular file, not a symbolic link, of at most `max_bytes`.
 
     NotARunError is raised if there is no such regular file, and CorruptError if the file is too large, contains no JSON
-    object, or has another checksum.
+    object, or has a wrong checksum.
     """
     try:
         # O_NONBLOCK is set because opening a FIFO would wait for a writer, for ever.
@@ -110,7 +110,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise NotARunError(f"{path}: not a regular file; expected a manifest of a run")
         with open(descriptor, "rb", closefd=False) as file:
-            # Python allocates the memory for `max_bytes` before it reads.
+            # The size is bounded by the file's, because Python allocates all the bytes before it reads.
             text = file.read(min(max_bytes, os.fstat(descriptor).st_size) + 1)
     finally:
         os.close(descriptor)
@@ -120,7 +120,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_MANIFEST_BYTES)
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """Return the object in a manifest called `where`. CorruptError: no JSON object, or its checksum differs."""
+    """Return the object in a manifest called `where`. CorruptError: it is no JSON object, or its checksum differs."""
     head = _CHECKSUM.match(text)
     if head is not None and b"%08x" % crc32c(text[head.end() :]) != head[1]:
         raise CorruptError(f"{where}: its bytes are not those that were written; the checksum differs")
@@ -150,16 +150,16 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
 
 STATUS = "_status.json"
 STATUS_BYTES = 4096
-"""The size of every status file: one block, which the kernel replaces at once on most file systems."""
+"""The bytes of every status file: one block, which the kernel replaces atomically on most file systems."""
 OTHER_REASONS = "other"
-"""The name under which a status counts drops whose own reasons have no room."""
+"""The name under which a status counts drops whose own reasons do not fit."""
 _MAX_REASONS = 24
 _MAX_ANSWERS = 8
 _MAX_TEXT = 200
 
 
 def encode_status(facts: Mapping[str, object]) -> bytes:
-    """Return the bytes of a status file: a manifest that a member of blanks pads to its size."""
+    """Return the bytes of a status file: a manifest, padded to its size by a member of blanks."""
     facts = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
     dropped = facts.get("dropped")
     for num_reasons, num_commands in ((_MAX_REASONS, _MAX_ANSWERS), (1, _MAX_ANSWERS), (1, 1), (0, 0)):
@@ -185,12 +185,12 @@ def _largest(dropped: Mapping[str, int], num_reasons: int) -> dict[str, int]:
 _MAX_PROBLEMS = 100
 _MAX_SHOWN = 40
 _MAX_SHARED = 8
-"""The number of different values of a member with which each further value is compared."""
+"""The most distinct values of a member with which a new value is compared."""
 Made = TypeVar("Made")
 
 
 def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object in a text. CorruptError, which begins with `where`: the text is no JSON object."""
+    """Return the JSON object in a text. CorruptError, with `where` at its start: the text is no JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -203,7 +203,7 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
 class Members:
     """One JSON object of a manifest, with its place in the file for messages.
 
-    `problems` takes a sentence for each member of an unexpected kind. The object is the member `key` of `above`.
+    `problems` receives a sentence for each member of an unexpected type. The object is the member `key` of `above`.
     """
 
     __slots__ = ("_above", "_key", "_problems", "raw")
@@ -225,11 +225,11 @@ class Members:
         return ""
 
     def optional_text(self, key: str) -> str | None:
-        """Return the text of a member; None for a missing member, and empty for a member that is no text."""
+        """Return the text of a member; None for a missing member, and empty for a member of another type."""
         return None if self.raw.get(key) is None else self.text(key)
 
     def count(self, key: str) -> int:
-        """Return a member that is a whole number from 0 on that fits 63 bits; 0 by default."""
+        """Return a member that is an integer from 0 to 2^63 - 1; 0 by default."""
         return self.optional_count(key) or 0
 
     def optional_count(self, key: str) -> int | None:
@@ -343,7 +343,7 @@ _READERS: dict[Any, Callable[[Members, str], Any]] = {
     "bool | None": Members.optional_flag,
     "tuple[str, ...]": Members.texts,
 }
-"""The function that reads a member for a dataclass's field, by the annotation of the field."""
+"""The function, by a field's annotation, that reads the member for a dataclass's field."""
 
 
 @lru_cache(maxsize=64)
@@ -352,7 +352,7 @@ def _plain_fields(kind: Any) -> list[tuple[str, Callable[[Members, str], Any]]]:
 
 
 class Shared:
-    """Keeps equal members of several manifests once, as each of 4,096 ranks lists all ranks and all modules."""
+    """Keeps equal members of several manifests only once, as each of 4,096 ranks lists all ranks and all modules."""
 
     def __init__(self) -> None:
         self._known: dict[str, list[Any]] = {}
@@ -368,7 +368,7 @@ class Shared:
         return same
 
     def made(self, value: Any, make: Callable[[], Made]) -> Made:
-        """Return the result of `make` for a value, made once."""
+        """Return the result of `make` for a value; equal values share one result."""
         known = self._made.get(id(value))
         if known is None:
             known = self._made[id(value)] = value, make()

@@ -1,1 +1,1 @@
-"""Pure geometry: makes one tensor of its chunks, wherever they lie in it. Knows of no files and no rows."""
+"""Pure geometry: puts one tensor together from its chunks, wherever they lie in it. Knows no files and no rows."""

@@ -1,6 +1,6 @@
-"""Plans of two levels: ranks that share a part of the batch make one tensor, and these tensors make the global tensor.
+"""Plans of two levels: the ranks that share a part of the batch make one tensor, and these tensors make the global one.
 
-Nothing here may treat plain tensors that differ as one, or look at values except to compare them.
+Nothing here may treat plain tensors that differ as copies, or use values except to compare them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .rules import ChunkValues, Replication, concatenated, copies_unless, replic
 
 Groups = tuple[Ints, ...]
 Among = Callable[[Sequence[int]], ChunkValues]
-"""Returns what is known of the values of some chunks, given the chunks' numbers."""
+"""Takes the indexes of some chunks, and returns what is known about the values of these chunks."""
 Infer = Callable[[Sequence[RankChunk]], "int | NoPlan"]
 """Returns the dim along which plain chunks are cut, if the chunks differ although their ranks share a batch."""
 
@@ -24,7 +24,7 @@ class BatchGroup(NamedTuple):
     """The chunks of ranks that share a part of the batch."""
 
     units: Groups
-    """The numbers of the chunks that are distributed over one mesh, or of one plain chunk, for each unit."""
+    """For each unit, the indexes of its chunks. A unit is the chunks distributed over one mesh, or one plain chunk."""
     ranks: Ints
     """The ranks that should have a chunk."""
 
@@ -60,7 +60,8 @@ def _in_batch_groups(
     ranks_of: dict[tuple[int, int], Ints] = {}
     for (micro_step, mesh), numbers in units.items():
         first = chunks[numbers[0]].rank
-        # Meshes across instances hold copies of a parameter, as FSDP2 keeps of one that tensor parallel does not cut.
+        # Meshes across instances hold copies of a parameter: FSDP2 keeps copies of a parameter that tensor parallel
+        # does not cut.
         instance = (0 if spans else instance_of[first]) if model_groups else min(numbers)
         key = instance, micro_step
         units_of.setdefault(key, []).append(tuple(numbers))
@@ -70,7 +71,7 @@ def _in_batch_groups(
 
 
 def _mesh_ranks(chunk: RankChunk, model_groups: Groups) -> Ints:
-    """Return the ranks of the mesh of a chunk's placements; empty for a plain chunk, or where nothing names them."""
+    """Return the ranks of the mesh of a chunk's placements; empty for a plain chunk, or if they are not recorded."""
     if chunk.global_shape is None:
         return ()
     shape, _, ranks = mesh_of(chunk)
@@ -96,10 +97,11 @@ def _contradiction(chunks: Sequence[RankChunk], meshes: Sequence[Ints]) -> NoPla
 def within(
     chunks: Sequence[RankChunk], batch_group: BatchGroup, *, is_state: bool, among: Among, infer: Infer
 ) -> Plan | NoPlan:
-    """Plan the tensor of ranks that share a part of the batch; its terms are numbers of all `chunks`.
+    """Plan the tensor of ranks that share a part of the batch; its terms are indexes of `chunks`.
 
-    Parameters and values that belong to them (`is_state`) are replicas unless their rows say more; the caller compares
-    them. `among` is called only if chunks may be replicas, `infer` only for plain chunks that may be no replicas.
+    Parameters, and the gradients and states of parameters (`is_state`), are replicas unless their rows say otherwise;
+    the caller compares the replicas. `among` is called only for chunks that may be replicas, `infer` only for plain
+    chunks that need not be replicas.
     """
     plans: list[Plan] = []
     for unit in batch_group.units:
@@ -127,12 +129,12 @@ def within(
         differ = _inferred(chunks, [unit[0] for unit in batch_group.units], infer)
         if isinstance(differ, Plan):
             return differ
-    # Nothing else shows whether constants, and values that were never finite, are chunks or copies.
+    # This is the only evidence for constants, and for values that were never finite: they may be chunks or copies.
     return _overlay(plans, "inferred") if replication is Replication.UNKNOWN and values.are_equal() else differ
 
 
 def renumbered(plan: Plan, numbers: Ints) -> Plan:
-    """Return a plan of some chunks as a plan of all chunks; `numbers` are the numbers of these chunks among all."""
+    """Return a plan of some chunks as a plan of all chunks; `numbers` are the indexes of these chunks among all."""
     fills = tuple(
         fill._replace(terms=tuple(Term(numbers[term.chunk], term.factor) for term in fill.terms)) for fill in plan.fills
     )
@@ -140,7 +142,7 @@ def renumbered(plan: Plan, numbers: Ints) -> Plan:
 
 
 def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
-    """Return the chunks with the same region of each tensor; None if the tensors are cut differently."""
+    """Return the chunks that cover the same region of each tensor; None if the tensors are cut differently."""
     first = {fill.region: fill.terms for fill in plans[0].fills}
     chunks_at: dict[tuple[Region, int], list[int]] = {
         (region, k): [term.chunk] for region, terms in first.items() for k, term in enumerate(terms)
@@ -179,7 +181,7 @@ class WholeTensors:
         return next((values.batch_dim() for values in self._pairs()), None)
 
     def _pairs(self) -> list[ChunkValues]:
-        """Return the values that all tensors have in each region; empty if the tensors are cut differently."""
+        """Return the values of all tensors in each region; empty if the tensors are cut differently."""
         if len({plan.global_shape for plan in self._wholes}) > 1:
             return []
         return [self._among(some) for some in corresponding(self._wholes) or ()]
@@ -216,9 +218,9 @@ def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
 
 
 def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
-    """Make one plan of a plan with two levels.
+    """Join a plan of two levels into one plan.
 
-    `across` joins the groups' tensors: its terms are numbers of `wholes`, whose own terms are numbers of chunks.
+    `across` joins the groups' tensors: its terms are indexes of `wholes`, whose own terms are indexes of chunks.
     """
     if len({plan.op for plan in wholes}) > 1:
         return NoPlan("inconsistent", f"they are reduced in different ways: {', '.join(plan.op for plan in wholes)}")
@@ -244,7 +246,7 @@ def compose(across: Plan, wholes: Sequence[Plan]) -> Plan | NoPlan:
 
 
 def _source(across: Plan, wholes: Sequence[Plan]) -> str:
-    """Return the weakest source that the layout depends on: an assumption first, then an inference, then the rows."""
+    """Return the weakest evidence that the layout depends on: an assumption, else an inference, else the rows."""
     sources = [plan.source for plan in wholes]
     for word in ("override", "assumed", "inferred"):
         if word in sources or across.source == word:
@@ -264,7 +266,7 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
         if inner.region.run is not None and any(start):
             return NoPlan("per_rank", "slices of a flattened tensor are no part of a batch")
         terms = tuple(
-            # In a product only one term takes the factor.
+            # In a product only one of the terms takes the factor.
             Term(i, factor * term.factor if plan.op != "product" or k == 0 else factor)
             for k, (i, factor) in enumerate(inner.terms)
         )

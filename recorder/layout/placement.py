@@ -1,7 +1,7 @@
-"""The plan of one tensor; and the plans of chunks whose rows name their position: DTensor's shards, FSDP1's slices.
+"""The plan of one tensor, and plans for chunks whose rows name their position: shards of DTensor, slices of FSDP1.
 
-No chunk is trusted alone: its placements, mesh and offsets are compared with those of the other chunks, and with
-DTensor's rules.
+No chunk is trusted alone: its placements, mesh and offsets are compared with the other chunks', and with DTensor's
+rules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .regions import (
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 _MAX_SPLIT_FACTOR = 1 << 12
-"""The bound on the product of a row's split factors, as a strided shard has a box for each combination of cuts."""
+"""The bound on the product of a row's split factors. A strided shard has one box for each combination of cuts."""
 _MAX_RANKS = 1 << 14
 _MAX_TEXT = 1 << 18
 
@@ -40,7 +40,7 @@ class Mesh(NamedTuple):
     coordinate: Ints
     """The position of the row's rank in the mesh."""
     ranks: Ints
-    """All ranks of the mesh, row-major; empty if the row does not name them."""
+    """All ranks of the mesh, row-major; empty if the row does not list them."""
 
 
 def plan_by_placements(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan:
@@ -103,7 +103,7 @@ _KINDS = ("Shard", "StridedShard", "Replicate", "Partial", "FlatShard")
 def _by_axis(
     same: list[int], kinds: list[str], coordinates: list[Ints], chunks: Sequence[RankChunk]
 ) -> tuple[list[int], Ints, str | NoPlan | None]:
-    """Sort the chunks of one region into summands and replicas, with the reduction or the problem."""
+    """Sort the chunks of one region into partial sums and replicas; return the reduction or the problem, too."""
     op = reduce_op(chunks[0].placements)
     if op and op not in REDUCE_OPS:
         return [], (), NoPlan("per_rank", f"Partial({op}) cannot be reduced")
@@ -125,7 +125,7 @@ def _by_axis(
 
 
 def _region_of(chunk: RankChunk) -> Region | str:
-    """Return the region of the global tensor that a chunk covers, or the fault in its row."""
+    """Return the region of the global tensor that a chunk covers, or the error in its row."""
     assert chunk.global_shape is not None
     placements = _placements(chunk)
     flat = [placement for placement in placements if placement.get("kind") == "FlatShard"]
@@ -258,7 +258,7 @@ def reduce_op(text: str | None) -> str:
 
 
 def in_words(text: str | None) -> str:
-    """Return the column `placements` for people: ``Shard(0) Partial(sum)``; empty for a plain tensor."""
+    """Return the column `placements` as people read it: ``Shard(0) Partial(sum)``; empty for a plain tensor."""
     words = []
     for placement in parse_placements(text):
         kind = str(placement.get("kind"))
@@ -274,7 +274,7 @@ def mesh_of(chunk: RankChunk) -> Mesh:
 
 @lru_cache(maxsize=4096)
 def parse_mesh(text: str | None) -> Mesh:
-    """Parse the column `mesh`; a member that is no list of numbers is empty."""
+    """Parse the column `mesh`; a member that is not a list of integers becomes empty."""
     parsed = _json(text)
     members = parsed if isinstance(parsed, dict) else {}
     shape, coordinate = (_ints(members.get(name), 64) for name in ("shape", "coordinate"))
@@ -308,9 +308,9 @@ RANK_BOUND = {
     "no_layout": "it is a chunk of a tensor in which its position is not known",
     "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
 }
-"""The members of a row's note that keep its chunk with its rank, each with the reason."""
+"""The members of a row's note that forbid joining its chunk with other ranks' chunks, each with the reason."""
 MAX_NAMED = 8
-"""The most ranks that a message names."""
+"""The most ranks that a message lists."""
 
 
 class RankChunk(NamedTuple):
@@ -329,19 +329,19 @@ class RankChunk(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A summand: the number of a chunk, and the factor of the chunk's values."""
+    """A summand: the index of a chunk, and the factor by which the chunk's values are multiplied."""
 
     chunk: int
     factor: float = 1.0
 
 
 class Fill(NamedTuple):
-    """A region of the global tensor and the chunks that make it; one chunk with factor 1 is copied."""
+    """A region of the global tensor and the chunks whose sum fills it; a single chunk with factor 1 is copied."""
 
     region: Region
     terms: tuple[Term, ...]
     moved: Ints | None = None
-    """The distance from the place for which the chunk's fingerprint was taken to the region's start; None if 0."""
+    """The distance from the position that the chunk's fingerprint assumes to the region's start; None if it is 0."""
 
     @property
     def is_copy(self) -> bool:
@@ -356,21 +356,21 @@ class Plan(NamedTuple):
     source: str
     op: str = "sum"
     copies: tuple[Ints, ...] = ()
-    """The groups of chunks that must have the same values, by number; the first of a group is in a fill."""
+    """Groups of chunks, by index, that must have the same values. The first chunk of a group is part of a fill."""
     scale: str | None = None
     dtype: str | None = None
     """The dtype of the result; None if it is the dtype of the chunks."""
     is_complete: bool = True
-    """False if chunks are missing that would have covered the rest."""
+    """False if chunks are missing that would have filled the remaining elements."""
     dim: int | None = None
     """The dim along which batches were joined end to end; None without such a dim."""
     note: tuple[tuple[str, Any], ...] = ()
     """Further members for the row's `note`."""
 
     across: Plan | None = None
-    """The plan that joins the groups' tensors, as if each were a single rank's, if ranks share a batch; else None."""
+    """If ranks share a batch, the plan that joins their groups' tensors, each as if of a single rank; else None."""
     needs_all: bool = False
-    """True if a missing rank might have changed the tensor, although one rank's tensor has all its elements."""
+    """True if a missing rank might have changed the result, even though the present chunks cover all elements."""
 
     @property
     def is_replica(self) -> bool:
@@ -380,10 +380,10 @@ class Plan(NamedTuple):
 
 
 class NoPlan(NamedTuple):
-    """The reason why the chunks make no single tensor and stay with their ranks."""
+    """The reason why the chunks make no global tensor and each chunk stays the value of its rank."""
 
     kind: str
-    """``per_rank``: no rule fits. ``inconsistent``: the chunks contradict each other."""
+    """``per_rank``: no rule applies. ``inconsistent``: the chunks contradict each other."""
     why: str
 
 
@@ -393,7 +393,7 @@ def named(chunks: Sequence[RankChunk], field: str) -> str:
 
 
 def values_of_ranks(chunks: Sequence[RankChunk], value_of: Callable[[RankChunk], object]) -> str:
-    """Return a value of each rank's chunk, for messages. If there are many ranks, one is shown for each value."""
+    """Return a value of each rank's chunk, for messages. If there are many ranks, one rank is named for each value."""
     values = [str(value_of(chunk)) for chunk in chunks]
     firsts = set({value: i for i, value in reversed([*enumerate(values)])}.values())
     shown = sorted([*sorted(firsts), *(i for i in range(len(chunks)) if i not in firsts)][:MAX_NAMED])

@@ -1,7 +1,7 @@
 """Geometry of regions: the elements of a global tensor that a rank's local tensor has, and how they are copied.
 
-A region is a run of the flattened global tensor (FSDP1), or boxes (DTensor shards; several for a strided shard).
-Nothing here may look at values, or trust regions before `overlap` has compared them.
+A region is a contiguous run of the flattened global tensor (FSDP1), or boxes (DTensor shards; several for a strided
+shard). Nothing here may read values, or trust regions before `overlap` has compared them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Range = tuple[int, int]
 
 
 _MAX_COMPARED = 4_000_000
-"""The most pairs of boxes to compare, which take 10 s. A mesh of 1,024 ranks with strided shards needs 100,000."""
+"""The most pairs of boxes that are compared, in 10 s. A mesh of 1,024 ranks with strided shards needs 100,000."""
 
 
 class Box(NamedTuple):
@@ -45,7 +45,7 @@ class Region(NamedTuple):
     boxes: tuple[Box, ...]
     local_shape: Ints
     skipped: int = 0
-    """The number of elements before the run, if the local tensor is a run of a flattened box of `local_shape`."""
+    """The number of box elements before the run, if the local tensor is a run of a flattened box of `local_shape`."""
 
     @property
     def numel(self) -> int:
@@ -57,7 +57,7 @@ class Region(NamedTuple):
         return self.boxes[0].start if len(self.boxes) == 1 else None
 
     def as_run(self, global_shape: Ints) -> Range | None:
-        """Return the region as a run of the flattened tensor; None if the region is no run."""
+        """Return the region as a run of the flattened tensor; None if the region is not contiguous."""
         if self.run is not None:
             return self.run
         if len(self.boxes) != 1:
@@ -144,7 +144,7 @@ def strided_shard(ranges: Sequence[Range], num_chunks: int, index: int, split_fa
 
 
 def flat_index(index: Ints, shape: Ints) -> int:
-    """Return the number of an element in the flattened (C order) tensor."""
+    """Return the index of an element in the flattened (C order) tensor."""
     flat = 0
     for i, size in zip(index, shape, strict=True):
         flat = flat * size + i
@@ -152,7 +152,7 @@ def flat_index(index: Ints, shape: Ints) -> int:
 
 
 def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | None:
-    """Return the numbers of two regions that share an element, or None. OverflowError: a comparison takes too long."""
+    """Return the indexes of two regions that share an element, or None. OverflowError: a comparison takes too long."""
     runs = [region.as_run(global_shape) for region in regions]
     known = sorted((run[0], run[1], i) for i, run in enumerate(runs) if run is not None and run[0] < run[1])
     for (_, stop, i), (start, _, j) in itertools.pairwise(known):
@@ -161,7 +161,7 @@ def overlap(regions: Sequence[Region], global_shape: Ints) -> tuple[int, int] | 
     if len(known) == sum(region.numel > 0 for region in regions):
         return None
     boxes = [(i, box) for i, region in enumerate(regions) for box in _boxes(region, global_shape)]
-    # Swept along the dim in which most of them lie apart: only boxes that share elements of it are compared.
+    # The boxes are sorted along the dim in which they overlap least; only boxes that overlap in this dim are compared.
     dim = max(range(len(global_shape)), key=lambda d: len({box.start[d] for _, box in boxes}), default=0)
     boxes.sort(key=lambda pair: pair[1].start[dim])
     num_compared = 0
@@ -194,7 +194,7 @@ def intersection(start: Ints, shape: Ints, other_start: Ints, other_shape: Ints)
 
 Items = npt.NDArray[Any]
 Fetch = Callable[[int, int], Items]
-"""Returns the elements of a flattened local tensor from one number up to another; called in ascending order."""
+"""Returns the elements of a flattened local tensor from one index up to another. Called in ascending order."""
 
 
 class Source(NamedTuple):
@@ -241,7 +241,7 @@ def _copy_boxes(target: Items, target_start: Ints, source: Source) -> None:
 
 
 def _local_view(source: Source, low: Ints, sizes: Ints) -> Items:
-    """Return a box of a local tensor; the elements from the box's first to its last one are fetched."""
+    """Return a box of a local tensor. All elements from the box's first to its last one are fetched for it."""
     shape = source.region.local_shape
     first = flat_index(low, shape)
     last = flat_index(tuple(i + n - 1 for i, n in zip(low, sizes, strict=True)), shape)

@@ -1,8 +1,8 @@
 """Decides how the local tensors of several ranks are one global tensor, or why they are not.
 
-It decides by shapes, placements and what the run knows of its ranks. It reads no values, but asks whether ranks have
-equal values over all steps, never at one step only. A plan may be incomplete: `is_complete` shows whether chunks are
-missing.
+It decides by shapes, placements and the recorded facts about ranks. It reads no values, but it may ask whether ranks
+have equal values over all steps (not at a single step). A plan may be incomplete: `is_complete` shows whether chunks
+are missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .placement import REDUCE_OPS, Fill, NoPlan, Plan, RankChunk, Term, named, p
 from .regions import Ints, box_region, whole
 
 AS_ASKED = "as --layout says"
-"""The reason why chunks stay with their ranks if the user wants that."""
+"""The reason why chunks are not joined if the user has asked for that."""
 CHANGES = (
     "the ranks have it alike at other steps, and not at this one: copies that came apart, or values that were never "
     "meant to be copies; --layout '...=per_rank', '...=replicate' or '...=shard(DIM)' says which"
@@ -23,7 +23,7 @@ CHANGES = (
 NO_ROOT_INPUT = "unknown: the root's input was not recorded"
 LOSSES = ("mean", "sum", "weighted")
 _NO_NUMBERS = ("float4_e2m1fn_x2",)
-"""The dtypes whose elements are pairs of numbers, which can be copied but not computed with."""
+"""The dtypes whose elements are pairs of numbers. They can be copied, but not used in arithmetic."""
 
 
 class Batch(NamedTuple):
@@ -32,22 +32,23 @@ class Batch(NamedTuple):
     sizes: tuple[int, ...] | None
     """The number of samples of each chunk's rank; None if the root's input was not recorded."""
     is_shared: bool = False
-    """True if all ranks were given the same values, so that equal values show nothing."""
+    """True if all ranks got the same batch, so that equal values prove nothing."""
     factors: tuple[int, ...] = ()
-    """The numbers of rows that a sample may have if the batch is merged with other dims of the root's input."""
+    """The possible numbers of rows per sample, if the batch is merged with other dims of the root's input."""
     total: int | None = None
-    """The number of samples of all ranks that should have a chunk; None if unknown."""
+    """The number of samples of all ranks that should have a chunk, together; None if unknown."""
 
 
 class Replication(Enum):
-    """How the ranks' tensors of one name relate to each other, by their values at all steps."""
+    """How the ranks' tensors of one name relate to each other, according to their values at all steps."""
 
     REPLICATED = "copies"
     """All ranks have the same values although the values could have differed."""
     DISTINCT = "own"
-    """The ranks' values differ, and no step shows that they should not."""
+    """The ranks' values differ, and at no step is there evidence that they should be equal."""
     UNKNOWN = "unknown"
-    """The values were never seen, or are NaN, constant or repeated, which both copies and batches may be."""
+    """The values were not recorded, or are NaN, constant or repeated, so that they may be copies or parts of a batch.
+    """
 
 
 class ChunkValues(Protocol):
@@ -57,13 +58,13 @@ class ChunkValues(Protocol):
         """Return how the values relate to each other over all steps."""
 
     def are_equal(self) -> bool:
-        """Whether all chunks have the same values at this step, as far as is known."""
+        """Whether all chunks are known to have the same values at this step."""
 
     def are_unequal(self) -> bool:
-        """Whether the chunks certainly have different values at this step."""
+        """Whether chunks are known to have different values at this step."""
 
     def batch_dim(self) -> int | None:
-        """Return the dim that is the batch at all steps whose batch is known; None if no step shows it."""
+        """Return the dim that is the batch at all steps with a known batch; None if no step has evidence."""
 
 
 class Unequal:
@@ -83,7 +84,7 @@ class Unequal:
 
 
 def decide_state(chunks: Sequence[RankChunk], *, source: str, num_expected: int) -> Plan | NoPlan:
-    """Decide parameters, gradients, buffers and optimizer state by their own rows, or else as replicas."""
+    """Decide parameters, gradients, buffers and optimizer state: by the positions in their rows, else as replicas."""
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision
     return _unequal_shapes(chunks) or replicas(chunks, source)
@@ -115,7 +116,7 @@ def decide_activation(
     if ndims == {0}:
         return decide_scalar(chunks, values)._replace(needs_all=True)
     if len(chunks) == 1:
-        known, values = values, Unequal()  # one of several ranks shows nothing of the others
+        known, values = values, Unequal()  # a single rank's values say nothing about other ranks
         if known.replication() is Replication.REPLICATED:
             return replicas(chunks, "inferred")
     has_one_shape = _unequal_shapes(chunks) is None
@@ -139,26 +140,27 @@ def decide_activation(
     ratios = {chunk.shape[0] / size if size else 0.0 for chunk, size in of_chunks if size or chunk.shape[0]}
     is_multiple = len(ratios) == 1 and ratios <= {float(factor) for factor in batch.factors}
     is_multiple = is_multiple and _unequal_shapes(chunks, but=0) is None
-    # With several samples, a dim 0 of exactly their rows is no accident, but a later dim of the batch's size may be.
+    # If there are several samples, a dim 0 of exactly their number of rows is no accident; a later dim of that size may
+    # be one.
     if fits and not (is_multiple and fits[0] > 0 and max(sizes) > 1):
         dim = usual if usual in fits else fits[0]
         return concatenated(chunks, dim, (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
     if is_multiple:
         return concatenated(chunks, 0, (("batch_factor", int(min(ratios))),))
     if has_one_shape and values.replication() is Replication.UNKNOWN and values.are_equal():
-        return replicas(chunks, "inferred")  # there is nothing else that it could be
+        return replicas(chunks, "inferred")  # no other relation is possible
     return NoPlan(
         "per_rank", f"no dim of {_shapes(chunks)} is the batch of {', '.join(map(str, dict.fromkeys(sizes)))}"
     )
 
 
 def copies_unless(values: ChunkValues) -> NoPlan | None:
-    """Return the reason if tensors that are copies at other steps differ at this step; else None."""
+    """Return why tensors that are copies at other steps differ at this step; None if they are equal."""
     return NoPlan("layout_changes", CHANGES) if values.are_unequal() else None
 
 
 def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPlan | None:
-    """Decide chunks that need no rule: they name their position, contradict each other, or there is only one."""
+    """Decide chunks that need no rule: they state their position, contradict each other, or there is only one chunk."""
     if (problem := mixed(chunks)) is not None:
         return problem
     if chunks[0].global_shape is not None:
@@ -167,7 +169,7 @@ def _without_rule(chunks: Sequence[RankChunk], num_expected: int) -> Plan | NoPl
 
 
 def decide_scalar(chunks: Sequence[RankChunk], values: ChunkValues) -> Plan:
-    """Plan 0-dim values: one value if all ranks agree, else their mean; then the ranks' own rows are kept too."""
+    """Plan 0-dim values: one value if all ranks agree, else their mean; then each rank's own value is also kept."""
     if len(chunks) == 1 or values.are_equal():
         return replicas(chunks, "inferred")
     dtype = chunks[0].dtype
@@ -286,7 +288,7 @@ def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, A
 def _loss_factors(
     sizes: tuple[int, ...] | None, total: int | None, num_chunks: int, loss: str, num_expected: int
 ) -> tuple[list[float], str | None]:
-    """Return the factor of each chunk, and the row's word for the scale."""
+    """Return the factor of each chunk, and the word for the scale in the row."""
     if loss == "sum":
         return [1.0] * num_chunks, None
     total = total or sum(sizes or ())
@@ -296,7 +298,7 @@ def _loss_factors(
 
 
 def mixed(chunks: Sequence[RankChunk]) -> NoPlan | None:
-    """Return the problem if only some chunks name their position, or if dtypes differ; else None."""
+    """Return the problem if only some chunks state their position, or if dtypes differ; else None."""
     if len({chunk.global_shape is None for chunk in chunks}) > 1:
         without = next(chunk.rank for chunk in chunks if chunk.global_shape is None)
         return NoPlan("inconsistent", f"rank {without} holds a plain tensor, other ranks hold chunks of a global one")

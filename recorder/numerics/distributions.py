@@ -1,6 +1,6 @@
-"""Compares, counts and draws the histograms and units of rows: shares, dead units, distances, lines of blocks.
+"""Compares and draws the histograms and units of rows: shares, dead units, distances, lines of block characters.
 
-A histogram that a row does not have, or that is damaged, is None here; `recorder verify` reports damage.
+A missing or damaged histogram is None here; `recorder verify` reports damage.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Bins(NamedTuple):
     """The exponent of the first bin, whose values begin at 2^first."""
     exponents_per_bin: int
     shares: list[list[float]]
-    """For each tensor, the share of all its values that lies in each bin; the lists have one length, which is 0 where
-    every value is zero or not finite."""
+    """For each tensor, the shares of all its values in each bin. All lists have the same length, 0 if every value is
+    zero or not finite.
+    """
 
     @property
     def last(self) -> int:
-        """The exponent of the last power of two."""
+        """The exponent of the last bin."""
         return self.first + self.exponents_per_bin * max(map(len, self.shares), default=0) - 1
 
 
@@ -50,7 +51,7 @@ def histogram_of_row(row: Mapping[str, Any], suffix: str = "") -> Histogram | No
 
 
 def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
-    """Return the shares of each histogram in the same bins, at most `max_bins`."""
+    """Return the shares of several histograms in common bins, at most `max_bins`."""
     used = [one.exponents[one.counts.any(axis=0)] for one in histograms]
     known = [exponents for exponents in used if len(exponents)]
     if not known:
@@ -68,7 +69,7 @@ def bins_of(histograms: Sequence[Histogram], max_bins: int) -> Bins:
 
 
 def share_apart(a: Histogram, b: Histogram) -> float | None:
-    """Return the share of values that must change sign or power of two to make two distributions equal.
+    """Return the share of values that would have to change sign or power of two to make two distributions equal.
 
     The share is 0 for equal distributions and 1 if no bin has values of both. The result is None without values.
     """
@@ -80,7 +81,7 @@ def share_apart(a: Histogram, b: Histogram) -> float | None:
 
 
 def subnormal_count(histogram: Histogram, dtype: str) -> int | None:
-    """Return the number of nonzero values below the least normal number of a type; None for other types."""
+    """Return the number of nonzero values below the smallest normal number of a type; None for other types."""
     if dtype not in NORMAL_EXPONENTS:
         return None
     return int(histogram.counts[:, histogram.exponents < NORMAL_EXPONENTS[dtype][0]].sum())
@@ -91,7 +92,7 @@ def _num_all(histogram: Histogram) -> int:
 
 
 def _all_counts(histogram: Histogram, frame: Histogram) -> Floats:
-    """Return the counts in the bins of `frame`, which has the bins of both, then of infinities, zeros and NaN."""
+    """Return the counts in the bins of `frame`, which covers both histograms, then of infinities, zeros and NaN."""
     counts = np.zeros(frame.counts.shape)
     at = histogram.first - frame.first
     counts[:, at : at + histogram.counts.shape[1]] = histogram.counts
@@ -107,7 +108,7 @@ class UnitsApart(NamedTuple):
     units_dead_a: int
     units_dead_b: int
     units_apart: int | None
-    """The number of units with different sums; None if the numbers of units or their dims differ."""
+    """The number of units with different sums; None if the values have different numbers of units or unit dims."""
     unit: int | None
     """The unit whose root mean squares differ most; None if no unit differs."""
     unit_rms_a: float | None
@@ -146,7 +147,7 @@ Ints = npt.NDArray[np.int64]
 _HEAD_BYTES = 4
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 _MOST_BYTES = 1 << 20
-"""The bytes of the rows that are decoded together, so that the results fit into a cache."""
+"""The bytes of rows that are decoded at a time, so that the results fit into a cache."""
 
 
 class Histograms(NamedTuple):
@@ -168,7 +169,7 @@ class ManyUnits(NamedTuple):
     rows: Ints
     """The indices of the rows in the column."""
     sum: Floats
-    """The sums of the units, of shape (rows, units), which the next three fields have, too."""
+    """The sums of the units, of shape (rows, units). The next three fields have the same shape."""
     sum_sq: Floats
     absmax: Floats
     zero_count: Ints
@@ -183,7 +184,7 @@ class _Alike(NamedTuple):
     width: int
     """The bytes of a count."""
     second: int
-    """The byte after the width in a row's bytes."""
+    """The second byte of each row's bytes, after the width."""
     data: Bytes
     """The bytes of the rows, of shape (rows, bytes)."""
 
@@ -274,14 +275,15 @@ def _counts(data: Bytes, width: int) -> Ints:
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
-"""The mark for a tensor with a NaN or an infinity."""
+"""The character that marks a tensor with a NaN or an infinity."""
 _LOG_RATIO = 1000.0
 
 
 def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int = 24) -> str:
     """Draw a series in at most `width` characters; a longer series shows the largest value of each bucket.
 
-    None and values that are not finite leave a gap. `bad`, as long as `values`, is True where a mark is drawn.
+    None and values that are not finite leave a gap. `bad` has the length of `values`; where it is True, `NOT_FINITE` is
+    drawn.
     """
     known = [value for value in values if value is not None and math.isfinite(value)]
     largest = max(map(abs, known), default=0.0) or 1.0
@@ -305,7 +307,7 @@ def spark_line(values: Sequence[float | None], bad: Sequence[bool], width: int =
 
 
 def _scale(value: float | None, largest: float, is_log: bool) -> float | None:
-    """Scale a value to -1 to 1, so that no difference overflows, or return its logarithm."""
+    """Scale a value to the range -1 to 1, so that no difference overflows; or return its logarithm."""
     if value is None or not math.isfinite(value):
         return None
     return math.log(value) if is_log else value / largest
@@ -317,12 +319,12 @@ HISTOGRAM_LEGEND = "the lowest block is one in a million, each higher one 5.6 ti
 
 
 def histogram_line(shares: Sequence[float]) -> str:
-    """Draw shares on a logarithmic scale, so that a single outlier shows; an empty bin is a gap."""
+    """Draw shares on a logarithmic scale, so that a single outlier is visible; an empty bin is a gap."""
     return "".join(_block(share) for share in shares)
 
 
 def histogram_lines(histograms: Sequence[Histogram | None]) -> tuple[list[str], str]:
-    """Draw histograms, all in the same bins, and say which magnitudes the lines show; no line where there are none."""
+    """Draw histograms in common bins, and say which magnitudes the lines cover; no lines without histograms."""
     known = [one for one in histograms if one is not None]
     if not known:
         return [], ""

@@ -1,4 +1,4 @@
-"""The element types that rows may have, by torch's names; bytes as arrays of these types; runs of a flattened tensor.
+"""The element types of rows, by torch's names; bytes as arrays of these types; boxes of a flattened tensor.
 
 Nothing here imports torch, or ml_dtypes before it is needed.
 """
@@ -20,16 +20,16 @@ ITEM_BYTES: dict[str, int] = {
     **{"float8_e8m0fnu": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},
     **{"complex32": 4, "complex64": 8, "complex128": 16},
 }
-"""The bytes of one element; an element of `float4_e2m1fn_x2` is a pair, as in torch."""
+"""The bytes of one element. An element of `float4_e2m1fn_x2` is a pair of numbers, as in torch."""
 
 _NUMPY_SPELLING: dict[str, Any] = {"float4_e2m1fn_x2": np.uint8, "complex32": [("real", "<f2"), ("imag", "<f2")]}
-"""The numpy types of torch types that numpy does not have: packed pairs stay bytes, half complex is two halves."""
+"""The numpy types for torch types that numpy lacks: packed pairs stay bytes, half complex becomes two halves."""
 
 _ML_DTYPES = frozenset(name for name in ITEM_BYTES if name.startswith("float8") or name == "bfloat16")
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a dtype by torch's name without the prefix. UnsupportedError: unknown name."""
+    """Return the bytes of one element of a dtype, given torch's name without ``torch.``. UnsupportedError: unknown."""
     try:
         return ITEM_BYTES[dtype]
     except KeyError:
@@ -37,7 +37,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The little-endian numpy dtype of torch's `dtype`, from ml_dtypes where numpy has none; else UnsupportedError."""
+    """Return the little-endian numpy dtype of torch's `dtype`, ml_dtypes' if numpy has none; else UnsupportedError."""
     item_bytes(dtype)
     if dtype in _ML_DTYPES:
         try:
@@ -58,18 +58,18 @@ def as_array(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> n
     check_bytes(data, dtype, shape)
     try:
         return data.view(numpy_dtype(dtype)).reshape(shape)
-    except ValueError as error:  # an empty tensor with sizes beyond numpy's
+    except ValueError as error:  # an empty tensor may have sizes that numpy does not support
         raise UnsupportedError(f"numpy has no array of shape {list(shape)}: {error}") from error
 
 
 def check_bytes(data: npt.NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> None:
-    """Raise CorruptError unless the bytes are exactly as many as one tensor has."""
+    """Raise CorruptError unless the number of bytes is exactly that of one tensor."""
     if data.nbytes != math.prod(shape) * item_bytes(dtype):
         raise CorruptError(f"{data.nbytes} bytes are not a {dtype} tensor of shape {list(shape)}")
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield in order the boxes (start, shape) that make the elements from `start` to `stop` of a flattened tensor."""
+    """Yield in order the boxes (start, shape) that cover the elements from `start` to `stop` of a flattened tensor."""
     if start >= stop:
         return
     if not shape:

@@ -22,11 +22,11 @@ from .dtypes import ITEM_BYTES, numpy_dtype
 Counts = npt.NDArray[np.int64]
 _Bins = npt.NDArray[np.uint64]
 _HEAD = struct.Struct("<BBh")
-"""The head of a histogram's bytes: the bytes of a count, 0, and the exponent of the first bin."""
+"""The struct of a histogram's first bytes: the bytes per count, 0, and the exponent of the first bin."""
 LOWEST, HIGHEST = -1074, 1023
 """The exponents of the lowest and of the highest possible bin."""
 _SUBNORMAL = {-127: -149, -1023: -1074}
-"""The bins of the subnormal values of an element type, and the exponent of the least of these values."""
+"""The bins of an element type's subnormal values, and the exponent of the smallest of these values."""
 NORMAL_EXPONENTS = {"float16": (-14, 15), "float8_e4m3fn": (-6, 8), "float8_e5m2": (-14, 15), "float32": (-126, 127)}
 NORMAL_EXPONENTS |= {"bfloat16": NORMAL_EXPONENTS["float32"]}
 """The exponents of a type's least normal number and of its largest numbers."""
@@ -35,7 +35,7 @@ _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest number, both included, that a value may be."""
+    """The least and the greatest number, both included, that a value may have."""
 
     low: float
     high: float
@@ -151,10 +151,11 @@ class Histogram:
         return Bounds(max(bounds.low, self.min), min(bounds.high, self.max))
 
     def buckets(self, max_buckets: int = 1 << 16) -> tuple[npt.NDArray[np.float64], Counts]:
-        """Return ascending edges, and the number of finite values between neighbouring edges, for tools that draw.
+        """Return ascending edges, and the number of finite values between adjacent edges, for tools that draw.
 
-        Buckets are the bins. Zeros are in the bucket between the largest negative and the least positive edge; where
-        there would be too many buckets, the bins of the least magnitudes join it. NaN and infinities are in none.
+        Buckets are the bins. Zeros are in the bucket between the largest negative and the least positive edge; if there
+        would be too many buckets, the bins of the smallest magnitudes are added to this bucket. NaN and infinities are
+        in no bucket.
         """
         (used,) = np.nonzero(self.counts[0] | self.counts[1])
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
@@ -167,7 +168,7 @@ class Histogram:
         return np.maximum(edges, -np.finfo(np.float64).max), np.concatenate((negative[::-1], [middle], positive))
 
     def rebinned(self, edges: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Return the finite values' counts between ascending edges, for drawing; values count as uniform in a bin."""
+        """Return the finite values' counts between ascending edges, for drawing; a bin's values are spread evenly."""
         at = np.asarray(edges, np.float64)
         if at.ndim != 1 or len(at) < 2 or not (np.diff(at) > 0).all():
             raise ValueError("edges: expected at least two ascending numbers")
@@ -192,7 +193,7 @@ class Histogram:
 
     @classmethod
     def from_bytes(cls, data: bytes, *, zero_count: int = 0, nan_count: int = 0) -> Histogram:
-        """Read the column `histogram` of a row and two more columns. CorruptError: the bytes are no histogram."""
+        """Read a row's column `histogram` and its counts of zeros and NaN. CorruptError: the bytes are no histogram."""
         if len(data) < _HEAD.size:
             raise CorruptError(f"a histogram has {len(data)} bytes: expected at least {_HEAD.size}")
         width, layout, first = _HEAD.unpack_from(data)
@@ -233,7 +234,7 @@ def _power(exponent: int) -> float:
     return math.ldexp(1.0, exponent) if exponent <= HIGHEST else math.inf
 
 
-# The writer counts in an array whose layout depends on the element type; the compiled loops fill it as well.
+# The writer counts in an array whose layout depends on the element type. The compiled loops fill the same array.
 
 NUM_BINS = dict.fromkeys(("float32", "bfloat16", "float16"), 512) | {"float64": 4096}
 NUM_BINS |= dict.fromkeys(("int16", "uint16", "int32", "uint32", "int64", "uint64"), 256)
@@ -245,7 +246,7 @@ for each bit pattern."""
 
 
 def of_bins(dtype: str, bins: _Bins) -> bytes:
-    """Return the bytes for the column, from the array in which the values were counted, without zeros and NaN."""
+    """Return the bytes for the column, from the array of counts without its zeros and NaN."""
     if dtype in BY_PATTERN:
         with np.errstate(all="ignore"):
             codes = np.arange(256, dtype=np.uint8)
@@ -259,7 +260,7 @@ def of_bins(dtype: str, bins: _Bins) -> bytes:
 
 
 def _of_values(values: npt.NDArray[np.float64], times: Counts) -> Histogram:
-    """Return the histogram of a few distinct values, each with a count; float64 holds them exactly."""
+    """Return the histogram of a few distinct values, each with a count; they must be exact in float64."""
     counts, infinite = np.zeros((2, 256), np.int64), np.zeros(2, np.int64)
     is_positive = (values > 0).astype(np.int64)
     np.add.at(infinite, is_positive[np.isinf(values)], times[np.isinf(values)])

@@ -1,4 +1,4 @@
-"""Rows as integers: finds rows that are equal in some columns, and rows of two tables that belong together.
+"""Rows as integers: finds rows that are equal in some columns, and matches rows of two tables.
 
 Nothing here may loop over rows in Python.
 """
@@ -18,20 +18,21 @@ T = TypeVar("T")
 Integers = npt.NDArray[np.int64]
 
 VALUE_KEY = KEY
-"""The columns that name a value in a run, without its rank."""
+"""The columns that identify a value in a run, except its rank."""
 SERIES_KEY = tuple(name for name in KEY if name != "step")
-"""The columns that name a value over all steps."""
+"""The columns that identify a value over all steps."""
 
 
 _NONE = -1
 """The stage number of a row outside of pipelines."""
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
-"""The number for null among the bits of statistics; as a float64 it is a denormal that no statistic has."""
+"""The int64 for null where statistics are compared by their bits; as a float64 it is a denormal, which no statistic is.
+"""
 
 
 class Groups(NamedTuple):
-    """Groups of rows that agree, numbered in the order of their first rows."""
+    """Groups of equal rows, numbered in the order of their first rows."""
 
     ids: Integers
     firsts: Integers
@@ -66,13 +67,13 @@ def encode(column: Any) -> tuple[Integers, list[str]]:
 
 
 def holds(column: Any, test: Callable[[str], bool]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the texts in a column that pass a test, which runs once for each distinct text; null fails."""
+    """Return a mask of the texts in a column that pass a test, which runs once per distinct text; null never passes."""
     ids, texts = encode(column)
     return np.array([*map(test, texts), False], np.bool_)[ids]
 
 
 def group(columns: Sequence[Integers]) -> Groups:
-    """Group rows by columns of codes."""
+    """Group rows by several columns of codes."""
     _, firsts, ids = np.unique(mix(columns), return_index=True, return_inverse=True)
     by_appearance = np.argsort(firsts)
     rank = np.empty(len(firsts), np.int64)
@@ -86,21 +87,21 @@ def group_rows(table: Any, names: Sequence[str]) -> Groups:
 
 
 def by_distinct(table: Any, names: Sequence[str], of: Callable[..., T]) -> tuple[list[T], Integers]:
-    """Return a function's results for the distinct rows of some columns, and the index of each row's result."""
+    """Call a function on the distinct rows of some columns; return its results, and the index of each row's result."""
     groups = group_rows(table, names)
     cells = (table.column(name).take(pa.array(groups.firsts)).to_pylist() for name in names)
     return [of(*row) for row in zip(*cells, strict=True)], groups.ids
 
 
 def common_ids(a: Any, b: Any, names: Sequence[str]) -> tuple[Integers, Integers]:
-    """Return a number for each row of two tables; rows that agree in some columns have the same number."""
+    """Return an id for each row of two tables; rows that agree in some columns have the same id."""
     both = pa.concat_tables([a.select(list(names)), b.select(list(names))])
     ids = group_rows(both, names).ids
     return ids[: a.num_rows], ids[a.num_rows :]
 
 
 def join(a: Integers, b: Integers) -> tuple[Integers, Integers]:
-    """Return all pairs of positions with equal numbers in `a` and `b`, ordered by the position in `a`."""
+    """Return all pairs of positions at which `a` and `b` have equal numbers, ordered by the position in `a`."""
     order = np.argsort(b, kind="stable")
     in_order = b[order]
     begins, ends = np.searchsorted(in_order, a, "left"), np.searchsorted(in_order, a, "right")
@@ -117,15 +118,15 @@ def _shifted(numbers: Integers, is_null: npt.NDArray[np.bool_]) -> Integers:
 
 
 def pack(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """Return one number per row, equal for rows equal in all columns, without gaps and in the order of the columns."""
+    """Return an id for each row, equal for rows equal in all columns, without gaps and in the order of the columns."""
     numbers: Integers = np.unique(mix(columns), return_inverse=True)[1].reshape(-1)
     return numbers
 
 
 def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
-    """Return one number per row, equal for rows equal in all columns, in the order of the columns and with gaps.
+    """Return an id for each row, equal for rows equal in all columns, in the order of the columns and with gaps.
 
-    The result may be one of the columns, so it must not be changed.
+    The result may be one of the columns itself, so it must not be changed.
     """
     mixed, size = np.zeros(0, np.int64), 1
     for column in columns:
@@ -141,7 +142,7 @@ def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
         if size > 1:
             mixed = mixed * (high - low + 1)
             mixed += values
-        else:  # what came before is the same in all rows
+        else:  # the columns so far are equal in all rows
             mixed = values
         size *= high - low + 1
     return mixed
@@ -157,7 +158,7 @@ def bits_of(column: Any) -> Integers:
 
 
 def digest(columns: Sequence[Integers]) -> Integers:
-    """Return one number per row, equal for rows equal in all columns (and, one time in 2^64, for other rows)."""
+    """Return an id for each row, equal for rows equal in all columns (and, one time in 2^64, for other rows)."""
     total = np.zeros(len(columns[0]), np.uint64)
     for column in columns:
         total = (total ^ (total >> np.uint64(29)) ^ column.view(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
@@ -165,17 +166,17 @@ def digest(columns: Sequence[Integers]) -> Integers:
 
 
 class Times(NamedTuple):
-    """The columns that show when rows were recorded, with one number for each row."""
+    """The columns that show when rows were recorded, as arrays with one entry per row."""
 
     step: Integers
     mode: Integers
     is_forward: npt.NDArray[np.bool_]
     is_backward: npt.NDArray[np.bool_]
-    """True for a row of a backward, which includes recomputed forwards."""
+    """True for a row recorded in a backward, also of a forward that is recomputed in the backward."""
     seq: Integers
     """The order of execution on the row's rank."""
     stage: Integers
-    """The stage of the pipeline; -1 outside of pipelines."""
+    """The pipeline stage of the row; -1 outside of pipelines."""
     micro_step: Integers
     """The micro-batch of a value that belongs to one micro-batch of a pipeline; else 0."""
     rank: Integers
@@ -183,15 +184,15 @@ class Times(NamedTuple):
     def order(self) -> Integers:
         """Return the order of execution.
 
-        Each rank numbers its own rows, so the numbers do not show the order of stages: forwards pass through the
-        stages upwards, backwards downwards. Micro-batches are put one after the other, though they overlap in time.
+        Each rank numbers only its own rows, so the order of stages is added here: forwards pass through the stages
+        upwards, backwards downwards. Micro-batches count as one after the other, though they overlap in time.
         """
         if (self.stage == _NONE).all():
             return np.lexsort([self.rank, self.seq, self.step])
         kind = np.where(self.is_forward, 0, np.where(self.is_backward, 1, 2))
         stage_order = np.where(self.stage == _NONE, 0, np.where(self.is_backward, -self.stage, self.stage))
         micro_step = np.where(self.stage == _NONE, 0, self.micro_step)
-        begins = self.seq.copy()  # when the first stage that took part began with it
+        begins = self.seq.copy()  # when the first stage of those that took part began the micro-batch
         staged = np.flatnonzero(self.stage != _NONE)
         keys = np.stack([self.step, self.mode, kind])[:, staged]
         groups = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)

@@ -1,9 +1,9 @@
 """Combines statistics: of a tensor's pieces, of its chunks, or of any rows.
 
-The registry of columns says which columns add up and where the least or the greatest counts (`Combine`); the formulae
-of `Combine.MOMENTS` are here, and so are the sums of histograms and of units. Means and standard deviations are exact
-to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque, Updating formulae and a
-pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` looks at elements.
+`Combine` in the registry of columns says which columns are added, and of which the least or greatest value is taken.
+The formulae of `Combine.MOMENTS` are here, and the sums of histograms and of units. Means and standard deviations are
+exact to rounding, even where the standard deviation is far below the mean: Chan, Golub, LeVeque, Updating formulae and
+a pairwise algorithm for computing sample variances, 1979. Only `count_nonfinite` reads elements.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Columns = dict[str, npt.NDArray[Any]]
 _CHUNK_ITEMS = 1 << 16
 _JOIN = {Combine.SUM: np.add, Combine.MIN: np.minimum, Combine.MAX: np.maximum}
 _OF_NONE = {Combine.SUM: 0.0, Combine.MIN: math.inf, Combine.MAX: -math.inf}
-"""The contribution of rows without values, by how their column is combined."""
+"""The contribution of rows without values, for each way of combining a column."""
 _NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
-"""The other columns from which a statistic is computed. A group has the statistic only if each row has all of them."""
+"""The other columns from which a statistic is computed. A group has it only if each row has all of them."""
 
 
 class Moments:
@@ -62,19 +62,19 @@ class Moments:
 
 
 def measured(moments: Moments) -> Measured:
-    """Return the statistics of a tensor, after all its pieces were added."""
+    """Return the statistics of a tensor from the merged moments of all its pieces."""
     count = moments.count
     counts = moments.nan_count, moments.inf_count, moments.zero_count
     if not count:
         return Measured(nan_count=counts[0], inf_count=counts[1], zero_count=counts[2])
-    # Which of two zeros is the lesser depends on the processor, so every zero among the statistics is made 0.0.
+    # Which of 0.0 and -0.0 is the lesser depends on the processor, so every zero statistic is made 0.0.
     low, high, total, sum_sq = moments.min + 0.0, moments.max + 0.0, moments.sum, moments.sum_sq
-    if low == high:  # the mean of a constant is the constant and its standard deviation 0; rounding would say 1e-18
+    if low == high:  # a constant's mean is the constant, and its standard deviation 0; rounding would give 1e-18
         mean, std = low, 0.0
     else:
         mean, std = total / count, math.sqrt(moments.deviations / count)
     l2 = math.sqrt(sum_sq)
-    # A NaN here comes from infinities of both signs that met in a sum: an overflow is not a missing value.
+    # A NaN here comes from adding infinities of both signs, so it is an overflow and not a missing value.
     return Measured(
         mean if mean == mean else math.inf,
         std if std == std else math.inf,
@@ -93,8 +93,9 @@ def measured(moments: Moments) -> Measured:
 def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: Flags | None = None) -> Any:
     """Return a column of groups from the column of their rows, combined by `how`: `SUM`, `MIN` or `MAX`.
 
-    `starts` says where each group, which has a row at least, begins in `values`; of `values` further axes hold a row's
-    own list, joined element by element. `has_values` says which rows count; by default all do.
+    `starts` has the index in `values` at which each nonempty group begins. If `values` has further axes, each row has a
+    list, and the lists are combined element by element. `has_values` is True for the rows that count; by default all
+    do.
     """
     if has_values is not None:
         values = np.where(has_values.reshape(-1, *(1,) * (values.ndim - 1)), values, _OF_NONE[how])
@@ -104,11 +105,11 @@ def join(how: Combine, values: npt.NDArray[Any], starts: Integers, has_values: F
 def merge(
     rows: Mapping[str, Floats], num_finite: npt.NDArray[Any], has_values: Flags, starts: Integers
 ) -> dict[str, Floats]:
-    """Return the statistics of groups of rows that share no element; an overflow is infinite, as in a row.
+    """Return the statistics of groups of rows that share no element; an overflow gives an infinity, as in a row.
 
     `rows` has each statistic of all rows, group by group, with NaN for null; a group begins at each of `starts`. Only
-    rows with `has_values` count; `num_finite` of their elements are finite. A statistic is NaN if no row of the group
-    counts, or if a row that counts does not have the statistic.
+    rows whose `has_values` is True count; `num_finite` is the number of their finite elements. A statistic is NaN if no
+    row of the group counts, or if a row that counts does not have the statistic.
     """
     with np.errstate(all="ignore"):
         merged: dict[str, Floats] = {
@@ -157,7 +158,8 @@ def combine_chunks(
         lows, highs = scaled["min"], scaled["max"]
         scaled |= {"min": np.where(negative, highs, lows), "max": np.where(negative, lows, highs)}
     merged = merge(scaled, num_finite, num_finite > 0, starts)
-    # A group of one chunk keeps the measured numbers, bit by bit: a mean is not always sum / n to the last digit.
+    # A group of one chunk keeps its measured statistics bit by bit, because sum / n may differ from the mean in the
+    # last digit.
     same = (np.diff([*starts, len(numels)]) == 1) & (factors[starts] == 1.0)
     for name in STATISTICS:
         merged[name] = np.where(same, chunks[name][starts], np.where(is_known, merged[name], np.nan))
@@ -193,7 +195,7 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
     own_counts = {name: np.where(is_known, integers(table.column(name), 0), 0) for name in COUNTS}
     numel = np.where(is_known, integers(table.column("numel")), 0)
     known = {name: numbers(table.column(name))[order] for name in STATISTICS}
-    # Complex rows have only counts: they add to the counts, but nothing is known of their values.
+    # Rows of complex tensors have only counts, which are added; nothing else is known of their values.
     finite = (numel - np.add.reduce([own_counts[name] for name in NONFINITE]))[order]
     merged = merge(known, finite, is_known[order] & ~np.isnan(known["mean"]) & (finite > 0), starts)
     columns = {name: pa.array(merged[name], pa.float64(), mask=np.isnan(merged[name])) for name in STATISTICS}
@@ -209,16 +211,16 @@ def combine_rows(table: Any, groups: Integers, num_groups: int) -> dict[str, Any
 
 
 def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
-    """Return how many elements are NaN, and how many infinite; a complex element is NaN if one of its parts is."""
+    """Return how many elements are NaN and how many infinite; a complex element is NaN if one of its parts is NaN."""
     if array.dtype.kind in "biu":
         return 0, 0
     num_nan = num_inf = 0
     flat = array.reshape(-1)
     for start in range(0, flat.size, _CHUNK_ITEMS):
         chunk = flat[start : start + _CHUNK_ITEMS]
-        if chunk.dtype.names:  # complex32, as pairs of halves
+        if chunk.dtype.names:  # complex32 is stored as pairs of halves
             chunk = chunk["real"].astype(np.float32) + 1j * chunk["imag"].astype(np.float32)
-        elif chunk.dtype.kind == "V" or chunk.dtype.itemsize < 4:  # ml_dtypes' own functions are slow
+        elif chunk.dtype.kind == "V" or chunk.dtype.itemsize < 4:  # the ufuncs of ml_dtypes are slow
             chunk = chunk.astype(np.float32)
         num_finite = int(np.count_nonzero(np.isfinite(chunk)))
         if num_finite < chunk.size:
@@ -229,14 +231,15 @@ def count_nonfinite(array: npt.NDArray[Any]) -> tuple[int, int]:
 
 
 def added(histograms: Iterable[Histogram]) -> Histogram:
-    """Return the histogram of several tensors together."""
+    """Return the sum of the histograms of several tensors."""
     return sum(histograms, Histogram())
 
 
 def join_histograms(pieces: Sequence[tuple[bytes | None, float, float]]) -> bytes | str | None:
     """Return the histogram of a tensor, from its chunks' histograms, factors and numbers of elements.
 
-    The result is None if a chunk with elements has no histogram; a text gives any other reason for a missing histogram.
+    The result is None if a chunk with elements has no histogram; if the histogram is missing for another reason, the
+    result is that reason as a text.
     """
     (first, factor, _), *others = pieces
     if first is None or (not others and factor == 1.0):
@@ -264,15 +267,15 @@ def added_by_group(column: Any, groups: Integers, num_groups: int) -> list[bytes
 
 
 class ChunkUnits(NamedTuple):
-    """The units of a chunk, and their place among the units of the tensor."""
+    """The units of a chunk, and their position among the units of the tensor."""
 
     units: Units
     ranges: Iterable[tuple[int, int, int]]
-    """The ranges of the units: first unit in the chunk, first unit in the tensor, number of units."""
+    """The ranges of units, each as first unit in the chunk, first unit in the tensor, and number of units."""
 
 
 def joined(pieces: Iterable[ChunkUnits], shape: Sequence[int], dim: int) -> Units:
-    """Return the sums over a tensor's units, added up over its chunks. ValueError: the chunks do not fit together."""
+    """Return the sums of a tensor's units, added up over its chunks. ValueError: the chunks do not fit together."""
     num = shape[dim]
     sums, zeros = np.zeros((3, num)), np.zeros(num, np.int64)
     for units, ranges in pieces:

@@ -20,14 +20,14 @@ from ..sites import MAX_COUNT
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 MAX_UNITS = 1 << 15
-"""The most units of a tensor; a longer dim, such as a vocabulary, has no units, as a row would take megabytes."""
+"""The most units of a tensor. A longer dim, such as a vocabulary, has no units, as a row would take megabytes."""
 _HEAD = struct.Struct("<BBH")
-"""The head of the units' bytes: the bytes of a count of zeros, the dim, and 0."""
+"""The struct of the first bytes of units: the bytes of a count of zeros, the dim, and 0."""
 _TYPES = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 class Sides(NamedTuple):
-    """The place of a tensor's units in memory."""
+    """The layout of a tensor's units in memory."""
 
     dim: int
     num: int
@@ -36,7 +36,7 @@ class Sides(NamedTuple):
 
 
 def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
-    """Return the place of a tensor's units along a dim (from the last if negative), or a text why it has no units."""
+    """Return the layout of units along a dim (from the last if negative), or a text that says why there are none."""
     at = dim + len(shape) if dim < 0 else dim
     if not 0 <= at < len(shape):
         return f"{len(shape)} dims, none of which is {dim}"
@@ -47,11 +47,11 @@ def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
-    """Sums over the finite values of each unit of a tensor, and the number of zeros. Two such objects add up."""
+    """Sums over the finite values of each unit of a tensor, and its number of zeros. Two `Units` can be added."""
 
     dim: int
     sum: Floats
-    """The sum of each unit, of shape (units,), which the next three fields have, too."""
+    """The sum of each unit, of shape (units,). The next three fields have the same shape."""
     sum_sq: Floats
     absmax: Floats
     """The largest magnitude of each unit; 0 for a unit without finite values."""
@@ -89,7 +89,7 @@ class Units:
         return int(((self.zero_count == self.num_values) & (self.num_values > 0)).sum())
 
     def __str__(self) -> str:
-        """Return a line for each of the units with the largest values, and the number of dead units."""
+        """Return a line for each of the units with the largest values, and a line with the number of dead units."""
         order = np.argsort(-self.absmax, kind="stable")[:10]
         lines = [f"{'unit':>8} {'mean':>11} {'rms':>11} {'absmax':>11} {'zero':>6}"]
         columns = (self.mean, self.rms, self.absmax)
@@ -125,7 +125,7 @@ class Units:
 
     @classmethod
     def from_bytes(cls, data: bytes, shape: Sequence[int]) -> Units:
-        """Read the column `units` of a row whose tensor has a shape. CorruptError: the bytes are no units."""
+        """Read the column `units` of a row whose tensor has this shape. CorruptError: the bytes are no units."""
         if len(data) < _HEAD.size:
             raise CorruptError(f"units have {len(data)} bytes: expected at least {_HEAD.size}")
         width, dim, layout = _HEAD.unpack_from(data)

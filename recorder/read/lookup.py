@@ -1,6 +1,6 @@
-"""Finds the one tensor that a question means, in the newest attempt.
+"""Finds the one tensor that a query selects, in the newest attempt.
 
-Nothing here may answer with one of several tensors; the message lists the choices.
+If a query selects several tensors, nothing here may choose one: the error lists the choices.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ QUALIFIERS = (
 """The columns that, with the module path, identify a tensor of a run, in the order in which choices are listed."""
 LOOKUP_COLUMNS = (*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS)
 _OF_RANKS = ("rank", "attempt")
-"""The columns in which the rows of one global tensor may differ; the attempt is chosen before."""
+"""The columns in which the rows of one global tensor may differ. The attempt is chosen earlier."""
 _MAX_CHOICES = 8
 
 
 class TensorRows(NamedTuple):
-    """The rows of the one tensor that a question means."""
+    """The rows of the one tensor that a query selects."""
 
     positions: Positions
-    """The position of the row, or of its parts in order; if several ranks are meant, of part 0 of each."""
+    """The positions of the row or, in order, of its parts; if several ranks are meant, of each rank's part 0."""
     related: Positions
     """The positions of all rows of the module at that step."""
     is_merged: bool
     what: str
     is_micro_batch: bool = False
-    """Whether one micro-batch of a pipeline is asked for; then `related` has rows of no other micro-batch."""
+    """Whether the query names one micro-batch of a pipeline; then `related` has only rows of this micro-batch."""
 
 
 def find_tensor(
@@ -53,15 +53,15 @@ def find_tensor(
     stages: Mapping[tuple[int, str], Stage] = MappingProxyType({}),
     needs_values: bool = True,
 ) -> TensorRows:
-    """Return the rows of the one tensor that the question means.
+    """Return the rows of the one tensor that the query selects.
 
     Args:
         rows: the run's rows.
         writers: the run's writers, as `rows` numbers them.
         module_path: exact path of the module.
-        question: value by qualifier; None for a qualifier that is left open.
-        counts: whether a row counts, by position; given if the rows of several ranks are one tensor.
-        has_micro_batches: True for a pipeline: its micro-batches are one tensor too, and its stages' roots one model.
+        question: the value of each qualifier; None for a qualifier that is left open.
+        counts: whether a row may be used, by position; None unless the rows of several ranks are one tensor.
+        has_micro_batches: True for a pipeline: its micro-batches together are one tensor, its stages' roots one model.
         stages: pipeline stages by writer and root; the rows of a merged run name their stages themselves.
         needs_values: leave out rows without a payload.
 
@@ -71,7 +71,7 @@ def find_tensor(
     rows.load(LOOKUP_COLUMNS)
     of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))
     positions, what = _answering(rows, writers, of_module, question, f"{module_path!r}", stages)
-    if counts is None:  # also of one attempt: a job that is launched again begins with attempt 0 again
+    if counts is None:  # a relaunched job begins with attempt 0 again, so one attempt can be recorded twice
         positions = _of_newest_attempt(rows, writers, positions)
     elif question.get("attempt") is None:
         positions = positions[counts[positions]]
@@ -80,7 +80,7 @@ def find_tensor(
                 f"{what}: a later attempt recorded these steps again; rank= gives what one rank had"
             )
     if question.get("rank") is None and (rows.numbers("rank")[positions] == NONE).any():
-        positions = positions[rows.numbers("rank")[positions] == NONE]  # merged: the ranks' own rows are there too
+        positions = positions[rows.numbers("rank")[positions] == NONE]  # a merged run also has the ranks' own rows
     with_values = positions
     if needs_values:
         with_values = positions[rows.keys("encoding", positions).codes != NONE]
@@ -103,7 +103,7 @@ def find_tensor(
         related = related[rows.numbers("micro_step")[related] == question["micro_step"]]
     if counts is None or is_merged:
         return TensorRows(_single(rows, with_values, is_merged, what), related, is_merged, what, is_micro_batch)
-    for name, keys in single.items():  # drop rows without values that differ in what the question left open
+    for name, keys in single.items():  # drop rows without values that differ in a qualifier that is open
         code, of_all = int(keys.codes[0]), rows.keys(name, positions)
         value = None if code == NONE else code if keys.texts is None else keys.texts[code]
         positions = positions[of_all.codes == of_all.code(value)]
@@ -120,7 +120,8 @@ def _answering(
 ) -> tuple[Positions, str]:
     given = {name: value for name in QUALIFIERS if (value := question.get(name)) is not None}
     positions = of_module
-    # Numbers are compared first, as a module has rows of thousands of steps, and texts cost the most.
+    # Columns of numbers are compared first: a module has rows of thousands of steps, and comparing texts is the
+    # slowest.
     for name in sorted(given, key=lambda name: name in TEXT_COLUMNS):
         keys = rows.keys(name, positions)
         try:
@@ -169,7 +170,7 @@ def several_stages(what: str, numbers: Iterable[int]) -> str:
 def _raise_unmet(
     rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions, given: Mapping[str, Any], what: str
 ) -> NoReturn:
-    """Name the first qualifier, in the order of `QUALIFIERS`, whose value no remaining row has."""
+    """Raise an error that names the first qualifier, in the order of `QUALIFIERS`, whose value no remaining row has."""
     for name, value in given.items():
         keys = rows.keys(name, positions)
         try:
@@ -189,7 +190,7 @@ def _raise_unmet(
 
 
 def module_code(rows: MetadataRows, module_path: str) -> int:
-    """Return the number of a module path in `rows.module_paths`. LookupFailedError: no row is of that module."""
+    """Return the code of a module path in `rows.module_paths`. LookupFailedError: the module has no rows."""
     paths = rows.module_paths()
     code = paths.code(module_path)
     if code < 0:
@@ -198,7 +199,7 @@ def module_code(rows: MetadataRows, module_path: str) -> int:
 
 
 def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None = None) -> str:
-    """Return which ranks' records end, by a kill, before a step: ``rank 0's record ends in step 23``; else empty."""
+    """Return which ranks' records were ended by a kill before a step: ``rank 0's record ends in step 23``; else ""."""
     of_rank: dict[int, list[RecordedWriter]] = {}
     for writer in writers:
         if writer.rank is not None and rank in (None, writer.rank):
@@ -214,8 +215,8 @@ def ended_before(writers: Sequence[RecordedWriter], step: int, rank: int | None 
 def _of_newest_attempt(rows: MetadataRows, writers: Sequence[RecordedWriter], positions: Positions) -> Positions:
     """Drop the rows of steps that a later writer of the same rank has recorded again.
 
-    If steps were merely counted, equal steps of two attempts are different steps, and only the newest attempt
-    counts.
+    If the recorder has counted the steps itself, a step number means different steps in two attempts, and only rows of
+    the newest attempt are kept.
     """
     numbers = rows.writer_numbers(positions)
     used = [int(number) for number in np.unique(numbers)]

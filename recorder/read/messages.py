@@ -1,7 +1,7 @@
 """The framing of Arrow IPC: the place and the declared sizes of each message, read before Arrow allocates.
 
-pyarrow shows neither the offset of a batch in a file, nor its declared sizes, nor its metadata without decoding it.
-The tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). No offset is trusted.
+pyarrow gives no access to a batch's offset in its file or its declared sizes, or to its metadata before decoding. The
+tables are flatbuffers, laid out by Arrow's Message.fbs and File.fbs (format version 5). No offset is trusted.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ PREFIX_BYTES = 8
 CONTINUATION = 0xFFFFFFFF
 
 MAX_METADATA_BYTES = 1 << 20
-"""The bound on everything before the body of one message; the recorder's messages have less than 20 KiB there."""
+"""The bound on the bytes before the body of a message; the recorder's messages have less than 20 KiB there."""
 MAX_BATCH_BYTES = 1 << 30
-"""The bound on one batch in memory. The recorder's batches have at most 40 MiB of payload, and metadata columns."""
+"""The bound on the bytes of one batch in memory. The recorder's batches have at most 40 MiB of payload, and metadata.
+"""
 
 _MAX_RATIO = 128
 """The most bytes of a compressed batch for each byte on disk; constant columns reach 13, a zip bomb thousands."""
@@ -36,7 +37,9 @@ _MAX_PAIRS = 64
 """The most pairs of custom metadata in a message; ours have two. Many pairs could share bytes and be slow to read."""
 
 _VERSION_5 = 4
-"""Message.fbs counts from V1 = 0. Before V5 a batch could be compressed, and say so in its custom metadata alone."""
+"""The number of version 5 in Message.fbs, where V1 is 0. Before it, only custom metadata could say that a batch is
+compressed.
+"""
 SCHEMA_MESSAGE = 1
 BATCH_MESSAGE = 3
 
@@ -47,7 +50,7 @@ class MessageBlock:
 
     offset: int
     metadata_bytes: int
-    """The bytes of the metadata with prefix and padding; the body begins this far after `offset`."""
+    """The bytes of the metadata, including prefix and padding; the body begins this many bytes after `offset`."""
     body_bytes: int
 
     @property
@@ -56,12 +59,12 @@ class MessageBlock:
 
 
 class Message(NamedTuple):
-    """The declared content of a message. Only that its fields lie within its own bytes is verified."""
+    """The declared content of a message. The only check so far is that its fields lie within its own bytes."""
 
     kind: int
     body_bytes: int
     nodes: tuple[tuple[int, int], ...]
-    """The number of rows and of nulls of each column of a batch."""
+    """For each column of a batch, the numbers of rows and of nulls."""
     buffers: tuple[tuple[int, int], ...]
     """The offset in the body and the length of each buffer of a batch, in Arrow's order."""
     is_compressed: bool
@@ -141,7 +144,7 @@ def parse_message(metadata: pa.Buffer, where: str) -> Message:
             raise struct.error("too many pairs")
         texts = [(pair.vector(0, 1), pair.vector(1, 1)) for pair in root.tables(4)]
         if sum(len(key) + len(value) for key, value in texts) > len(root.data):
-            raise struct.error("pairs that share their bytes")  # many could point at one long text
+            raise struct.error("pairs that share their bytes")  # many pairs could refer to the same long text
         pairs = {bytes(key): bytes(value) for key, value in texts}
         return Message(kind, root.number(3, "<q"), nodes, buffers, is_compressed, pairs)
     except struct.error as error:
@@ -178,7 +181,7 @@ def block_at(source: ByteSource, offset: int) -> tuple[MessageBlock, Message] | 
 
 
 def footer_bytes(source: ByteSource) -> int:
-    """Return the size of the footer of a sealed file, which lies before the file's last 10 bytes."""
+    """Return the bytes of the footer of a sealed file. The footer lies before the file's last 10 bytes."""
     if source.size_bytes < FIRST_MESSAGE + TAIL_BYTES:
         raise CorruptError(f"{source.where}: {source.size_bytes} bytes are too few for a sealed shard")
     num_bytes, magic = struct.unpack("<i6s", source.read(source.size_bytes - TAIL_BYTES, TAIL_BYTES))
@@ -188,7 +191,7 @@ def footer_bytes(source: ByteSource) -> int:
 
 
 def footer_blocks(source: ByteSource) -> list[MessageBlock]:
-    """Return the blocks of the batches from the footer of a sealed file; each block is checked only when it is read."""
+    """Return the blocks of the batches from the footer of a sealed file. Each is checked only when it is read."""
     try:
         items = list(struct.iter_unpack("<qi4xq", _footer(source).vector(3, 24)))
     except struct.error as error:
@@ -197,7 +200,7 @@ def footer_blocks(source: ByteSource) -> list[MessageBlock]:
 
 
 def footer_text(source: ByteSource, key: bytes) -> range | None:
-    """Return where in a sealed file the value of a key of the footer's `custom_metadata` lies; None without the key."""
+    """Return the position in a sealed file of the value of a key of the footer's `custom_metadata`; None without it."""
     try:
         footer = _footer(source)
         for pair in footer.tables(4):
@@ -216,21 +219,21 @@ def _footer(source: ByteSource) -> _Table:
 
 
 def check_block(block: MessageBlock, source: ByteSource) -> None:
-    """Raise CorruptError for a footer's block that lies outside the file, or is larger than any of the recorder's."""
+    """Raise CorruptError for a footer's block that lies outside the file, or is larger than the recorder's can be."""
     is_sane = block.offset >= FIRST_MESSAGE and PREFIX_BYTES < block.metadata_bytes <= MAX_METADATA_BYTES
     if not is_sane or not 0 <= block.body_bytes <= MAX_BATCH_BYTES or block.end > source.size_bytes:
         raise CorruptError(f"{source.where}: the footer lists a batch at byte {block.offset} that cannot be there")
 
 
 def check_declared_sizes(buffers: Sequence[tuple[int, int]], body: pa.Buffer, where: str) -> None:
-    """Raise CorruptError if compressed buffers declare more than `MAX_BATCH_BYTES` together, or than `body` can be."""
+    """Raise CorruptError if compressed buffers declare more bytes than `MAX_BATCH_BYTES`, or than `body` can hold."""
     total_bytes = 0
     for offset, length in buffers:
         if 0 < length < 8:
             raise CorruptError(f"{where}: a compressed buffer of {length} bytes has no room for its length")
         if length:
             (declared_bytes,) = struct.unpack("<q", body.slice(offset, 8))
-            total_bytes += max(declared_bytes, 0)  # -1 marks a buffer that is stored as it is
+            total_bytes += max(declared_bytes, 0)  # -1 marks a buffer that is stored uncompressed
     max_bytes = min(MAX_BATCH_BYTES, max(_MIN_DECLARED_BYTES, _MAX_RATIO * body.size))
     if total_bytes > max_bytes:
         raise CorruptError(f"{where}: declares {total_bytes} bytes, more than the {max_bytes} a batch may have")

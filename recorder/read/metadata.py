@@ -1,6 +1,7 @@
 """The metadata rows of a run as columns, read on first use; the sizes of steps; the pipeline stages.
 
-A row is identified by its position: shards in the order of their writers, rows in file order. No loop runs over rows.
+A row is identified by its position in the concatenation of all shards, in the order of their writers. No loop runs over
+rows.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from .writers import RecordedWriter
 
 Positions = npt.NDArray[np.int64]
 NONE = -1
-"""The number for null in columns of counts, which are never negative."""
+"""The integer for null in columns of counts, which are never negative."""
 _FEW_CHUNKS = 64
 POSITION_COLUMNS = ("seq", "batch", "row")
-"""The columns that lead from a row to its payload."""
+"""The columns that are needed to find a row's payload."""
 TEXT_COLUMNS = frozenset(field.name for field in SCHEMA if pa.types.is_string(field.type))
 
 
 class Keys(NamedTuple):
-    """A column as numbers that are equal where the values are equal."""
+    """A column as integers that are equal where the values are equal."""
 
     codes: npt.NDArray[np.int64]
-    """The number for the value of each row; `NONE` for null."""
+    """The integer for the value of each row; `NONE` for null."""
     texts: list[str] | None
-    """The texts that the codes number; None if the codes are the values."""
+    """The texts that the codes index; None if the codes are the values themselves."""
 
     def code(self, value: Any) -> int:
-        """Return the code of a value; a code that no row has if the value does not occur."""
+        """Return the code of a value; for a value that does not occur, a code that no row has."""
         if value is None:
             return NONE
         if self.texts is None:
@@ -80,9 +81,10 @@ class MetadataRows:
         return int(self._starts[-1])
 
     def load(self, names: Iterable[str]) -> None:
-        """Read and check columns. Call it for every column that a question needs, before the question's first position.
+        """Read and check columns. Call it for every column that a query needs, before the query uses a position.
 
-        A batch that is damaged in one column leaves all columns: positions change, and everything is read again.
+        A batch that is damaged in one column is removed from all columns: then positions change, and all columns are
+        read again.
         """
         names = list(dict.fromkeys(names))
         while missing := [name for name in names if name not in self._columns]:
@@ -108,7 +110,7 @@ class MetadataRows:
         return self._numbers[name]
 
     def module_paths(self) -> Keys:
-        """Return the module path of every row. Other columns of texts are encoded only for the rows of one module."""
+        """Return the module path of every row. Other text columns are encoded only for the rows of one module."""
         if self._module_paths is None:
             self._module_paths = Keys(*encode(self._columns["module_path"]))
         return self._module_paths
@@ -119,14 +121,15 @@ class MetadataRows:
         if (positions[1:] < positions[:-1]).any():
             return pc.take(column, pa.array(positions))
         if len(positions) == len(column) and (positions[1:] > positions[:-1]).all():
-            # One writer's rows in file order are in time order. They are copied, as a mapped file may change later.
+            # The rows of one writer are in time order already. They are copied because a mapped file may change later.
             return pa.chunked_array([pa.concat_arrays([chunk, chunk[:0]]) for chunk in column.chunks], column.type)
         ends = self._chunk_ends[name]
         chunk_numbers = np.searchsorted(ends, positions, side="right")
-        used = np.flatnonzero(np.bincount(chunk_numbers))  # numpy 2.4's `unique` hashes: 7 ms for 200,000
+        used = np.flatnonzero(np.bincount(chunk_numbers))  # `unique` of numpy 2.4 hashes: 7 ms for 200,000 rows
         if len(used) > _FEW_CHUNKS:
             return pc.take(column, pa.array(positions))
-        # Arrow joins all chunks of a column before it takes a row: 0.2 ms for short texts of a million rows.
+        # Chunk by chunk, because Arrow joins all chunks before it takes a row: 0.2 ms for short texts of a million
+        # rows.
         starts = [0, *ends]
         pieces = [column.chunk(n).take(pa.array(positions[chunk_numbers == n] - starts[n])) for n in used.tolist()]
         return pa.chunked_array(pieces, column.type)
@@ -143,7 +146,7 @@ class MetadataRows:
         return value
 
     def shard_of(self, position: int) -> tuple[ShardRows, int]:
-        """Return the shard of a row, and the position of its first row."""
+        """Return the shard of a row, and the position of the shard's first row."""
         number = int(np.searchsorted(self._starts, position, side="right")) - 1
         return self._shards[number], int(self._starts[number])
 
@@ -155,7 +158,7 @@ class MetadataRows:
         return np.searchsorted(self._writer_starts, positions, side="right") - 1
 
     def in_order(self) -> Positions:
-        """Return all positions in the order of `TIME_ORDER`, which differs from file order."""
+        """Return all positions in the order of `TIME_ORDER`, which may differ from the order of the files."""
         keys = [self.numbers(name) for name in reversed(TIME_ORDER)]
         return np.lexsort(keys).astype(np.int64, copy=False)
 
@@ -176,7 +179,7 @@ def _by_step(steps: Ints, *columns: Ints) -> list[Ints]:
 
 
 class StepRange(NamedTuple):
-    """Steps that are read together."""
+    """A range of steps that are read together."""
 
     first: int
     end: int
@@ -227,7 +230,7 @@ class StepSizes(NamedTuple):
 
 
 def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
-    """Yield a sentence for each pipeline with missing stages; a rank with several stages has a root for each."""
+    """Yield a sentence for each pipeline with missing stages. A rank with several stages has one root per stage."""
     numbers_of: dict[int, set[int]] = {}
     for stage in stages.values():
         numbers_of.setdefault(stage.num_stages, set()).add(stage.number)
@@ -237,13 +240,13 @@ def missing_stages(stages: Mapping[tuple[int, str], Stage]) -> Iterator[str]:
 
 
 def whole_roots(stages: Mapping[tuple[int, str], Stage]) -> dict[str, str]:
-    """Return the name of the model, which is the root of its first stage, for each root that is a stage."""
+    """Return, for each root that is a stage, the name of the model, which is the root of the first stage."""
     names = {stage.num_stages: root for (_, root), stage in sorted(stages.items()) if stage.number == 0}
     return {root: names.get(stage.num_stages, root) for (_, root), stage in stages.items()}
 
 
 def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tuple[int, str], Stage]) -> Ints:
-    """Return the stage of each row; `NONE` if no stage is named. In a merged run the rows' notes name the stage."""
+    """Return the stage of each row; `NONE` if no stage is recorded. In a merged run the rows' notes name the stage."""
     stage_of_row: Ints = np.full(len(positions), NONE)
     writers, roots = rows.writer_numbers(positions), rows.keys("root", positions)
     for (writer, root), stage in stages.items():
@@ -257,7 +260,7 @@ def stages_of_rows(rows: MetadataRows, positions: Positions, stages: Mapping[tup
 
 
 class MicroBatches:
-    """The stage and the micro-batch of each of some rows."""
+    """The pipeline stage and the micro-batch of each row."""
 
     def __init__(self, rows: MetadataRows, chosen: Positions, stages: Mapping[tuple[int, str], Stage]) -> None:
         self.stage: Ints = np.full(len(chosen), NONE)
@@ -280,7 +283,7 @@ class MicroBatches:
 
 
 def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
-    """Return the order of execution of values, given each one's first row and stage (`NONE` outside of pipelines)."""
+    """Return the order of execution of values, given the first row and the stage (else `NONE`) of each value."""
     phases = rows.keys("phase", at)
     nothing = np.zeros(len(at), np.int64)
     return Times(
@@ -296,7 +299,7 @@ def in_order(rows: MetadataRows, at: Positions, stage: Ints) -> Ints:
 
 
 def unseen(ranks: Sequence[int], micro_steps: Sequence[int], known: set[int]) -> str:
-    """Name, for each rank, the micro-batches that only other ranks have; empty where there are none."""
+    """Return a text that names, for each rank, the micro-batches that only other ranks have; empty without any."""
     everything = known | set(micro_steps)
     of_rank: dict[int, set[int]] = {}
     for rank, micro_step in zip(ranks, micro_steps, strict=True):

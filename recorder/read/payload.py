@@ -1,6 +1,6 @@
-"""Leads from a row to its payload and its array, through the row's checked batch and the row that a ``ref`` names.
+"""Finds the payload and the array of a row, by its checked batch and the row that a ``ref`` names.
 
-`decode` also serves readers that hold a single row and no run.
+`decode` also works for a single row without a run.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .shard_rows import ShardRows
 _COLUMNS = ("seq", "dtype", "shape", "encoding", "payload_bytes", "data")
 _SPARE_BATCHES = 8
 _MAX_REMOTE_BYTES = 1 << 30
-"""The bound on batches from an object store, which take memory; batches on a disk are mapped."""
+"""The bound on the bytes of batches from an object store, which take memory; batches on a disk are mapped."""
 _AT_ONCE = 16
 """The number of batches that are requested before their sizes are known."""
 _BATCH_BYTES = 8 << 20
 """The size of most batches, unless a single row is larger."""
 _Key = tuple[int, int]
-"""The identity of a shard, which lives as long as the rows, and the number of a batch in it."""
+"""The identity of a shard, which lives as long as the rows, and the index of a batch in it."""
 
 
 class Payloads:
@@ -48,7 +48,7 @@ class Payloads:
         """Rows are asked for in the order of time, so the next row mostly lies in the same batch of its writer."""
 
     def prepare(self, positions: Sequence[int]) -> None:
-        """Read the batches of rows that will be asked for, several at once if each costs a request to a store."""
+        """Read the batches of rows that will be needed, several at once if each costs a request to a store."""
         if not positions or not self._is_remote:
             return
         of_shard: dict[int, list[tuple[_Key, ShardRows]]] = {}
@@ -63,14 +63,14 @@ class Payloads:
                     break
                 known.append((key, shard))
         num_brought_bytes = 0
-        # The first batch of each shard opens the shard.
+        # Reading the first batch of each shard opens the shard, so these are read first.
         for wanted in (
             [some[0] for some in of_shard.values() if some],
             [one for some in of_shard.values() for one in some[1:]],
         ):
             for start in range(0, len(wanted), _AT_ONCE):
                 if num_brought_bytes > _MAX_REMOTE_BYTES:
-                    return  # more would push out what was brought
+                    return  # more batches would evict those that were just read
                 some = wanted[start : start + _AT_ONCE]
                 read = store_of(some[0][1].path).each(_read, some)
                 brought = {one[0]: batch for one, batch in zip(some, read, strict=True) if batch is not None}
@@ -89,7 +89,7 @@ class Payloads:
         return EncodedPayload(source["encoding"], source["data"], source["payload_bytes"])
 
     def described(self, position: int) -> tuple[npt.NDArray[np.uint8], str, str]:
-        """Return the bytes of one row, and its own dtype and shape as texts."""
+        """Return the bytes of one row, and its dtype and shape as texts."""
         fields = self._fields(self._rows.shard_of(position)[0], *self._batch_row_seq(position))
         return self.decoded(position), fields["dtype"], fields["shape"]
 
@@ -105,7 +105,7 @@ class Payloads:
         return type(error)(f"{self._rows.shard_of(position)[0].path}, row seq={source['seq']}: {error}")
 
     def column(self, positions: npt.NDArray[np.int64]) -> list[Any]:
-        """Return the column `data` of some rows, as one Arrow array a batch; the last item is the order of the rows."""
+        """Return the column `data` of some rows, as one Arrow array per batch, and as last item the rows' order."""
         batches, rows, seqs = (self._rows.numbers(name)[positions] for name in ("batch", "row", "seq"))
         shards = self._rows.shard_numbers(positions)
         in_file_order = np.lexsort([batches, shards])
@@ -125,7 +125,7 @@ class Payloads:
         return [*pieces, np.argsort(in_file_order)]
 
     def _source(self, position: int) -> dict[str, Any]:
-        """Return the fields of the row that has the content of a row, mostly of the row itself."""
+        """Return the fields of the row that contains a row's content, which is mostly the row itself."""
         shard, start = self._rows.shard_of(position)
         batch, row, seq = self._batch_row_seq(position)
         fields = self._fields(shard, batch, row, seq)
@@ -135,7 +135,7 @@ class Payloads:
         matches = np.flatnonzero(self._rows.numbers("seq")[start:position] == target)
         if len(matches) == 1:
             source = self._fields(shard, *self._batch_row_seq(start + int(matches[0])))
-        else:  # the loaded rows may be a part of the shard
+        else:  # the loaded rows may be only a part of the shard
             found_at = shard.position_of(target)
             source = self._fields(shard, *found_at, target) if found_at and found_at < (batch, row) else {}
         if any(source.get(name) != fields[name] for name in ("dtype", "payload_bytes")):
@@ -149,7 +149,7 @@ class Payloads:
         return batch, row, seq
 
     def _fields(self, shard: ShardRows, batch: int, row: int, seq: int) -> dict[str, Any]:
-        """Return one row of the shard itself, as decoding needs it; the payload is not copied."""
+        """Return the fields of one row of a shard that decoding needs; the payload is not copied."""
         key = id(shard), batch
         rows = self._batches.get(key)
         if rows is None:
@@ -176,7 +176,7 @@ class Payloads:
 
 
 def _read(wanted: tuple[_Key, ShardRows]) -> Any:
-    """Return a batch; None for a damaged batch, which `Payloads._fields` will report."""
+    """Return a batch; None for a damaged batch, which `Payloads._fields` reports later."""
     (_, batch), shard = wanted
     try:
         return shard.read(batch, _COLUMNS)
@@ -185,7 +185,7 @@ def _read(wanted: tuple[_Key, ShardRows]) -> Any:
 
 
 def _slice(column: Any, row: int) -> Any:
-    """Return the bytes of one row; Arrow's own scalar would copy them."""
+    """Return the bytes of one row without the copy that Arrow's own scalar makes."""
     if not column.is_valid()[row].as_py():
         return None
     _, offsets, content = column.buffers()
@@ -229,7 +229,7 @@ def decode(row: Any) -> npt.NDArray[Any]:
     dtype, shape = str(fields["dtype"]), parse_shape(fields["shape"])
     try:
         payload_bytes, whole_bytes = int(fields["payload_bytes"]), math.prod(shape) * item_bytes(dtype)
-    except (TypeError, ValueError, OverflowError):  # null, which pandas makes a NaN
+    except (TypeError, ValueError, OverflowError):  # null, which pandas turns into NaN
         raise CorruptError(f"payload_bytes is {fields['payload_bytes']!r}, beside encoding {encoding!r}") from None
     if fields.get("part") or payload_bytes < whole_bytes:
         raise LookupFailedError(
@@ -251,7 +251,7 @@ def decode_payload(encoding: str, data: Any, payload_bytes: int, dtype: str) -> 
 
 
 def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
-    """Return the bytes of a payload. CorruptError: there are none, or `payload_bytes` is more than a row may have."""
+    """Return the bytes of a payload. CorruptError: there are none, or `payload_bytes` exceeds a row's bound."""
     if type(payload_bytes) is not int or not 0 <= payload_bytes <= PART_BYTES:
         raise CorruptError(f"payload_bytes is {payload_bytes!r}, but a row has at most {PART_BYTES}")
     try:
@@ -261,7 +261,7 @@ def check_payload(encoding: str, data: Any, payload_bytes: int) -> memoryview:
 
 
 def _fields(row: Any) -> Mapping[str, Any]:
-    if hasattr(row, "as_py"):  # pyarrow struct scalar, which is a mapping, too, but of scalars
+    if hasattr(row, "as_py"):  # a pyarrow struct scalar, which is a mapping of scalars, too
         return _fields(row.as_py())
     if isinstance(row, Mapping):
         return row

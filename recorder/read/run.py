@@ -1,6 +1,6 @@
 """The records of the ranks of one run: writers, rows as a table, one rank's tensor, dumps and commands.
 
-Nothing here may write, or import pandas outside the method that returns a frame. Commands are untrusted input.
+Nothing here may write, or import pandas outside of the methods that return a frame. Commands are untrusted input.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _MEASURES = (*STATISTICS, *COUNTS)
 class RecordedRun:
     """The records of the ranks of one run: its writers and their rows, as they were when the run was opened.
 
-    `run.run.Run` is the public class: it adds the questions about complete tensors.
+    `run.run.Run` is the public class: it adds the methods for complete tensors.
     """
 
     def __init__(self, path: Location, manifest: RunManifest, writers: Sequence[RecordedWriter] | None = None) -> None:
-        """Open a run. A growing run is given its `writers`, which have some of its rows."""
+        """Open a run. For a growing run, `writers` are given, with only some of its rows."""
         self.path: OpenLocation = path
         """The run's directory: a `pathlib.Path`, or an `ObjectPath` for a run in an object store."""
         self.manifest = manifest
@@ -75,7 +75,7 @@ class RecordedRun:
 
     @property
     def started_ns(self) -> int:
-        """The wall-clock time at which the first writer began, else the directory was made; 0 if both are unknown."""
+        """The wall-clock time at which the first writer began, else the directory was made; 0 if neither is known."""
         started_ns = min((writer.started_ns for writer in self.writers if writer.started_ns), default=0)
         return started_ns or self.manifest.created_ns or 0
 
@@ -86,12 +86,12 @@ class RecordedRun:
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks that the run was started with; None if the manifest does not have it."""
+        """The number of ranks that the run was started with; None if the manifest does not say."""
         return self.manifest.world_size
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of the shards and their indexes now; of a run that is over the size that all commands print."""
+        """The bytes of the shards and their indexes now. Once the run is over, all commands print this size."""
         return sum(writer.size_bytes for writer in self.writers)
 
     @property
@@ -106,7 +106,7 @@ class RecordedRun:
 
     @property
     def endings(self) -> list[str]:
-        """A sentence for each writer that neither closed nor is at work, with the first step that is missing."""
+        """A sentence for each writer that neither closed nor is still running, with the first step that is missing."""
         return [writer.ending for writer in self.writers if writer.state == "unclosed"]
 
     @property
@@ -115,7 +115,7 @@ class RecordedRun:
 
     @cached_property
     def jitter(self) -> int:
-        """The seed with which `jitter` moved the inputs of the run on purpose; 0 for a run without jitter."""
+        """The seed of the setting `jitter`, which moved the inputs of the run on purpose; 0 for a run without it."""
         return next(filter(None, (writer.manifest.whole_setting("jitter") for writer in self.writers)), 0)
 
     @cached_property
@@ -131,7 +131,7 @@ class RecordedRun:
 
     @property
     def dumps(self) -> list[RunDump]:
-        """The steps that triggers had written out of the ring, by time."""
+        """The dumps of the ring that triggers caused, ordered by time."""
         return dumps_of(self.writers)
 
     @cached_property
@@ -171,7 +171,7 @@ class RecordedRun:
 
     @property
     def foreign_hooks(self) -> str:
-        """A text about the modules that have hooks of the program, and about these hooks; empty if there are none."""
+        """A text that lists the modules on which the program has hooks, with these hooks; empty if there are none."""
         hooked = (
             f"{one.path!r} ({', '.join(one.foreign_hooks)})" for one in self.modules.values() if one.foreign_hooks
         )
@@ -179,7 +179,7 @@ class RecordedRun:
 
     @cached_property
     def known_paths(self) -> dict[str, None]:
-        """The modules with rows, the modules that the writers know, and the modules around both, in tree order."""
+        """The modules with rows, the modules that writers describe, and all their parents, in tree order."""
         return list_paths((path for _, path in self.modules), self.module_paths)
 
     def table(
@@ -201,7 +201,8 @@ class RecordedRun:
                 near = difflib.get_close_matches(name, SCHEMA.names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; columns are {', '.join(SCHEMA.names)}"
                 raise LookupFailedError(f"no column {name!r}{hint}")
-        # Only columns whose name occurs in the filter are read; all are read for a filter that has a column's index.
+        # Only columns whose name occurs in the filter are read; all columns if the filter refers to a column by its
+        # index.
         text = "" if filter is None else _text_of(filter)
         filtered = [name for name in METADATA_COLUMNS if name in text or "FieldPath" in text]
         metadata = [name for name in names if name != "data"]
@@ -248,11 +249,11 @@ class RecordedRun:
         return to_long(self.table([*LONG_KEY, *chosen], filter), chosen)
 
     def load_balances(self) -> None:
-        """Read the accounts of the writers, several at once if each waits for a store."""
+        """Read the accounts of the writers, several at once if each is a request to a store."""
         load_balances(self.writers)
 
     def metadata(self, writers: Sequence[RecordedWriter], steps: tuple[int, int] | None = None) -> MetadataRows:
-        """Return the rows of some writers; with `steps`, only from a first step up to and without a last one."""
+        """Return the rows of some writers; `steps` limits them to steps from a first one up to, but without, a last."""
         return MetadataRows(writers, steps)
 
     def unknown_columns(self) -> Counter[str]:
@@ -288,7 +289,7 @@ class RecordedRun:
 
 
 def _text_of(filter: Any) -> str:
-    """Return an expression as text; an expression that Arrow cannot show may name any column.
+    """Return an expression as text; if Arrow cannot print it, a text that makes the caller read all columns.
 
     Arrow abbreviates long lists of values, and may cut one inside a character.
     """
@@ -338,7 +339,7 @@ def to_long(wide: Any, statistics: Sequence[str]) -> pandas.DataFrame:
 
 _MAX_LISTED = 5
 _MAX_DEPTH = 200
-"""The most levels of a module tree; the parents of a deeper path are not listed."""
+"""The most levels of a module tree. The parents of a deeper path are not listed."""
 
 
 def read_modules(writers: Iterable[RecordedWriter]) -> dict[tuple[str, str], RecordedModule]:
@@ -364,10 +365,10 @@ def list_paths(known: Iterable[str], recorded: Iterable[str]) -> dict[str, None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDump:
-    """The steps that one trigger asked all ranks for."""
+    """The steps that one trigger asked all ranks to write."""
 
     attempt: int
-    """The launch that wrote the dump; a restart may take the same steps again."""
+    """The attempt that wrote the dump; a restarted job may record the same steps again."""
     first_step: int
     last_step: int
     reason: str
@@ -375,7 +376,7 @@ class RunDump:
     """The text that names who asked first: a rank, or a user and a host."""
     time_ns: int
     ranks: tuple[int, ...]
-    """The ranks that learned of the trigger."""
+    """The ranks that received the request."""
     missed: tuple[int, ...]
     """The ranks that had already dropped some of these steps."""
     num_rows: int
@@ -383,7 +384,7 @@ class RunDump:
 
 
 def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
-    """Return the dumps of a run, by time. Ranks that ask for the same steps for the same reason make one dump."""
+    """Return the dumps of a run, by time. Requests of several ranks for the same steps and reason are one dump."""
     groups: dict[tuple[int, int, int, str], list[tuple[int | None, RingDump]]] = {}
     for writer in writers:
         for dump in writer.manifest.dumps:
@@ -415,7 +416,7 @@ class SentCommands(NamedTuple):
 
     @property
     def num_beside_dumps(self) -> int:
-        """The number of commands that asked for something else than a dump of the ring."""
+        """The number of commands other than dumps of the ring."""
         return sum(command.kind != DUMP for command in self.sound)
 
 

@@ -1,8 +1,8 @@
 """Reads the batches of one shard: decoded by Arrow, then checked, and only then returned.
 
 A sealed shard has a footer. A shard that is being written, was left by a kill, or is damaged, is salvaged: its bytes
-after the first 8 are an IPC stream. Nothing here may return a column whose checksum was not compared, or write,
-because repairing is another tool's job.
+after the first 8 are an IPC stream. Nothing here may return a column whose checksum was not compared, or write to a
+file: repair is the task of `recorder repair`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _NEVER_NULL = frozenset(column.name for column in COLUMNS if column.is_required)
 _BOUNDS = {column.name: column.bounds for column in COLUMNS if column.bounds} | dict.fromkeys(
     ("batch", "row"), (0, (1 << 31) - 1)
 )
-"""The least and the greatest value of columns of counts."""
+"""The least and the greatest allowed value of each column of counts."""
 _SIGNED = {bits: np.dtype(f"i{bits // 8}") for bits in (32, 64)}
 _UNSIGNED = {num_bytes: np.dtype(f"u{num_bytes}") for num_bytes in (4, 8)}
 _MAX_BATCHES = 1 << 31
-"""The bound on the number of batches, as an index names a batch by an int32."""
+"""The bound on the number of batches: an index stores the number of a batch as int32."""
 
 
 ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, StopIteration, UnicodeDecodeError)
@@ -63,11 +63,11 @@ class CheckedBatch(NamedTuple):
     batch: Any
     header: BatchHeader
     whole: Any
-    """The message as it is in the file; the bytes of columns that were not asked for may be zeros."""
+    """The message as it is in the file. The bytes of columns that were not requested may be zeros."""
 
 
 class Layout:
-    """A schema, and the buffers of a message that belong to each column."""
+    """A schema, and the position of each column's buffers in a message."""
 
     def __init__(self, schema: Any, extra: tuple[Any, ...] = ()) -> None:
         self.schema = schema
@@ -82,7 +82,7 @@ class Layout:
         self._never_null = ours & _NEVER_NULL
 
     def has(self, column: str) -> bool:
-        """Whether the file has a column; a file of an earlier version may not have it."""
+        """Whether the file has a column. A file of an earlier version may lack it."""
         return column in self._index_of
 
     def indices(self, columns: Sequence[str]) -> list[int]:
@@ -102,7 +102,7 @@ class Layout:
         return buffers
 
     def check_nulls(self, indices: Sequence[int], message: Message, where: str) -> None:
-        """Refuse nulls in columns that must have none. Arrow checks that a message counts its nulls correctly."""
+        """Raise CorruptError for nulls in columns without nulls. Arrow checks that a message counts nulls correctly."""
         for index in indices:
             if message.nodes[index][1] and self.names[index] in self._never_null:
                 raise CorruptError(f"{where}: column {self.names[index]!r} has nulls, which it must not")
@@ -137,7 +137,7 @@ class Layout:
 
 
 class Shard:
-    """The batches of one file by number, without the seal. A salvaged file may have gaps in its numbers."""
+    """The batches of one file by number, without the seal. In a salvaged file, numbers may be missing."""
 
     def __init__(
         self, open_source: Callable[[], ByteSource], layout: Layout, blocks: Mapping[int, MessageBlock]
@@ -151,7 +151,7 @@ class Shard:
         return self._layout.schema
 
     def read(self, number: int, columns: Sequence[str]) -> CheckedBatch:
-        """Return some checked columns of one batch, null if the file has none. CorruptError: the batch is damaged."""
+        """Return some checked columns of a batch; a column that the file lacks is null. CorruptError: it is damaged."""
         with self._open_source() as source:
             if number not in self.blocks:
                 raise CorruptError(f"{source.where}: batch {number} is missing or damaged")
@@ -164,10 +164,9 @@ class Shard:
 def open_sealed(
     path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()
 ) -> tuple[Shard, BatchHeader]:
-    """Return a sealed shard (or an index, which has other columns) by its footer, and its seal; both must agree.
+    """Return a sealed shard, or an index, and its seal; the footer and the seal must agree.
 
-    CorruptError is raised if they disagree (`salvage` may still find batches), FileNotFoundError if the file is
-    gone.
+    CorruptError is raised if they disagree (`salvage` may still find batches), FileNotFoundError if the file is gone.
     """
     with store_of(path).open_sealed(path) as source:
         layout = read_layout(source, extra, without)[0]
@@ -187,9 +186,10 @@ def read_layout(
 ) -> tuple[Layout, MessageBlock]:
     """Return the schema in the first message, compared with the registry of columns, and the block of that message.
 
-    Columns that are newer than the file may be missing, and there may be columns that the registry does not know. A
-    kind of file may need `extra` fields and be `without` some columns of FORMAT.md. CorruptError is raised if a column
-    is missing or has another type, UnsupportedError for a type that no version 1 file may have.
+    Columns that are newer than the file may be missing, and there may be columns that the registry does not know.
+    `extra` are fields that this kind of file has besides the columns of FORMAT.md, `without` the columns that it lacks.
+    CorruptError is raised if a column is missing or has another type, UnsupportedError for a type that no version 1
+    file may have.
     """
     schema_message = block_at(source, FIRST_MESSAGE)
     if schema_message is None or schema_message[1].kind != SCHEMA_MESSAGE:
@@ -202,7 +202,7 @@ def read_layout(
         raise type(error)(f"{source.where}: {error}") from error
 
 
-@lru_cache(maxsize=16)  # the shards of a run have the same few schemas
+@lru_cache(maxsize=16)  # the shards of a run share a few schemas
 def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ...]) -> Layout:
     try:
         schema = pa.ipc.read_schema(pa.py_buffer(message))
@@ -224,7 +224,7 @@ def _parse_layout(message: bytes, extra: tuple[Any, ...], without: tuple[str, ..
 
 
 def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns: Sequence[str]) -> CheckedBatch:
-    """Read, decode and check some columns of one batch; the bytes of the other columns are not touched."""
+    """Read, decode and check some columns of one batch. The bytes of other columns are not read."""
     check_block(block, source)
     where = f"{source.where}, batch at byte {block.offset}"
     prefixed = source.read(block.offset, block.metadata_bytes)
@@ -233,7 +233,7 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
     message = parse_message(prefixed.slice(PREFIX_BYTES), where)
     if message.body_bytes != block.body_bytes:
         raise CorruptError(f"{where}: has {message.body_bytes} bytes, the footer says {block.body_bytes}")
-    # `attempt` shows the true number of rows, and compresses best.
+    # `attempt` is always read, because it shows the true number of rows and compresses best.
     read = [name for name in columns if layout.has(name) or name not in COLUMN_OF] or ["attempt"]
     is_all = read == layout.names
     indices = layout.indices(read)
@@ -266,7 +266,7 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
 
 
 def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
-    """Return the batch with exactly these columns; columns that it does not have are null."""
+    """Return the batch with exactly these columns; columns that the batch lacks are null."""
     if not columns:
         return batch.select([])
     have = set(batch.schema.names)
@@ -298,11 +298,11 @@ def _crcs_without_nulls(
 
 
 def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
-    """Raise CorruptError for numbers that no recorder can have counted, before they are used."""
+    """Raise CorruptError for counts that no recorder can have written, before they are used."""
     if not len(values):
         return
     lowest, highest = _BOUNDS[name]
-    if lowest == 0:  # as unsigned, a negative number exceeds every count, so one comparison suffices
+    if lowest == 0:  # as unsigned, a negative number exceeds every allowed count, so one comparison suffices
         is_possible = np.maximum.reduce(values.view(_UNSIGNED[values.itemsize])) <= highest
     else:
         is_possible = lowest <= values.min() <= values.max() <= highest
@@ -314,7 +314,7 @@ def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
 
 
 def _decode(whole: Any, layout: Layout, indices: Sequence[int], message: Message) -> Any:
-    """Return the batch; of a compressed batch only the wanted columns, because each column costs its decompression."""
+    """Return the batch. Of a compressed batch only the wanted columns are decompressed."""
     if not message.is_compressed:
         return pa.ipc.read_record_batch(pa.ipc.read_message(whole), layout.schema)
     stream = pa.py_buffer(b"".join([layout.preamble, whole]))
@@ -333,13 +333,14 @@ def _num_buffers(column_type: Any) -> int:
 
 _SCAN_BYTES = 4 << 20
 _MAX_CANDIDATES = 10_000
-"""The most offsets tried for a batch after damage; with `_MAX_REREADS` this bounds the cost of hostile bytes."""
+"""The most offsets that are tried for a batch after damage. With `_MAX_REREADS` this bounds the cost of hostile bytes.
+"""
 _MAX_REREADS = 4
-"""The most bytes that may be read in vain after damage, as a multiple of the file's bytes on the disk."""
+"""The most bytes that may be read in vain after damage, as a multiple of the file's size on the disk."""
 _MAX_PADDING_BYTES = 64
-"""The multiple of bytes to which some writers pad the metadata of a message."""
+"""The bytes to a multiple of which some writers pad the metadata of a message."""
 _AGAIN_S = 0.01
-"""The time for which a reader may see half a batch, while the kernel drops the page that a direct write replaces."""
+"""The seconds for which a reader may see half a batch, while the kernel drops the page that a direct write replaces."""
 
 
 @dataclass(slots=True)
@@ -348,18 +349,18 @@ class Salvaged:
 
     layout: Layout = field(default_factory=lambda: Layout(SCHEMA))
     blocks: dict[int, MessageBlock] = field(default_factory=dict)
-    """The batches whose metadata columns passed all checks, by number and in file order."""
+    """The batches whose metadata columns passed all checks, by batch number and in file order."""
     rows_of: dict[int, int] = field(default_factory=dict)
     last_header: BatchHeader | None = None
     """The header of the last batch, or of the seal."""
     num_trailing_bytes: int = 0
-    """The bytes after the last complete batch, neither zeros nor a batch: a write that was cut, or `tail_damage`."""
+    """The bytes after the last complete batch, neither zeros nor a batch: an unfinished write, or `tail_damage`."""
     damage: list[str] = field(default_factory=list)
     """A message for each range of bytes that was skipped before the last complete batch."""
     tail_damage: str = ""
-    """The reason why the trailing bytes are no write that was cut; empty if they are or may be one."""
+    """The reason why the trailing bytes are damage; empty if they may be an unfinished write."""
     end: int = 0
-    """The end of the last complete batch; 0 if not even the schema was read."""
+    """The offset after the last complete batch; 0 if not even the schema was read."""
 
     @property
     def is_sealed(self) -> bool:
@@ -369,7 +370,7 @@ class Salvaged:
 def salvage(
     open_source: Callable[[], ByteSource], after: Salvaged | None = None, max_batches: int | None = None
 ) -> Salvaged:
-    """Read up to the last complete batch whose metadata columns are unchanged, past damage that a batch follows.
+    """Read all complete batches with unchanged metadata columns, also those after damaged bytes.
 
     With `after`, the result of an earlier read of the file, only later batches are read; `max_batches` bounds their
     number. FileNotFoundError is raised if the file is gone.
@@ -426,7 +427,7 @@ class _Walk:
             self.found.end = block.end
         except RunError as error:
             following = None
-            for schema in SCHEMAS:  # this or an earlier version may still fit: checksums will tell
+            for schema in SCHEMAS:  # the schema of this version or an earlier one may fit: checksums will tell
                 self.found.layout = Layout(schema)
                 if (following := self._next_batch(offset)) is not None:
                     break
@@ -466,7 +467,7 @@ class _Walk:
         return message[0], checked
 
     def _next_batch(self, offset: int) -> int | None:
-        """Return the offset of the next complete batch, at or after `offset`."""
+        """Return the offset of the next complete batch at or after `offset`."""
         for candidate in self._candidates(offset):
             self._candidates_left -= 1
             if self._candidates_left < 0 or self._bytes_left < 0:
@@ -479,7 +480,7 @@ class _Walk:
         return None
 
     def _candidates(self, offset: int) -> Iterator[int]:
-        """Yield the multiples of 8 at which a message could begin: the continuation mark and a possible length."""
+        """Yield the multiples of 8 at which a message could begin: a continuation mark and a possible length."""
         for start, num_bytes in self._pieces(offset + -offset % 8):
             num_bytes -= num_bytes % 8
             words = np.frombuffer(self.source.read(start, num_bytes), "<u4").reshape(-1, 2)
@@ -488,7 +489,7 @@ class _Walk:
                 yield start + 8 * int(index)
 
     def _is_zero_from(self, offset: int) -> bool:
-        """Whether only the zero tail of aligned writes follows."""
+        """Whether the rest of the file is only the zeros of aligned writes."""
         pieces = self._pieces(offset)
         return not any(np.frombuffer(self.source.read(*piece), np.uint8).any() for piece in pieces)
 
@@ -500,7 +501,7 @@ class _Walk:
 
 
 def is_cut_write(source: ByteSource, offset: int) -> bool:
-    """Whether the file ends inside the message that begins at `offset`, and the existing part is sound."""
+    """Whether the message at `offset` is an unfinished write: the file ends inside it, and what exists is sound."""
     rest_bytes: int = source.size_bytes - offset
     prefix = bytes(source.read(offset, min(PREFIX_BYTES, rest_bytes)))
     if rest_bytes < PREFIX_BYTES:
@@ -517,7 +518,7 @@ def is_cut_write(source: ByteSource, offset: int) -> bool:
         read_header(message.custom_metadata, source.where)
     except CorruptError:
         return held_bytes < metadata_bytes
-    # The metadata is complete, so a length that claims more bytes comes from damage and not from a cut.
+    # The metadata is complete, so a length that exceeds the file is damage and not an unfinished write.
     padding = padding_of(metadata)
     last = max((start + size for start, size in message.buffers), default=0)
     is_sound = not any(padding) and metadata_bytes - (held_bytes - len(padding)) < _MAX_PADDING_BYTES

@@ -1,4 +1,4 @@
-"""The metadata rows of one shard (everything but payloads), and the way from a row to its batch.
+"""The metadata rows of one shard (everything but payloads), and the batch of each row.
 
 Rows come from the index if it fits the shard, else from the shard. No column is returned unchecked.
 """
@@ -27,11 +27,11 @@ from .shard import Layout, Salvaged, Shard, open_sealed, salvage
 logger = logging.getLogger(__name__)
 
 POSITION_FIELDS = (pa.field("batch", pa.int32(), nullable=False), pa.field("row", pa.int32(), nullable=False))
-"""The further columns of an index: the number of the batch in the shard, and of the row in the batch."""
+"""The further columns of an index: the number of the batch in the shard, and the row's index in the batch."""
 _POSITION_NAMES = tuple(field.name for field in POSITION_FIELDS)
 SHARD_BYTES_KEY = b"recorder_shard_bytes"
 Steps = tuple[int, int]
-"""A first step, and a last step that is not included."""
+"""A range of steps: the first step, and the step after the last."""
 Ranges = tuple[Steps, ...]
 _MAX_CHUNKS = 32
 """The number of chunks above which a column's chunks are joined, because every chunk costs Arrow time."""
@@ -62,7 +62,7 @@ class ShardRows:
 
     @property
     def name(self) -> ShardName | None:
-        """The parts of the file's name; None if the name is no name of a shard."""
+        """The parts of the file's name; None if the file is not named as a shard."""
         return parse_shard_name(self.path.name)
 
     @property
@@ -74,16 +74,16 @@ class ShardRows:
         return self._index is not None
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
-        """Return checked columns of one batch of the shard itself, also payloads. CorruptError: it is damaged."""
+        """Return checked columns, payload included, of a batch from the shard itself. CorruptError: it is damaged."""
         with self._said_if_gone():
             return self._itself().read(number, columns).batch
 
     def num_rows_of(self, steps: Steps | Ranges | None) -> int:
-        """Return the number of rows of the batches that `columns` returns for the same steps."""
+        """Return the number of rows in the batches that `columns` returns for the same steps."""
         return self.num_rows if steps is None else sum(self._rows_of[number] for number in self._batches_of(steps))
 
     def position_of(self, seq: int) -> tuple[int, int] | None:
-        """Return batch and row of the row with a `seq`; None if there is no such row, or several."""
+        """Return the batch and the index of the row with a `seq`; None if there is no such row, or several."""
         for batch in self.columns(("seq", "batch", "row")):
             (at,) = np.nonzero(batch.column("seq").to_numpy() == seq)
             if len(at):
@@ -92,7 +92,7 @@ class ShardRows:
         return None
 
     def columns(self, names: Sequence[str], steps: Steps | Ranges | None = None) -> list[Any]:
-        """Return metadata columns (also `batch` and `row`) as checked Arrow batches, of all or of some steps.
+        """Return metadata columns (or `batch` and `row`) of all or some steps, as checked Arrow batches.
 
         A batch that is damaged in one of the columns is dropped from the rows. NotARunError: as for `read`.
         """
@@ -145,7 +145,7 @@ class ShardRows:
         except RunError as error:
             why = str(error)
         self._use_shard()
-        if why and not self.damage:  # an index does not fit a shard that was cut: one fault, not two
+        if why and not self.damage:  # an index does not fit a shard that was cut: report one problem
             logger.warning("%s; the rows are read from the shard instead", why)
 
     def find_open(self, final: Location, max_batches: int | None = None) -> None:
@@ -156,7 +156,7 @@ class ShardRows:
             try:
                 return store.open_growing(self.path)
             except FileNotFoundError:
-                return store.open_growing(final)  # sealed since: the batches are where they were
+                return store.open_growing(final)  # sealed meanwhile: the batches are at the same offsets
 
         salvaged = salvage(lambda: store.open_growing(self.path), max_batches=max_batches)
         self._shard = Shard(open_source, salvaged.layout, salvaged.blocks)
@@ -175,7 +175,8 @@ class ShardRows:
     def grow(self, max_batches: int) -> list[int]:
         """Find up to `max_batches` further batches of an open shard; return their numbers.
 
-        A shard that was sealed meanwhile has its last batches, and is complete then. FileNotFoundError: it is gone.
+        A shard that was sealed meanwhile gets all its batches, and is then complete. FileNotFoundError: the shard is
+        gone.
         """
         assert self._salvaged is not None and self._open_growing is not None and self._shard is not None
         salvaged = self._salvaged = salvage(self._open_growing, self._salvaged, max_batches)
@@ -195,7 +196,7 @@ class ShardRows:
             return self._span(number)
 
     def only(self, numbers: Sequence[int]) -> ShardRows:
-        """Return a view of some of the batches."""
+        """Return a view that has only some of the batches."""
         part = copy.copy(self)
         part._rows_of = {number: self._rows_of[number] for number in numbers if number in self._rows_of}
         return part
@@ -206,7 +207,7 @@ class ShardRows:
         self._spans.pop(number, None)
 
     def note_tail(self, is_at_work: bool) -> None:
-        """Classify the trailing bytes, now that it is known whether the writer may be at work on them."""
+        """Classify the trailing bytes, once it is known whether the writer may still be writing them."""
         if self.tail_damage and is_at_work:
             self.tail_damage = ""
         elif self.tail_damage:
@@ -272,7 +273,7 @@ class ShardRows:
 
     def _note(self, *damage: str) -> None:
         for text in damage:
-            if text not in self.damage:  # a shard that is mapped again is found damaged again
+            if text not in self.damage:  # a shard that is mapped again finds the same damage again
                 logger.warning("%s", text)
                 self.damage.append(text)
 
@@ -285,7 +286,7 @@ class ShardRows:
 
 
 def each_of(shards: Sequence[ShardRows], function: Callable[[ShardRows], Found]) -> Iterable[Found]:
-    """Return the results of a function for each shard, in order; several run at once if each waits for a store."""
+    """Return a function's result for each shard, in order; several calls run at once if each waits for a store."""
     return store_of(shards[0].path).each(function, shards) if shards else ()
 
 
@@ -297,7 +298,7 @@ def load_sealed(path: Location) -> ShardRows:
 
 
 def load_open(path: Location, max_batches: int | None = None) -> ShardRows:
-    """Return the rows of a shard that is not sealed; `path` is its final name. FileNotFoundError: it is sealed or gone.
+    """Return the rows of an open shard; `path` is its name once it is sealed. FileNotFoundError: it is sealed or gone.
 
     With `max_batches`, only the first batches are read; `ShardRows.grow` finds the next ones.
     """

@@ -1,6 +1,6 @@
-"""One writer's directory: its manifest and its shards, as they were found.
+"""One writer's directory: its manifest and the shards found in it.
 
-Nothing here may follow a symbolic link, or read more into a name than `format.rundir` does.
+Nothing here may follow a symbolic link, or use a name in any other way than `format.rundir` does.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ logger = logging.getLogger(__name__)
 
 GLOBAL_DIR = "global"
 _NUM_TRIES = 10
-"""The most tries to open a shard, which may be sealed or retired between listing and opening, several times in a row
-if shards are small; the next listing has its new name."""
+"""The most attempts to open a shard. Between listing and opening it may be sealed or deleted; if shards are small,
+several times in a row. The next listing has its new name.
+"""
 _QUIET_S = 60.0
-"""The time in seconds without a change of its files after which a writer on another host counts as dead."""
+"""The seconds without a change to its files after which a writer on another host counts as dead."""
 
 
 class RecordedWriter:
-    """The lifetime of one writing process: its manifest and the shards that it left."""
+    """The lifetime of one writing process: its manifest and its shards."""
 
     def __init__(
         self, directory: Location, rank: int | None, shards: list[ShardRows], shared: Shared | None = None
@@ -65,7 +66,7 @@ class RecordedWriter:
         try:
             store.look_at(path)
         except OSError:
-            return  # the writer has only just begun, or was killed before it wrote a manifest
+            return  # the writer has just begun, or was killed before it wrote a manifest
         try:
             self.manifest = WriterManifest.read(store.read_json(path), shared)
             check_version(self.manifest.members, str(path))
@@ -86,7 +87,7 @@ class RecordedWriter:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the writer's steps merely count from 0, so that they cannot be joined with another attempt's."""
+        """Whether the recorder counted the steps from 0, so that they cannot be matched with another attempt's."""
         return self.manifest.step_source == COUNTED
 
     @property
@@ -117,12 +118,12 @@ class RecordedWriter:
 
     @cached_property
     def balance(self) -> Balance:
-        """The newest accounts, from the manifest, the last batch of a shard, or the last status."""
+        """The newest accounts, from the manifest, the last batch of a shard, or the status."""
         balances = [self.manifest.balance]
         balances += [Balance.read(Members(shard.last_ledger())) for shard in self.newest_shards()]
         balances += [
             note.balance for note in self.retired_later
-        ]  # the newest accounts may have been deleted with a shard
+        ]  # the newest accounts may have been in a shard that was deleted
         balance = max(balances, key=lambda balance: (balance.observed, balance.written))
         if self._last_words is not None:
             retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
@@ -150,7 +151,7 @@ class RecordedWriter:
 
     @cached_property
     def state(self) -> str:
-        """``closed``, ``recording``, or ``unclosed``: it was killed, or its host cannot be asked and it is quiet."""
+        """``closed``, ``recording``, or ``unclosed``: killed, or quiet on a host that cannot be asked."""
         if self.manifest.state == "closed" or self._last_words is not None:
             return "closed"
         return "recording" if self._is_alive() else "unclosed"
@@ -170,9 +171,9 @@ class RecordedWriter:
 
     @property
     def _last_words(self) -> dict[str, Any] | None:
-        """Return the status of a writer that closed on a disk which took no new manifest any more; else None.
+        """Return the status of a writer that closed after the disk had refused its last manifest; else None.
 
-        A status is rewritten in place, which needs less of a disk than a new file.
+        A status is rewritten in place, which may succeed where a new file fails.
         """
         return self._status if self._status.get("state") == "closed" else None
 
@@ -184,7 +185,7 @@ class RecordedWriter:
 
     @property
     def ending(self) -> str:
-        """A sentence about the end of the record of an ``unclosed`` writer; empty for any other state."""
+        """A sentence about how the record of an ``unclosed`` writer ends; empty for any other state."""
         if self.state != "unclosed":
             return ""
         who = "global" if self.rank is None else f"rank {self.rank}"
@@ -193,7 +194,7 @@ class RecordedWriter:
         end = "there are no rows of it" if self.last_step is None else f"the record ends in step {self.last_step}"
         num_lost = self.balance.num_missing
         rows = "1 row that was on its way is" if num_lost == 1 else f"{num_lost} rows that were on their way are"
-        # Values that were seen after the last flush are in no account.
+        # Values that were observed after the last flush are not in the accounts.
         lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
         return f"{who} (writer {self.name}): {how}; {end}{lost}"
 
@@ -234,7 +235,7 @@ def find_writers(run: Location) -> list[RecordedWriter]:
 
 
 def writer_folders(run: Location) -> list[tuple[str, int | None]]:
-    """Return the run's directories of writers, with their ranks (None: global rows). NotARunError: one is a link."""
+    """Return the run's writer directories, with their ranks (None: global rows). NotARunError: one is a link."""
 
     def is_one(name: str) -> bool:
         return name == GLOBAL_DIR or parse_rank_dir(name) is not None
@@ -244,7 +245,7 @@ def writer_folders(run: Location) -> list[tuple[str, int | None]]:
 
 
 def list_writers(folder: Location) -> list[str]:
-    """Return the writers in the directory of a rank; their names may be any. NotARunError: as for `writer_folders`."""
+    """Return the writers in a rank's directory, whatever their names are. NotARunError: as for `writer_folders`."""
     return store_of(folder).list_directory(folder, directories=True, is_part=lambda name: True)
 
 
@@ -266,14 +267,14 @@ def _find_copies(writers: list[RecordedWriter]) -> None:
 
 
 def _share_notes(writers: list[RecordedWriter]) -> None:
-    """Give each writer the notes of later writers of its rank about the shards that they have deleted."""
+    """Give each writer the notes of its rank's later writers about its shards that they have deleted."""
     of_rank: dict[int | None, dict[str, RecordedWriter]] = {}
     for writer in writers:
         of_rank.setdefault(writer.rank, {})[writer.name] = writer
     for members in of_rank.values():
         for later in members.values() if len(members) > 1 else ():
             manifest = later.manifest
-            if later.state == "recording":  # its manifest notes a deletion before it happens, and may be newer now
+            if later.state == "recording":  # a deletion is in its manifest first, which may be newer now
                 with contextlib.suppress(RunError):
                     raw = store_of(later.directory).read_json(later.directory / WRITER_MANIFEST)
                     manifest = WriterManifest.read(raw)
@@ -283,10 +284,10 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
 
 
 def load_balances(writers: Iterable[RecordedWriter]) -> None:
-    """Read the accounts of several writers, at once if each waits for a store."""
+    """Read the accounts of several writers, at once if each is a request to a store."""
     shards = [shard for writer in writers for shard in writer.newest_shards()]
     for _ in each_of(shards, ShardRows.last_ledger):
-        pass  # the shard keeps the result
+        pass  # the shard keeps its own result
 
 
 def _load_writer(directory: Location, rank: int | None, shared: Shared) -> RecordedWriter:
@@ -312,13 +313,13 @@ def _load_shard(directory: Location, kind: str, number: int, is_open: bool) -> S
 
 
 def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
-    """Return kind, number and openness of each shard, once, in the order of the numbers."""
+    """Return kind, number and whether it is open for each shard once, in the order of the numbers."""
     is_open_by_key: dict[tuple[int, str], bool] = {}
     store = store_of(directory)
     for name in store.list_directory(directory, directories=False, is_part=lambda name: bool(parse_shard_name(name))):
         if shard := parse_shard_name(name):
             key = (shard.number, shard.kind)
-            # A shard that was sealed a moment ago may still have its open name, too.
+            # A shard that was just sealed may still have its open name, too.
             is_open_by_key[key] = shard.is_open and is_open_by_key.get(key, True)
     return [(kind, number, is_open) for (number, kind), is_open in sorted(is_open_by_key.items())]
 

@@ -219,7 +219,7 @@ class WriterDirectory:
             self._make_directories(parent)
             directory = self._make_own_directory(parent, target.attempt)
             try:
-                for made in (parent, target.run_dir, target.run_dir.parent):  # another rank may have just made it
+                for made in (parent, target.run_dir, target.run_dir.parent):  # another rank may have made it
                     self._sync_directory(made)
                 self.shards_by_kind = self._open_shards(directory, target)
             except OSError:

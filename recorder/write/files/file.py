@@ -281,7 +281,7 @@ class AppendFile:
         self.synced_end = self.end
 
     def publish(self, final: Path) -> None:
-        """Truncate the zeros, sync, close, and rename the file; raise FileExistsError if the final name is taken."""
+        """Cut off trailing zeros, sync, close, rename the file; raise FileExistsError if the final name is taken."""
         self._disk.truncate(self._descriptor, self.end)
         self._sync_content()
         self.synced_end = self.end
