@@ -1,1 +1,1 @@
-"""Rules that judge a training by the statistics of its values: pure, incremental, and without files or torch."""
+"""Rules that judge a training by the statistics of its values, step by step, without files or torch."""

@@ -71,7 +71,7 @@ class OwnThreshold(StreakRule):
 
 
 class _Unmade(Rule):
-    """Stands in for a rule whose constructor raised an error, and raises the same error at the end of the run."""
+    """Replaces a rule whose constructor raised an error, and raises the same error at the end of the run."""
 
     sentence = "It could not be made."
     sites, columns = (), ()
@@ -137,7 +137,7 @@ def make_rules(
     rules: Iterable[type[Rule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None,
     other_widths: Sequence[Sizes] = (), replicas: Replicas | None = None,
 ) -> list[Rule]:  # fmt: skip
-    """Construct rules, and give them what is known of sound runs, of other widths and of the replicas.
+    """Construct rules, and give them the facts about sound runs, runs of other widths, and the replicas.
 
     A rule that cannot be constructed is replaced by a rule that reports the error.
     """

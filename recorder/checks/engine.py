@@ -1,4 +1,4 @@
-"""The engine feeds rules with the rows of complete steps, and collects their findings. It uses no file and no torch.
+"""The engine passes the rows of complete steps to rules, and collects their findings. It uses no file and no torch.
 
 `recorder check`, a live page and a writer thread all use the engine. A rule that raises an error becomes one warning,
 and the other rules continue.
@@ -20,7 +20,7 @@ from .rule import Finding, Rule, Severity
 _MAX_FINDINGS = 5_000
 """The most findings of one rule that are kept, each for one value on one rank. Further findings are only counted."""
 _ENDLESS = 20_000_000
-"""The number of findings after which a rule is stopped: 4,096 ranks with a thousand values each have fewer."""
+"""The number of findings after which a rule is stopped. 4,096 ranks with a thousand bad values each have fewer."""
 
 
 class Unjudged(NamedTuple):
@@ -29,7 +29,7 @@ class Unjudged(NamedTuple):
     rule: str
     why: str
     setting: str
-    """A recording rule under which the next run can be judged; empty where no recording rule helps."""
+    """The recording rule with which the next run could be judged; empty if no recording rule helps."""
 
 
 class Verdict(NamedTuple):
@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
 
 
 class Engine:
-    """Feeds rules with rows. Call `add` with the rows in the order of steps, and then `finish`."""
+    """Passes rows to rules. Call `add` with the rows in the order of steps, and then `finish`."""
 
     def __init__(self, rules: Sequence[Rule], catalog: Catalog) -> None:
         self._rules = list(rules)
@@ -104,7 +104,7 @@ class Engine:
             own = rows if wanted.all() else rows.take(wanted)
             self._has_rows.add(rule.name)
             lacking = self._lacking[rule.name]
-            # A tensor without a finite element has no statistics, which does not mean that the run has no such column.
+            # A tensor without a finite element has no statistics, but the run may still have the column.
             is_nan = bool((own["nan_count"] > 0).any())
             lacking -= {name for name in lacking if not np.isnan(own[name]).all() or (is_nan and "." not in name)}
             if not lacking:

@@ -7,13 +7,13 @@
     checks.finish()               # on the writer thread, when no record follows: judges the last step, too
 
 `book.read_table(table, where)` makes `thresholds` and `own` from a TOML table. `on_finding` is called on the thread
-that calls `saw`, at the first record of a later step: rules take complete steps, because only the end of a step shows
-whether `GradScaler` skipped the step. Each finding is reported once. A rule that raises an error is reported as a
-finding, and the other rules continue. The last step of a training that is killed is not judged.
+that calls `saw`, at the first record of a later step: rules need complete steps, because whether `GradScaler` skips a
+step is known only at its end. Each finding is reported once. A rule that raises an error is reported as a finding, and
+the other rules continue. The last step of a training that is killed is not judged.
 
 The rules are those of `recorder check`. This module must never raise an error, read a tensor or a file, or keep more
 than the statistics of one step. A record without statistics costs one comparison. Rules from installed packages are
-left out: nobody can stop a rule that does not end, and the writer would wait for it.
+left out: if a rule did not end, nothing could stop it, and the writer would wait.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LiveChecks:
         self, *, rank: int, on_finding: Callable[[Finding], None], rules: Sequence[type[Rule]] = LIVE_RULES,
         thresholds: Thresholds | None = None, own: Sequence[type[Rule]] = (),
     ) -> None:  # fmt: skip
-        """Take the user's own rules (`own`), each a statistic and a limit. Thresholds of rules not used do nothing."""
+        """Take the user's own rules (`own`), each a statistic and a limit. Thresholds of unused rules are ignored."""
         made = [*rules, *own]
         self._rank = rank
         self._on_finding = on_finding
@@ -67,7 +67,7 @@ class LiveChecks:
         self._is_off = False
 
     def saw(self, staged: Staged, measured: Measured) -> None:
-        """Take the statistics of a record. The first record of a later step has the rules judge the step before."""
+        """Take the statistics of a record. The first record of a later step makes the rules judge the step before."""
         if measured.nan_count is None or self._is_off:
             return
         try:
@@ -76,7 +76,7 @@ class LiveChecks:
             self._turn_off(error)
 
     def finish(self) -> None:
-        """Judge the last step. `Rule.finish` is not called, because it judges complete runs."""
+        """Judge the last step. `Rule.finish` is not called, because it expects a complete run."""
         if self._is_off:
             return
         try:
@@ -92,7 +92,7 @@ class LiveChecks:
             self._judge()
             self._step = step
         elif step < self._step:
-            return  # the rules have judged this step already, and take steps in order
+            return  # the rules have judged this step already, and steps must be in order
         key = (staged.origin, staged.moment.mode, staged.phase, staged.scope)
         lane = self._lanes.get(key)
         if lane is None:

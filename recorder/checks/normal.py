@@ -1,4 +1,4 @@
-"""What rules know from other runs: what was normal in sound runs, and how large outputs are at other widths.
+"""The facts that rules take from other runs: normal ranges of sound runs, and sizes of outputs at other widths.
 
 `Normal` holds the range of each statistic, by value and phase of training, and conditions that held in every record. A
 *phase* is a range of steps: 0 to 7, 8 to 15, 16 to 31, and so on, each twice as long as the one before. The memory
@@ -20,10 +20,10 @@ _FIRST_PHASE = 8
 """The number of steps in the first phase, large enough for a standard deviation."""
 _NUM_PHASES = 24
 _STATE = ("param", "buffer", "optim")
-"""The sites of values that only a training step changes."""
+"""The sites of values that only training steps change."""
 _TINY = 1e-30
 _BY_CHANCE = ("grad_scale", SKIPPED)
-"""Scalars that a single overflow, which happens by chance, may halve."""
+"""Scalars that a single chance overflow may halve."""
 
 
 class Statistic(NamedTuple):
@@ -33,11 +33,12 @@ class Statistic(NamedTuple):
     is_log: bool
     """Whether the number is the decimal logarithm of the named quantity."""
     floor: float
-    """The least standard deviation that counts as normal: another random seed alone causes as much."""
+    """The least standard deviation that is assumed: another random seed alone causes as much."""
     floor_of_one: float = 0.0
-    """The part of the floor that shrinks with size: a tensor of n elements adds this number over the root of n."""
+    """A part of the floor that shrinks with size: for a tensor of n elements, this number over the root of n is added.
+    """
     only_above: bool = False
-    """Whether a number below the normal range is no finding."""
+    """Whether only numbers above the normal range are findings."""
 
 
 STATISTICS = (
@@ -56,7 +57,7 @@ HELD = ("equal on all ranks", "different on all ranks", "changes from record to 
 """Conditions that a value may fulfil in every record."""
 _EQUAL, _DIFFERENT, _CHANGES, _STAYS = range(len(HELD))
 _LEAST_HELD = 8
-"""The number of records in which a condition must hold before the condition is expected of other runs."""
+"""The number of records in which a condition must hold before it is expected to hold in other runs."""
 
 
 class Numbers(NamedTuple):
@@ -104,7 +105,7 @@ class Measures:
             yield self._over_ranks(rows, rms)
 
     def held(self, rows: Rows) -> Iterator[tuple[int, Integers, Flags]]:
-        """Yield, for each condition of `HELD`, the indices of the rows that can show it, and whether it holds there."""
+        """Yield, for each condition of `HELD`, the indices of the rows to which it applies, and whether it holds."""
         is_candidate = rows.at("input", *_STATE, "grad") & rows.where("once", lambda key: key.phase != "recompute")
         indices = np.flatnonzero(is_candidate & ~np.isnan(rows["sum_sq"]))
         rows = rows.take(indices)
@@ -161,7 +162,7 @@ _HOLDS, _ASKED = range(2)
 
 
 class Normal:
-    """The normal ranges and conditions in some sound runs. Learn the runs one after the other, and then ask."""
+    """The normal ranges and conditions of some sound runs. First learn the runs, one after the other; then query."""
 
     def __init__(self) -> None:
         self._number_of: dict[SeriesKey, int] = {}
@@ -175,7 +176,7 @@ class Normal:
         self.last_step = -1
         self.said: set[tuple[str, str, str, str, str]] = set()
         """The findings of rules on the sound runs themselves, as rule, root, module, site and name."""
-        self._grow(1)  # room for index -1, an unknown series, where no sound run has a row
+        self._grow(1)  # room for index -1, which stands for a series that no sound run has
 
     def __len__(self) -> int:
         return len(self._number_of)
@@ -186,7 +187,7 @@ class Normal:
         return Learner(self, catalog)
 
     def numbers(self, keys: list[SeriesKey], *, is_new: bool = False) -> Integers:
-        """Return the numbers of series. An unknown series has -1, or gets a number where `is_new` is True."""
+        """Return the indexes of series. An unknown series has -1, or gets a new index if `is_new` is True."""
         if is_new:
             for key in keys:
                 self._number_of.setdefault(key, len(self._number_of))
@@ -194,10 +195,11 @@ class Normal:
         return np.array([self._number_of.get(key, -1) for key in keys], np.int64)
 
     def ranges(self, series: Integers, numbers: Numbers, steps: Integers, numels: Floats) -> Ranges:
-        """Return the normal range of a statistic for each row; `series` has the numbers that `numbers()` gave.
+        """Return the normal range of a statistic for each row; `series` are indexes from `numbers()`.
 
-        Values of the phases before and after are normal, too: a sound training may be half or twice as fast. Few
-        records or runs say little about how far apart two sound runs may be, so fewer of them make the range wider.
+        Values of the phases before and after are normal, too: a sound training may be half or twice as fast. The fewer
+        records or runs were learnt, the wider is the range, because they say less about the differences between sound
+        runs.
         """
         statistic, phases = STATISTICS[numbers.statistic], phase_of(steps)
         here = self._sums[:, series, numbers.statistic, phases]
@@ -325,7 +327,7 @@ class Sizes:
 
     @property
     def outputs(self) -> dict[SeriesKey, float]:
-        """By output, the mean base-2 logarithm of its root mean square."""
+        """For each output, the mean base-2 logarithm of its root mean square."""
         return {key: total / num for key, (total, num) in self._sums.items()}
 
     @property
@@ -335,7 +337,7 @@ class Sizes:
         return {(key.root, key.module_path, key.name): about.shape for key, about in series if key.site == "param"}
 
     def width(self, base: Sizes) -> float:
-        """Return the width of this model over that of `base`, the most frequent ratio of differing parameter sizes."""
+        """Return this model's width over that of `base`: the most frequent ratio of parameter sizes that differ."""
         shapes = base.shapes
         ratios = [
             size / shapes[key][index]
@@ -348,7 +350,7 @@ class Sizes:
 
 
 EXACT = ("sum", "sum_sq", "min", "max")
-"""Statistics that agree for equal tensors. Tensors that differ in one element hardly ever agree in all of them."""
+"""The statistics that equal tensors share. Tensors that differ in one element hardly ever agree in all of them."""
 
 
 class Movement:

@@ -1,7 +1,7 @@
-"""The rows of statistics that rules read, as columns of numbers, and the catalog that says what each row is about.
+"""The rows of statistics that rules read, as columns of numbers, and the catalog that identifies the value of each row.
 
-A *series* is one value over the steps. A *lane* is a series on one rank, and has a number. Rules keep numbers by lane,
-so that memory grows with the model and the ranks, but not with the steps. This module must never open a file.
+A *series* is one value over the steps. A *lane* is a series on one rank; lanes have indexes. Rules keep numbers by
+lane, so that memory grows with the model and the ranks, but not with the steps. This module must never open a file.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class SeriesKey(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        """Whether the series is a scalar whose name says that it is a loss."""
+        """Whether the series is a scalar whose name marks it as a loss."""
         return is_loss(self.site, self.name)
 
     @property
     def differs_by_batch(self) -> bool:
-        """Whether the value depends on the rank's own batch, so that it can be compared between data-parallel ranks."""
+        """Whether the value depends on the rank's own batch, so that data-parallel ranks can be compared by it."""
         return self.site in ("output", "grad_output") or self.is_loss or (self.site == "grad" and self.scope == "local")
 
 
@@ -51,11 +51,11 @@ class About(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     whole_numel: int = 0
-    """The number of elements of the complete tensor, where each rank has a chunk of a parameter or gradient; else 0."""
+    """The number of elements of the complete parameter or gradient, if each rank has a chunk of it; else 0."""
 
 
 class ModuleFacts(NamedTuple):
-    """Facts about a module that its recorded values do not show."""
+    """Facts about a module that its rows do not contain."""
 
     class_name: str
     sites: tuple[str, ...]
@@ -63,7 +63,7 @@ class ModuleFacts(NamedTuple):
 
 
 class Catalog:
-    """The series and lanes that have appeared so far, by number. Nothing is ever removed from a catalog."""
+    """The series and lanes that have appeared so far, by index. Nothing is ever removed from a catalog."""
 
     def __init__(self, modules: Mapping[tuple[str, str], ModuleFacts] | None = None) -> None:
         self.modules = dict(modules or {})
@@ -85,7 +85,7 @@ class Catalog:
 
     @property
     def whole_numel(self) -> Floats:
-        """By series, the number of elements of the complete tensor where each rank has a chunk of it; else 0."""
+        """For each series, the number of elements of the complete tensor if each rank has a chunk of it; else 0."""
         new = self.about[len(self._whole_numel) :]
         if new:
             self._whole_numel = np.append(self._whole_numel, [float(about.whole_numel) for about in new])
@@ -122,7 +122,7 @@ class Catalog:
         return None if series is None else self._lane_of.get(series * _MAX_RANK + rank + 1)
 
     def number(self, key: SeriesKey, about: About) -> int:
-        """Return the number of a series. A new series gets the next number."""
+        """Return the index of a series. A new series gets the next index."""
         if key not in self._number_of:
             self._number_of[key] = len(self.series)
             self.series.append(key)
@@ -132,9 +132,9 @@ class Catalog:
     def lanes(
         self, series: Integers, ranks: Integers, parts: Integers | None = None, peers: Integers | None = None
     ) -> Integers:
-        """Return the lane of each row, from the number of its series and from its rank (-1 for all ranks).
+        """Return the lane of each row, from the index of its series and from its rank (-1 for all ranks).
 
-        `part_of` and `peers_of` say what `parts` and `peers` are. By default each rank works on its own part of the
+        `part_of` and `peers_of` set `parts` and `peers` of new lanes. By default each rank works on its own part of the
         batch, and all ranks hold the same piece of the model.
         """
         mixed, firsts, inverse = np.unique(series * _MAX_RANK + ranks + 1, return_index=True, return_inverse=True)
@@ -161,7 +161,7 @@ class Rows:
         self, catalog: Catalog, steps: Integers, lanes: Integers, numbers: Mapping[str, Floats],
         indices: Integers | None = None,
     ) -> None:  # fmt: skip
-        """Make rows with these steps and lanes; their columns are `numbers` at the rows `indices` (by default all).
+        """Make rows with these steps and lanes. Their columns are the rows `indices` of `numbers` (by default all).
 
         The columns are statistics, counts and `numel`, NaN where a row has no value. Columns that no row has are
         absent.
@@ -202,7 +202,7 @@ class Rows:
         return np.asarray(self.catalog.mark(name, is_one)[self.series])
 
     def at(self, *sites: str) -> Flags:
-        """Return, for each row, whether its value is of one of these sites."""
+        """Return, for each row, whether its value has one of these sites."""
         return self.where(f"at {sites}", lambda key: key.site in sites)
 
     def are_float(self) -> Flags:
@@ -210,7 +210,7 @@ class Rows:
         return np.array(["float" in about.dtype for about in self.catalog.about], np.bool_)[self.series]
 
     def take(self, chosen: Flags | Integers | slice) -> Rows:
-        """Return some of the rows. A column is copied only when it is asked for."""
+        """Return some of the rows. A column is copied only when it is read."""
         if isinstance(chosen, np.ndarray) and chosen.dtype == np.bool_:
             chosen = np.flatnonzero(chosen)
         if self._indices is not None:
@@ -225,15 +225,15 @@ class Rows:
 
     @property
     def rms(self) -> Floats:
-        """By row, the root mean square of the value's finite elements, or for a chunk those of the complete tensor."""
+        """For each row, the root mean square of the value's finite elements; for a chunk, of the complete tensor's."""
         num = self.over_chunks(self["numel"] - self["nan_count"] - self["inf_count"])
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(self.over_chunks(self["sum_sq"]) / num))
 
     def over_chunks(self, values: Floats) -> Floats:
-        """Return the values, but replace that of each chunk by the sum over the chunks of all ranks at the same step.
+        """Return the values, but for each chunk the sum over the chunks of all ranks at the same step.
 
-        The sum is NaN where a chunk is missing.
+        The sum is NaN if a chunk is missing.
         """
         whole = self.catalog.whole_numel[self.series]
         is_chunk = whole > 0
@@ -266,7 +266,7 @@ def concatenate(some: Sequence[Rows]) -> Rows:
 
 
 class Memory:
-    """One number for each lane, kept from one batch of rows to the next. Any numbers from 0 on can serve as lanes."""
+    """One number for each lane, kept from one batch of rows to the next. Any indexes from 0 on can serve as lanes."""
 
     def __init__(self, initial: float = np.nan) -> None:
         self._initial = initial
@@ -291,7 +291,7 @@ class Memory:
 
 
 def as_exact_floats(hashes: npt.NDArray[np.uint64]) -> Floats:
-    """Return the upper 53 bits of hashes. A float holds 53 bits exactly, so that a `Memory` can keep them."""
+    """Return the upper 53 bits of hashes as floats, for a `Memory`. A float holds 53 bits exactly."""
     return (hashes >> np.uint64(11)).astype(np.float64)
 
 
@@ -323,7 +323,7 @@ def began(lanes: Integers, values: Floats, memory: Memory) -> Floats:
 
 
 def streaks(lanes: Integers, flags: Flags, memory: Memory) -> Integers:
-    """Return the length of the streak of flagged rows that ends at each row in its lane; rows are sorted by lane."""
+    """Return, at each row, the length of the streak of flagged rows of its lane that ends there; rows are by lane."""
     indices = np.arange(len(lanes))
     firsts = np.maximum.accumulate(np.where(begins(lanes), indices, 0))
     last_unset = np.maximum.accumulate(np.where(flags, -1, indices))
@@ -339,7 +339,7 @@ class Streaks:
     """Finds the first time in each lane at which a condition has held for some records in a row."""
 
     def __init__(self, reported: Memory | None = None) -> None:
-        """Take a memory with 1 for each reported lane. Two objects with one memory report each lane only once."""
+        """Take a memory in which reported lanes have 1. Two objects that share a memory report each lane only once."""
         self._lengths, self._since = Memory(0.0), Memory()
         self._reported = Memory(0.0) if reported is None else reported
 
@@ -370,10 +370,10 @@ class Streaks:
 
 
 class Spells:
-    """Finds conditions that hold for a long time, once in each lane, and remembers whether they ended later."""
+    """Finds conditions that hold for a long time, once in each lane, and remembers whether they have ended since."""
 
     def __init__(self, weight: float = 1.0) -> None:
-        """Take the weight of a record without the condition, in records with the condition, after a report."""
+        """Take a weight: after a report, a record without the condition counts as so many records with it."""
         self._streaks, self._was_long = Streaks(), Memory(0.0)
         self._weight = weight
         self._balance = Memory()
@@ -382,9 +382,10 @@ class Spells:
     def begun(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float, lasting: Floats
     ) -> Iterator[tuple[int, int]]:
-        """Yield the rows at which the condition has held long enough, and since which step; again after a break.
+        """Yield the rows at which the condition has held long enough, each with the step at which it began.
 
-        Rows are sorted by lane. Long enough means `records` records in a row, and, by row, `lasting` steps.
+        After a break a lane may be yielded again. Rows are sorted by lane. Long enough means for `records` records in a
+        row and for the row's `lasting` steps.
         """
         lengths, since = self._streaks.lengths(lanes, steps, flags)
         is_long = (lengths >= records) & (steps - since + 1 >= lasting)
@@ -406,21 +407,21 @@ class Spells:
         self._balance[lanes[is_last]] = balance[is_last]
 
     def has_ended(self, lane: int) -> bool:
-        """Return whether, since the report, weighted records without the condition outnumber those with it."""
+        """Return whether, since the report, the weighted records without the condition outnumber the others."""
         return self._balance.of(lane) < 0
 
 
 def grouped(*columns: Integers) -> tuple[Integers, Integers]:
     """Number the groups of rows that agree in all columns: return the group of each row, and each group's first row.
 
-    The groups are sorted by the columns' numbers, by the first column first.
+    The groups are sorted by the values of the columns, first by the first column.
     """
     ids = np.zeros(len(columns[0]), np.int64)
     span = 1
     for column in columns:
         low = int(column.min()) if len(column) else 0
         width = int(column.max()) - low + 1 if len(column) else 1
-        if span * width >= 1 << 62:  # keeps the combined number within 64 bits
+        if span * width >= 1 << 62:  # the combined number must fit 64 bits
             distinct, ids = np.unique(ids, return_inverse=True)
             span = len(distinct)
         ids = ids * width + (column - low)

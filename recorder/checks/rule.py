@@ -18,18 +18,18 @@ from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, begins
 
 _MOST_WAITING = 5_000
-"""The most findings that a rule holds back until the end of the run; no sound training has as many."""
+"""The most findings that a rule holds back until the end of the run; no sound training has so many."""
 
 
 class Severity(IntEnum):
     """The severity of a finding."""
 
     NOTE = 0
-    """A finding that is worth knowing, and that a sound training may have, too."""
+    """A finding that is worth knowing, although a sound training may have it, too."""
     WARNING = 1
-    """A finding that probably shows a mistake."""
+    """A finding that probably is a mistake."""
     ERROR = 2
-    """A finding that shows that the training is broken."""
+    """A finding that proves that the training is broken."""
 
     @property
     def word(self) -> str:
@@ -44,7 +44,7 @@ class Setting:
     default: float
     unit: str
     source: str
-    """Where the default comes from: a publication, another tool, or a measurement."""
+    """The origin of the default: a publication, another tool, or a measurement."""
 
 
 CALIBRATED = "calibrated on sound trainings"
@@ -62,11 +62,11 @@ class Finding(NamedTuple):
     site: str
     name: str
     ranks: tuple[int, ...]
-    """The ranks that hold the value; empty for a value that all ranks have in common."""
+    """The ranks that have the value; empty for a value that is common to all ranks."""
     what: str
     """The fault, in words and without the measured number."""
     measure: str
-    """The name of the quantity that `value` and `threshold` are numbers of."""
+    """The name of the quantity whose measured number is `value` and whose limit is `threshold`."""
     value: float
     threshold: float
     advice: str
@@ -74,7 +74,7 @@ class Finding(NamedTuple):
     detail: str = ""
     """Further numbers, in words, that explain the finding."""
     since: int | None = None
-    """The step at which the condition began, where the rule waits for some records in a row; None elsewhere."""
+    """The step at which the condition began, if the rule waits for several records in a row; else None."""
 
     @property
     def first_step(self) -> int:
@@ -83,11 +83,11 @@ class Finding(NamedTuple):
 
 
 class Replicas(NamedTuple):
-    """The result of comparing the ranks' replicas. A rule sees statistics, which cannot show that bits are equal."""
+    """The result of comparing replicas bit by bit, which rules cannot do: they only get statistics."""
 
     findings: Sequence[Finding]
     why_not_compared: str
-    """Why no replica could be compared; empty where at least one was."""
+    """Why no replica could be compared; empty if at least one was."""
     notes: Sequence[str] = ()
 
 
@@ -103,9 +103,9 @@ class Rule(ABC):
     columns: ClassVar[tuple[str, ...]]
     """The names of the statistics that the rule reads."""
     keep: ClassVar[str] = "stats"
-    """The `keep` that a recording rule must ask for, so that the run has these columns."""
+    """The `keep` of a recording rule with which the run has these columns."""
     needs: ClassVar[str] = ""
-    """What the run must contain, in words; empty where `sites` and `keep` say all of it."""
+    """What the run must contain, in words; empty if `sites` and `keep` say everything."""
     settings: ClassVar[tuple[Setting, ...]] = ()
     advice: ClassVar[str]
     """The advice to the user on what to do next."""
@@ -141,7 +141,7 @@ class Rule(ABC):
         """Judge the next rows: at least one row, complete steps, and only series that the rule wants."""
 
     def finish(self) -> Iterable[Finding]:
-        """Return the findings that only the end of the run can show."""
+        """Return the findings that need the complete run."""
         return ()
 
     def finding(
@@ -166,7 +166,7 @@ class StreakRule(Rule):
     what: ClassVar[str]
     measure: ClassVar[str]
     limit: ClassVar[str]
-    """The name of the setting that the measured number is compared with."""
+    """The name of the setting to which the measured number is compared."""
 
     def __init__(self, catalog: Catalog, thresholds: Mapping[str, float] | None = None) -> None:
         self._streaks, self._counts = Streaks(), Memory(0.0)
@@ -183,7 +183,7 @@ class StreakRule(Rule):
         """Return, for each row, whether the condition holds, and the measured number. The rows are sorted by lane."""
 
     def severity_of(self, lane: int) -> Severity:
-        """Return the severity of a finding on this lane."""
+        """Return the severity of a finding on a lane."""
         return self.severity
 
     def add(self, rows: Rows) -> Iterator[Finding]:
@@ -203,7 +203,7 @@ class StreakRule(Rule):
         return ()
 
     def _count(self, lanes: Integers) -> None:
-        """Update the largest number of records that any lane has had, but only up to the number that the rule needs."""
+        """Update the most records that any lane has had, but count only up to the number that the rule needs."""
         if self._most < self.records:
             starts = np.flatnonzero(begins(lanes))
             counts = np.diff(np.r_[starts, len(lanes)]) + self._counts[lanes[starts]]
@@ -212,7 +212,7 @@ class StreakRule(Rule):
 
 
 class PartsRule(Rule):
-    """A rule made of parts, which are rules of one name and the same settings that find the fault in several ways."""
+    """A rule made of parts: rules with one name and the same settings that detect the fault in different ways."""
 
     parts: ClassVar[tuple[type[StreakRule], ...]]
 
@@ -229,7 +229,7 @@ class PartsRule(Rule):
                 yield from part.add(own)
 
     def finish(self) -> Iterator[Finding]:
-        """Set `why_not_judged` where no part could judge the run."""
+        """Set `why_not_judged` if no part could judge the run."""
         for part in self._parts:
             yield from part.finish()
         why = [part.why_not_judged for part in self._parts]
@@ -240,12 +240,12 @@ class WaitingFindings:
     """Findings held back until the end of the run. A finding whose condition has ended by then becomes a note."""
 
     def __init__(self, ended: str, spells: Sequence[Spells]) -> None:
-        """Take the words that are added where a condition has ended, and the spells that `keep` refers to by index."""
+        """Take the words to add once a condition has ended, and the spells to which `keep` refers by index."""
         self._ended, self._spells = ended, spells
         self._findings: dict[tuple[int, int], Finding] = {}
 
     def keep(self, lane: int, one: Finding, number: int = 0) -> Iterator[Finding]:
-        """Hold back a finding on a lane, in place of an earlier one. Yield it at once where too many are held back."""
+        """Hold back a finding on a lane, in place of an earlier one. If too many are held back, yield it at once."""
         if len(self._findings) < _MOST_WAITING or (number, lane) in self._findings:
             self._findings[number, lane] = one
         else:

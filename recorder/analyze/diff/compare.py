@@ -12,28 +12,29 @@ import numpy.typing as npt
 from ...errors import LookupFailedError
 
 _CHUNK_ITEMS = 1 << 15
-"""The number of elements that are compared at once. Their intermediate results stay in the processor's cache, which is
-three times as fast as a million elements at once."""
+"""The number of elements that are compared at a time. Their intermediate results stay in the processor's cache, which
+is three times as fast as a million elements at a time.
+"""
 _CHUNK_BYTES = 1 << 18
 _ULP_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 _EXACT_WHOLE = 2.0**52
-"""The bound below which whole numbers, and their differences, are exact in float64."""
+"""The bound below which integers, and their differences, are exact in float64."""
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The limits within which two elements count as equal: it is enough to be within one of the three.
+    """The limits within which two elements count as equal: being within one of the three is enough.
 
     Raises LookupFailedError if a tolerance is negative or not a number.
     """
 
     rtol: float = 0.0
-    """The distance allowed, relative to the larger of the two magnitudes, as in `math.isclose`."""
+    """The allowed distance relative to the larger of the two magnitudes, as in `math.isclose`."""
     atol: float = 0.0
     ulp: int = 0
-    """The number of representable numbers allowed between the two elements, if both have one float type."""
+    """The allowed number of representable numbers between the two elements, if both have the same float type."""
 
     def __post_init__(self) -> None:
         for name, value in (("rtol", self.rtol), ("atol", self.atol), ("ulp", self.ulp)):
@@ -50,12 +51,13 @@ class Distance(NamedTuple):
 
     numel: int = 0
     num_outside: int = 0
-    """The number of elements that differ by more than the tolerance. NaN equals NaN; inf equals inf of one sign."""
+    """The number of elements that differ by more than the tolerance. NaN equals NaN, and an infinity equals itself."""
     max_abs: float = 0.0
     """The largest |b - a| of all elements."""
     of_max: float = 0.0
-    """`max_abs` relative to the largest magnitude in either array. Unlike `max_rel` and `max_ulp` it depends little on
-    elements near zero, which rounding alone may change by any factor."""
+    """`max_abs` relative to the largest magnitude in either array. Unlike `max_rel` and `max_ulp` it hardly depends on
+    elements near zero, which rounding may change by any factor.
+    """
     l2_apart: float = 0.0
     """The Euclidean norm of b - a."""
     max_rel: float = 0.0
@@ -69,7 +71,7 @@ class Distance(NamedTuple):
 
 
 IDENTICAL = Distance()
-"""The distance of arrays with the same bits, where no distance has to be measured."""
+"""The distance of arrays with the same bits, which need not be measured."""
 
 
 def are_identical(a: Array, b: Array) -> bool:
@@ -171,7 +173,7 @@ def _wide(values: Array) -> Array:
 
 
 def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Return which elements are exactly equal. float64 represents every type exactly but the 64-bit integers."""
+    """Return which elements are exactly equal. float64 represents every type exactly except 64-bit integers."""
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         return np.asarray(a == b)
     both_nan = np.isnan(wide_a) & np.isnan(wide_b)
@@ -183,7 +185,7 @@ def _equal(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.b
 
 
 def _is_rounded(a: Array, b: Array, wide_a: Array, wide_b: Array) -> npt.NDArray[np.bool_]:
-    """Return which finite pairs of elements float64 may show closer together than they are, as for 64-bit integers."""
+    """Return which finite pairs of elements may seem closer in float64 than they are, such as 64-bit integers."""
     if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b)):
         return np.zeros(a.shape, np.bool_)
     sizes = np.fmax(np.abs(wide_a), np.abs(wide_b))

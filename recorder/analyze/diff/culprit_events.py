@@ -1,6 +1,6 @@
 """Turns the pairs of a step into events in the order of execution, with the ranks on which a value differs.
 
-All rows of one value are one event, even where each rank has a row because the ranks' values make no single tensor.
+All rows of one value are one event, even if each rank has its own row because the ranks' values form no single tensor.
 This module must never read a payload.
 """
 
@@ -42,22 +42,22 @@ class StepEvent(NamedTuple):
     call: int
     scope: str | None
     signature: Any
-    """A mark that equal values of a step share, as far as the rows can show it; None if the rows cannot."""
+    """A mark that equal values of a step share, as far as rows can prove equality; None if the rows cannot."""
     differs: bool
     ranks: tuple[int, ...]
     """The ranks of the second run whose own values differ; empty if the value belongs to all ranks."""
     pair: int
-    """The number of the pair that differs; -1 if no pair differs."""
+    """The index of the pair that differs; -1 if no pair differs."""
     alone: str = ""
     """``a`` or ``b`` if only that run has the value."""
     stage: int | None = None
     """The pipeline stage in the second run, or else in the first run; None if neither run is a pipeline."""
     is_handed_on: bool = False
-    """True for a value of one micro-batch that a pipeline stage hands to another stage."""
+    """True for a value of one micro-batch that one pipeline stage passes to another."""
     is_open: bool = False
-    """True if the value differs from a value that only some ranks have, so that it need not be an error."""
+    """True if the value differs from a value that only some ranks have, so that the difference need not be an error."""
     is_constant: bool = False
-    """True for a buffer that no forward writes: it is equal at all these steps of the first run."""
+    """True for a buffer that no forward writes: it has the same value at all these steps of the first run."""
 
 
 def events(a: Any, b: Any, pairs: Alignment, differs: Flags, is_open: Flags) -> dict[int, list[StepEvent]]:
@@ -101,7 +101,7 @@ def differing_steps(a: Any, b: Any, pairs: Alignment, differs: Flags) -> list[in
 
 
 def of_steps(pairs: Alignment, a: Any, b: Any, steps: list[int]) -> tuple[Alignment, Integers]:
-    """Return the part of an alignment that belongs to some steps, and the numbers of its pairs."""
+    """Return the part of an alignment that belongs to some steps, and the indexes of its pairs."""
     is_a, is_b = (np.isin(integers(table.column("step")), steps) for table in (a, b))
     kept = np.flatnonzero(is_a[pairs.a])
     only_a, only_b = pairs.only_a[is_a[pairs.only_a]], pairs.only_b[is_b[pairs.only_b]]
@@ -151,7 +151,7 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[s
     keys_a = {tuple(row[name] for name in VALUE_KEY) for row in alone_a}
     whole = {tuple(row[name] for name in VALUE_KEY) for row in alone_a if row["rank"] is None}
     alone_b = b.select(list(VALUE_KEY)).take(pa.array(pairs.only_b)).to_pylist()
-    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # as one tensor, and as each rank's
+    in_both = keys_a & {tuple(row[name] for name in VALUE_KEY) for row in alone_b}  # one tensor in a, every rank's in b
     for side, table, only in (("a", a, pairs.only_a), ("b", b, pairs.only_b)):
         for row_index, row in zip(only.tolist(), _rows(table.take(pa.array(only))), strict=True):
             key = tuple(row[name] for name in VALUE_KEY)
@@ -160,10 +160,10 @@ def _alone(a: Any, b: Any, pairs: Alignment) -> Iterator[tuple[StepEvent, dict[s
                 key in in_both or row["site"] not in GRADIENTS or (row["step"], row["site"]) not in common
             ):
                 continue
-            if row["scope"] == "local":  # sharded parameters have no local gradient; the final one shows the fault
+            if row["scope"] == "local":  # sharded parameters have no local gradient; their final gradient is judged
                 continue
             when = float(row_index)
-            if side == "b":  # right behind the row that precedes it in b
+            if side == "b":  # directly after the row that precedes it in b
                 at = int(np.searchsorted(pairs.b[order], row_index)) - 1
                 when = float(pairs.a[order[at]]) + 0.5 if at >= 0 else -0.5
             ranks = () if row["rank"] is None else (row["rank"],)

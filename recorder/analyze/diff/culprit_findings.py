@@ -1,7 +1,7 @@
-"""Describes culprits for people: the value, the ranks, and the distance of the value that shows the culprit.
+"""Describes culprits for people: the first differing value, its ranks and its distance.
 
 This module reads only the payloads of culprits, to find the ranks whose part of a tensor differs. It guesses the
-mistake behind a wrong gradient only where the numbers leave no more than rounding unexplained.
+mistake behind a wrong gradient only if the guess explains the numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .pairs import Alignment, PairedSteps, RunSteps, Verdicts
 
 _LARGEST = float(np.finfo(np.float64).max)
 _NAMED_KINDS = ("values", "statistics", "fingerprint", "shape")
-"""Kinds of differences that are errors of the training. Other kinds come from how a run was recorded."""
+"""The kinds of differences that are errors of the training. Other kinds result from how a run was recorded."""
 _OWN_SHARE = 1e-3
-"""The least share of the largest distance at which a rank's part of a tensor counts as different."""
+"""A rank's part of a tensor counts as different from this share of the largest distance on."""
 _FIGURES = (
     "kind", "max_abs", "of_max", "max_ulp", "cosine", "noise", "statistic", "statistic_a", "statistic_b",
     "nonfinite_a", "nonfinite_b",
@@ -37,21 +37,22 @@ _FIGURES = (
 
 
 class Culprit(NamedTuple):
-    """A stage of the second run that differs although all values that it is made from agree with the first run."""
+    """A stage of the second run that differs although all values that it was computed from agree with the first run."""
 
     step: int
     phase: str
-    """The stage: ``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (from a parameter's
-    gradients of the backward to those that the update uses), ``update``, or ``start``: state that differs from its
-    first record on."""
+    """The stage: ``forward``, ``recompute`` (of a checkpointed block), ``backward``, ``reduction`` (from the gradients
+    of the backward to the gradients that the update uses), ``update``, or ``start`` (state that differs in its first
+    record).
+    """
     root: str
     module_path: str | None
-    """The path of the module at fault; None if all parameters differ alike."""
+    """The path of the module at fault; None if all parameters differ in the same way."""
     site: str
-    """Site and name of the first value that shows the culprit. A module's input shows a fault of its caller."""
+    """Site and name of the first value that differs. If it is a module's input, its caller is at fault."""
     name: str
     seen_at: str
-    """The module that has the value that shows the culprit."""
+    """The module of the first value that differs."""
     micro_step: int | None
     call: int
     rank: int | None
@@ -62,22 +63,22 @@ class Culprit(NamedTuple):
     alone_in: str | None
     """``a`` or ``b`` if only that run has the value; else None."""
     num_params: int
-    """The number of parameters that differ alike, if `module_path` is None; 0 if the number is not known."""
+    """The number of parameters that differ in the same way, if `module_path` is None; 0 if unknown."""
     stages: list[int]
-    """The pipeline stages of the culprit, or those whose parameters differ alike; empty for all stages."""
+    """The pipeline stages of the culprit, or of the parameters that differ in the same way; empty for all stages."""
     micro_batches: list[int]
-    """The micro-batches of a pipeline whose part of the value differs; empty if all of them differ."""
+    """The pipeline micro-batches in which the value differs; empty if it differs in all."""
     hint: str
-    """The likely mistake, if that mistake explains the numbers up to rounding; else empty."""
+    """The likely mistake, if it explains the numbers up to rounding; else empty."""
     factor: float | None
-    """The factor from the first to the second run's value, if one is a multiple of the other."""
+    """The factor from the first run's value to the second's, if one is a multiple of the other."""
     kind: str | None
     max_abs: float | None
     of_max: float | None
     max_ulp: int | None
     cosine: float | None
     noise: float | None
-    """The distance that noise alone makes; None without noise runs."""
+    """The distance that noise alone causes; None without noise runs."""
     statistic: str | None
     statistic_a: float | None
     statistic_b: float | None
@@ -119,7 +120,7 @@ class CulpritFinder:
             self.culprits[index] = self.culprits[index]._replace(module_path=known.path, num_params=known.num_params)
 
     def _guess(self, told: Culprit, suspect: Suspect, a: RunSteps, b: RunSteps, judged: Verdicts) -> str:
-        """Return the likely mistake behind a wrong gradient; empty where more than rounding stays unexplained."""
+        """Return the likely mistake behind a wrong gradient; empty if it would leave more than rounding unexplained."""
         event = suspect.event
         is_scaled = told.factor is not None and event.site == "grad"
         if is_scaled and (guess := _guess_scaled(told.factor or 0.0, b, event.step, told.root)):
@@ -161,9 +162,9 @@ class RangeSteps(NamedTuple):
 
 
 def _are_unlike(a: RunSteps, b: RunSteps, pairs: Alignment, is_equal: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return which pairs have one tensor in one run, and in the other run tensors of ranks that fit no single tensor.
+    """Return which pairs are one tensor in one run, and in the other run tensors of ranks that form no single tensor.
 
-    Where one rank has exactly the one tensor, all ranks should have it, and such pairs are compared.
+    If one rank has exactly the one tensor, all ranks should have it, and the pair is compared.
     """
     sides = [side.table.select(["rank", "note"]).take(pa.array(at)) for side, at in ((a, pairs.a), (b, pairs.b))]
     is_whole = [side.column("rank").is_null().to_numpy() for side in sides]
@@ -216,7 +217,7 @@ def _factor(row: dict[str, Any]) -> float | None:
 
 
 def _factor_of_norms(row: dict[str, Any]) -> float | None:
-    """Return the factor between two tensors without values, if norm and largest magnitude have the same factor."""
+    """Return the factor between two tensors without values, if their norms and largest magnitudes agree on it."""
     if row["cosine"] is not None:
         return _factor(row)
     (one, two), (top, other_top) = ((row[f"{name}_a"], row[f"{name}_b"]) for name in ("l2", "absmax"))
@@ -274,7 +275,7 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
     both = sorted(own_a.keys() & own_b.keys())
     if len(both) > 1:
         return {(rank, 0): _far(a.rows.array(own_a[rank]), b.rows.array(own_b[rank])) for rank in both}
-    if not own_a and len(own_b) > 1:  # the ranks agree in the first run, and differ in the second
+    if not own_a and len(own_b) > 1:  # the ranks agree in the first run and differ in the second
         whole = a.array(row_a)
         return {(rank, 0): _far(whole, b.rows.array(own)) for rank, own in sorted(own_b.items())}
     chunks = b.rows.chunk_regions(b.table.column("at")[row_b].as_py())
@@ -289,7 +290,7 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
 
 
 def _of_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
-    """Return how far a number is apart on the differing ranks, if these agree; its row has the mean of all ranks."""
+    """Return the distance on the ranks that differ, if they agree on it; a number's row has the mean of all ranks."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     try:
         before = {float(a.rows.array(own_a[rank]) if rank in own_a else a.array(row_a)) for rank in ranks}
@@ -328,7 +329,7 @@ def _part(values: npt.NDArray[Any], region: Any) -> npt.NDArray[Any]:
 
 
 def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
-    """Return the largest difference; infinite where only one value is finite, or the shapes differ."""
+    """Return the largest difference; infinite if only one value is finite or the shapes differ."""
     if one.shape != two.shape or one.dtype.names or two.dtype.names:
         return np.inf
     one, two = np.atleast_1d(one), np.atleast_1d(two)
@@ -340,17 +341,17 @@ def _far(one: npt.NDArray[Any], two: npt.NDArray[Any]) -> float:
 
 
 _MAX_STEPS = 3
-"""The number of earlier steps whose gradients may have been added up."""
+"""The most earlier steps whose gradients may have been accumulated."""
 _MAX_PARAMS = 8
-"""The number of parameters whose values are read. Other parameters are judged by their means."""
+"""The number of parameters whose values are read. For other parameters, means are compared."""
 _MIN_ITEMS = 16
 _REST = {"float16": 2e-2, "bfloat16": 2e-2}
 """The share of a difference that a guess may leave unexplained, by type."""
 _USUAL_REST = 1e-3
 _ROUND = 2e-5
-"""The relative distance of a norm from the round number it was clipped to: float32 and torch's own epsilon."""
+"""The relative distance of a norm from the round number to which it was clipped: float32 and torch's own epsilon."""
 _SAME = 1e-4
-"""The relative distance up to which the factors of several parameters count as equal."""
+"""The relative distance up to which factors of several parameters count as equal."""
 
 Read = Callable[[int, int], PairedSteps]
 """A function that returns the rows of the steps from the first up to, but not including, the last."""
@@ -364,7 +365,7 @@ class _ScaledPair(NamedTuple):
 
 
 def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
-    """Explain a factor between two values of a step, if the factor is the number of ranks or of micro-steps."""
+    """Explain a factor between two values of a step, if it is the number of ranks or of micro-steps."""
     table = side.rows.table
     table = table.filter(pc.and_(pc.equal(table.column("step"), step), pc.equal(table.column("root"), root)))
     num_ranks = max(
@@ -383,7 +384,7 @@ def _guess_scaled(factor: float, side: RunSteps, step: int, root: str) -> str:
 
 
 def _guess_clipping(norm_a: float, pairs: Sequence[_ScaledPair]) -> str:
-    """Explain gradients that all differ by one factor, if clipping explains it; else return an empty text.
+    """Explain gradients that all differ by one factor, if clipping can be the reason; else return an empty text.
 
     `norm_a` is the norm of all gradients of the first run together; `pairs` are all pairs, which must differ.
     """
@@ -432,7 +433,7 @@ def _guess_steps(read: Read, step: int, params: Sequence[tuple[str, str, str]], 
 
 
 def _fit(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]]) -> bool:
-    """Return whether rows of the second run are sums of rows of the first: few by values, others by their means.
+    """Return whether rows of the second run are sums of rows of the first: by values for few rows, else by means.
 
     Each element of `sums` belongs to one parameter: the rows of `a` that are added up, the row of `a` at the step, and
     the row of `b`.
@@ -463,7 +464,7 @@ def _by_mean(a: RunSteps, b: RunSteps, sums: Sequence[tuple[list[int], int, int]
 
 
 def _gradients(side: RunSteps, step: int, rank: int | None) -> dict[tuple[str, str, str], int]:
-    """Return the rows of the gradients that an update used: those of all ranks, or else those of one rank."""
+    """Return the rows of the gradients that an update used: the rows of all ranks, or else of one rank."""
     table = side.table
     is_wanted = pc.and_(pc.equal(table.column("site"), "grad"), pc.equal(table.column("phase"), "optimizer"))
     at = np.flatnonzero(pc.fill_null(pc.and_(is_wanted, pc.equal(table.column("step"), step)), False).to_numpy())
@@ -488,5 +489,5 @@ def _wide(side: RunSteps, row: int) -> npt.NDArray[Any]:
 
 
 def _round(norm: float) -> bool:
-    """Return whether a norm is a number of two digits, which somebody may have typed."""
+    """Return whether a norm is a number with two digits, which a person may have chosen."""
     return math.isclose(norm, float(f"{norm:.2g}"), rel_tol=_ROUND)

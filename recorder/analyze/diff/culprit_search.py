@@ -1,4 +1,4 @@
-"""Finds the culprits of a training: the stages that differ although all values that they are made from agree.
+"""Finds the culprits of a training: the stages that differ although all values that they were computed from agree.
 
 All other differences are inherited. A stage is a module's forward, its recomputation, its backward, the way of
 gradients from a backward to the update (reduction, accumulation, clipping), or the update of a parameter. This module
@@ -21,34 +21,34 @@ _OF_A_GROUP = "the learning rate of one group alone"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
-"""The least number of parameters that differ at once (and are `_ALIKE_SHARE` of all) for no single one to be blamed."""
+"""The least number of parameters (and `_ALIKE_SHARE` of all) that differ at once for no single one to be blamed."""
 MAX_STEPS = 32
 """The number of steps with differences that are searched: after the first steps every difference is inherited."""
 _MAX_FOLLOWING = 256
-"""The number of outputs among which the next module is looked for, where no recorded input tells which module it is."""
+"""The number of outputs among which the next module is searched for, if no recorded input identifies it."""
 
 Value = tuple[str, str, str, str]
 
 
 class Suspect(NamedTuple):
-    """A stage that differs although all values that it is made from agree."""
+    """A stage that differs although all values that it was computed from agree."""
 
     step: int
     phase: str
     root: str
     path: str | None
-    """The module at fault; None if all parameters differ alike."""
+    """The module at fault; None if all parameters differ in the same way."""
     event: StepEvent
-    """The first value that shows the fault."""
+    """The first value that differs because of the fault."""
     num_params: int = 1
-    """The number of parameters that differ alike, if `path` is None; 0 if the number is not known."""
+    """The number of parameters that differ in the same way, if `path` is None; 0 if unknown."""
     stages: tuple[int, ...] = ()
-    """The pipeline stages whose parameters differ alike, if the parameters of other stages do not differ."""
+    """The pipeline stages whose parameters differ in the same way, if parameters of other stages do not differ."""
     why: str = ""
 
 
 class _Paths:
-    """Events by module. To add an event and to query take time proportional to the depth of a path."""
+    """Events by module. Adding an event, and a query, take time proportional to the depth of a path."""
 
     def __init__(self, events: Iterable[StepEvent] = ()) -> None:
         self.at: dict[str, int] = {}
@@ -101,7 +101,7 @@ class _Step:
         slices: dict[Any, list[StepEvent]] = {}
         for event in self.events:
             if event.phase == phase and event.site != "scalar":
-                # In a pipeline, micro-step 0 has the whole batch. Only values that go between stages have micro-steps.
+                # In a pipeline, micro-step 0 is the whole batch. Only values passed between stages have micro-steps.
                 slices.setdefault((event.mode, 0 if event.is_handed_on else event.micro_step), []).append(event)
         yield from slices.values()
 
@@ -131,7 +131,7 @@ class _Forward:
         return None
 
     def consumer(self, event: StepEvent) -> str:
-        """Return the module in whose backward the gradient of an output was made.
+        """Return the module whose backward made the gradient of an output.
 
         It is the module that took the output as input, if known, or else the module that called the output's module.
         """
@@ -189,7 +189,7 @@ class CulpritSearch:
         return fresh
 
     def _without_groups(self, step: int, suspects: list[Suspect]) -> list[Suspect]:
-        """Leave out updates explained by the learning rate of one group, whose parameters then differ."""
+        """Remove suspected updates that are explained by a changed learning rate of their parameter group."""
         for rate in self.suspects:
             if (rate.step, rate.why) != (step - 1, _OF_A_GROUP) or rate.root not in {one.root for one in suspects}:
                 continue
@@ -258,7 +258,7 @@ def _recompute(step: int, now: _Step) -> Iterator[Suspect]:
             is_input = event.site == "input"
             owner = again.caller(event.path) if is_input else event.path
             why = ""
-            if owner is None or (is_input and owner not in again.called):  # the outermost block reads a saved input
+            if owner is None or (is_input and owner not in again.called):  # the outermost block reads its saved input
                 owner, why = event.path, "it was given something else than in its forward"
             inherits = bool(bad.at) if is_input or not again.has_inputs else bad.has(owner)
             if not inherits and _call(event) not in wrong_before:
@@ -271,7 +271,7 @@ def _call(event: StepEvent) -> tuple[str, str, str, int | None, int]:
 
 
 def _inherits_forward(bad: _Paths, bad_inputs: _Paths, owner: str, begins: float | None, *, is_input: bool) -> bool:
-    """Return whether an input of the call, or a value made inside the call before, differs.
+    """Return whether an input of the call, or an earlier value inside the call, differs.
 
     `begins` is the order of the owner's first input; None where its inputs were not recorded, so that every earlier
     value may be an input. `is_input` is True for the input of a module that the owner calls.
@@ -306,7 +306,7 @@ def _backward(step: int, now: _Step) -> Iterator[Suspect]:
             owner = forward.consumer(event) if event.site == "grad_output" and event.path else event.path
             if is_loss:
                 inherits = "" in bad.at
-            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # gradients outside this module
+            elif bad.has_below(owner, but=event.path if event.path != owner else None):  # gradients outside the module
                 inherits = True
             else:
                 inherits = owner in wrong_output if owner in of_output else bool(bad.at)
@@ -391,7 +391,7 @@ def _inherits_update(event: StepEvent, old: _Step) -> bool:
 
 
 def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
-    """Keep one suspect per module and phase, and one for all parameters (of the run or a stage) that differ alike."""
+    """Keep one suspect per module and phase, and one for all parameters (of the run or a stage) that differ at once."""
     stage_of = {(event.path, event.name): event.stage for event in now.events if values_of(event.site) == "param"}
     params = {(path, name) for _, path, site, name in now.known if site == "grad"}
     params = params or {(path, name) for _, path, site, name in now.known if site == "param"}
@@ -408,8 +408,8 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
         if of_params:
             suspects = [one for one in suspects if one not in of_params]
             if not any(one.path is None and one.phase == phase for one in suspects):
-                # If the gradients on the way agree, the reduction is at fault: no backward is wrong in all modules at
-                # once.
+                # If the gradients in the backward agree, the reduction is at fault: no backward is wrong in all modules
+                # at once.
                 is_behind = has_way and phase == BACKWARD and not any(one.event.alone for one in of_params)
                 shown = REDUCTION if is_behind and of_params[0].event.phase == "optimizer" else phase
                 result.append(of_params[0]._replace(path=None, phase=shown, num_params=len(touched), stages=stages))
@@ -418,7 +418,7 @@ def _collapsed(suspects: list[Suspect], now: _Step) -> list[Suspect]:
         if (one.path, one.phase) not in seen:
             seen.add((one.path, one.phase))
             result.append(one)
-    phases = (START, *PHASES)  # state that differs from its first record on comes before all phases
+    phases = (START, *PHASES)  # state that differs in its first record comes before all phases
     return sorted(result, key=lambda one: (one.step, phases.index(one.phase), one.event.order))
 
 

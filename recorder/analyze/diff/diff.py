@@ -59,8 +59,9 @@ def diff(
 ) -> Diff:
     """Compare two runs value by value: the global tensors, whatever the layouts.
 
-    Values are paired by root, step, module path, site, name, micro-step, call, repeat, mode and phase. Two elements are
-    equal if their values are (NaN equals NaN), or within any tolerance. Different types are compared in the wider type.
+    Values are paired by root, step, module path, site, name, micro-step, call, repeat, mode and phase. Two elements
+    count as equal if they are equal (NaN equals NaN) or within any of the tolerances. Different types are compared in
+    the wider type.
 
     Args:
         a: the first run, from `open_run`; results are in its order of execution.
@@ -69,9 +70,9 @@ def diff(
         site: one site, or several with commas.
         name: a name at the site, or a glob.
         step: a step, or several as in rules: ``"0:100"``, ``"::10"``.
-        rtol: the difference allowed, relative to the larger magnitude, as in `math.isclose`.
-        atol: the absolute difference allowed.
-        ulp: the number of representable numbers allowed between two floats of one type.
+        rtol: the allowed difference relative to the larger magnitude, as in `math.isclose`.
+        atol: the allowed absolute difference.
+        ulp: the allowed number of representable numbers between two floats of one type.
         noise: runs that differ from `a` by noise alone: repeats of `a`, or twins with the setting `jitter`. A value
             counts as different only if it differs by more than `drift.MARGIN` times as much as in these runs.
             `drift` describes the exception for parameters whose update rounding decides.
@@ -113,13 +114,14 @@ def compare_runs(
     _check_twins(a, b, noise)
     how = options.global_view
     views = [run.view(loss=how.loss, layouts=how.layouts) for run in (a, b, *noise)]
-    # The noise of a small tensor is the largest over the steps of a range: with noise, ranges are as long as possible.
+    # The noise of a small tensor is its largest in a range of steps, so with noise runs the ranges are as long as
+    # possible.
     windows = [view.windows(MAX_ROWS) if noise else global_step_ranges(view) for view in views]
     arguments = (a, b, options, own_names, PayloadReport(report))
     comparison = _Comparison(RangeComparer(*arguments), report, sides)
     for compared in mapper(RangeComparer, arguments, _ranges(*windows)):
         comparison.add(compared)
-        del compared  # frees the rows before the next ones are read
+        del compared  # frees the rows before the next rows are read
     unpaired = sides[0].unpaired, sides[1].unpaired
     hints = rename_hints(*unpaired, renames, names)
     comparison.refuse_nothing(a, b, options, hints)
@@ -127,7 +129,7 @@ def compare_runs(
     shards = (shard for run in (a, b, *noise) for writer in run.writers for shard in writer.shards)
     damage = [text for shard in shards for text in shard.damage]
     total = comparison.result(common=options.common, damage=damage)._replace(hints=hints)
-    if hints:  # these modules are probably in both runs, under two names
+    if hints:  # both runs probably have these modules, under different names
         unpaired_names = {name for one in unpaired for name in one.own_names}
         culprits = [one for one in total.culprits if one.alone_in is None or one.seen_at not in unpaired_names]
         total = total._replace(culprits=culprits)
@@ -137,13 +139,13 @@ def compare_runs(
 
 
 def payload_bytes(run: Run) -> int:
-    """Return the size of all payloads of a run. `report` receives this sum for each of the two runs."""
+    """Return the size of all payloads of a run. `report` will receive this sum once for each run."""
     column = run.table(["payload_bytes"]).column("payload_bytes")
     return int(pc.sum(column).as_py() or 0)
 
 
 def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
-    """Refuse a noise run of another model, and a noise run that is one of the two compared runs."""
+    """Raise an error for a noise run of another model, or a noise run that is one of the two compared runs."""
     for run in noise:
         if run.path.resolve() in (a.path.resolve(), b.path.resolve()):
             raise LookupFailedError(f"{run.path}: is one of the two runs that are compared; noise is a third one")
@@ -154,7 +156,7 @@ def _check_twins(a: Run, b: Run, noise: Sequence[Run]) -> None:
 
 
 def _module_paths(run: Run) -> list[str]:
-    """Return the modules with rows, shard by shard: all names at once would take more memory than the comparison."""
+    """Return the modules with rows, shard by shard, as all names at once would need more memory than the comparison."""
     paths: dict[str, None] = {}
     for writer in run.writers:
         for shard in writer.shards:
@@ -195,7 +197,7 @@ class _Comparison:
         self._moved: list[set[str]] = []
 
     def add(self, result: RangeResult) -> None:
-        """Add the next range. Rows that another process has read are read again if a culprit or a drift needs them."""
+        """Add the next range. If another process has read its rows, they are read again for a culprit or a drift."""
         if result.rows is None:
             self._report(result.num_bytes)
         for side, later in zip(self._sides, result.sides, strict=True):

@@ -1,8 +1,9 @@
-"""Recognises parameters that rounding alone drives apart: near zero it decides a gradient's sign, and so the update.
+"""Recognises parameters that rounding alone drives apart, as it decides the sign of gradients near zero.
 
-Adam turns a rounding in such an element into a full step (Adam's first update is the gradient's sign), and a twin need
-not have the rounding in the same element. So an update is judged, element by element, by the values that the update was
-made from. At a step that begins with different parameters, their distance is judged relative to the twin's.
+Adam turns a rounding error in such an element into a full step (its first update is the gradient's sign), and a
+perturbed twin need not have the error in the same element. So an update is judged element by element, by the values
+from which it was computed. At a step that begins with different parameters, their distance is judged relative to the
+twin's.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from ...sites import values_of
 from .pairs import Flags, PairedSteps
 
 MARGIN = 10.0
-"""The factor by which a difference may exceed the noise, because a twin is only one sample of the noise."""
+"""The factor by which a difference may exceed the noise, because a twin is a single sample of the noise."""
 _CHUNK_ITEMS = 1 << 18
 _COLUMNS = ("root", "module_path", "site", "name", "phase")
 
 Parameter = tuple[str, str, str, int | None]
-"""Root, module path, name, and rank in the second run; the rank is None for a value of all ranks."""
+"""Root, module path, name, and rank in the second run; the rank is None for a value that all ranks share."""
 
 
 class Pairs:
-    """The pairs of a range of steps. `differs` says, as far as judged, which pairs differ by more than noise."""
+    """The pairs of a range of steps. `differs` says which pairs, as judged so far, differ by more than noise."""
 
     def __init__(self, compared: Callable[[], PairedSteps], differs: Flags) -> None:
         self._compared = compared
@@ -59,7 +60,7 @@ class Pairs:
 
 
 class Drift:
-    """Follows, step by step, the parameters whose differences are noise although a twin does not show it."""
+    """Follows, step by step, the parameters whose differences are noise although a twin has no such difference."""
 
     def __init__(self) -> None:
         self._apart: dict[Parameter, tuple[float, float]] = {}
@@ -79,10 +80,11 @@ class Drift:
         return len(self._apart)
 
     def begin(self, step: int, root: str, pairs: Pairs, lines: list[dict[str, Any]]) -> list[bool]:
-        """Return, for each parameter, whether its difference is noise although the twin does not show it.
+        """Return, for each parameter, whether its difference is noise although it exceeds the twin's.
 
         `lines` are the parameters of a root that differ at the next step by more than the twin does. A line has the
-        columns of `Verdicts.differing`, the `number` of the pair, and `allowed`, how far noise may move an element.
+        columns of `Verdicts.differing`, the index `number` of the pair, and `allowed`, the distance that noise may move
+        an element.
         """
         of = [(root, line["module_path"], line["name"], line["rank_b"]) for line in lines]
         wrong = self._wrong.get(root, set())
@@ -94,21 +96,21 @@ class Drift:
         return are_noise
 
     def end(self, step: int, pairs: Pairs) -> None:
-        """Keep the values of this step, which the parameters of the next step are made from."""
+        """Keep the values of this step, from which the parameters of the next step are computed."""
         self._before, self._numbers = (step, pairs), None
 
     def _is_noise(self, step: int, pairs: Pairs, parameter: Parameter, line: dict[str, Any], size: float) -> bool:
         known = self._apart[parameter][0] if parameter in self._apart else 0.0
         if line["kind"] == "values":
             is_noise = self._is_made_from_noise(step, pairs, parameter, line["number"], line["allowed"])
-            if is_noise is None:  # too few of the values that the parameter was made from are recorded
+            if is_noise is None:  # too few of the values from which the parameter was computed are recorded
                 is_noise = bool(line["l2_apart"] <= MARGIN * known)
             if is_noise:
                 own = line["l2_a"] or line["max_abs"] / line["of_max"]
                 norm = max(own, size * float(np.sqrt(line["numel"])))
                 self._apart[parameter] = line["l2_apart"], line["l2_apart"] / norm
             return is_noise
-        one, two = line["statistic_a"], line["statistic_b"]  # no statistic can move by more than this norm
+        one, two = line["statistic_a"], line["statistic_b"]  # no statistic can differ by more than this norm
         return one is not None and two is not None and bool(abs(two - one) <= MARGIN * known)
 
     def _is_made_from_noise(
@@ -132,7 +134,7 @@ class Drift:
             return None
         made_from = [both for both in kept.values() if both[0].size == both[1].size == now[0].size]
         parts = [slice(at, at + _CHUNK_ITEMS) for at in range(0, now[0].size, _CHUNK_ITEMS)]
-        # Where weight decay nearly cancels a step, the rest is too small to measure a difference by.
+        # If weight decay nearly cancels a step, the remaining step is too small a unit for differences.
         least = sum(float(np.nansum(_update(now, old, part))) for part in parts) / max(1, now[0].size)
         return all(_is_open(now, old, made_from, part, least, allowed) for part in parts)
 
@@ -141,13 +143,13 @@ Vectors = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def _update(now: Vectors, old: Vectors, part: slice) -> npt.NDArray[Any]:
-    """Return how far an update moves the elements of a part, in the run in which the update is larger."""
+    """Return the distance by which an update moves the elements of a part, in the run where it is larger."""
     (now_a, now_b), (old_a, old_b) = _wide(now, part), _wide(old, part)
     return np.asarray(np.maximum(np.abs(now_a - old_a), np.abs(now_b - old_b)))
 
 
 def _is_open(now: Vectors, old: Vectors, made_from: list[Vectors], part: slice, least: float, allowed: float) -> bool:
-    """Return whether a part of a parameter differs by no more than before, plus what its update may add.
+    """Return whether a part's difference is at most its earlier difference plus the most that its update may add.
 
     An element's update counts as at least `least`. `allowed` is the difference that noise and rounding may add.
     """

@@ -1,7 +1,7 @@
-"""Recognises differences that noise alone would make: a repeat of the first run, or a perturbed twin, differs as much.
+"""Recognises differences that noise alone would make: a repeat or a perturbed twin of the first run differs as much.
 
-Noise is measured for each tensor and step. Where there is hardly any, by chance or because a perturbation did not reach
-the tensor, the median of the same site and step is used.
+Noise is measured for each tensor and step. Where it is too small, by chance or because a perturbation did not reach the
+tensor, the median of the same site and step is used.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _BITS = {
     "float64": -52, "float32": -23, "float16": -10, "bfloat16": -7, "complex128": -52, "complex64": -23,
     "complex32": -10, "float8_e4m3fn": -3, "float8_e4m3fnuz": -3, "float8_e5m2": -2, "float8_e5m2fnuz": -2,
 }  # fmt: skip
-"""The distance from 1 to the next larger number of each type, as a power of two."""
+"""For each type, log2 of the distance from 1 to the next larger number."""
 _MIN_FACTOR = 1e-3
-"""The least distance from 1 of a factor that makes one tensor a multiple of another."""
+"""The least distance from 1 of a factor by which one tensor counts as a multiple of another."""
 _MAX_REST = 0.02
-"""The share of a factor's effect that may stay unexplained: a tensor that was shifted is no multiple."""
+"""The share of a factor's effect that may stay unexplained, so that a shifted tensor does not count as a multiple."""
 _MIN_ITEMS = 16
-"""The least number of elements. A smaller tensor may be nearly a multiple of any tensor, and its noise is chance."""
+"""The least number of elements. A smaller tensor may nearly be a multiple of any tensor, and its noise is random."""
 _ROUNDINGS = 8
-"""The number of roundings of the largest magnitude up to which a difference is always noise."""
+"""Up to this number of roundings of the largest magnitude, a difference always counts as noise."""
 _ALIKE_SHARE = 0.5
 _MIN_ALIKE = 3
-"""The least number of gradients (and `_ALIKE_SHARE` of all) that a common factor from clipping must explain."""
+"""The least number of gradients (if they are `_ALIKE_SHARE` of all) that a common factor from clipping must explain."""
 
 
 _FAR = ("max_abs", "l2_apart", "statistic_rel")
-"""The columns of `Verdicts.differing` that have the distance of a pair."""
+"""The columns of `Verdicts.differing` with the distance of a pair."""
 
 
 def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[dict[str, Floats], Flags]:
-    """Return how far noise moves some rows, by the columns of `_FAR`, and whether noise changes their fingerprints.
+    """Return how far noise moves rows, in the columns of `_FAR`, and whether it changes their fingerprints.
 
     An unknown distance is NaN.
     """
@@ -64,19 +64,19 @@ def _noise_of(a: RunSteps, rows: Integers, sides: Sequence[RunSteps]) -> tuple[d
 
 
 class Drifted(NamedTuple):
-    """Parameters that rounding alone drove farther apart than the twins show."""
+    """Parameters that rounding alone drove farther apart than the twins' parameters."""
 
     step: int
-    """The first step at which rounding had driven parameters farther apart than the twins show."""
+    """The first step at which rounding had driven parameters farther apart than in the twins."""
     num_params: int
     of_norm: float
     """The largest distance of a drifted parameter at the end, as a share of the parameter's norm."""
     times_noise: float
-    """The factor by which values made from drifted parameters may exceed the twin's distance and still be noise."""
+    """The factor by which values computed from drifted parameters may exceed the twin's distance and still be noise."""
 
 
 class LoudNoise(NamedTuple):
-    """The distance of noise runs that differ from the first run by more than rounding does in one step."""
+    """A warning that noise runs differ from the first run by more than rounding can explain after one step."""
 
     step: int
     """The first step at which a noise run differs from the first run."""
@@ -98,7 +98,7 @@ def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) 
 class BeyondNoise:
     """Separates differences from noise. It takes ranges of steps in the order of steps.
 
-    `eps` is the share by which the inputs of the noise runs were moved, according to their manifests.
+    `eps` is the relative change of the noise runs' inputs, according to their manifests.
     """
 
     def __init__(self, eps: float = 0.0) -> None:
@@ -118,7 +118,7 @@ class BeyondNoise:
 
     @property
     def drifted(self) -> Drifted | None:
-        """The drift of parameters, which hides smaller errors; None if the twins show all noise."""
+        """The drift of parameters, which hides smaller errors; None if the twins have all of the noise."""
         if self._first_drift is None:
             return None
         factor = max(self._factors.values(), default=1.0)
@@ -173,7 +173,7 @@ class BeyondNoise:
         if not share:
             return
         factor = share / measured.typical_share(rows)
-        if root in self._shown:  # the forward limits the factor
+        if root in self._shown:  # the factor of the forward is the limit
             share_before, times = self._shown[root]
             factor = min(factor, MARGIN * times * share / share_before)
         factor = max(1.0, factor)
@@ -187,10 +187,10 @@ class BeyondNoise:
     def _unscale(
         self, step: int, root: str, rows: Integers, pairs: Pairs, measured: NoiseMeasure, indices: Integers
     ) -> None:
-        """Excuse gradients that differ by a common factor made by rounding, and the state made from them.
+        """Accept gradients that differ by a common factor due to rounding, and state computed from these gradients.
 
-        Gradients are clipped by their common norm. Each layout adds up the squares of this norm in another order, which
-        no twin shows.
+        Gradients are clipped by their common norm. Each layout adds up the squares for this norm in another order, and
+        no twin has this difference.
         """
         gradients = rows[measured.are_final_gradients(rows)]
         wrong = gradients[pairs.differs[indices[gradients]]]
@@ -205,10 +205,10 @@ class BeyondNoise:
         if off := self._off.get(root):
             made = rows[pairs.differs[indices[rows]]]
             is_made = (measured.sites[made] == "optim") | (
-                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else the drift judges
+                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else `Drift` judges
             )
             made = made[is_made]
-            # The factor has twice the effect on squares.
+            # A factor acts twice on squares.
             pairs.differs[indices[made[measured.are_noise_farther(made, np.ones(len(made)), 2 * off)]]] = False
 
 
@@ -223,7 +223,7 @@ def _final_gradients(pairs: Pairs, step: int, root: str) -> tuple[int, int]:
 
 
 class NoiseMeasure:
-    """The pairs that differ, and the noise of each pair."""
+    """The pairs that differ, with the noise of each pair."""
 
     def __init__(self, table: Any, noise: Mapping[str, Floats], has_other_print: Flags) -> None:
         self._table, self._has_other_print = table, has_other_print
@@ -232,7 +232,7 @@ class NoiseMeasure:
             np.array(table.column(name).to_pylist(), object) for name in ("root", "site", "kind", "phase")
         )
         self._max_abs, self._l2_apart, self._statistic = (numbers(table.column(name)) for name in _FAR)
-        # A gradient recorded after a tap is judged by its values or statistics: rounding alone may make it differ.
+        # A gradient recorded after a tap is judged by values or statistics, as rounding may change its fingerprint.
         compared_by = np.where(table.column("statistic").is_valid().to_numpy(), "statistics", "fingerprint")
         compared_by = np.where(np.isnan(self._max_abs), compared_by, "values")
         self.kinds = np.where(self.kinds == "after_tap", compared_by, self.kinds)
@@ -240,7 +240,7 @@ class NoiseMeasure:
         self._eps, numel = _roundings(table), numbers(table.column("numel"))
         of_max = numbers(table.column("of_max"))
         self._scales = np.divide(self._max_abs, of_max, out=np.zeros_like(of_max), where=of_max > 0)
-        # The norm of each pair's first tensor; without statistics the largest possible norm.
+        # The norm of each pair's first tensor; without statistics, the largest norm that is possible.
         self._norms = np.where(np.isnan(self._l2_a), self._scales * np.sqrt(numel), self._l2_a)
         num_a, num_b = (np.nan_to_num(numbers(table.column(f"nonfinite_{side}"))) for side in "ab")
         self.is_finite = num_a == num_b
@@ -262,10 +262,10 @@ class NoiseMeasure:
         return np.asarray(are_noise | (self.kinds == "dtype"))
 
     def are_noise_farther(self, rows: Integers, factors: Floats, off: float = 0.0) -> Flags:
-        """Return which rows differ by no more than a twin that began the step farther apart by these factors.
+        """Return which rows differ by no more than a twin that began the step with distances larger by these factors.
 
-        Norms are compared, because an element that is far apart at first moves a few elements of every later tensor.
-        The rows may also differ by the share `off` of the norm.
+        Norms are compared, because an element that is far apart at first moves a few elements of every later tensor. A
+        further difference by the share `off` of the norm is allowed.
         """
         kinds, eps = self.kinds[rows], self._eps[rows] + off
         with np.errstate(invalid="ignore"):
@@ -276,13 +276,13 @@ class NoiseMeasure:
         return np.asarray((are_noise & self.is_finite[rows]) | (kinds == "fingerprint"))
 
     def are_multiples(self, rows: Integers) -> Flags:
-        """Return in which pairs one tensor is a multiple of the other, which is no effect of rounding."""
+        """Return in which pairs one tensor is a multiple of the other, which rounding cannot cause."""
         is_large = numbers(self._table.column("numel"))[rows] >= _MIN_ITEMS
         factors = multiples(self._cosine[rows], self._l2_a[rows], self._l2_b[rows])
         return np.asarray(is_large & ~np.isnan(factors))
 
     def are_final_gradients(self, rows: Integers) -> Flags:
-        """Return which rows are gradients as an update uses them."""
+        """Return which rows are gradients that an update used."""
         return np.asarray((self.sites[rows] == "grad") & (self._phases[rows] == "optimizer"))
 
     def typical_factor(self, rows: Integers) -> float:
@@ -294,11 +294,11 @@ class NoiseMeasure:
         return float(np.median(known)) if len(known) else np.nan
 
     def are_scaled(self, rows: Integers, factor: float) -> Flags:
-        """Return whether second tensors are the first times a factor, apart from noise as in `are_noise`."""
+        """Return whether second tensors are multiples of the first by a factor, up to noise as in `are_noise`."""
         kinds, eps, off = self.kinds[rows], self._eps[rows], factor - 1
         one, two, apart = self._l2_a[rows], self._l2_b[rows], self._l2_apart[rows]
         with np.errstate(invalid="ignore", divide="ignore"):
-            along = one * (self._cosine[rows] * two - one)  # scalar product of the first tensor and the difference
+            along = one * (self._cosine[rows] * two - one)  # the scalar product of the first tensor and the difference
             rest = np.sqrt(np.maximum(0.0, apart**2 - 2 * off * along + (off * one) ** 2))
             by_norm = rest <= MARGIN * self._noise_of_norms[rows] + eps * self._norms[rows]
             noise = MARGIN * self._lifted_statistics[rows] + eps
@@ -311,14 +311,14 @@ class NoiseMeasure:
 
         A sum of n numbers is off by lambda sqrt(n) times the unit roundoff, relatively (Higham and Mary 2019, "A New
         Approach to Probabilistic Rounding Error Analysis"). Its root is off by half of that, and the ratio of two roots
-        by twice a half. Lambda is 2: torch's own norm of 10 million elements on one thread is off by 1.6. Sums of
-        shorter types are kept in float32. The result stays below the factor that makes a multiple.
+        by twice a half. Lambda is 2 here; for torch's norm of 10 million elements on one thread, 1.6 was measured. Sums
+        of shorter types are kept in float32. The result is at most half of `_MIN_FACTOR`.
         """
         unit = min(float(self._eps[rows].max()) / _ROUNDINGS, 2.0 ** _BITS["float32"]) / 2
         return min(2 * float(np.sqrt(numel)) * unit, _MIN_FACTOR / 2)
 
     def typical_times(self, rows: Integers) -> float:
-        """Return the median factor by which differences of a forward's values exceed those of the twin."""
+        """Return the median factor by which differences of a forward's values exceed the twin's."""
         forward = rows[self._phases[rows] == "forward"]
         with np.errstate(invalid="ignore", divide="ignore"):
             times = self._l2_apart[forward] / self._noise_of_norms[forward]
@@ -326,7 +326,7 @@ class NoiseMeasure:
         return max(1.0, float(np.median(known))) if len(known) else np.inf
 
     def typical_share(self, rows: Integers) -> float:
-        """Return the median share of the norm by which noise moves a forward's values; at least a rounding."""
+        """Return the median share of the norm by which noise moves a forward's values, but at least a rounding."""
         forward = rows[self._phases[rows] == "forward"]
         chosen = forward if len(forward) else rows
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -338,14 +338,14 @@ class NoiseMeasure:
         return max(float(np.median(known)), least) if len(known) else least
 
     def loudness(self, rows: Integers, eps: float) -> float:
-        """Return the share beyond which a first step is not noise: far above rounding, below another dropout.
+        """Return the share beyond which a first step is not noise: far above rounding, below a new dropout mask.
 
         Under autocast the values have a longer type than the model computes with; `eps` is that of the shorter type.
         """
         return 8 * float(np.sqrt(max(np.median(self._eps[rows]) / _ROUNDINGS, eps)))
 
     def lines(self, rows: Integers, indices: Integers) -> list[dict[str, Any]]:
-        """Return rows with all their columns, the number of each pair, and how far an element may be apart."""
+        """Return rows with all their columns, the index of each pair, and how far apart an element may be."""
         lines = self._table.take(pa.array(rows)).to_pylist()
         known = zip(lines, indices[rows].tolist(), np.nan_to_num(self._allowed[rows]).tolist(), strict=True)
         return [{**line, "number": number, "allowed": allowed} for line, number, allowed in known]
@@ -368,7 +368,7 @@ def _roundings(table: Any) -> Floats:
 
 
 def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
-    """Raise the noise of each tensor to the median of its step and site, where that is more; NaN stays NaN."""
+    """Raise the noise of each tensor at least to the median of its step and site; NaN stays NaN."""
     groups = group_rows(table, ("step", "root", "site"))
     relative = np.divide(values, scales, out=np.full_like(values, np.nan), where=scales > 0)
     order = np.argsort(groups.ids, kind="stable")
@@ -382,7 +382,7 @@ def _lifted(values: Floats, scales: Floats, table: Any) -> Floats:
 
 
 def _steadied(values: Floats, table: Any) -> Floats:
-    """Return the noise of each value. A small tensor gets its largest noise in these steps, as one step is chance."""
+    """Return the noise of each value. A small tensor gets its largest noise in these steps, as one step is random."""
     groups = group_rows(table, ("root", "module_path", "site", "name"))
     most = np.full(groups.num_groups, np.nan)
     np.fmax.at(most, groups.ids, values)

@@ -1,6 +1,6 @@
 """Pairs the rows of two runs, and measures how far they are apart: by fingerprint, else by values, else by statistics.
 
-If one run lacks ranks of a value, a difference says nothing about the training, and has its own kind. This module must
+If one run lacks ranks of a value, a difference does not concern the training, and has its own kind. This module must
 never read the payloads of a pair whose fingerprints are equal.
 """
 
@@ -39,7 +39,7 @@ _UNITS = {name: pa.float64() if "rms" in name else pa.int64() for name in UnitsA
 _EXACT = ("min", "max", "absmax")
 _ROUNDED = ("mean", "std", "l2")
 _ROUNDING = 1e-12
-"""The share of the largest magnitude by which sums of the same elements in another order differ at most."""
+"""The most that sums of the same elements in another order differ, as a share of the largest magnitude."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -60,7 +60,7 @@ class RunSteps(NamedTuple):
         rows = view.rows(first, last)
         table = renames.apply(rows.table).append_column("at", pa.array(np.arange(rows.table.num_rows)))
         table = table.append_column(PART, _parts_of_batch(view, rows.table))
-        # A loss that the recorder found by itself is left out: equal trainings may get different losses.
+        # A loss that the recorder found itself is left out, because it may find different ones in equal trainings.
         is_found = holds(table.column("note"), lambda note: note_members(note).get("found") == "backward")
         return cls(rows, selection.narrow(table.filter(pa.array(~is_found))))
 
@@ -105,17 +105,18 @@ class Verdicts(NamedTuple):
     counts: Counter[str]
     """The number of pairs of each class. ``num_pairs``: all. ``by_fingerprint``: equal by fingerprint. ``by_values``
     and ``by_statistics``: compared by these. ``by_nothing``: one side has values, statistics or a fingerprint, and the
-    other side has not. ``bare``: neither side has any, or one side cannot have any (a summand over ranks without
-    values). ``summands``: the bare pairs that are summands, of which both runs kept something. ``by_print_alone``: the
-    fingerprints differ, and there is nothing else, so that noise may be the reason."""
+    other has nothing of the same kind. ``bare``: neither side has any, or one side cannot have any (a partial sum over
+    ranks without values). ``summands``: the bare pairs that are partial sums and for which both runs kept something.
+    ``by_print_alone``: only fingerprints were recorded, and they differ, perhaps by noise.
+    """
     partial: Counter[tuple[str, str]]
     """The number of pairs in which one run (``a`` or ``b``) lacks ranks, by the run and the missing ranks."""
     unread: Counter[str]
     """The number of pairs whose values could not be read, by the reason."""
     bare_modules: dict[str, None]
-    """The modules of the pairs that `counts` has as ``summands``."""
+    """The modules of the pairs that `counts` counts as ``summands``."""
     kinds: npt.NDArray[np.object_]
-    """The kind of each pair's difference, see `Difference.kind`; an empty text if the pair does not differ."""
+    """The kind of each pair's difference (`Difference.kind`); empty if the pair does not differ."""
 
 
 def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, report: Callable[[int], None]) -> Verdicts:
@@ -175,7 +176,7 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
 
 
 def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Tolerance) -> _Statistics | None:
-    """Compare the summands of two sums over ranks, rank by rank; None if the ranks with statistics are not the same."""
+    """Compare two sums over ranks rank by rank, by their summands; None if other ranks have statistics in each."""
     tables: list[Any] = []
     ranks: list[list[tuple[int, int]]] = []
     for side, row in ((a, row_a), (b, row_b)):
@@ -195,7 +196,7 @@ class _Statistics(NamedTuple):
     """The value of the farthest statistic in the first run."""
     right: Floats
     apart: Floats
-    """The distance relative to the largest magnitude, or for a norm to the larger norm; NaN for a count."""
+    """The distance relative to the largest magnitude, or for a norm relative to the larger norm; NaN for a count."""
 
     @classmethod
     def compare(cls, left: Any, right: Any, tolerance: Tolerance) -> _Statistics:
@@ -204,7 +205,8 @@ class _Statistics(NamedTuple):
         of_left, of_right = np.full(length, np.nan), np.full(length, np.nan)
         for name in (*_EXACT, *_ROUNDED):
             one, two = numbers(left.column(name)), numbers(right.column(name))
-            # Both null: neither side has a finite element. One null: the sides are as far apart as can be.
+            # If both are null, neither side has a finite element. If one is null, the sides are as far apart as
+            # possible.
             far = np.where(np.isnan(one) & np.isnan(two), 0.0, np.nan_to_num(np.abs(two - one), nan=np.inf))
             of = "l2" if name == "l2" else "absmax"
             scale = np.fmax(np.abs(numbers(left.column(of))), np.abs(numbers(right.column(of))))
@@ -256,7 +258,7 @@ def _table(
 
 
 def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
-    """Return how the units of some pairs compare, as columns: the sums themselves are too many to keep."""
+    """Return the comparison of the units of some pairs as columns, because the sums themselves would be too many."""
     comparisons: list[UnitsApart | None] = [None] * len(pairs)
     has_both = _both(left, right, "units")[pairs]
     for at in np.flatnonzero(has_both).tolist():
@@ -273,7 +275,7 @@ def _units(left: Any, right: Any, pairs: Integers) -> dict[str, Any]:
 
 
 def moved_roots(a: RunSteps, b: RunSteps) -> set[str]:
-    """Return the roots with a value that differs between two runs, whether or not the value is selected.
+    """Return the roots with a value, selected or not, that differs between two runs.
 
     Values that the program passes to the recorder, and numbers that it reports, such as seconds, count only if there
     are no other values.
@@ -301,7 +303,7 @@ def _same(left: Any, right: Any, name: str) -> Flags:
 
 
 def _is_after_tap(table: Any) -> Flags:
-    """Return which rows have a gradient only of the uses outside their module."""
+    """Return which rows are gradients that cover only uses of the value outside its module."""
     return holds(table.column("note"), lambda note: note_members(note).get("grad") == "after_tap")
 
 
@@ -311,7 +313,7 @@ def _any(table: Any) -> Flags:
 
 
 def _has_none(table: Any) -> Flags:
-    """Return which rows have no values and can have no statistics, such as summands over ranks."""
+    """Return which rows have no values and can have no statistics, such as partial sums over ranks."""
     is_summand = holds(table.column("note"), lambda note: "no_statistics" in note_members(note))
     return np.asarray(is_summand & ~table.column("encoding").is_valid().to_numpy())
 
@@ -327,7 +329,7 @@ _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 
 
 def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out the values that pipeline stages hand to each other, unless both runs have the same stages.
+    """Leave out the values that pipeline stages pass to each other, unless both runs have the same stages.
 
     Such a row is identified by its rank, its stage, its micro-batch, and its size, which depends on whether ranks share
     or split a batch. Returns the two sides, and how many rows of each side were left out.
@@ -342,7 +344,7 @@ def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int,
 
 
 def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out what only one run recomputed for its backward; return the sides, and how many rows each side lost."""
+    """Leave out values that only one run recomputed for its backward; return the sides, and each side's lost rows."""
     marked = [holds(side.table.column("phase"), "recompute".__eq__) for side in (a, b)]
     if marked[0].any() == marked[1].any():
         return a, b, (0, 0)
@@ -403,7 +405,7 @@ class Alignment(NamedTuple):
     """For each pair the row of the first run, ascending."""
     b: Integers
     only_a: Integers
-    """The rows of values that the other run does not have."""
+    """The rows of values that the other run lacks."""
     only_b: Integers
     on_other_parts: Integers = np.zeros(0, np.int64)
     """Rows of single ranks in the first run that the second run has, too, but that cannot be compared: the ranks worked
@@ -424,7 +426,7 @@ def align(a: Any, b: Any) -> Alignment:
     left, right = join(id_a * width + rank_a + 1, id_b * width + rank_b + 1)
     is_same = _have_one_part(a, b, left, right) | (rank_a[left] < 0)
     has_whole_a, has_whole_b = (_flags(ids[ranks < 0], num_ids) for ids, ranks in ((id_a, rank_a), (id_b, rank_b)))
-    # The rows of values that one run has as one tensor, and the other run only rank by rank.
+    # These are the rows of values that are one tensor in one run, and only each rank's own in the other.
     whole_a = np.flatnonzero((rank_a < 0) & ~has_whole_b[id_a])
     whole_b = np.flatnonzero((rank_b < 0) & ~has_whole_a[id_b])
     pieces_a = np.flatnonzero((rank_a >= 0) & ~has_whole_a[id_a] & has_whole_b[id_a])
@@ -437,7 +439,7 @@ def align(a: Any, b: Any) -> Alignment:
     pairs_a = np.concatenate([left[is_same], cross_a[is_alike]])
     pairs_b = np.concatenate([right[is_same], cross_b[is_alike]])
     order = np.lexsort((pairs_b, pairs_a))
-    is_other = _flags(id_a[left[~is_same]], num_ids)  # if some ranks worked on other parts, the rest did, too
+    is_other = _flags(id_a[left[~is_same]], num_ids)  # if some ranks worked on other parts, so did the rest
     is_said_a = _flags(pairs_a, len(id_a)) | ((rank_a >= 0) & (has_whole_a | is_other)[id_a])
     is_said_b = _flags(pairs_b, len(id_b)) | ((rank_b >= 0) & (has_whole_b | is_other)[id_b])
     is_on_other_part = (rank_a >= 0) & (is_other & ~has_whole_a & ~has_whole_b)[id_a] & ~_flags(pairs_a, len(id_a))
@@ -446,7 +448,7 @@ def align(a: Any, b: Any) -> Alignment:
 
 
 def _have_one_part(a: Any, b: Any, rows_a: Integers, rows_b: Integers) -> npt.NDArray[np.bool_]:
-    """Return for which pairs the ranks worked on the same part of the batch, or a part is unknown."""
+    """Return for which pairs the ranks worked on the same part of the batch, or one of the parts is unknown."""
     if PART not in a.column_names or PART not in b.column_names:
         return np.ones(len(rows_a), np.bool_)
     parts_a, parts_b = common_ids(a, b, (PART,))

@@ -18,7 +18,7 @@ from ...system.text import listed
 
 
 class Rename(NamedTuple):
-    """One line of the file: a path of the first run, or the beginning of paths, and its name in the second run."""
+    """One line of the file: a path or path prefix of the first run, and its name in the second run."""
 
     old: str
     new: str
@@ -31,7 +31,7 @@ class Rename(NamedTuple):
 
 
 class Renames:
-    """Maps module names of the second run to the first. The longest line that fits counts; other names stay."""
+    """Maps module names of the second run to the first. The longest matching line is used; other names are kept."""
 
     def __init__(self, renames: Iterable[Rename] = ()) -> None:
         self.lines = sorted(renames, key=lambda one: -len(one.new))
@@ -63,7 +63,7 @@ class Renames:
         return table.set_column(index, table.schema.field(index), names.take(pa.array(ids)))
 
     def check_used(self, paths: Iterable[str]) -> None:
-        """Raise LookupFailedError for a line that fits no module, and for lines that give two modules one name."""
+        """Raise LookupFailedError for a line that matches no module, and for lines that give two modules one name."""
         there = sorted(paths)
         for rename in self.lines:
             if not any(map(rename.fits, there)):
@@ -110,7 +110,7 @@ def read_renames(path: Path) -> Renames:
 
 
 _ARGUMENTS = ("input", GRADIENT_OF["input"])
-"""Sites at which a name is that of a forward's argument, which a rewritten module may change."""
+"""Sites whose names are arguments of a forward, which may change when a module is rewritten."""
 _MAX_MODULES = 5_000
 
 
@@ -118,13 +118,13 @@ class RenameHint(NamedTuple):
     """A line proposed for the file of renamed modules."""
 
     old: str
-    """A path of the first run, or the beginning of paths."""
+    """A path of the first run, or a prefix of paths."""
     new: str
-    """The likely path, or beginning of paths, in the second run."""
+    """The likely path, or prefix of paths, in the second run."""
     num_modules: int
-    """The number of module pairs that the line makes, all with tensors of the same shapes."""
+    """The number of module pairs that the line creates, all with tensors of the same shapes."""
     num_same: int
-    """The number of module pairs whose first parameters and buffers are equal to the last bit."""
+    """The number of module pairs whose first parameters and buffers are bit-equal."""
 
     @property
     def line(self) -> str:
@@ -155,7 +155,7 @@ class UnpairedModules:
                 self._prints.setdefault(path, {}).setdefault((site, name), row["fingerprint_first"])
 
     def join(self, other: UnpairedModules) -> None:
-        """Append the tensors that were added to `other`."""
+        """Append the tensors of these modules to `other`."""
         for path, tensors in other._tensors.items():
             self._tensors.setdefault(path, set()).update(tensors)
         for path, prints in other._prints.items():
@@ -167,7 +167,7 @@ class UnpairedModules:
         return {site for tensors in self._tensors.values() for site, _, _ in tensors}
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:
-        """Group the modules with tensors at these sites by the tensors, in the order of execution."""
+        """Group the modules that have tensors at these sites by those tensors, in the order of execution."""
         paths_of_look: dict[frozenset[Any], list[str]] = {}
         for path, tensors in self._tensors.items():
             if look := frozenset(tensor for tensor in tensors if tensor[0] in sites):
@@ -182,10 +182,10 @@ class UnpairedModules:
 def rename_hints(
     a: UnpairedModules, b: UnpairedModules, renames: Renames, paths_b: Mapping[str, str]
 ) -> list[RenameHint]:
-    """Propose few lines that pair modules with equal tensor shapes, where both runs have equally many such modules.
+    """Propose a few lines that pair modules with equal tensor shapes, if both runs have equally many such modules.
 
-    No module is in two lines. `a` are the modules that only the first run has; `b` those that only the second run has,
-    under common names; `paths_b` maps each own name of the second run's modules to the common name.
+    No module is in two lines. `a` are the modules that only the first run has. `b` are the modules that only the second
+    run has, under common names; `paths_b` maps the second run's own names to the common names.
     """
     pairs = {b.own_names[new]: old for old, new in _pairs(a, b) if not set("=#") & set(old + new)}
     if not pairs or len(pairs) > _MAX_MODULES:
@@ -219,7 +219,7 @@ def _pairs(a: UnpairedModules, b: UnpairedModules) -> Iterator[tuple[str, str]]:
 
 
 def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: Renames) -> list[Rename]:
-    """Cover the pairs by beginnings of paths, those with most pairs first, and the rest by complete paths."""
+    """Cover the pairs by path prefixes, the prefixes with most pairs first, and the rest by complete paths."""
     lines: list[Rename] = []
     told, left = dict(fixed), dict(pairs)
     while left:
@@ -239,7 +239,7 @@ def _in_few_lines(pairs: Mapping[str, str], fixed: Mapping[str, str], renames: R
 
 
 def _beginnings(old: str, new: str) -> Iterator[Rename]:
-    """Yield the two paths less their common last components: first less all of these, then fewer, at last none."""
+    """Yield the two paths without their common last components: without all of these, then fewer, at last none."""
     one, two = old.split("."), new.split(".")
     ends = zip(reversed(one), reversed(two), strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
@@ -251,7 +251,7 @@ def _are_sound(
     lines: Sequence[Rename], pairs: Mapping[str, str], fixed: Mapping[str, str], paths_b: Iterable[str],
     renames: Renames,
 ) -> bool:  # fmt: skip
-    """Return whether these lines pair all modules, change no fixed name, and give no two modules one name."""
+    """Return whether these lines pair all modules, change no fixed name, and never give two modules one name."""
     for name in ("old", "new"):
         told = [getattr(line, name) for line in (*lines, *renames.lines)]
         if len(set(told)) < len(told):

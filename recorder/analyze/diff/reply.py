@@ -39,7 +39,7 @@ _VALUE_DROPS = ("max ulp", "max rel", "cosine", "elements", "type", "rank", "sha
 _DULL = {"nonfinite": "0|0"} | dict.fromkeys(
     ("max abs", "of max", "cosine", "max rel", "max ulp", "elements", "rank"), "-"
 )
-"""By column, the text of a cell without information. A column with only such cells is left out."""
+"""By column, the text of a cell without information. A column that has only such cells is left out."""
 _OF_MAX = "of max: max abs relative to the largest magnitude in either tensor"
 _APART = "apart: the share of values that would have to change sign or power of two for both to have one distribution"
 _DEAD = "dead: units with no value but zero; farthest: the unit whose root of the mean square (rms) differs most"
@@ -47,7 +47,7 @@ _STATS_APART = "stats apart: where only statistics are there, how far these are 
 
 
 def reply_of(a: Run, b: Run, result: Diff, options: DiffOptions, *, limit: int | None, is_brief: bool) -> Reply:
-    """Return the reply: the answer first, and without a limit few lines of modules and none of single values.
+    """Return the reply: the answer first, and unless a limit is set few lines of modules and no single values.
 
     The exit code is 1 if the runs differ, or the rows of a run contradict each other.
     """
@@ -72,7 +72,7 @@ def _members(a: Run, b: Run, result: Diff, limit: int) -> dict[str, Any]:
 
 
 def _with_details(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a differing row with the members `histogram`, in place of bytes, and `units`."""
+    """Return a differing row with the member `units`, and the member `histogram` decoded from bytes."""
     a, b = histogram_of_row(row, "_a"), histogram_of_row(row, "_b")
     units = {name: row[name] for name in UnitsApart._fields}
     rest = {name: value for name, value in row.items() if name not in ("histogram_a", "histogram_b", *units)}
@@ -228,7 +228,7 @@ def _rename_lines(hints: Sequence[RenameHint], limit: int) -> Iterator[str]:
 
 
 def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
-    """Yield the lines about culprits. One line joins updates that follow from an update of all parameters."""
+    """Yield the lines about culprits. Updates that follow from an update of all parameters share one line."""
     alike = {one.step for one in culprits if one.phase == "update" and one.module_path is None}
     follow = [one for one in culprits if one.phase == "update" and one.step in alike and one.module_path is not None]
     led = [one for one in culprits if one not in follow]
@@ -321,7 +321,7 @@ def _tolerances(tolerance: Tolerance) -> str:
 
 
 _MAX_ULP = "9999"
-"""The largest number of units in the last place that is shown. A larger number is shown as ``>9999``."""
+"""The largest number of units in the last place that is printed. A larger number is printed as ``>9999``."""
 
 
 def _beside(row: dict[str, Any]) -> str:
@@ -455,7 +455,7 @@ def _only_parts(run: str, only: Any, limit: int) -> Iterator[str | Table]:
 
 
 def _left_aside(result: Diff, options: DiffOptions) -> Iterator[str]:
-    """Yield lines about what only one run has, and what therefore does not count."""
+    """Yield lines about values that only one run has and that therefore do not count."""
     num_only = sum(pc.sum(table.column("rows")).as_py() or 0 for table in (result.only_a, result.only_b))
     if num_only and options.common:
         yield f"note: {counted(num_only, 'value')} that one run alone has do not count (--common)"

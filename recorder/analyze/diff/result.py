@@ -25,8 +25,9 @@ class Difference(NamedTuple):
     name: str
     kind: str
     """The kind of the difference: ``values``, ``statistics`` (no values to compare), ``fingerprint`` (nothing else to
-    compare), ``shape``, ``dtype`` (the values are equal), ``after_tap`` (one run recorded the gradient behind the
-    module, only of the uses outside the module), or ``partial`` (one run lacks ranks of the value)."""
+    compare), ``shape``, ``dtype`` (the values are equal), ``after_tap`` (one run's gradient covers only the value's
+    uses outside its module), or ``partial`` (one run lacks ranks of the value).
+    """
     micro_step: int | None
     call: int
     rank_a: int | None
@@ -44,10 +45,9 @@ class Difference(NamedTuple):
     statistic_a: float | None
     statistic_b: float | None
     statistic_rel: float | None
-    """The relative distance of the statistic: to the largest magnitude, or for a norm to the larger one; None for
-    counts."""
+    """The statistic's distance relative to the largest magnitude, or for a norm to the larger norm; None for counts."""
     noise: float | None
-    """How far noise alone moves the value, in the same measure; None without noise runs, or if they lack the value."""
+    """The distance that noise alone causes, in the same measure; None without noise runs, or if they lack the value."""
     lacks_a: str | None
     """The ranks that are missing from the first run's value, as JSON."""
     lacks_b: str | None
@@ -63,12 +63,12 @@ class LackingRanks(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """Values that both runs have and that could not be compared."""
+    """Values that both runs have but that could not be compared."""
 
     num_values: int
     why: str
     modules: Sequence[str] = ()
-    """The modules of the values, where these modules say more than `why`."""
+    """The modules of the values, if they tell more than `why`."""
 
 
 class Diff(NamedTuple):
@@ -76,19 +76,23 @@ class Diff(NamedTuple):
 
     is_equal: bool
     """True if all values could be read and are equal within the tolerance. Unless only common values are compared, both
-    runs must also have the same values, and the same parts, at common steps. `left_out` does not count."""
+    runs must also have the same values, and the same parts, at common steps. Values in `left_out` have no influence.
+    """
     verdict: str
-    """``equal``, ``different``, or ``equal as far as compared`` where some value of both runs could not be compared."""
+    """``equal``, ``different``, or, if some value of both runs could not be compared, ``equal as far as compared``."""
     first: Difference | None
     """The first value that differs, in the order of execution of the first run."""
     culprits: list[Culprit]
-    """The stages that differ although all values that they are made from agree, in the order of time. All other
-    differences are inherited. Only the first steps with differences are searched."""
+    """The stages that differ although all values that they were computed from agree, in the order of time. All other
+    differences are inherited. Only the first steps with differences are searched.
+    """
     table: Any
-    """`pa.Table` of the values that differ, in the order of execution: value, kind, dtypes, shapes and distances. Where
-    rules kept them, the table also has both histograms, as in the column of a run, and how the units compare."""
+    """`pa.Table` with a row for each value that differs, in the order of execution: value, kind, dtypes, shapes and
+    distances. If rules kept histograms or sums of units, the table also has both runs' histograms and the comparison of
+    the units.
+    """
     modules: Any
-    """`pa.Table` with a row for each module that differs, the first one to differ on top."""
+    """`pa.Table` with a row for each module that differs, ordered by the first difference."""
     only_a: Any
     """`pa.Table` of the values at common steps that only the first run has, by root, module_path, site and name."""
     only_b: Any
@@ -98,48 +102,51 @@ class Diff(NamedTuple):
     num_by_values: int
     num_by_statistics: int
     num_incomparable: int
-    """The number of pairs in which one side has data that the other side lacks, and that could not be compared."""
+    """The number of pairs that could not be compared, because one side lacks the data that the other side has."""
     num_bare: int
-    """The number of pairs without values, statistics or fingerprints in either run; such a pair is no difference."""
+    """The number of pairs for which neither run has values, statistics or fingerprints; such a pair is no difference.
+    """
     left_out: list[LeftOut]
     """Further values that could not be compared, grouped by the reason; `num_compared` counts them."""
     unread: dict[str, int]
-    """The number of values that could not be read, and were compared by statistics if possible, by the error text."""
+    """By error text, the number of values that could not be read; they were compared by statistics if possible."""
     damage: list[str]
     """Descriptions of other damage in the compared runs and the noise runs; the damaged rows are missing."""
     partial: list[LackingRanks]
-    """Pairs in which one run lacks ranks, whether the pair differs or not."""
+    """The pairs in which one run lacks ranks, whether or not the pair differs."""
     steps_only_a: list[int]
     steps_only_b: list[int]
     has_common_modules: bool = True
-    """False where each run has modules, but none in common, so that only numbers of the program were compared."""
+    """False if both runs have modules but no common ones, so that only the program's own numbers were compared."""
     unpaired_a: Sequence[str] = ()
-    """Where modules were renamed, the modules of the first run that have no partner in the second run."""
+    """If modules were renamed, the modules of the first run without a partner in the second run."""
     unpaired_b: Sequence[str] = ()
     """The modules of the second run without a partner, by their own names."""
     problems_a: Sequence[str] = ()
     """Contradictions in the rows of the first run, or in the layouts that were given."""
     problems_b: Sequence[str] = ()
     hints: Sequence[RenameHint] = ()
-    """Lines proposed for a file of renamed modules, made from similar modules that only one run has."""
+    """Lines proposed for a file of renamed modules, derived from similar modules that only one run has."""
     num_handed_on_a: int = 0
-    """The number of rows that pipeline stages of the first run hand to each other, where the second run is not cut
-    alike. They are no difference."""
+    """The number of rows that stages of the first run pass to each other, if the second run has other stages. They do
+    not count as different.
+    """
     num_handed_on_b: int = 0
     num_recomputed_a: int = 0
     """The number of rows that only the first run recomputed for its backward, at steps at which the second run
-    recomputed nothing. They are no difference."""
+    recomputed nothing. They do not count as different.
+    """
     num_recomputed_b: int = 0
     drifted: Drifted | None = None
-    """Parameters that rounding drove apart, which hides errors of smaller effect; None if there are none."""
+    """Parameters that rounding drove apart, which hides smaller errors; None if there are none."""
     loud_noise: LoudNoise | None = None
     """Set where the noise runs differ from the first run by more than rounding explains; else None."""
     still_roots: Sequence[str] = ()
-    """Roots in which no noise run differs from the first run, so that any difference there counts."""
+    """Roots in which no noise run differs from the first run, so that every difference in them counts."""
 
     @property
     def num_left_out(self) -> int:
-        """The number of values that both runs have and that could not be compared."""
+        """The number of values that both runs have but that could not be compared."""
         return sum(one.num_values for one in self.left_out) + self.num_incomparable + self.num_bare
 
 
@@ -170,7 +177,7 @@ def by_module(table: Any, compared: Any) -> Any:
 
 
 def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Integers) -> Any:
-    """Return the extreme of each group without nulls; null for a group of nulls."""
+    """Return the extreme of each group, without its nulls; null for a group of only nulls."""
     extremes = function.reduceat(values[order], starts) if len(starts) else values
     return pa.array(extremes, mask=np.isnan(extremes))
 

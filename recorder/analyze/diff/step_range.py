@@ -1,6 +1,6 @@
 """Compares one range of steps of two runs, in this process or in another one, as a mapper decides.
 
-The result of a range can be pickled. The rows stay in the process that read them.
+The result of a range can be pickled; its rows stay in the process that read them.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class DiffOptions:
     global_view: GlobalOptions
     """The options for joining the ranks' values of each run into global tensors."""
     noise: Sequence[Run]
-    """Repeats or perturbed twins of the first run; only a difference larger than theirs counts."""
+    """Repeats or perturbed twins of the first run; only differences larger than theirs count."""
     renames: Renames
     """The names that the modules of the second run have in the first run."""
     common: bool
-    """True if values that only one run has make no difference."""
+    """True if values that only one run has do not count as differences."""
 
 
 class SideTotals:
-    """The data of one of the two runs in a range of steps, or in all ranges joined so far."""
+    """The results for one of the two runs in a range of steps, or in all ranges joined so far."""
 
     def __init__(self, selection: Selection, own_names: Mapping[str, str]) -> None:
         self.problems = Problems(selection)
@@ -77,7 +77,7 @@ class SideTotals:
 
 
 class PayloadReport:
-    """Reports and counts the payload bytes that are done. In another process it only counts."""
+    """Counts the payload bytes that are compared, and reports them unless it runs in another process."""
 
     def __init__(self, report: Callable[[int], None] = lambda num_bytes: None) -> None:
         self._report = report

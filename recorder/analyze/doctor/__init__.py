@@ -1,1 +1,1 @@
-"""Compares what should have been recorded with what was recorded: every missing value has its reason."""
+"""Compares the values that should have been recorded with the recorded ones: every missing value gets a reason."""

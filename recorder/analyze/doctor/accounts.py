@@ -1,6 +1,6 @@
 """Finds why rows are missing, from the writers' counts of rows and from the sequence numbers of the rows.
 
-Each row gets its number before it can be dropped. So where no number is missing, no value is missing.
+Each row gets its number before it can be dropped. So if no number is missing, no value is missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MANY = 1 << 40
 
 
 class DroppedTail(NamedTuple):
-    """Rows that a rank saw and dropped after the last row that it recorded."""
+    """The values that a rank counted and dropped after the last row that it recorded."""
 
     rank: int | None
     step: int
@@ -50,7 +50,7 @@ def accounted(
 ) -> dict[str, Integers]:
     """Return the missing values that the writers' counts explain, by reason and site.
 
-    A rank's values are included if it misses no more of them than its own counts say. `lost` has the missing values by
+    A rank's values are included if it lacks no more of them than its own counts say. `lost` has the missing values by
     rank, reason and site.
     """
     missing: dict[str, Integers] = {}
@@ -69,13 +69,13 @@ def accounted(
 def dropped_tail(
     rank: int | None, writers: Sequence[RecordedWriter], last_seq: int, last_step: int
 ) -> DroppedTail | None:
-    """Return what the newest writer of a rank dropped after its last row; None if it dropped nothing there.
+    """Return the values that the newest writer of a rank dropped after its last row; None if there are none.
 
     `last_seq` is the number of the newest writer's last row, -1 without rows; `last_step` is the last step of the rank.
     """
     newest = writers[-1]
     if newest.balance.passed:
-        return None  # numbers without a row are mostly of rows kept in memory
+        return None  # numbers without a row belong mostly to rows kept in memory
     rest = min(newest.balance.observed - last_seq - 1, newest.balance.num_dropped)
     return DroppedTail(rank, last_step, rest) if rest > 0 and newest.state == "closed" else None
 
@@ -104,7 +104,7 @@ class LostRows(NamedTuple):
     bits: npt.NDArray[np.uint8]
     """The bits of all causes that apply at each step."""
     room: Integers
-    """The most rows that can have been dropped: in the forward, in the backward, around the update, and in all."""
+    """The most rows that can have been dropped: in the forward, in the backward, around the update, and in total."""
 
 
 class _Gaps(NamedTuple):
@@ -112,7 +112,7 @@ class _Gaps(NamedTuple):
 
     cause: int
     first: Integers
-    """The steps of the rows before each range; `last` has the steps of the rows after it."""
+    """The step of the row before each range; `last` has the step of the row after it."""
     last: Integers
     size: Integers
     """The number of missing rows in each range."""
@@ -155,7 +155,7 @@ def _gaps_of(writer: RecordedWriter, rows: NumberedRows, following: int | None) 
     balance = writer.balance
     is_open = {"recording": LIVE, "unclosed": CUT}.get(writer.state)
     usual = DROPPED if balance.num_dropped else UNACCOUNTED if is_open is None else is_open
-    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual  # for gaps with rows on both sides
+    usual_between = _PASSED if balance.passed and not balance.num_dropped else usual  # for gaps between two rows
     if balance.passed and not balance.num_missing:
         usual = usual_between
     spans = _removed(writer, rows)

@@ -1,4 +1,4 @@
-"""Compares what should have been recorded (selected modules x sites x steps x ranks) with what was recorded.
+"""Compares the expected values (selected modules x sites x steps x ranks) with the recorded values.
 
 This module reads only manifests (module tree, rules, row counts) and metadata rows, and never a payload.
 """
@@ -23,13 +23,13 @@ from .slots import SLOT_SITES, Flags, RuleMatch, Slots, WriterSlots, distinct, m
 
 Integers = npt.NDArray[np.int64]
 Window = tuple[int, int]
-"""The first and the last step that a trigger asked for."""
+"""The first and the last step for which a trigger asked."""
 
 _MAX_STEPS = 4_000_000
 _MAX_SELECTED_STEPS = 500_000
-"""The most steps that are all judged. In a longer range, only steps that have rows are judged."""
+"""The most steps that are all judged. In a longer range, only the steps with rows are judged."""
 _MAX_CELLS = 1 << 30
-"""The most steps x rules x ranks. Where ranks share nothing, each combination takes a byte of memory."""
+"""The most steps x rules x ranks. If no two ranks share a view, each combination takes a byte of memory."""
 _MAX_ABSENT = 1 << 20
 
 
@@ -40,9 +40,9 @@ class SiteTotal(NamedTuple):
     expected: int
     found: int
     explained: int
-    """The number of missing values that the training never had."""
+    """The number of missing values that never existed in the training."""
     dropped: int
-    """The number of missing values that the writers' counts call dropped."""
+    """The number of missing values that the writers have counted as dropped."""
     retired: int
     """The number of missing values that retention removed."""
     perhaps_dropped: int
@@ -50,7 +50,7 @@ class SiteTotal(NamedTuple):
 
 
 class Uneven(NamedTuple):
-    """Ranks that ran another number of forwards of one mode than the first rank at the same steps."""
+    """Ranks that ran another number of forwards of one mode than the first rank did at the same steps."""
 
     mode: str
     ranks: list[int | None]
@@ -71,7 +71,7 @@ class LackingRows(NamedTuple):
 
 
 class RuleReach(NamedTuple):
-    """A rule that is limited to some ranks, with these ranks and the others."""
+    """A rule that is limited to some ranks, with the lists of these ranks and of the other ranks."""
 
     rule: str
     ranks: list[int]
@@ -79,7 +79,7 @@ class RuleReach(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """The answer of doctor: totals, and every gap with its reason."""
+    """The result of doctor: totals, and every gap with its reason."""
 
     totals: list[SiteTotal]
     gaps: list[Gap]
@@ -91,21 +91,23 @@ class Expectation(NamedTuple):
     problems: list[str]
     """Texts about the parts of manifests that could not be used."""
     unknown: dict[tuple[str, str], int]
-    """The number of rows with a word that a later version of the format added, by kind (``site``, ``encoding``,
-    ``column``) and word."""
+    """The number of rows with a word that only a later version of the format has, by kind (``site``, ``encoding``,
+    ``column``) and word.
+    """
     num_steps_lived: int
     num_steps_expected: int
     num_steps_passed: int
     """The number of steps that were kept in memory only, because no trigger asked for them."""
     num_modules: int
     num_selected: int
-    """The number of modules with at least one slot that a rule selects."""
+    """The number of modules that have a slot which a rule selects."""
     num_filtered: int
-    """The number of selected modules of which rules want no value at these steps, because of steps, names or calls."""
+    """The number of selected modules from which rules want no value at these steps, because of steps, names or calls.
+    """
     last_steps: dict[int | None, int | None]
     """The last step of each rank's rows; None for a rank without rows."""
     silent: dict[str, list[tuple[str, str]]]
-    """Root and path of modules that are selected and left no row, by the reason."""
+    """The root and path of each selected module without a row, by the reason."""
     shared: list[tuple[str, str]]
     """Path and alias of each module that has several paths."""
     num_incomplete: int
@@ -164,7 +166,7 @@ class _AskedSlots:
         return view
 
     def absent_views(self, missing: Sequence[int], selected: Flags) -> Iterator[tuple[list[int], RankView]]:
-        """Yield what was expected of ranks that left nothing. Ranks with the same rules share a view."""
+        """Yield the expected values of ranks that have left nothing. Ranks with the same rules share a view."""
         groups: dict[tuple[bool, ...], list[int]] = {}
         for rank in missing:
             groups.setdefault(tuple(rank in match.rule.rank for match in self.matches), []).append(rank)
@@ -173,7 +175,7 @@ class _AskedSlots:
             yield group, RankView(self.slots, self.axis, promised, *self._when(selected, is_on), rank=group[0])
 
     def _when(self, selected: Flags, is_on: Sequence[bool]) -> tuple[Integers, Flags]:
-        """Return the kind of each slot, and by kind the steps at which a slot is expected; kind 0 is never expected."""
+        """Return the kind of each slot, and for each kind the steps at which its slots are expected (kind 0: none)."""
         key = selected.tobytes(), tuple(is_on)
         if key in self._known:
             return self._known[key]
@@ -196,7 +198,7 @@ class _AskedSlots:
 
 
 def compare(run: Run) -> Expectation:
-    """Compare what a run's manifests promise with the run's rows."""
+    """Compare the values that a run's manifests promise with the run's rows."""
     slots = Slots(writer.manifest for writer in run.writers)
     asked = _AskedSlots(run, slots)
     ranks, axis, is_merged = asked.ranks, asked.axis, run.is_merged
@@ -220,7 +222,7 @@ def compare(run: Run) -> Expectation:
     known_lost = accounted(gaps.lost, {one.rank: one.writers for one in ranks})
     by_account = (known_lost.get(reason, np.zeros(len(SLOT_SITES), np.int64)) for reason in ACCOUNTED)
     columns = (gaps.expected, gaps.found, gaps.explained, *by_account, gaps.perhaps_dropped)
-    # No step is wanted where all were kept in memory and no trigger came. The run still had steps.
+    # If all steps were kept in memory and no trigger came, no step is wanted; but the run still had steps.
     is_all_passed = asked.num_lived > 0 and any(match.rule.keep == KEEP_RING for match in asked.matches)
     return Expectation(
         totals=[
@@ -251,7 +253,7 @@ def compare(run: Run) -> Expectation:
 
 
 def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
-    """Group the writers by rank. Of a rank that only counts steps, each time from 0, the newest writer counts."""
+    """Group the writers by rank. Of a rank that counts steps from 0 in each attempt, only the newest writer counts."""
     groups: defaultdict[int | None, list[int]] = defaultdict(list)
     for number, writer in enumerate(run.writers):
         groups[None if run.is_merged else writer.rank].append(number)
@@ -262,7 +264,7 @@ def _ranks(run: Run, slots: Slots, rules: Sequence[Rule]) -> list[_Rank]:
         writers = [run.writers[number] for number in numbers]
         writer_slots = [slots.writer_slots[number] for number in numbers]
         texts = {rule.text for writer in writers for rule in read_rules(writer.manifest)[0]}
-        if not any(writer.manifest.roots for writer in writers):  # manifest lost: the other ranks' rules count
+        if not any(writer.manifest.roots for writer in writers):  # manifest lost: use the other ranks' rules
             writer_slots, texts = slots.writer_slots, {rule.text for rule in rules}
         rows = [read_slots(writer, slots) for writer in writers]
         ranks.append(_Rank(rank, writers, texts, WriterSlots.joined(slots, writer_slots), rows))
@@ -285,7 +287,7 @@ def _rules(run: Run) -> tuple[list[Rule], list[str]]:
 
 
 def _axis(rules: Sequence[Rule], ranks: Sequence[_Rank], windows: Sequence[Window]) -> tuple[Integers, int, int]:
-    """Return the steps at which a rule wants a value, the number of all steps, and of steps only kept in memory."""
+    """Return the steps at which a rule wants a value, and the numbers of all steps and of steps kept only in memory."""
     recorded = [np.unique(rows.step) for one in ranks for rows in one.rows if len(rows.step)]
     if not recorded:
         return np.zeros(0, np.int64), 0, 0
@@ -313,7 +315,7 @@ def _at_any(rules: Sequence[Rule], steps: Integers, windows: Sequence[Window]) -
 
 
 def at_steps(rule: Rule, steps: Integers, windows: Sequence[Window] = ()) -> Flags:
-    """Return the steps at which a rule wants values on disk: those of its schedule, for a ring only if triggered."""
+    """Return the steps at which a rule wants values on disk: its schedule, or with a ring only triggered steps."""
     are_wanted = _in_schedule(rule, steps)
     return are_wanted & _in_windows(windows, steps) if rule.keep == KEEP_RING else are_wanted
 
@@ -348,7 +350,7 @@ def _missed(one: _Rank, axis: Integers, windows: Sequence[Window]) -> Flags:
 
 
 def _has_lost(writers: Iterable[RecordedWriter]) -> bool:
-    """Return whether writers of a merged run say that the source has lost rows, though not at which steps."""
+    """Return whether writers of a merged run note that the source has lost rows, without saying at which steps."""
     return any(source.has_lost for writer in writers for source in writer.manifest.merged_writers)
 
 

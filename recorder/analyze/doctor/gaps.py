@@ -1,4 +1,4 @@
-"""Finds why expected values of a rank are missing, by slots and steps; values missing for one reason form a gap.
+"""Finds why expected values of a rank are missing. Values missing for the same reason form a gap.
 
 This module works in blocks of modules, so that memory stays bounded. It must never read a run.
 """
@@ -24,9 +24,9 @@ Integers = npt.NDArray[np.int64]
 _MAX_CELLS = 4_000_000
 """The most slots x steps of a block."""
 _VALUES = [OF_CALLS.index(site) for site in VALUES_OF_CALLS]
-"""Sites of a call's values. The other sites of calls have the gradients of these values."""
+"""The sites of a call's values. The other sites of calls have the gradients of these values."""
 _VALUE_OFFSET = np.array([OF_CALLS.index(values_of(site)) for site in OF_CALLS])
-"""For each site of calls, the index of the site with the values: gradients map to the site of their values."""
+"""For each site of calls, the index of the site of its values; a gradient's site maps to that of its value."""
 
 
 class Reason(NamedTuple):
@@ -35,7 +35,7 @@ class Reason(NamedTuple):
     key: str
     text: str
     is_loss: bool
-    """True if the value existed and is gone, or should have been recorded, so that a person should look."""
+    """True if the value existed and is lost, or should have been recorded, so that a person should act."""
     is_harmless: bool
     """True if the recording proves that the value never existed."""
 
@@ -95,23 +95,23 @@ _OF_MODULE = {
     "untapped", "no_tensor", "no_gradient", "tied", "not_optimized", "no_param_gradient", "param_unseen", "no_state",
     "no_buffer", "disarmed",
 }  # fmt: skip
-"""Reasons that differ from module to module. Sites share a gap of this kind only if they have the same modules."""
+"""Reasons that differ between modules. Sites share a gap for one of these only if they have the same modules."""
 
 
 _CERTAIN = np.array([_CODE[key] for key in (
     *HIDDEN, "untapped", "unused", "no_gradient", "tied", "not_optimized", "no_param_gradient", "no_state",
 )])  # fmt: skip
-"""Reasons that other rows of the same step prove, even if some rows are lost."""
+"""Reasons that other rows of the same step prove, even if some rows were lost."""
 _EXPLAINED = np.array([_CODE[key] for key in (*HIDDEN, "children")])
 _UNCALLED = np.array([_CODE[key] for key in (
     "root_idle", "not_called", "other_ranks", "elsewhere", "bypassed", "children", "never_called", "silent",
 )])  # fmt: skip
-"""Reasons that are certain if nothing of the step's forward was dropped, because a call would have left a row."""
+"""Reasons that are certain if no row of the step's forward was dropped, because a call would have left a row."""
 
 _NEVER_CALLED = np.array([_CODE[key] for key in ("never_called", "silent")])
-"""Reasons that only the absence of a row shows."""
+"""Reasons whose only evidence is that a row is missing."""
 _GONE = np.array([_CODE[key] for key in ("perhaps_dropped", *_OF_CAUSE.values())])
-"""Reasons for which a row may have existed."""
+"""Reasons with which a row may have existed."""
 
 
 class Gap(NamedTuple):
@@ -132,7 +132,7 @@ class Gap(NamedTuple):
 
 @dataclass(slots=True)
 class _Sum:
-    """Values of one site of one root that are missing for one reason."""
+    """The values of one site of one root that are missing for one reason."""
 
     modules: Flags
     steps: Flags
@@ -179,7 +179,7 @@ class Gaps:
     ) -> dict[str, list[tuple[str, str]]]:
         """Return the modules with expected rows that left no row on any rank, by the reason.
 
-        `hidden` says for each module why hooks see no call of it, as in `WriterSlots`.
+        `hidden` says for each module why hooks cannot observe its calls, as in `WriterSlots`.
         """
         slots = self.slots
         below = _above(slots, called)
@@ -226,8 +226,8 @@ class Gaps:
 def explain(gaps: Gaps, view: RankView, *, has_rows: Flags, called: Flags, graded: Flags) -> None:
     """Add one rank's gaps.
 
-    For each module, `has_rows` says whether any rank has a row of it, `called` whether any rank saw it run, and
-    `graded` whether any rank saw it run with gradients.
+    For each module, `has_rows` says whether any rank has a row of it, `called` whether it ran on any rank, and `graded`
+    whether it ran with gradients on any rank.
     """
     slots, first = view.slots, view.slots.first
     np.add.at(gaps.expected, slots.site, view.when.sum(axis=1)[view.code])
@@ -271,7 +271,7 @@ class _SlotBlock:
 def _with_losses(
     block: _SlotBlock, reason: npt.NDArray[np.uint8], usual_of: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
-    """Return the reasons, replaced where rows were lost by the cause of the loss.
+    """Return the reasons; if rows were lost, the cause of the loss replaces a reason.
 
     `reason` says why a value would be missing even if nothing had been lost. `usual_of` is set to the reason of each
     slot that never has a value.
@@ -283,7 +283,7 @@ def _with_losses(
     lost = np.zeros(len(columns), np.uint8)
     for cause in reversed(CAUSES):
         lost[view.bits[columns] & cause > 0] = _CODE[_OF_CAUSE[cause]]
-    # A slot without values where nothing was lost would have no values elsewhere, either.
+    # A slot that has no values where nothing was lost would have none elsewhere, either.
     never = (expected & is_free).any(axis=1) & ~(expected & there & is_free).any(axis=1)
     usual = reason[np.arange(len(reason)), np.argmax(missing & is_free, axis=1)]
     usual_of[block.slots[never]] = usual[never]
@@ -320,7 +320,7 @@ def _add_block(gaps: Gaps, block: _SlotBlock, reason: npt.NDArray[np.uint8], det
 
 
 def _reasons(block: _SlotBlock, module_reason: Integers) -> npt.NDArray[np.uint8]:
-    """Return why slots would have no value at each step even if nothing had been lost; the first reason counts."""
+    """Return why slots would have no value at each step even if nothing had been lost. The first reason is used."""
     codes = np.zeros(block.missing.shape, np.uint8)
 
     def put(key: str, flags: Flags) -> None:
@@ -373,7 +373,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
         return is_site
 
     def neighbour(name: str, other: str) -> tuple[Flags, Flags]:
-        """Return which parameters have a value at another site, and for which that site was selected."""
+        """Return which parameters have a value at another site, and for which parameters that site was selected."""
         is_site, distance = site == SLOT_SITES.index(name), SLOT_SITES.index(name) - SLOT_SITES.index(other)
         there, chosen = np.zeros_like(is_updated), np.zeros((len(site), 1), bool)
         there[is_site] = block.recorded[block.rows[is_site] - distance]
@@ -397,7 +397,7 @@ def _put_reasons_of_states(block: _SlotBlock, put: _Put) -> None:
 
 
 def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flags) -> Integers:
-    """Return for each module why its call was not seen at a step at which its root was called.
+    """Return for each module why it left no call at a step at which its root was called.
 
     A module with parameters that left no row at all is suspicious. A module without parameters, such as a dropout whose
     owner calls a fused function, is merely not called.
@@ -421,7 +421,7 @@ def _module_reasons(view: RankView, has_rows: Flags, called: Flags, graded: Flag
     reasons = np.full(len(slots.modules), _CODE["never_called"])
     for key, flags in reversed(order):
         reasons[flags] = _CODE[key]
-    # Where a module is hidden, or only its children ran, its values are explained whether or not it left other rows.
+    # If a module is hidden, or only its children ran, its values are explained, with or without other rows of it.
     has_params = np.array([bool(module.params) for module in slots.modules], bool)
     reasons[~has_rows & has_params & ~np.isin(reasons, _EXPLAINED)] = _CODE["silent"]
     return reasons
@@ -438,7 +438,7 @@ def _above(slots: Slots, flags: Flags) -> Flags:
 
 
 def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], usual: npt.NDArray[np.uint8]) -> None:
-    """Add the steps without a value of any module: one reason for each step, unless a slot never has a value."""
+    """Add the steps at which no module has a value: one reason for each step, unless a slot never has a value."""
     axis = gaps.axis
     codes = np.full(len(axis), _CODE["not_merged" if view.is_merged else "no_step"], np.uint8)
     if not view.is_merged:
@@ -454,7 +454,7 @@ def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], us
 
 
 def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.NDArray[np.uint8]) -> Flags:
-    """Return the slots that no step shows and that may not exist, where too few rows were dropped to explain all."""
+    """Return slots without values that may not exist, at steps with too few dropped rows to explain all of them."""
     is_empty = ~view.alive & (codes == _CODE["dropped"])
     per_slot = np.where(usual == 0, view.when[:, is_empty].sum(axis=1)[view.code], 0)
     was_seen = np.zeros(len(usual), bool)
@@ -466,7 +466,7 @@ def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.ND
 
 
 def absent(gaps: Gaps, view: RankView, ranks: Sequence[int]) -> None:
-    """Add what was expected of ranks that left nothing; all these ranks have the same rules."""
+    """Add the expected values of ranks that have left nothing; all these ranks have the same rules."""
     per_slot = view.when.sum(axis=1)[view.code] * len(ranks)
     np.add.at(gaps.expected, gaps.slots.site, per_slot)
     codes = np.full(len(gaps.axis), _CODE["absent"], np.uint8)

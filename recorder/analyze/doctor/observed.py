@@ -1,4 +1,4 @@
-"""What was recorded: the rows of each writer as numbers, and one rank's expected and recorded values by slot and step.
+"""The rows of each writer as numbers, and one rank's expected and recorded values by slot and step.
 
 This module reads no payload, and does not ask why a value is missing.
 """
@@ -30,7 +30,7 @@ _COLUMNS = ("seq", "step", "micro_step", "mode", "phase", "root", "module_path",
 
 
 class SlotRows(NamedTuple):
-    """The rows of one writer as numbers, in few bytes, because the rows of all ranks are in memory together."""
+    """The rows of one writer as small integers, because the rows of all ranks are in memory together."""
 
     numbered: NumberedRows
     slot: npt.NDArray[np.int32]
@@ -45,9 +45,9 @@ class SlotRows(NamedTuple):
     is_forward: Flags
     num_incomplete: int
     unknown: Counter[tuple[str, str]]
-    """The number of rows for each unknown word, by kind (``site``, ``encoding`` or ``column``) and word."""
+    """By kind (``site``, ``encoding`` or ``column``) and unknown word, the number of rows that have the word."""
     partial: list[tuple[str, str, str, Integers]]
-    """Groups of rows that lack ranks: the ranks present, the ranks expected, the mode, and the steps of the rows."""
+    """The groups of rows that lack ranks: their present and expected ranks, their mode, and their steps."""
 
 
 def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
@@ -100,10 +100,10 @@ def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
 _TYPES = {"seq": pa.int64(), "step": pa.int64(), "micro_step": pa.int32(), "part": pa.int32(), "numel": pa.int64(),
           "payload_bytes": pa.int64()}  # fmt: skip
 _WHEN = np.array([*WHEN_OF_SITES, ANYTIME])
-"""The phase in which rows come: for each of `SLOT_SITES`, and at the end for all other sites."""
+"""The phase in which rows come: an entry for each of `SLOT_SITES`, and a last entry for all other sites."""
 MODES = {"train": 0, "eval": 1, "no_grad": 2}
 _Codes = tuple[Integers, list[str]]
-"""The number of each row's text, -1 for null; and the texts."""
+"""The index of each row's text, -1 for null; and the texts."""
 
 
 def _translate(codes: _Codes, meaning: dict[str, int]) -> Integers:
@@ -140,7 +140,7 @@ def _incomplete(numbers: dict[str, Integers], dtypes: _Codes, payload: Any) -> i
     for text in dtypes[1]:
         try:
             sizes.append(item_bytes(text))
-        except Exception:  # an element type of a later version
+        except Exception:  # the element type is of a later version
             sizes.append(-1)
     item = np.array([*sizes, -1], np.int64)[dtypes[0]]
     with_payload = payload.is_valid().to_numpy() & (item > 0)
@@ -237,7 +237,7 @@ class RankView:
         self.graded_ever[slots.module[graded // len(axis)]] = True
 
     def cells(self, keys: Integers, low: int, high: int, columns: Integers) -> Flags:
-        """Return, for a block of slots and some steps, which values are among the sorted `keys`."""
+        """Return, for a block of slots and some steps, which of their values are in the sorted `keys`."""
         num_steps = self.when.shape[1]
         has_value = np.zeros((high - low, len(columns)), bool)
         begin, end = np.searchsorted(keys, [low * num_steps, high * num_steps])
@@ -249,7 +249,7 @@ class RankView:
         return has_value
 
     def take_room(self, columns: Integers, wanted: Flags, site: Integers, num_found: Integers) -> Flags:
-        """Return which missing values drops explain, at most as many as were dropped in each phase of a step.
+        """Return which missing values are explained by drops: at most as many as were dropped in each phase of a step.
 
         Slots with the most recorded values come first.
         """

@@ -1,7 +1,7 @@
-"""Makes the reply of `recorder doctor`: what a run misses and why, the most important lines last, next to the prompt.
+"""Makes the reply of `recorder doctor`: which values a run lacks and why, the most important lines last.
 
 Without a run the lines are about the environment: the flag, the hook in torch, the settings, the disk. Nothing here
-imports torch or the training side of the package, because doctor must answer where those are broken.
+imports torch or the training side of the package, because doctor must work when torch or the training side is broken.
 """
 
 from __future__ import annotations
@@ -45,29 +45,30 @@ _STEP_SOURCES = {
     "user": "those that the program gave",
 }
 _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
-"""For each kind of event that explains gaps, the reason of these gaps. Other kinds of events mean a failure."""
+"""For each kind of event that explains gaps, the reason of these gaps. Any other kind is a failure."""
 _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed"}
-"""Kinds of events after which no promised value is missing."""
+"""Kinds of events that cause no missing values."""
 _OF_COMMANDS = {"command_refused", "uncarried"}
-"""Kinds of events about commands that were not done: anybody may send an invalid command, and nothing is lost."""
+"""Kinds of events about commands that were not carried out: anybody may send an invalid command, and nothing is lost.
+"""
 _UNKNOWN = {
     "site": "nothing is expected there; a later version of recorder knows what is missing",
     "encoding": "their values cannot be read here; a later version of recorder reads them",
     "column": "it is passed over",
 }
-"""The end of a line about a word that a later version of the format added."""
+"""The end of a line about a word that only a later version of the format has."""
 _STATES = ("ok", "note", "missing")
 """The states of lines. Lines of the most important state come last, next to the prompt."""
 
 
 class Check(NamedTuple):
-    """One line of the answer."""
+    """One line of the reply."""
 
     state: str
-    """``ok``, ``note``, or ``missing`` if something is not, or will not be, recorded."""
+    """``ok``, ``note``, or ``missing`` if a value is not, or will not be, recorded."""
     text: str
     is_strict: bool = False
-    """True for a line that counts as a finding under ``--strict``."""
+    """True if ``--strict`` counts the line as a finding."""
     members: Mapping[str, Any] = MappingProxyType({})
     """Further members of the line in JSON."""
     is_listed: bool = True
@@ -75,7 +76,7 @@ class Check(NamedTuple):
 
 
 def reply_of(run: Run | None, checks: Iterable[Check], *, is_strict: bool) -> Reply:
-    """Return the reply. The exit code is 1 if something is missing, or a line counts under ``--strict``."""
+    """Return the reply. The exit code is 1 if values are missing, or a line counts under ``--strict``."""
     known = list(checks)
     return Reply(
         members=lambda: {
@@ -114,7 +115,7 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _merged(run, expected)
     yield from _events(run)
     yield from _accounts(run)
-    layout_faults = layout_problems(run)  # reading the layouts may reveal more damage
+    layout_faults = layout_problems(run)  # reading the layouts may reveal further damage
     for problem in run.problems:
         yield Check("missing", problem)
     for problem in layout_faults or ():
@@ -177,9 +178,9 @@ def _told(run: Run) -> Iterator[Check]:
 
 
 def _dumps(run: Run) -> Iterator[Check]:
-    """Yield the dumps that triggers caused, and the ranks that heard of a trigger too late, or never.
+    """Yield the dumps that triggers caused, and the ranks that learned of a trigger too late, or never.
 
-    A rank whose own trigger asked for the same steps has written them, and need not hear of another trigger.
+    A rank whose own trigger asked for the same steps has written them, and need not learn of another trigger.
     """
     dumps = run.dumps
     wrote: dict[tuple[int, int, int], set[int]] = defaultdict(set)
@@ -234,7 +235,7 @@ def _recorded_modules(run: Run, expected: Expectation) -> Iterator[Check]:
 
 
 def _totals(expected: Expectation) -> Iterator[Check]:
-    """Yield the table. A value counts once for each module (or parameter), rank and step, however often it was seen."""
+    """Yield the table. A value counts once for each module (or parameter), rank and step, however often it occurs."""
     if not expected.totals:
         return
     width = max(len(f"{total.expected:,}") for total in expected.totals)
@@ -394,7 +395,7 @@ _HOOK = "recorder_autoload"
 
 
 def environment_checks() -> Iterator[Check]:
-    """Yield the lines about this environment: what would keep torch from starting the recorder, and the settings."""
+    """Yield the lines about this environment: what would prevent torch from starting the recorder, and the settings."""
     try:
         is_on = is_enabled()
         off = f"off; {FLAG}=1 turns it on"

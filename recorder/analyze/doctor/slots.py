@@ -1,6 +1,6 @@
-"""What manifests promise: a slot for each module's value at a site, and the rules that select the slot.
+"""The values that manifests promise: a slot for each module's value at a site, and the rules that select it.
 
-This module must never look at rows, and never raise an error because of untrusted JSON or rules.
+This module must never read rows, and never raise an error because of untrusted JSON or rules.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 SLOT_SITES = (*OF_CALLS, *OF_PARAMETERS, *OF_BUFFERS)
-"""Sites at which the module tree says which values exist. Taps and scalars are up to the program."""
+"""The sites whose values follow from the module tree. Taps and scalars depend on the program."""
 _OF_OPTIMIZERS = [number for number, site in enumerate(SLOT_SITES) if SITE_OF[site].is_of_optimizer]
 """Sites of optimizer state, whose names begin with the parameter's name: ``weight.exp_avg``."""
 NEVER = 1 << 62
 """A step number that is larger than all others."""
 _MAX_DEPTH = 200
-"""The most levels of a module tree, because an untrusted path may be endless."""
+"""The most levels of a module tree: the path is untrusted and may be very long."""
 HIDDEN = ("fused", "inlined", "tapped", "dtensor", "scripted", "compiled", "late")
-"""The reasons for which hooks see no call of a module, as manifests name them; keys of `gaps.REASONS`. The last three
-reasons also apply to all modules below the module.
+"""The reasons for which hooks cannot observe calls of a module, as manifests name them; keys of `gaps.REASONS`. The
+last three reasons also apply to all modules below the module.
 """
 _HOLDS_BELOW = HIDDEN.index("scripted") + 1
 _MAX_RULES = 1000
-"""The most rules of one writer. Each rule is judged for every module and step, even if the file is untrusted."""
+"""The most rules of one writer, as each rule of an untrusted file is judged for every module and step."""
 
 
 class DescribedModule(NamedTuple):
@@ -56,17 +56,17 @@ class WriterSlots(NamedTuple):
     selected: Flags
     """For each slot, whether a rule selects its site on the writer's rank."""
     hidden: Integers
-    """For each module, why hooks see no call of the module: 0 if they see calls, else 1 + the index in `HIDDEN`."""
+    """For each module, why hooks cannot observe its calls: 1 + the index in `HIDDEN`, or 0 if they can."""
     disarmed: Integers
     """For each slot, the first step at which failing hooks were disarmed; `NEVER` if they were not."""
     untapped: Flags
-    """For each slot, whether its module appears only in graphs, and there only at other sites."""
+    """For each slot, whether its module is recorded only by taps in graphs, and by these only at other sites."""
     tied: dict[int, str]
     """For each slot of a tied parameter, the other name under which that parameter is recorded."""
 
     @classmethod
     def joined(cls, slots: Slots, some: Iterable[WriterSlots]) -> WriterSlots:
-        """Join what several writers say. Without any writer no slot is selected."""
+        """Join the slots of several writers. If there is no writer, no slot is selected."""
         of_slots, of_modules = np.zeros(slots.num_slots, bool), np.zeros(len(slots.modules), np.int64)
         joined = cls(of_slots, of_modules, np.full(slots.num_slots, NEVER, np.int64), of_slots, {})
         for one in some:
@@ -153,8 +153,8 @@ class Slots:
     def of_rows(self, module: Integers, site: Integers, name: Integers) -> Integers:
         """Return the slot of each row; -1 for a row without a slot.
 
-        `module` is the module's number, `site` the index in `SLOT_SITES`, and `name` the number that `name_code` gives.
-        Each is -1 if unknown.
+        `module` is the module's index, `site` the index in `SLOT_SITES`, and `name` the code from `name_code`. Each is
+        -1 if unknown.
         """
         slots = np.full(len(module), -1, np.int64)
         known = (module >= 0) & (site >= 0)
@@ -168,7 +168,7 @@ class Slots:
         return slots
 
     def name_code(self, name: str) -> int:
-        """Return the number of a parameter or buffer, or of the parameter of a state such as ``weight.exp_avg``."""
+        """Return the code of a parameter or buffer, or of the parameter of a state such as ``weight.exp_avg``."""
         code = self._name_codes.get(name)
         return self._name_codes.get(name.partition(".")[0], -1) if code is None else code
 
@@ -233,11 +233,12 @@ class RuleMatch(NamedTuple):
     rule: Rule
     slots: Flags
     is_limited: Flags
-    """Slots of which the rule wants only some names or calls, so that only rows show whether they exist."""
+    """For each slot, True if the rule wants only some of its names or calls, so only rows show whether it has values.
+    """
 
 
 def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
-    """Return the rules of a manifest, and what is wrong with the rules that cannot be read."""
+    """Return the rules of a manifest, and a text about each rule that cannot be read."""
     rules: list[Rule] = []
     problems: list[str] = []
     texts = manifest.rules
@@ -309,6 +310,6 @@ class _BoundedExpressions:
 
 
 def distinct(numbers: Integers) -> Integers:
-    """Sort numbers and keep each once. numpy's own way for integers, a hash table, is five times slower."""
+    """Sort integers and keep each once. `numpy.unique` uses a hash table for integers, which is five times slower."""
     ascending = np.sort(numbers)
     return ascending[np.insert(np.diff(ascending) > 0, 0, True)] if len(ascending) else ascending

@@ -18,7 +18,7 @@ _THREE_RECORDS = Setting("records", 3, "records", CALIBRATED)
 
 
 class Dead(StreakRule):
-    """An output that is zero in nearly all elements, such as that of a ReLU layer that no input activates any more."""
+    """An output that is zero in nearly all elements, such as the output of a ReLU that no input activates any more."""
 
     name = "dead"
     sentence = "An output is zero in nearly all elements, record after record."
@@ -32,7 +32,7 @@ class Dead(StreakRule):
     advice = "look at the bias and the scale of what comes before, and at the learning rate"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the share of zeros. Single numbers, and masks that are no floats, may well be zero."""
+        """Judge by the share of zeros. Single numbers and non-float masks may well be zero, and are left out."""
         share = np.nan_to_num(rows["zero_count"] / np.maximum(rows["numel"], 1))
         is_judged = rows.are_float() & (rows["numel"] >= _LEAST_ELEMENTS)
         return (share >= self.thresholds["share"]) & is_judged, share
@@ -127,7 +127,7 @@ class _Attention(Rule):
     advice = "normalise or clip queries and keys, or lower the learning rate of their weights"
 
     def is_softmax(self, key: SeriesKey) -> bool:
-        """Return whether the value is of a softmax in attention. A classifier's softmax may well choose one class."""
+        """Return whether the value belongs to a softmax in attention: a classifier's softmax may choose one class."""
         is_attention = "attention" in key.module_path or "attn" in key.module_path
         return is_attention and self.catalog.class_of(key) == "Softmax"
 

@@ -1,7 +1,7 @@
-"""Rules that compare ranks with each other, and a training with sound runs of it or with runs at other widths.
+"""Rules that compare ranks with each other, and a run with sound runs or with runs at other widths.
 
-With mu-parametrisation, the outputs of a wide and of a narrow model are equally large, at the beginning and after a few
-steps, and so one learning rate is best for all widths. The rule `width` checks whether outputs are equally large.
+With mu-parametrisation, the outputs of a wide and of a narrow model are equally large at the beginning and after a few
+steps. As a result one learning rate is best for all widths. The rule `width` checks that the outputs are equally large.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Str
 from ..rule import CALIBRATED, Finding, PartsRule, Rule, Setting, Severity, StreakRule, WaitingFindings
 
 _LEAST_DEVIATION = 0.01
-"""The least standard deviation of logarithms: peers that agree to better than 1 % do so by chance."""
+"""The least standard deviation of logarithms that is assumed: peers agree to better than 1 % only by chance."""
 
 
 class Replica(Rule):
@@ -29,7 +29,7 @@ class Replica(Rule):
     advice = "find what one rank did without the others; `recorder first` shows what each rank holds"
 
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Find nothing: `finish` reports the caller's comparison. Statistics cannot show that bits are equal."""
+        """Find nothing. `finish` reports the caller's comparison, as statistics cannot prove that bits are equal."""
         return ()
 
     def finish(self) -> Iterable[Finding]:
@@ -41,7 +41,7 @@ class Replica(Rule):
 
 
 class OutlierRank(StreakRule):
-    """A rank whose values are unlike those of all its data-parallel peers."""
+    """A rank whose values are unlike the values of all its data-parallel peers."""
 
     name = "outlier_rank"
     sentence = "One rank's activations, local gradients or loss are unlike those of its data-parallel peers."
@@ -154,14 +154,14 @@ class _Apart(_Variance, StreakRule):
 
 
 class RunningStatistics(_Variance, PartsRule):
-    """The running statistics of a batch norm, where they will make evaluation differ from training."""
+    """The running statistics of a batch norm with which evaluation will differ from training."""
 
     parts = (_Leaping, _Apart)
 
 
 _NEEDED = "needs --baseline SOUND_RUN: a run of the same training that went well"
 _SEVERITIES = (Severity.ERROR, Severity.WARNING, Severity.WARNING, Severity.WARNING)
-"""The severity for each condition of `HELD`: replicas that differ are an error."""
+"""The severity of each condition of `HELD`: replicas that differ are an error."""
 _LEAST_STEPS = 3
 _LEAST_SPAN = 2.0
 """The least ratio of the widest to the narrowest model among the runs."""
@@ -176,7 +176,7 @@ class BaselineRule(Rule):
         self._is_known = False
 
     def numbers(self, rows: Rows) -> Integers:
-        """Return, for each row, the number that `Normal` has for its series."""
+        """Return, for each row, the index of its series in `Normal`."""
         assert self.normal is not None
         new = self.catalog.series[len(self._series) :]
         if new:
@@ -196,8 +196,8 @@ class BaselineRule(Rule):
 class Unusual(BaselineRule):
     """A statistic that is far from its normal range at this phase of training.
 
-    All sound trainings pass through the same stages, but one may be a stage behind another. So a finding must last for
-    a share of the training so far, and a finding on a statistic that came back to normal is only a note.
+    All sound trainings pass through the same phases, but one may lag behind another. So a finding must last for a share
+    of the training so far, and a finding on a statistic that came back to normal is only a note.
     """
 
     name = "unusual"
@@ -261,7 +261,7 @@ class Unusual(BaselineRule):
 
 
 class Invariant(BaselineRule):
-    """A condition that held in each record of every sound run, and that does not hold in this run."""
+    """A condition that held in each record of every sound run, and fails in this run."""
 
     name = "invariant"
     sentence = (
@@ -294,7 +294,7 @@ class Invariant(BaselineRule):
                 )  # fmt: skip
 
     def finish(self) -> Iterator[Finding]:
-        """Report gradients that every sound run has, that the recording asks for, and that this run lacks."""
+        """Report gradients that every sound run has and the recording asks for, but that this run lacks."""
         super().finish()
         if self.normal is None or len(self._steps) < _LEAST_STEPS:
             return

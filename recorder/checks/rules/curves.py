@@ -17,7 +17,7 @@ from ..rule import CALIBRATED, Finding, Rule, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
 _FADING = 0.97
-"""The factor by which the remembered largest sample shrinks with each further sample; 23 samples halve it."""
+"""The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
 _VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
 _KEPT_STEPS = 8
 _MAX_KEPT_ROWS = 400_000
@@ -30,10 +30,10 @@ class CurveKey(NamedTuple):
     """The names that identify a curve."""
 
     kind: str
-    """The kind of the curve, `_LOSS` or `_NORM`."""
+    """The kind of curve: `_LOSS` or `_NORM`."""
     rank: int
     name: str
-    """The name and mode of a loss, or the scope of the gradients."""
+    """The name and mode of a loss, or the scope of gradients."""
 
 
 class JudgedSample(NamedTuple):
@@ -46,7 +46,7 @@ class JudgedSample(NamedTuple):
     value: float
     threshold: float
     severity: Severity | None = None
-    """The severity of the finding; None for the severity of the rule."""
+    """The severity of the finding; None for the rule's own severity."""
 
 
 class CurveRule(Rule):
@@ -55,7 +55,7 @@ class CurveRule(Rule):
     sites: ClassVar[tuple[str, ...]] = ("scalar", "grad")
     columns: ClassVar[tuple[str, ...]] = ("mean", "sum_sq")
     needs_more_than: ClassVar[str] = ""
-    """The setting that a curve's number of samples must exceed for the rule to judge it; empty for no such setting."""
+    """The setting that a curve's number of samples must exceed before the rule judges it; empty if there is none."""
 
     def set_up(self) -> None:
         self.keys: list[CurveKey] = []
@@ -99,7 +99,7 @@ class CurveRule(Rule):
         """Judge the samples of one step, at most one sample of each curve."""
 
     def _samples(self, rows: Rows) -> tuple[Integers, Integers, Floats, Floats]:
-        """Return each sample's curve, step and value; and for each row, how much a gradient's sum of squares grew."""
+        """Return each sample's curve, step and value; and for each row, the growth of a gradient's sum of squares."""
         curve_of = self._curves_of(rows.lanes)
         ids, starts = grouped(curve_of, rows.steps)
         squares, means = np.nan_to_num(rows["sum_sq"]), np.nan_to_num(rows["mean"])
@@ -134,7 +134,7 @@ class CurveRule(Rule):
         return int(rows.lanes[there[np.argmax(shares[there])]]) if len(there) else self.lanes[curve]
 
     def words(self, curve: int) -> str:
-        """Return the words for the curve in a finding."""
+        """Return the name of the curve in a finding."""
         return "the loss" if self.keys[curve].kind == _LOSS else "the norm of all gradients, most of it here,"
 
     def finish(self) -> Iterable[Finding]:
@@ -158,7 +158,7 @@ class Rings:
             self.values = np.append(self.values, np.full((max(missing, 64), self._size), np.nan), axis=0)
 
     def put(self, curves: Integers, num: Integers, values: Floats) -> Floats:
-        """Store one value of each curve, which has had `num` values so far, and return the values that are replaced."""
+        """Store one value of each curve, which had `num` values before, and return the values that are overwritten."""
         slots = num % self._size
         replaced = self.values[curves, slots]
         self.values[curves, slots] = values
@@ -181,7 +181,7 @@ class _Recent:
             self._kept.popleft()
 
     def first_moved(self, one: Finding) -> str:
-        """Return words for the value that first left its usual range before a finding; empty for none."""
+        """Return a text that names the value that first left its usual range before a finding; empty for none."""
         rank = one.ranks[0] if one.ranks else -1
         parts = []
         for rows in self._kept:
@@ -211,7 +211,7 @@ class _Recent:
 class Spike(CurveRule):
     """A loss or a norm of gradients that is far outside the range of the last records.
 
-    A single hard sample makes the loss of a small batch leap. So a small leap of only one record is a note.
+    A single hard sample makes the loss of a small batch jump. So a small spike of only one record is a note.
     """
 
     name = "spike"
@@ -256,7 +256,7 @@ class Spike(CurveRule):
         num = self.num[curves].astype(np.int64)
         mean = self._total[curves] / np.clip(num, 1, self._window)
         ratio = np.where(self.is_loss[curves] == 1, self.thresholds["loss_ratio"], self.thresholds["ratio"])
-        # The ring buffers are read only where the mean does not prove a sample sound: reading them takes most time.
+        # The ring buffers are read only if the mean does not prove a sample sound: reading them takes the most time.
         for index in np.flatnonzero((num >= self.thresholds["least"]) & (values > np.abs(mean) * ratio)).tolist():
             curve, value, ring = int(curves[index]), float(values[index]), self._rings.values[curves[index]]
             largest = float(np.nanmax(np.abs(ring)))
@@ -276,7 +276,7 @@ class Spike(CurveRule):
 
 
 class Jump(CurveRule):
-    """A norm of gradients many times larger than any of the first records, and than the last records.
+    """A norm of gradients many times larger than in any of the first records, and in the last records.
 
     When a training leaves a plateau, its gradients grow far larger, but not from one record to the next.
     """
@@ -371,7 +371,7 @@ class LossStuck(CurveRule):
 class Overfitting(CurveRule):
     """A validation loss that rises while it is far above the training loss.
 
-    The validation loss on a small data set goes up and down. So it has to rise farther than it ever did before.
+    The validation loss on a small data set goes up and down. So a finding needs a larger rise than any before it.
     """
 
     name = "overfitting"
@@ -403,7 +403,7 @@ class Overfitting(CurveRule):
         return key.is_loss or is_validation(key)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        """Judge the validations. `finish` reports findings, because a later validation may be better."""
+        """Judge the validations. The findings come from `finish`, because a later validation may be better."""
         for one in super().add(rows):
             curve, best = self._found_curve, self._validations[self._found_curve].best
             if curve not in self._found or best < self._found[curve][1]:
@@ -461,7 +461,7 @@ class _Validations:
     rise: float = 1.0
     """The largest rise since the best loss, as a factor."""
     recovered: float = 1.0
-    """The largest rise, as a factor, after which a validation was better than ever."""
+    """The largest rise, as a factor, that was followed by a new best validation."""
     num_above: int = 0
     """The number of consecutive validations far above both the best validation and the training loss."""
 

@@ -1,9 +1,9 @@
 """Rules on parameters and gradients: initialisation, updates, vanishing, exploding and missing gradients, objectives.
 
-`recorder.objective(name, tensor)` hands a shared tensor to one objective, so that the gradient that flows back through
-the tensor is the gradient of this objective alone. The rule `objectives` compares the gradients of the objectives of
-one module. The gradient at a loss, a single number, is only the weight with which the loss is added, and does not show
-how strongly the objective acts.
+`recorder.objective(name, tensor)` returns a view of a shared tensor for one objective, so that the gradient through the
+view is the gradient of this objective alone. The rule `objectives` compares the gradients of the objectives of one
+module. The gradient at a loss, a single number, is only the weight of the loss in the sum. It does not show how
+strongly the objective acts.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from ..rows import (
 from ..rule import CALIBRATED, Finding, Rule, Setting, Severity, StreakRule, WaitingFindings
 
 _LASTING = 0.1
-"""The share of the steps so far for which a gradient must be zero."""
+"""The share of the steps so far during which a gradient must be zero."""
 _NARROW = ("bfloat16", "float16", "float8")
-"""Types in which a small update is rounded away, which is expected and no mistake of the program."""
+"""Types in which a small update is rounded away; this is expected, and no mistake of the program."""
 _LEAST_ELEMENTS = 16
-"""The least number of elements of a weight that is judged: fewer numbers have no meaningful statistics."""
+"""The least number of elements of a weight to be judged: the statistics of fewer numbers mean little."""
 _MAX_SKIPPED = 10_000
 _MAX_STEPS = 1 << 40
 
 
 def is_weight(catalog: Catalog, rows: Rows) -> Flags:
-    """Return, for each row, whether its parameter has two dimensions or more, as biases and gains have not."""
+    """Return, for each row, whether its parameter has at least two dimensions, unlike biases and gains."""
     of_series = np.array([len(about.shape) > 1 for about in catalog.about], np.bool_)
     return np.asarray(of_series[rows.series])
 
@@ -69,7 +69,7 @@ class Vanishing(StreakRule):
     advice = "look at the outputs between this layer and the loss: saturated, or scaled down"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the root mean square, both alone and over the largest of the same step and rank."""
+        """Judge by the root mean square, alone and relative to the largest of the same step and rank."""
         rms = np.where(is_weight(self.catalog, rows), np.nan_to_num(rows.rms), 0.0)
         ids, firsts = grouped(rows.ranks, rows.steps)
         largest = np.zeros(len(firsts))
@@ -97,7 +97,7 @@ class Exploding(StreakRule):
     advice = "normalise between layers, start from smaller weights, or clip gradients"
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the mean logarithm of the first and last third of outputs, in the order of the first backward."""
+        """Judge by the mean logarithm over the first and the last third of outputs, ordered by the first backward."""
         rms = np.nan_to_num(rows.rms)
         flags, growth = np.zeros(len(rows), np.bool_), np.zeros(len(rows))
         (known,) = np.nonzero(rms > 0)
@@ -152,7 +152,7 @@ class NoGradient(StreakRule):
         rows = rows.take(is_grad)
         if self._first_step is None:
             self._first_step = int(rows.steps[0])
-        rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # NaN does not prove that a gradient flows
+        rows = rows.take(np.nan_to_num(rows["nan_count"]) == 0).by_lane()  # a NaN does not prove that a gradient flows
         flags, values = self.judge(rows)
         lasting = np.asarray(_LASTING * (rows.steps - self._first_step), np.float64)
         for row, since in self._spells.begun(rows.lanes, rows.steps, flags, self.records, lasting):
@@ -168,7 +168,7 @@ class NoGradient(StreakRule):
     def finish(self) -> Iterator[Finding]:
         """Report the parameters that never had a gradient, and the gradients that are zero in all elements.
 
-        An expert that receives no sample for a while has a gradient again later, which turns the finding into a note.
+        An expert that gets no sample for a while has a gradient again later, and the finding becomes a note.
         """
         if self._first_step is None:
             self.why_not_judged = "needs keep=stats: there are no rows of grad"
@@ -255,7 +255,7 @@ class Update(StreakRule):
         self._movement, self._began = Movement(), Memory()
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the changes of norm and sum, which are a lower bound of the update."""
+        """Judge by the changes of norm and sum, which give a lower bound of the update."""
         lanes, rms = rows.lanes, np.nan_to_num(rows.rms)
         is_begun = began(lanes, rms, self._began) >= self.thresholds["began"]
         ratio = np.nan_to_num(self._movement.ratio(rows), posinf=0.0)
@@ -312,9 +312,9 @@ class Unchanged(StreakRule):
             yield from (one for one in super().add(rows.take(is_param)) if self._has_gradient(one))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by statistics that equal those of the record before, where the step in between had a gradient.
+        """Flag records whose statistics equal those of the parameter's previous record, if it had a gradient then.
 
-        A step without any recorded gradient counts as a step with a gradient.
+        If no gradient at all was recorded at the previous record's step, the parameter counts as having one.
         """
         flags = np.ones(len(rows), np.bool_)
         for name, memory in self._values.items():
@@ -332,7 +332,7 @@ class Unchanged(StreakRule):
         return flags, np.full(len(rows), float(self.records))
 
     def _note_gradients(self, rows: Rows) -> None:
-        """Remember which parameters have a gradient: an expert without samples has none, and need not change."""
+        """Remember which parameters have a gradient: an expert without samples has none and need not change."""
         lanes, steps = self._had
         is_last = steps == steps.max(initial=-1)
         self._had = np.r_[lanes[is_last], rows.lanes], np.r_[steps[is_last], rows.steps]
@@ -362,7 +362,7 @@ class Unchanged(StreakRule):
 
 
 class Initialisation(Rule):
-    """Weights whose elements all begin equal, or that begin on another scale than those of other layers."""
+    """Weights whose elements are all equal at first, or whose scale at first differs from that of other layers."""
 
     name = "initialisation"
     sentence = "A weight begins with equal elements, or on another scale than the same weight of other layers."

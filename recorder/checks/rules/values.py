@@ -24,7 +24,7 @@ from ..rows import (
 from ..rule import CALIBRATED, Finding, Rule, Setting, Severity, StreakRule
 
 _MOST_SKIPPED = 20
-"""The number of skipped steps after which a scale of 2^16 is 1: a value that still overflows does so at any scale."""
+"""The number of skipped steps that bring a scale of 2^16 down to 1, at which no further halving can help."""
 
 
 class NonFinite(Rule):
@@ -59,7 +59,7 @@ class NonFinite(Rule):
         self._last_step = int(rows.steps[-1])
 
     def _excused(self, rows: Rows, nan: Floats, inf: Floats) -> Flags:
-        """Return which rows may hold infinities as masks do: since the first record, and never more than there."""
+        """Return which rows may have infinities as masks do: some at the first record, and never more since."""
         excused = np.zeros(len(rows), np.bool_)
         order = np.argsort(rows.lanes, kind="stable")
         firsts = order[begins(rows.lanes[order])]
@@ -74,7 +74,7 @@ class NonFinite(Rule):
         return excused
 
     def _spells(self, rows: Rows, is_bad: Flags, nan: Floats, inf: Floats) -> Iterator[Finding]:
-        """Yield the first bad value of each series of bad steps, on the ranks that had it first and passed it on."""
+        """Yield the first bad value of each run of consecutive bad steps, on each rank where it came first."""
         steps = np.unique(rows.steps)
         for step in np.unique(rows.steps[is_bad]).tolist():
             at = int(np.searchsorted(steps, step))
@@ -155,7 +155,7 @@ _LEAST_ELEMENTS = 8
 
 
 class Data(Rule):
-    """Batches that cannot teach: two ranks share a batch, a batch comes again, or all its values are equal."""
+    """Batches that cannot teach: two ranks share a batch, a batch is repeated, or all its values are equal."""
 
     name = "data"
     sentence = (
