@@ -1,1 +1,1 @@
-"""Questions about a recorded run. Every function takes a `Run`, returns tables or named tuples, and never prints."""
+"""Questions about a recorded run, as functions that take a `Run`, return tables or named tuples, and never print."""

@@ -35,7 +35,7 @@ _KINDS = {
 }
 """The word for each kind of digest. A difference of one kind causes differences of the kinds after it."""
 _UNSEEDED = ("rng python", "rng numpy")
-"""Random states that the operating system seeds in each process, unless the program seeds them."""
+"""The random states that the operating system seeds in each process, unless the program does."""
 _MAX_LISTED = 4
 
 
@@ -59,7 +59,8 @@ class _Course:
 def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: int) -> Proof:
     """Return whether the recorder has changed the training.
 
-    Differences between the two plain launches, `plain` and `again`, are the program's own. `num_steps` were asked for.
+    Differences between the two plain launches, `plain` and `again`, are the program's own. Each launch was asked to
+    make `num_steps` steps.
     """
     notes: list[str] = []
     compared = min(plain.num_steps, recorded.num_steps)
@@ -192,7 +193,7 @@ class Look(NamedTuple):
 
     step: int
     digests: Mapping[str, str]
-    """The digest of each value, by kind and name with a space between: ``param blocks.0.weight``."""
+    """The digest of each value; a key is kind and name with a space between: ``param blocks.0.weight``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +226,7 @@ class Observed:
 def read_observed(folder: Path, exit_code: int) -> Observed:
     """Read the files that the probes of one launch wrote.
 
-    Raises LookupFailedError if two processes trained as the same rank, so that it is unknown what to compare.
+    Raises LookupFailedError if two processes trained as the same rank, so that ranks cannot be compared.
     """
     ranks: dict[int, RankSeen] = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -253,7 +254,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 _PROBE, _PROBE_STEPS = "_RECORDER_PROBE", "_RECORDER_PROBE_STEPS"
 """The environment variables that configure `recorder_probe`, which does not import this package."""
 _END_S = 90.0
-"""How long a program may take to end once all its ranks have done their steps, in seconds."""
+"""The seconds that a program may take to end once all its ranks have done their steps."""
 _POLL_S = 0.2
 _TAIL_LINES = 15
 
@@ -263,7 +264,7 @@ class Proven(NamedTuple):
 
     proof: Proof
     runs: tuple[Run, ...]
-    """The run that the verdict is kept with: several if the ranks could not agree on one, none without a recording."""
+    """The runs in which the verdict is kept: several if the ranks could not agree on one, none without a recording."""
     said: str
     """The last lines that the command wrote if it failed; else empty."""
 
@@ -354,7 +355,7 @@ class _Launches:
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Wait for a command to end. End a command that continues although its ranks have done their steps."""
+    """Wait for a command to end. If its ranks have done their steps and it does not end, end it."""
     patience_s = _END_S
     try:
         while True:
@@ -373,7 +374,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 def _is_done(folder: Path) -> bool:
     """Return whether the probe has ended the program on all ranks, so that the exit code is not the program's own.
 
-    A process group that was never destroyed may abort while the interpreter ends.
+    For example, a process group that was never destroyed may abort at the interpreter's end.
     """
     num_done = len(list(folder.glob("*.done")))
     return num_done > 0 and num_done == len(list(folder.glob("*.jsonl")))

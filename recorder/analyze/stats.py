@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     import pandas
 
 GROUPS = {"step": ("step",), "module": ("root", "module_path"), "site": ("site",), "rank": ("rank",), "name": ("name",)}
-"""The columns that each word of `by` stands for."""
+"""The columns by which rows are grouped, for each word of `by`."""
 _NEVER_MIXED = ("site", "phase", "mode", "scope")
-"""Numbers that differ in these columns mean different things, and are never combined."""
+"""Numbers that differ in these columns have different meanings, and are never combined."""
 INNER = "inner"
 """The column, in grouped statistics, with the name of an inner tensor of a composite tensor, such as ``indices``.
 Numbers of different inner tensors are never combined."""
@@ -51,7 +51,7 @@ _NUMBERS = (*STATISTICS, *COUNTS)
 HISTOGRAM = "histogram"
 """The column of the histograms, on request; a group has the sum of its rows' histograms."""
 WHY = "why"
-"""The column that says why a row has no statistics or no global tensor; null where neither is missing."""
+"""The column that says why a row has no statistics or no global tensor; null if it has both."""
 REASON_COLUMNS = ("note", "placements", "nan_count", "mean", "numel")
 """The columns that `with_why` reads."""
 _HAS_ALL, _HAS_COUNTS, _IS_EMPTY, _HAS_NONE = range(4)
@@ -69,7 +69,7 @@ class Statistics(NamedTuple):
     tensor. Grouped, it has the keys, `inner` if there are tensors inside composite tensors, `rows`, `rows_without`
     (rows without statistics, which do not count), `numel`, the statistics and the counts."""
     notes: list[str]
-    """Notes on what is not in the table, and why, and on values that lack ranks."""
+    """Notes on rows that are not in the table, with the reason, and on values that lack ranks."""
     problems: Sequence[str] = ()
     """With `across_ranks`, contradictions in the rows, or in the layouts that were given."""
     is_whole: bool = True
@@ -93,7 +93,7 @@ def stats(
     partial: bool = False,
     long: bool = False,
 ) -> pandas.DataFrame:
-    """Return statistics as a pandas frame; see `statistics`. ``frame.attrs["notes"]`` says what is left out.
+    """Return statistics as a pandas frame; see `statistics`. ``frame.attrs["notes"]`` says which rows are left out.
 
     ``frame.attrs["problems"]`` has contradictions in the run. Without `by`, the column `why` says why a row has no
     statistics, or belongs to a single rank.
@@ -111,12 +111,12 @@ def stats(
         across_ranks: whether to return the statistics of the global tensors, replicas counted once.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
-        partial: whether values that lack ranks get the other ranks' numbers; else they get none, and `why` says so.
+        partial: whether values that lack ranks get the present ranks' numbers; else they get none, and `why` says so.
         long: whether to return one row for each number, for plotting, with the columns step, rank, root, module_path,
             site, name, statistic, value, and micro_step, call, repeat, mode, phase where rows differ in them.
 
     Raises:
-        LookupFailedError: nothing is selected; the message says what there is.
+        LookupFailedError: nothing is selected; the message lists the choices.
         ImportError: pandas is not installed.
     """
     if importlib.util.find_spec("pandas") is None:
@@ -181,7 +181,7 @@ def statistics(
 class _RangeAnswer(NamedTuple):
     tables: list[Any]
     left_out: list[Any]
-    """With groups, tables of the values that stay per rank, and so are in no group."""
+    """With groups, tables of the values that stay per rank and so belong to no group."""
     without: Counter[str]
     """With groups, the number of rows without statistics, by the reason."""
     num_rows: int
@@ -241,7 +241,7 @@ class _RangeStatistics:
 
 
 def as_long(table: Any) -> Any:
-    """Return a table with one row for each number of `table` that is not null."""
+    """Return a table with one row for each non-null number of `table`."""
     keys = [name for name in table.column_names if name in (*LONG_COLUMNS, *_NEVER_MIXED, INNER)]
     keys += [name for name in ("micro_step", "call", "repeat") if name in table.column_names]
     tables = []
@@ -318,7 +318,7 @@ def _why(note: str | None, placements: str | None, has: int) -> str | None:
     reasons = [] if has == _HAS_ALL else [_no_statistics(told, placements, has)]
     if isinstance(told.get("per_rank"), str):
         reasons.append(f"per rank: {told['per_rank']}")
-    return "; ".join(filter(None, reasons)) or None  # no reason for a row whose counts show that nothing is finite
+    return "; ".join(filter(None, reasons)) or None  # no reason is given if the counts show that no element is finite
 
 
 def _no_statistics(told: dict[str, Any], placements: str | None, has: int) -> str:
@@ -408,7 +408,7 @@ def reply_of(
 
 
 def _order(table: Any, sort: str) -> tuple[str, str]:
-    """Return a column, and Arrow's word for the direction: ``-l2`` and ``l2:desc`` are descending."""
+    """Return a column, and Arrow's name for the direction: ``-l2`` and ``l2:desc`` are descending."""
     column, _, order = sort.removeprefix("-").partition(":")
     column = next((name for name, title in _TITLES.items() if title == column), column)
     column = f"{column}_count" if f"{column}_count" in COUNTS else column
@@ -427,7 +427,7 @@ def _is_worth_showing(table: Any, name: str) -> bool:
 
 
 def _table_of(table: Any, keys: Sequence[str], sorted_by: str, title: str, *, has_types: bool) -> Table:
-    """Return a table for people. `has_types` says that each row is of one value, and so has one type."""
+    """Return a table for people. With `has_types` each row is one value, which has one type."""
     drawn, subtitle = _drawn(table, has_types=has_types)
     counts = [name for name in ("rows", "rows_without", "numel") if name in table.column_names]
     has_why = WHY in table.column_names and table.column(WHY).null_count < table.num_rows

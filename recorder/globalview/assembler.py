@@ -1,6 +1,6 @@
 """Assembles the payload of a global tensor by its plan, from the rows of several ranks.
 
-The assembler must never decode frames that can be laid end to end, and never hold more than a few parts at a time.
+The assembler never decodes frames that can be laid end to end, and holds only a few parts at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tensor(NamedTuple):
     shape: Ints
     positions: tuple[int, ...]
     ends: tuple[int, ...]
-    """For each part, the number of elements of the flattened tensor up to the end of the part."""
+    """For each part, the index in the flattened tensor of the element after the part."""
 
 
 class Assembler:
@@ -86,7 +86,7 @@ class Assembler:
         )
 
     def _held(self, plan: Plan, positions: Sequence[int], chunk: int) -> int:
-        """Return the position of a chunk's row, or of another replica's row where the chunk has no payload."""
+        """Return the position of a chunk's row, or of another replica's row if the chunk has no payload."""
         if self.tensor(positions[chunk]) is None:
             for copies in plan.copies:
                 if copies[0] == chunk:
@@ -221,7 +221,7 @@ class Assembler:
         return decoded
 
     def _check_claims(self, plan: Plan, positions: Sequence[int]) -> None:
-        """Compare the rows' claims with the headers of the parts' frames, before memory for the tensor is allocated."""
+        """Compare the sizes in the rows with the headers of the parts' frames, before memory is allocated."""
         sources = self._sources(plan, positions)
         self._payloads.prepare(sources)
         for position in sources:
@@ -239,7 +239,7 @@ class Assembler:
         ]
 
     def _decode(self, position: int) -> npt.NDArray[np.uint8]:
-        """Decode a part, and check its length against the metadata row, which may come from an index."""
+        """Decode a part, and compare its length with the metadata row, which may come from an index."""
         decoded = self._payloads.decoded(position)
         if len(decoded) != self._rows.numbers("payload_bytes")[position]:
             raise CorruptError(f"{self._where(position)}: its payload is not as long as its index says")

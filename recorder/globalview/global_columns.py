@@ -147,7 +147,7 @@ class GlobalColumns:
         return columns, reasons
 
     def _or_reason(self, i: int, name: str, value: bytes | str | None) -> bytes | None:
-        """Return the bytes of a column. If `value` is a text, it says why there are none: put the text in the note."""
+        """Return the bytes of a column. If `value` is a text, it is the reason for having none: put it in the note."""
         if isinstance(value, str):
             self._lacking[i, f"no_{name}"] = value
             return None
@@ -162,7 +162,7 @@ class GlobalColumns:
         ]
 
     def _units_of(self, i: int, plan: Plan) -> bytes | str | None:
-        """Add up the chunks' sums over units; a returned text says why that is impossible."""
+        """Add up the chunks' sums over units. If that is impossible, return the reason as a text."""
         positions = self._values[i].positions
         terms = [fill.terms[0] for fill in plan.fills]
         at = np.array([positions[term.chunk] for term in terms], np.int64)
@@ -192,7 +192,7 @@ class GlobalColumns:
             return str(error)
 
     def _set_single(self, columns: dict[str, list[Any]], i: int, plan: Plan) -> str | None:
-        """Set the statistics of a one-element value that is a sum over ranks; return the reason if it has none."""
+        """Set the statistics of a one-element value that is a sum over ranks; return the reason if it can have none."""
         value, terms = self._values[i], plan.fills[0].terms
         for name in DETAILS:
             if any(self._metadata.take(name, np.array(value.positions)).is_valid().to_pylist()):

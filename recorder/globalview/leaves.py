@@ -1,8 +1,8 @@
-"""Infers from rows whether the ranks hold equal values of a leaf, and along which dim the leaf has the batch.
+"""Infers from rows whether the ranks have equal values of a leaf, and which dim of the leaf is the batch.
 
 The layout is a property of the leaf, so no step is judged by itself: NaN, constants and slices repeated along the batch
 are equal in copies and in batches, and prove nothing. The answer must never depend on the step or the part of the run
-that a question is about.
+for which it is needed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from ..read.metadata import NONE
 from .row_groups import GroupedRows
 
 _MAX_LOOKED_AT = 6
-"""The most moments of a leaf whose values are compared closely; only moments that may prove something are chosen.
-"""
+"""The most moments of a leaf whose values are compared closely. Only moments that may be evidence are chosen."""
 Flags = npt.NDArray[np.bool_]
 ChunkKeys = tuple[tuple[int, int], ...]
 """Ranks, each with its micro-batch (0 without a pipeline)."""
@@ -45,10 +44,10 @@ class Leaf(NamedTuple):
 
 
 class Observation(Enum):
-    """What the ranks' values of a leaf at one moment prove about the leaf's layout."""
+    """The evidence of the ranks' values of a leaf at one moment for the leaf's layout."""
 
     NOTHING = 0
-    """Nothing: copies and batches could both have these values."""
+    """No evidence: copies and batches could both have these values."""
     REPEATED = 1
     """The values are equal, and each value is one slice repeated along a dim that may be the batch."""
     UNEQUAL = 2
@@ -63,16 +62,16 @@ class BatchDims(NamedTuple):
 
     sizes: tuple[int, ...]
     dims: frozenset[int]
-    """Dim 0 is included also where its sizes are a multiple of the batch sizes."""
+    """The dims. Dim 0 is also included if its sizes are a multiple of the batch sizes."""
 
 
 class Sample(NamedTuple):
-    """The values of all leaves at the sampled steps. Each value has a number."""
+    """The values of all leaves at the sampled steps. Each value has an index."""
 
     grouped: GroupedRows
     leaves: Mapping[Leaf, Integers]
     calls: Integers
-    """For each value, two numbers: for its moment (step, micro-step, stage), and for the module call it belongs to."""
+    """For each value, two indexes: of its moment (step, micro-step, stage), and of its module call."""
     order: Integers
     look: Callable[[int, ChunkKeys | None], Observation]
     """Compares all chunks of a value, or some chunks."""
@@ -140,7 +139,7 @@ class Leaves:
         return self._cuts[key]
 
     def varies(self, root: str, mode: str, name: str) -> bool:
-        """Return True if ranks were ever given different values for an argument of a root."""
+        """Return True if ranks ever got different values for an argument of a root."""
         key = root, mode, name
         if key not in self._varying:
             sample, _, _ = self._load()
@@ -220,17 +219,17 @@ class _Inputs:
 
 
 def _find_void(sample: Sample) -> tuple[Flags, Flags]:
-    """Flag the values that prove nothing about their layout (void values), and the other values that are doubtful.
+    """Flag the values that are no evidence of their layout (void values), and other values that are doubtful.
 
     Constants are void, and so is the output of a module with only void inputs: behind a dead ReLU the output of a
     linear layer is its bias, on all ranks and for any batch. A function between modules leaves no record of its inputs,
-    so its result may be made of any earlier void value. Such a result is doubtful, and so is the output of a module on
-    it.
+    so its result may be computed from any earlier void value. Such a result is doubtful, and so is a module's output
+    computed from it.
     """
     grouped = sample.grouped
     is_void: Flags = grouped.is_blank & (grouped.equal != 0)
     is_doubtful: Flags = np.zeros(len(is_void), bool)
-    is_seed = is_void | grouped.is_zero  # zeros of unlike signs are unequal, but a module's outputs on them are equal
+    is_seed = is_void | grouped.is_zero  # zeros of different signs are unequal, but give a module equal outputs
     is_open = (grouped.equal != 0) & ~is_void & ~grouped.has_nan
     if not is_open.any() or not is_seed.any():
         return is_void, is_doubtful
@@ -282,7 +281,7 @@ def keys_of(chunks: Sequence[RankChunk], numbers: Sequence[int]) -> ChunkKeys:
 
 
 class LeafAcrossSteps(Unequal):
-    """What all steps say about the chunks, or some chunks, of a value that was not itself recorded."""
+    """The evidence of all steps about some or all chunks of a value that was not itself recorded."""
 
     def __init__(self, leaves: Leaves, leaf: Leaf, chunks: Sequence[RankChunk]) -> None:
         self.leaves, self.leaf, self.chunks = leaves, leaf, chunks
@@ -296,14 +295,14 @@ class LeafAcrossSteps(Unequal):
         return self.leaves.batch_dim(self.leaf)
 
     def among(self, numbers: Sequence[int]) -> Self:
-        """Return the same question about some of the chunks."""
+        """Return the same object for only some of the chunks."""
         some = copy(self)
         some.numbers = numbers
         return some
 
 
 class Comparison(LeafAcrossSteps):
-    """What all steps say about a value, and what its rows and, where needed, its payloads say about this step."""
+    """The evidence of all steps about a value, and that of its rows and, if needed, payloads at this step."""
 
     def __init__(
         self,
@@ -315,7 +314,7 @@ class Comparison(LeafAcrossSteps):
         rows: Sequence[int],
         is_same: Callable[[Sequence[int]], bool | None],
     ) -> None:
-        """Read nothing yet. `rows` are the grouped rows of value `number`, in data-parallel order."""
+        """Read nothing yet. `rows` are the grouped rows of the value with index `number`, in data-parallel order."""
         super().__init__(leaves, leaf, chunks)
         self.judged_by: set[str] = set()
         """The evidence that was used beyond the value's own rows: ``payloads``, ``statistics`` or ``other rows``."""

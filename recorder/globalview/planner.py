@@ -1,7 +1,7 @@
 """The plan of one value: how the chunks of its ranks make one tensor, or why they do not.
 
-`Planner` applies all rules in a fixed order. `decide` picks a rule of `layout` and sees chunks, groups of ranks and
-comparisons, but no rows. Payloads are compared only where the rows do not tell whether chunks are equal.
+`Planner` applies all rules in a fixed order. `decide` picks a rule of `layout` from chunks, groups of ranks and
+comparisons, without rows. Payloads are compared only if the rows do not tell whether chunks are equal.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class GlobalValue(NamedTuple):
 
     @property
     def is_between_stages(self) -> bool:
-        """True if the value goes from one pipeline stage to another."""
+        """True if the value is passed between pipeline stages."""
         return isinstance(self.plan, NoPlan) and self.plan.kind == HANDED_ON
 
 
 class _Differing(NamedTuple):
-    """Replicas that differ, and the chunks that they were compared with; both as chunk numbers."""
+    """Replicas that differ, and the chunks that they were compared with; both as indexes of chunks."""
 
     copies: tuple[int, ...] = ()
     originals: tuple[int, ...] = ()
@@ -90,11 +90,11 @@ class Planner:
     def plan(
         self, grouped: GroupedRows, number: int, forward: GlobalValue | None, *, is_gradient: bool, is_micro_batch: bool
     ) -> GlobalValue:
-        """Plan value `number` of the grouped rows.
+        """Plan the value with index `number` of the grouped rows.
 
-        Later rules may leave the chunks with their ranks although a layout was decided. `forward` is the value that a
-        gradient belongs to, or None if it was not recorded. With `is_micro_batch` the question is about one micro-batch
-        of a pipeline, so other micro-batches are not missing.
+        Even after a layout was decided, later rules may leave the chunks with their ranks. `forward` is the value that
+        a gradient belongs to, or None if it was not recorded. With `is_micro_batch` only one micro-batch of a pipeline
+        is wanted, so other micro-batches are not missing.
         """
         value = self._reader.read(grouped, number)
         override = find_override(self._overrides, value.key.module_path, value.key.site, value.key.name)
@@ -176,7 +176,7 @@ class Planner:
     def _fit_into_pipeline(
         self, plan: Plan | NoPlan, value: ValueRows, stage: Stage, *, is_micro_batch: bool
     ) -> Plan | NoPlan:
-        """Refuse values that one stage hands to the next, and values that lack a micro-batch."""
+        """Leave values with their ranks if one stage passes them to the next, or if they lack a micro-batch."""
         key = value.key
         if stage.is_between(key.module_path, key.site):
             return NoPlan(HANDED_ON, f"stage {stage.number} of {stage.num_stages} hands it on or is handed it")
@@ -261,9 +261,9 @@ def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differi
 
 
 def _refuse_equal_summands(plan: Plan | NoPlan, chunks: Sequence[RankChunk], comparison: Comparison) -> Plan | NoPlan:
-    """Refuse to add up an activation's summands that are equal on all ranks.
+    """Refuse to add up an activation's partial sums that are equal on all ranks.
 
-    If a program reduced the summands in place through ``.data``, the tensor still looks like a summand.
+    If a program reduced a tensor in place through ``.data``, it still looks like a partial sum.
     """
     if isinstance(plan, NoPlan) or reduce_op(chunks[0].placements) != "sum":
         return plan
@@ -278,7 +278,7 @@ def _batch_of_ranks(forward: GlobalValue, ranks: tuple[int, ...]) -> Batch:
     if batch.sizes is None or ranks == forward.leads:
         return batch
     if len(set(forward.leads)) != len(batch.sizes):
-        return batch._replace(sizes=None)  # a rank had two rows of the forward value
+        return batch._replace(sizes=None)  # a rank has two rows of the forward value
     sizes = dict(zip(forward.leads, batch.sizes, strict=True))
     return batch._replace(sizes=tuple(sizes[rank] for rank in ranks) if set(ranks) <= set(sizes) else None)
 
@@ -301,14 +301,14 @@ class Override(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Everything that the plan of a value depends on."""
+    """All facts on which the plan of a value depends."""
 
     value: ValueRows
     site: str
     comparison: Comparison
     override: Override | None
     batches: tuple[Batch, ...]
-    """The batches that the value may belong to, the likeliest first."""
+    """The batches that the value may belong to, the most likely first."""
     forward: Plan | NoPlan | None
     unrecorded: LeafAcrossSteps | None
     """For a gradient whose value was not recorded: the leaf of that value, which is cut in the same way."""
@@ -323,7 +323,7 @@ class Question(NamedTuple):
 
 
 def decide(question: Question) -> Decided:
-    """Return the plan of a value, and the batch that the value was taken to belong to."""
+    """Return the plan of a value, and the batch to which the value is assumed to belong."""
     value, override, batch = question.value, question.override, question.batches[0]
     keys = [(chunk.rank, chunk.micro_step) for chunk in value.chunks]
     if len(set(keys)) < len(keys):
@@ -359,7 +359,7 @@ def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
 def _overridden(question: Question, override: Override) -> Plan | NoPlan:
     chunks, num_expected = question.value.chunks, question.num_expected
     plan = decide_override(chunks, override.wanted, override.rule)
-    if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # no layout tells how the loss scales
+    if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # no layout tells the loss's scale
         batch, loss = question.batches[0], question.loss
         plan = decide_gradient(chunks, plan, batch=batch, loss=loss, num_expected=num_expected)
         plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
@@ -421,12 +421,12 @@ def _of_batch_group(question: Question, batch_group: BatchGroup) -> Plan | NoPla
 
 
 Overrides = list[tuple[tuple[str, ...], str]]
-"""Patterns over ``module_path:site:name``, each with a layout; the last pattern that fits a value wins."""
+"""Patterns over ``module_path:site:name``, each with a layout. The last pattern that matches a value is used."""
 _LEAF = ["module_path", "site", "name"]
 
 
 def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
-    """Refuse with LookupFailedError a layout that is not ``PATTERN=LAYOUT``, or that fits no value of any run."""
+    """Raise LookupFailedError for a layout that is not ``PATTERN=LAYOUT``, or that matches no value of any run."""
     try:
         overrides = parse_overrides(layouts)
     except (ValueError, AttributeError, TypeError) as error:
@@ -457,7 +457,7 @@ def parse_overrides(layouts: Sequence[str]) -> Overrides:
 
 
 def find_override(overrides: Overrides, module_path: str, site: str, name: str) -> Override | None:
-    """Return the last override whose pattern fits a value; None if no pattern fits."""
+    """Return the last override whose pattern matches a value; None if no pattern matches."""
     for patterns, wanted in reversed(overrides):
         if matches(patterns, f"{module_path}:{site}:{name}"):
             return Override(wanted, f"{','.join(patterns)}={wanted}")

@@ -1,4 +1,4 @@
-"""Groups the rows of several ranks by the value that they hold, and keeps each finding about the rows once.
+"""Groups the rows of several ranks by value, and keeps each finding about the rows once.
 
 The module also infers how plain tensors are cut from rows of the same step that name their positions. Where these rows
 contradict each other, or where either of two dims of equal size might be cut, the cut stays unknown. The module must
@@ -46,12 +46,12 @@ class GroupedRows(NamedTuple):
     codes: Integers
     chunks: list[RankChunk]
     equal: Integers
-    """For each value: 1 if all its rows are equal, 0 if they differ, `NONE` if only their payloads can tell."""
+    """For each value: 1 if all its rows are equal, 0 if they differ, `NONE` if only their payloads could tell."""
     has_same_statistics: npt.NDArray[np.bool_]
     is_blank: npt.NDArray[np.bool_]
-    """For each value: True if every row is measured and holds a constant or nothing finite, which fits any layout."""
+    """For each value: True if every row is measured and is constant or not finite, which fits any layout."""
     is_zero: npt.NDArray[np.bool_]
-    """For each value: True if every row is measured and holds only zeros, of either sign."""
+    """For each value: True if every row is measured and has only zeros, of either sign."""
     has_nan: npt.NDArray[np.bool_]
     """For each value: True if a row has a NaN, or is measured and has no finite number."""
     is_measured: npt.NDArray[np.bool_]
@@ -60,22 +60,22 @@ class GroupedRows(NamedTuple):
     """For each row, a digest of all its statistics; `NONE` for a row without statistics."""
     labels: dict[str, Keys]
     writers: Integers
-    """For each value, the number of the writer of its first row."""
+    """For each value, the index of the writer of its first row."""
 
     def equal_of(self, number: int) -> bool | None:
         return None if self.equal[number] == NONE else bool(self.equal[number])
 
 
 class GroupedValues(NamedTuple):
-    """Rows grouped by value; values are numbered from 0 in the order of their keys."""
+    """Rows grouped by value. Values are indexed from 0 in the order of their keys."""
 
     rows: GroupedRows
     keys: Integers
-    """For each value, the number of its key, which is the root, module, site, name, mode, phase, step and so on."""
+    """For each value, the id of its key, which is the root, module, site, name, mode, phase, step and so on."""
     forward_keys: Integers
     """For each gradient, the key of the value to which the gradient belongs; -1 for values that are no gradients."""
     order: Integers
-    """The numbers of the values in the order of execution."""
+    """The indexes of the values in the order of execution."""
 
 
 class RowGrouper:
@@ -101,7 +101,7 @@ class RowGrouper:
         return GroupedValues(grouped, keys[starts], forward_keys[starts], sequence)
 
     def _number_keys(self, chosen: Positions, micro_batches: MicroBatches) -> tuple[Integers, Integers]:
-        """Return for each row the number of its key, and for each gradient the number of its value's key (else -1)."""
+        """Return for each row the id of its key, and for each gradient the id of its value's key (else -1)."""
         keys = {name: self._rows.keys(name, chosen) for name in KEY}
         columns = {name: key.codes.copy() for name, key in keys.items()}
         columns |= {"micro_step": micro_batches.key, "stage": micro_batches.stage}
@@ -134,7 +134,7 @@ class RowGrouper:
         columns = [self._rows.keys(name, chosen).codes for name in _CHUNK]
         local = pack([*columns, rows.numbers("rank")[chosen], micro_steps])
         _, first_of_code = np.unique(local, return_index=True)
-        numbers = []  # the chunks' numbers stay the same for every later question
+        numbers = []  # so that chunks have the same indexes in every later query
         for at in first_of_code:
             chunk = self.chunk(int(chosen[at]), int(micro_steps[at]))
             numbers.append(self._numbers.setdefault(chunk, len(self._chunks)))
@@ -209,7 +209,7 @@ class RowFinding(NamedTuple):
 
 
 class FindingLog:
-    """Findings in the order in which they were made; each counts the values or steps that show it."""
+    """Findings in the order in which they were made. Each counts the values or steps to which it applies."""
 
     def __init__(self, rows: MetadataRows) -> None:
         self.findings: list[RowFinding] = []
@@ -242,7 +242,7 @@ _COLUMNS = ("root", "module_path", "site", "shape", "global_shape", "placements"
 
 
 class Wanted(NamedTuple):
-    """The tensors that a question is about."""
+    """The tensors that a query selects."""
 
     root: str
     module_path: str
@@ -270,7 +270,7 @@ class _StepCuts(NamedTuple):
 class ShardingInference:
     """Infers how plain tensors are cut, from rows of the same step that name their positions.
 
-    `counts` flags the rows that count, and `is_linear` tells whether the class of a module is a linear layer.
+    `counts` flags the rows to use, and `is_linear` tells whether a module is a linear layer.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class ShardingInference:
     def infer(self, wanted: Wanted, chunks: Sequence[RankChunk], known: Set[int] = frozenset()) -> int | NoPlan:
         """Return the dim along which chunks of ranks that share a batch lie end to end, or why that dim is unknown.
 
-        `known` are the dims along which other steps show this value cut; empty if no step shows it.
+        `known` are the dims along which the value is cut at other steps; empty if that is not known of any step.
         """
         step_cuts = self._cuts_at(wanted.step)
         ranks = tuple(chunk.rank for chunk in chunks)

@@ -1,4 +1,4 @@
-"""What manifests say about ranks: data-parallel groups, modules, attempts, and parameters that a rank has for itself.
+"""The manifests' facts about ranks: data-parallel groups, modules, attempts, and parameters that belong to one rank.
 
 This module reads rows only for their steps, and for the first statistics of parameters that may be a rank's own.
 """
@@ -42,7 +42,7 @@ class Topology:
         self.own_parameters = OwnParameters(writers)
 
     def group(self, root: str, module_path: str, number: int) -> DataParallelGroup:
-        """Return the ranks that should have rows of a module that writer `number` has.
+        """Return the ranks that should have rows of a module of the writer with index `number`.
 
         Equal groups are one object that lives as long as the topology: callers compare groups by identity.
         """
@@ -61,7 +61,7 @@ class Topology:
                 base = base or DataParallelGroup("assumed", ranks)
             elif base is None:
                 base = DataParallelGroup("assumed", world)
-            elif base.model_groups:  # ranks outside the root's meshes are expected too
+            elif base.model_groups:  # ranks outside the root's meshes should have rows, too
                 left_out = (
                     rank
                     for rank in world
@@ -77,7 +77,7 @@ class Topology:
         return self._expected[key]
 
     def own_ranks(self, root: str, number: int) -> Ranks:
-        """Return the ranks that share a root with a writer, by its manifest: its data-parallel group, or else mesh."""
+        """Return the ranks that share a root with a writer, by its manifest: its data-parallel group, else its mesh."""
         writer = self._writers[number]
         for one in writer.manifest.roots:
             if one.name == root:
@@ -90,11 +90,11 @@ class Topology:
         return f"{writer.name} of rank {writer.rank} (run {writer.manifest.run_id})"
 
     def counting(self) -> bool:
-        """Return True if a writer only counted its steps, so that equal numbers in two launches are different steps."""
+        """Return True if a writer counted its steps from 0, so that equal steps of two launches are different steps."""
         return any(writer.is_counted for writer in self._writers)
 
     def winners(self, steps_of: Mapping[int, Sequence[int]]) -> dict[int, int]:
-        """Return for each step the launch (an index in the order of starts) whose rows count; empty for one launch.
+        """Return for each step the index (in the order of starts) of the launch whose rows count; empty for one launch.
 
         The newest launch that completed the step counts, else the newest launch. Where steps were only counted, only
         the newest launch counts. `steps_of` are the recorded steps by writer number.
@@ -114,7 +114,7 @@ class Topology:
 
     @cached_property
     def _complete_to(self) -> dict[int, int]:
-        """By launch, the first step that the launch did not complete on all its ranks."""
+        """For each launch, the first step that it did not complete on all its ranks."""
         first_incomplete: dict[int, int] = {}
         for launch_index, writer in zip(self.launch_indices(), self._writers, strict=True):
             if writer.last_step is not None:
@@ -220,7 +220,7 @@ class Topology:
             world_size = writer.manifest.world_size or self._world_size or 0
             of_rank = writer.rank, writer.attempt, world_size
             number = seen.get(of_rank, -1) + 1
-            if writer.num_rows:  # a writer without rows supersedes no other writer
+            if writer.num_rows:  # a writer without rows replaces no other writer
                 seen[of_rank] = number
             key = writer.attempt, world_size, number
             starts[key] = min(filter(None, (starts.get(key), writer.started_ns)), default=0)
@@ -235,7 +235,7 @@ Ranks = tuple[int, ...]
 
 
 class RankStatement(NamedTuple):
-    """What the manifest of one rank says about a root."""
+    """The facts about a root in the manifest of one rank."""
 
     rank: int
     source: str
@@ -243,7 +243,7 @@ class RankStatement(NamedTuple):
     data: Ranks
     """Ranks that share the model and differ in their batches; empty without a wrapper."""
     model: Ranks
-    """Ranks that share the batch and work on parts of the model; empty where each rank works alone."""
+    """Ranks that share the batch and work on parts of the model; empty if each rank works alone."""
 
 
 class DataParallelGroup(NamedTuple):
@@ -300,7 +300,7 @@ def _of_model_groups(statements: Sequence[RankStatement], models: tuple[Ranks, .
 
 
 def _in_order(models: tuple[Ranks, ...], data: dict[int, Ranks]) -> tuple[tuple[Ranks, ...], str]:
-    """Return the model's instances in data-parallel order, also instances whose ranks left no manifest."""
+    """Return the model's instances in data-parallel order, including instances whose ranks left no manifest."""
     known = next((some for some in models if all(rank in data for rank in some)), None)
     if known is None:  # every instance has a rank without a manifest
         first = next(iter(data.values()))
@@ -343,8 +343,8 @@ class OwnParameters:
     """Parameters that each rank has for itself (as experts are), and the modules without other parameters.
 
     A parameter that a wrapper only ignores counts as a rank's own if it differed between ranks at its first record. An
-    ignored parameter that began equal on all ranks is no expert: its gradients stay unreduced by an oversight. The
-    inputs and outputs of an expert are no part of the rank's own batch, because other ranks sent the rows.
+    ignored parameter that began equal on all ranks is no expert: its gradients are not reduced by mistake. The inputs
+    and outputs of an expert are no part of the rank's own batch, because other ranks have sent their rows.
     """
 
     def __init__(self, writers: Sequence[RecordedWriter]) -> None:
@@ -382,7 +382,7 @@ class OwnParameters:
         return {one for one, owner in owners.items() if owner in known - others}
 
     def _apart(self, names: _Names) -> _Names:
-        """Return the modules whose parameters all have one of these names."""
+        """Return the modules whose parameters all have names in this set."""
         shared: _Names = set()
         for writer in self._writers if names else ():
             for root in writer.manifest.roots:
@@ -427,7 +427,7 @@ def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tu
 
 
 def _expert_of(modules: _Names, root: str, module_path: str) -> str:
-    """Return the outermost of `modules` around a module; the module itself if none is around it."""
+    """Return the outermost of `modules` that contains a module; the module itself if none does."""
     above = [path for path in _with_above(module_path) if (root, path) in modules]
     return above[-1] if above else module_path
 

@@ -1,4 +1,4 @@
-"""The one global tensor that a question means: assembled from the ranks' chunks, or explained as text."""
+"""The one global tensor that a query selects: put together from the ranks' chunks, or explained as text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def global_tensor(
 ) -> tuple[npt.NDArray[np.uint8], str, tuple[int, ...]]:
     """Return bytes, dtype and shape of the global tensor of some ranks' rows; `partial` allows missing ranks.
 
-    LookupFailedError says why the rows make no single tensor; CorruptError means that the bytes have changed.
+    LookupFailedError says why the rows form no single tensor; CorruptError means that the bytes have changed.
     """
     _, values, assembler = loaded
     if not values.counts[tensor_rows.positions].any():
@@ -106,9 +106,9 @@ _COLUMNS = (*DETAILS, "zero_count", "nan_count", "min", "max", "shape", "note")
 def histogram_of(
     loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool
 ) -> Histogram:
-    """Return the histogram of the value that a question means; `partial` allows missing ranks.
+    """Return the histogram of the value that a query selects; `partial` allows missing ranks.
 
-    `loaded` holds all rows of the run, or is None if the question means a single row. LookupFailedError says why there
+    `loaded` holds all rows of the run, or is None if the query selects a single row. LookupFailedError says why there
     is no histogram. CorruptError means that the recorded bytes are not a histogram.
     """
     row = _row_of(loaded, metadata, tensor_rows, partial)
@@ -123,7 +123,7 @@ def histogram_of(
 
 
 def units_of(loaded: LoadedRows | None, metadata: MetadataRows, tensor_rows: TensorRows, partial: bool) -> Units:
-    """Return the sums over the units of the value that a question means; arguments and errors as for `histogram_of`."""
+    """Return the sums over the units of the value that a query selects; arguments and errors as for `histogram_of`."""
     row = _row_of(loaded, metadata, tensor_rows, partial)
     _check_recorded(row, "units", tensor_rows, "sums of its units", "them")
     try:
@@ -179,17 +179,17 @@ class LayoutChunk:
     coordinate: Ints | None
     """The chunk's coordinate in the mesh that its row names; None for a plain tensor."""
     mesh: Ints
-    """The ranks of the chunk's mesh, row-major; empty where the row does not name them."""
+    """The ranks of the chunk's mesh, row-major; empty if the row does not list them."""
     placements: str
     """The placements on the mesh, such as ``Shard(0) Replicate``; empty for a plain tensor."""
     offsets: Ints | None
     """The chunk's start in the global tensor; None if the chunk is not a box or there is no global tensor."""
     micro_step: int
-    """The micro-batch, in a pipeline."""
+    """The index of the micro-batch, in a pipeline."""
     is_copy: bool
-    """True if another rank's chunk was used instead."""
+    """True if another rank's equal chunk was used instead."""
     reduce_op: str = ""
-    """The reduction that joins a summand with other summands of its region, such as ``sum``; empty for other chunks."""
+    """The reduction that joins a partial sum with the others of its region, such as ``sum``; empty for other chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,13 +198,13 @@ class TensorLayout:
 
     what: str
     global_shape: Ints | None
-    """The shape of the global tensor; None where the chunks make no single tensor."""
+    """The shape of the global tensor; None if the chunks form no single tensor."""
     source: str
-    """The row's `layout_source`; empty where the chunks make no single tensor."""
+    """The row's `layout_source`; empty if the chunks form no single tensor."""
     how: str
     """The meaning of `source` as a sentence."""
     why: str
-    """Why the chunks make no single tensor; empty if they make one."""
+    """Why the chunks form no single tensor; empty if they do."""
     kind: str
     """The kind of finding that a merge reports if there is no single tensor, such as ``per_rank``; else empty."""
     scale: str | None
@@ -297,7 +297,7 @@ class TensorLayout:
 
 
 def _together(chunks: Sequence[LayoutChunk]) -> str:
-    """Return the ranks of one region: ``0,2``, or ``0+1`` for summands; copies of summands are left out."""
+    """Return the ranks of one region: ``0,2``, or ``0+1`` for partial sums; copies of partial sums are left out."""
     summands = [str(chunk.rank) for chunk in chunks if chunk.reduce_op and not chunk.is_copy]
     return "+".join(summands) or ",".join(str(chunk.rank) for chunk in chunks)
 
@@ -312,7 +312,7 @@ def _grid(rank_at: Mapping[Ints, int], shape: Ints) -> list[str]:
 
 
 def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
-    """Return the layout of the tensor in question; raise LookupFailedError if its rows hold several values."""
+    """Return the layout of the selected tensor; raise LookupFailedError if its rows hold several values."""
     value = value_of(values, tensor_rows)
     chunks = values.chunks(value)
     return describe(tensor_rows.what, chunks, value.plan, expected=value.expected, differing=value.differing)
@@ -377,7 +377,7 @@ def _in_words(plan: Plan) -> str:
 
 
 def _beside(chunks: Sequence[RankChunk], number: int, starts: Mapping[int, Ints | None]) -> Ints | None:
-    """Return the start of the summand that a chunk repeats: both have equal coordinates on axes that cut or sum."""
+    """Return the start of the partial sum that a chunk repeats: both have equal coordinates on axes that cut or sum."""
 
     def sharded_coordinate(chunk: RankChunk) -> list[int]:
         kinds = [placement.get("kind") for placement in parse_placements(chunk.placements)]

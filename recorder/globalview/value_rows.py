@@ -1,4 +1,4 @@
-"""What rows and manifests say about one value and its batch, before the layout of the value is decided."""
+"""The facts about one value and its batch in rows and manifests, before the layout of the value is decided."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _When = tuple[str, str, int, int]
 class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     content: str
-    """A text that is equal where the values are equal; empty where the rows do not tell."""
+    """A text that is equal if the values are equal; empty if the rows do not tell."""
 
 
 class _Args(NamedTuple):
@@ -54,7 +54,7 @@ class RootBatches:
     def of(
         self, when: _When, ranks: tuple[int, ...], seqs: Sequence[int] | None, expected: tuple[int, ...]
     ) -> tuple[Batch, ...]:
-        """Return the batches that the values of some ranks may belong to, the likeliest first; never empty.
+        """Return the batches that the values of some ranks may belong to, the most likely first; never empty.
 
         `seqs` are the sequence numbers of the values' rows: a value belongs to the last call that began before its row.
         `seqs` is None for values of a backward, which came after the call.
@@ -144,7 +144,7 @@ def _batches(
 def _of_call(
     of_ranks: dict[int, _Args], ranks: tuple[int, ...], expected: tuple[int, ...], varies: Callable[[str], bool]
 ) -> list[Batch]:
-    """Return the batches that one call's arguments suggest, the most frequent sizes of dim 0 first.
+    """Return the batches that the arguments of one call may be, the most frequent sizes of dim 0 first.
 
     Arguments that differ between ranks are preferred. An argument that is equal on all ranks in this call may still be
     the batch: zeros, or the same samples.
@@ -186,20 +186,20 @@ class ValueKey(NamedTuple):
 
 
 class ValueRows(NamedTuple):
-    """The rows of one value, in data-parallel order, and what the manifests say about the rows' ranks."""
+    """The rows of one value, in data-parallel order, and the manifests' facts about their ranks."""
 
     first: int
     """The position of the value's first row in the order of execution."""
     step: int
     key: ValueKey
     stage: Stage | None
-    """The pipeline stage that computed the value; None for a number that the program reports per step."""
+    """The pipeline stage that computed the value; None for a number that the program reports once a step."""
     leaf: Leaf
     group: DataParallelGroup
     indices: list[int]
     """Indices of the value's rows among the grouped rows."""
     codes: tuple[int, ...]
-    """For each row, the number of its chunk."""
+    """For each row, the index of its chunk."""
     chunks: list[RankChunk]
     ranks: tuple[int, ...]
     positions: tuple[int, ...]
@@ -232,7 +232,7 @@ def find_local_batches(
     group: DataParallelGroup,
     expected: tuple[int, ...],
 ) -> LocalBatches:
-    """Find the parts of the batch of chunks in data-parallel order. The `expected` ranks should have a chunk."""
+    """Find the parts of the batch for chunks in data-parallel order. The `expected` ranks should have a chunk."""
     ranks = tuple(chunk.rank for chunk in chunks)
     micro_steps = tuple(chunk.micro_step for chunk in chunks)
     if batch_groups is None or isinstance(batch_groups, NoPlan):
@@ -246,10 +246,10 @@ def find_local_batches(
 
 
 class ValueReader:
-    """Reads what rows with `row_groups.COLUMNS` say about values, and decides nothing.
+    """Reads facts about values from rows with `row_groups.COLUMNS`, and decides nothing.
 
-    `counts` flags the rows that count. `is_same` compares the tensors of some rows, and `items_of` reads a row's
-    tensor; both return None where a payload is missing.
+    `counts` flags the rows to use. `is_same` compares the tensors of some rows, and `items_of` reads a row's tensor;
+    both return None if a payload is missing.
     """
 
     def __init__(
@@ -298,11 +298,11 @@ class ValueReader:
     ) -> tuple[int, ...]:
         ranks = tuple(chunk.rank for chunk in chunks)
         expected = group.ranks if set(ranks) <= set(group.ranks) else tuple(dict.fromkeys((*group.ranks, *ranks)))
-        if key.site in NUMBERS:  # the program decides who reports a number
+        if key.site in NUMBERS:  # the program decides which ranks report a number
             reporting = self._reporting_ranks.get((key.root, key.name), set())
             return tuple(rank for rank in expected if rank in reporting or self.topology.last_step(rank) < step)
         if key.site == "optim" and group.source == "fsdp" and all(chunk.shape == () for chunk in chunks):
-            return ranks  # FSDP1 keeps no step count on a rank that holds no part of the parameter
+            return ranks  # FSDP1 keeps no step count on a rank without a part of the parameter
         return expected
 
     @cached_property
@@ -346,7 +346,7 @@ class ValueReader:
         )
 
     def batches(self, value: ValueRows, *, is_later: bool) -> tuple[Batch, ...]:
-        """Return the batches that the root's inputs suggest for an activation or its gradient, the likeliest first.
+        """Return the possible batches of an activation or its gradient, from the root's inputs, the most likely first.
 
         With `is_later` the value came with a backward, after the root's call, so its position among the rows proves
         nothing.

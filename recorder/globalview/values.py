@@ -1,4 +1,4 @@
-"""The values that the rows of a run hold, each with its plan, and the few steps from which layouts are inferred."""
+"""The values in the rows of a run, each with its plan, and the few steps from which layouts are inferred."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .run_topology import Topology
 from .value_rows import ValueReader, ValueRows
 
 _MAX_LOOKED_UP = 100_000
-"""The most rows that look-ups keep grouped: the next look-up often asks about the same module and step."""
+"""The most rows that look-ups keep grouped, because the next look-up often needs the same module and step."""
 
 
 def find_counting_rows(rows: MetadataRows, topology: Topology, findings: FindingLog) -> npt.NDArray[np.bool_]:
@@ -53,7 +53,7 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
 
 
 class PlannedValues:
-    """Values that are planned when they are first asked for. Arguments are those of `GlobalValues.values_of`."""
+    """Values that are planned when they are first needed. The arguments are those of `GlobalValues.values_of`."""
 
     def __init__(self, values: GroupedValues, planner: Planner, *, is_micro_batch: bool) -> None:
         self._values = values
@@ -101,7 +101,7 @@ class GlobalValues:
         items_of: Callable[[int], npt.NDArray[Any] | None],
         leaves: Leaves | None = None,
     ) -> None:
-        """Load the columns that every question needs. `leaves` are by default the leaves of these rows."""
+        """Load the columns that every query needs. `leaves` are by default the leaves of these rows."""
         rows.load(COLUMNS)
         self._rows = rows
         self._topology = topology
@@ -131,9 +131,9 @@ class GlobalValues:
     def values_of(self, rows: Positions, module_rows: Positions, *, is_micro_batch: bool) -> list[GlobalValue]:
         """Return the values that have at least one of these rows.
 
-        The grouping of `module_rows`, which are all rows of the module at that step, is kept, because the next question
-        is often about the same module and step. With `is_micro_batch` the question is about one micro-batch of a
-        pipeline, so the absence of other micro-batches is no finding.
+        The grouping of `module_rows`, which are all rows of the module at that step, is kept, because the next query
+        often needs the same module and step. With `is_micro_batch` only one micro-batch of a pipeline is wanted, so
+        missing micro-batches are no finding.
         """
         key = module_rows.tobytes(), is_micro_batch
         if key not in self._kept:
@@ -148,7 +148,7 @@ class GlobalValues:
         return self._kept[key].holding(rows)
 
     def chunks(self, value: GlobalValue) -> list[RankChunk]:
-        """Return the chunk that each row of a value describes, in the order in which the plan numbers the chunks."""
+        """Return the chunk that each row of a value describes, in the order of the plan's chunk indexes."""
         positions = np.array(value.positions, np.int64)
         micro_steps = MicroBatches(self._rows, positions, self._topology.stages).micro_step
         return [self._grouper.chunk(int(p), int(m)) for p, m in zip(positions, micro_steps, strict=True)]
@@ -159,7 +159,7 @@ class GlobalValues:
         return None if values is None else Sampler(self._reader).sample(values)
 
     def _group(self, positions: Positions | None, without_sites: Sequence[str] = ()) -> GroupedValues | None:
-        """Group the rows that count by value, using only part 0 of each tensor; None if no row is left."""
+        """Group the rows to use by value, with only part 0 of each tensor; None if no row is left."""
         chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
         chosen = chosen[self._rows.numbers("part")[chosen] == 0]
         if without_sites:
@@ -211,7 +211,7 @@ def load_sample(metadata: MetadataRows, steps: Sequence[int] | None) -> Position
 def _choose(
     steps: npt.NDArray[np.int64], is_telling: npt.NDArray[np.bool_], has_values: npt.NDArray[np.bool_]
 ) -> list[int]:
-    """Return the two steps with the most telling payloads, and the first and the last step with many telling values."""
+    """Return the two steps with the most useful payloads, and the first and last step with many useful values."""
     known, indices = np.unique(steps[is_telling], return_inverse=True)
     if not len(known):
         return []
@@ -223,11 +223,11 @@ def _choose(
 
 
 _MIN_BITS = 10
-"""Integer tensors with fewer bits than this may be equal by chance, like the classes of a few samples."""
+"""Integer tensors with fewer bits than this may be equal by chance, such as the classes of a few samples."""
 
 
 class EqualContent(Enum):
-    """The evidence that equal tensors give, by the kind of their elements."""
+    """What it proves that tensors are equal, by the kind of their elements."""
 
     NOTHING = 0
     """A constant, NaN, or too few integers: the tensors may be equal by chance."""
@@ -304,7 +304,7 @@ class Sampler:
         )
 
     def observe(self, grouped: GroupedRows, number: int, some: ChunkKeys | None) -> Observation:
-        """Return what the ranks' tensors at one moment show about their layout."""
+        """Return the evidence of the ranks' tensors at one moment about their layout."""
         value = self._reader.read(grouped, number)
         numbers = _numbers_of(value.chunks, some)
         chunks = [value.chunks[i] for i in numbers]
@@ -320,7 +320,7 @@ class Sampler:
         first = value.positions[numbers[0]]
         items = None if grouped.is_measured[number] else self._reader.items_of(first)
         if items is None and not grouped.is_measured[number]:
-            return Observation.NOTHING  # a fingerprint does not show whether the elements are zeros or NaN
+            return Observation.NOTHING  # a fingerprint does not tell whether the elements are zeros or NaN
         content = self._content(first, chunks[0]) if items is None else content_of(items)
         if content is EqualContent.NOTHING:
             return Observation.NOTHING

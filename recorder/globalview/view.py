@@ -37,7 +37,7 @@ from .values import GlobalValues, choose_steps, load_sample
 
 
 class LoadedRows(NamedTuple):
-    """Loaded rows, the values of the complete model that the rows hold, and the assembler that reads the payloads."""
+    """Loaded rows, the values of the complete model in them, and the assembler that reads the payloads."""
 
     metadata: MetadataRows
     values: GlobalValues
@@ -55,7 +55,7 @@ class GlobalView:
             loss: how each rank's loss depends on its samples: ``mean`` (activation gradients of W ranks are divided by
                 W), ``weighted`` (by the ranks' batch sizes) or ``sum`` (not scaled).
             layouts: ``PATTERN=LAYOUT``, where PATTERN is a glob over ``module_path:site:name`` and LAYOUT one of
-                ``shard(DIM)``, ``replicate``, ``partial(sum)`` and ``per_rank``; the last pattern that fits wins.
+                ``shard(DIM)``, ``replicate``, ``partial(sum)`` and ``per_rank``; the last pattern that matches is used.
 
         Raises:
             LookupFailedError: `loss` or a layout is none of the allowed texts.
@@ -130,7 +130,7 @@ class GlobalView:
         return GlobalRows(metadata, assembler, planned, positions, values.findings, whole_roots(self.stages))
 
     def kept(self, metadata: MetadataRows) -> LoadedRows:
-        """Return all rows of the run as values, and keep them for the next question until damage changes the rows."""
+        """Return all rows of the run as values, and keep them for the next query until damage changes the rows."""
         metadata.load(COLUMNS)
         if self._kept is None or self._kept[0] != metadata.num_rows or self._kept[1].metadata is not metadata:
             self._kept = metadata.num_rows, self.load(metadata)
@@ -173,7 +173,7 @@ class GlobalView:
     def sample_batches(self) -> tuple[MetadataRows, list[int] | None]:
         """Return the batches from which layouts are inferred, not yet loaded, and the sampled steps (None for all).
 
-        Both are the same for every part of the run that a question covers.
+        Both are the same whatever part of the run is queried.
         """
         steps = choose_steps(self._run.writers)
         ranges = None if steps is None else tuple((step, step + 1) for step in steps)
@@ -214,7 +214,7 @@ class GlobalRows:
         self._assembler = assembler or Assembler(metadata, Payloads(metadata))
         if self._is_merged:
             part_0 = positions[metadata.numbers("part")[positions] == 0]
-            # A step that was merged as several units has a writer for each unit, in the order of execution.
+            # A step merged as several units has a writer for each unit, in the order of execution.
             keys = (metadata.numbers("seq")[part_0], metadata.writer_numbers(part_0), metadata.numbers("rank")[part_0])
             order = np.lexsort([*keys, metadata.numbers("step")[part_0]])
             self._sources: list[GlobalValue | int] = part_0[order].tolist()
@@ -308,7 +308,7 @@ class GlobalRows:
         return pa.table(columns, schema=pa.schema([f.with_nullable(True) if f.name == "rank" else f for f in fields]))
 
     def _with_reasons(self, notes: Any, is_cut: npt.NDArray[np.bool_]) -> Any:
-        """Add to the notes of single ranks' rows why the row stays with its rank or why it has no values."""
+        """Add to the notes of single ranks' rows why they stay with their rank or why they have no values."""
         changed: dict[int, str] = {}
         if not (self._whys or self._handed_on or is_cut.any()):
             return notes
@@ -331,7 +331,7 @@ class GlobalRows:
         return pc.replace_with_mask(notes, pa.array(is_changed), pa.array([*changed.values()], pa.string()))
 
     def _find_cut(self, columns: dict[str, Any]) -> npt.NDArray[np.bool_]:
-        """Flag the rows of single ranks whose further parts are missing: such a row cannot give its values."""
+        """Flag the rows of single ranks whose later parts are missing, because such a row cannot give its values."""
         payload_bytes = columns["payload_bytes"].fill_null(NONE).to_numpy()
         is_cut = np.zeros(len(self._sources), bool)
         for i in np.flatnonzero(
@@ -350,7 +350,7 @@ def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:
 
 
 def _rows_of_values(values: Sequence[GlobalValue]) -> Iterator[GlobalValue | int]:
-    """Yield for each value a global row, or its ranks' rows, or both where the global row does not say everything."""
+    """Yield for each value a global row, its ranks' rows, or both if the global row does not say everything."""
     for value in values:
         plan = value.plan
         if isinstance(plan, Plan):

@@ -1,6 +1,6 @@
 """Runs a merge from beginning to end: plan, workers, resumption, publication and report.
 
-A merge must never change the source, and never hand an open run to a worker: each worker opens the run itself.
+A merge must never change the source, and never pass an open run to a worker: each worker opens the run itself.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Progress = Callable[[str, int], AbstractContextManager[Report]]
 """A function that makes a `Report` from a title and the number of bytes to come."""
 
 _SHARDS_PER_UNIT = 200
-"""The number of shards for which a task gets one more unit: a worker opens the run for each task, at 0.3 ms a shard."""
+"""The number of shards per unit of a task: a worker opens the run for each task, at 0.3 ms a shard."""
 _SEES_TRIES = 5
 _SEES_PAUSE_S = 0.5
-"""The pause between tries to see the output folder, which a network file system may show a few seconds late."""
+"""The seconds between attempts to find the output folder, as a network file system may show it a few seconds late."""
 _TASKS_PER_WORKER = 2
 """The tasks of each worker: one is running while the other waits, in case this thread is too busy to submit."""
 
@@ -72,7 +72,7 @@ class MergeReport:
 
     @property
     def num_problems(self) -> int:
-        """The number of findings which mean that something is wrong or missing."""
+        """The number of findings that mean an error or missing rows."""
         return num_problems(self.findings)
 
 
@@ -87,7 +87,7 @@ class _Job:
     num_workers: int
     call: str
     is_alone: bool
-    """True if a worker is a process that keeps the run open from one task to the next."""
+    """True if a worker is its own process, which keeps the run open from one task to the next."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -118,13 +118,13 @@ def merge_run(
         out: a directory that does not exist yet, is empty, or is a merge of this run with these options.
         executor: shares the units with this thread, if there is more than one unit. It is not shut down.
         num_workers: the number of tasks that the executor runs at once.
-        helps: True if this thread builds units too; False if it only hands units out.
+        helps: True if this thread builds units too; False if it only distributes units.
         loss: as in `Run.view`.
         layouts: as in `Run.view`.
         progress: makes the progress bar.
 
     Raises:
-        WriteError: `out` is something else, or cannot be written. Finished units are kept for the next call.
+        WriteError: `out` is something else, or is not writable. Finished units are kept for the next call.
         RunError: the run cannot be read at all, or an option is invalid.
     """
     if (source := run.manifest.merged_from) is not None:
@@ -196,7 +196,7 @@ def _hand_out(
     report: Report,
     stop: Callable[[], None],
 ) -> list[Unit]:
-    """Have the executor build units, and build units from the end of the list with `build`, until all are taken.
+    """Let the executor build units, and build units from the end of the list with `build`, until all are taken.
 
     On failure `stop` makes the workers fail too. Return the units that no worker built, because the run had changed
     since this process opened it.
@@ -208,7 +208,8 @@ def _hand_out(
     try:
         while waiting or running:
             # Only a few tasks are submitted at a time: Python 3.11's pool hangs over cancelled tasks when a worker
-            # dies. This thread takes the last task, or it would wait at the end for a worker with two tasks.
+            # dies. This thread takes the last task, because it would otherwise wait at the end for a worker with two
+            # tasks.
             while len(waiting) > (build is not None) and len(running) < _TASKS_PER_WORKER * job.num_workers:
                 task = waiting.popleft()
                 running[executor.submit(_work, job, task)] = task

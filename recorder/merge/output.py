@@ -1,7 +1,7 @@
-"""The output directory of a merge: its manifests, its units, and the moment at which readers see the units.
+"""The output directory of a merge: its manifests, its units, and the moment at which readers get the units.
 
 If `_run.json` exists, the published units are one complete merge. The file is removed first and written last whenever
-units are published or removed, so no reader sees a part. Finished units wait in `_merging`. This module must never
+units are published or removed, so no reader finds a part. Finished units wait in `_merging`. This module must never
 touch a directory that is not a merge of this very run with these very options.
 """
 
@@ -50,7 +50,7 @@ class Output:
 
     @property
     def is_whole(self) -> bool:
-        """True if readers see a run in the directory."""
+        """True if readers find a run in the directory."""
         return (self.path / RUN_MANIFEST).is_file()
 
     def units(self) -> set[str]:
@@ -66,7 +66,7 @@ class Output:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Path]:
-        """Let any process build units inside the block; a process that builds after the block fails."""
+        """Let any process build units inside the ``with`` block. A process that builds after the block fails."""
         folder = self._merging / self.call
         folder.mkdir(mode=_PRIVATE, parents=True)
         try:
@@ -96,7 +96,7 @@ class Output:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._is_waiting(unit):
                 raise
-            # A worker that had been given up finished the unit after all; both workers wrote the same bytes.
+            # A worker that was presumed dead has finished the unit after all; both workers wrote the same bytes.
             shutil.rmtree(folder, ignore_errors=True)
         _DISK.sync_directory(self._merging)
 
@@ -108,7 +108,7 @@ class Output:
                 shutil.rmtree(self._merging / name, ignore_errors=True)
 
     def publish(self, wanted: Collection[str], source: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-        """Show readers the finished units in `wanted` and no others, with the manifests `source` and `run`."""
+        """Publish exactly the finished units in `wanted`, with the manifests `source` and `run`."""
         published = self._published()
         waiting = [name for name in wanted if name not in published or self._is_waiting(name)]
         stale = [published - set(wanted), self._debris(wanted)]
@@ -123,7 +123,7 @@ class Output:
         for folder in self._debris(wanted):
             self._remove(folder)
         for name in waiting:
-            if name in published:  # built again; the global part, by which a unit counts as published, goes last
+            if name in published:  # built again: the global directory, which marks a unit as published, is removed last
                 of_ranks = (self.path / rank / name for rank in self._ranks())
                 for folder in (*filter(Path.is_dir, of_ranks), self.path / GLOBAL_DIR / name):
                     self._remove(folder)
@@ -142,7 +142,7 @@ class Output:
         return {name for name in _names(self.path / GLOBAL_DIR) if is_unit_name(name)}
 
     def _is_waiting(self, name: str) -> bool:
-        """Return True if a name in `_merging` is a finished unit; a half-published unit still has a global folder."""
+        """Return True if a name in `_merging` is a finished unit: even half-published, it has its global directory."""
         return is_unit_name(name) and (self._merging / name / GLOBAL_DIR).is_dir()
 
     def _debris(self, wanted: Collection[str]) -> list[Path]:
@@ -207,7 +207,7 @@ def open_output(path: Path, run: Run, options: Mapping[str, Any]) -> Iterator[Ou
         if manifest is None and not create_manifest(
             _DISK, path / MERGE_MANIFEST, identity | {"path": str(run.path.absolute())}
         ):
-            _check_same(path, read_json(path / MERGE_MANIFEST), identity)  # another merge created it first
+            _check_same(path, read_json(path / MERGE_MANIFEST), identity)  # another merge has created it first
         _check_links(path)
         yield Output(path)
 
@@ -341,7 +341,7 @@ def _rewritable(value: Any, depth: int = 0) -> Any:
 
 
 def _step_source(run: Run) -> str | None:
-    """Return how steps were counted; ``counted`` if any writer says so, because attempts then cannot be joined."""
+    """Return how steps were counted; ``counted`` if any writer says so: then attempts cannot be matched by step."""
     sources = [source for writer in run.writers if (source := writer.manifest.step_source) is not None]
     return COUNTED if COUNTED in sources else next(iter(sources), None)
 

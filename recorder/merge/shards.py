@@ -33,13 +33,13 @@ _SHARD_BYTES = 256 << 20
 _SHARD_ROWS = 65536
 _LAYOUTS = {"tensors": IpcFormat(SCHEMA), "stats": IpcFormat(SCHEMA, "zstd")}
 _LIGHT_BYTES = 256 << 10
-"""Scalars are stored with the statistics; a batch is written when their payload reaches this many bytes."""
+"""The payload bytes of scalars, which are stored with the statistics, at which a batch is written."""
 _SMALL_BYTES = 1024
 """A scalar's payload of up to this many bytes is stored with the statistics."""
 
 
 class WriterMemory:
-    """The buffers that a process writes from; writer directories use them one after the other."""
+    """The buffers from which a process writes; its writer directories use them one after the other."""
 
     def __init__(self) -> None:
         self.payloads = {"tensors": PageMemory(BATCH_BYTES), "stats": PageMemory(_LIGHT_BYTES)}
@@ -88,7 +88,7 @@ class MergedDirectory:
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "attempt": self._max_attempt,
-            # Readers order the units of a step by the time of the first row.
+            # Readers order the units of a step by the time of the first row, so this is the start.
             "started_ns": self._first_ns,
             "closed_ns": time.time_ns(),
             "state": "closed",

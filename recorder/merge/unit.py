@@ -1,7 +1,7 @@
 """The units of a merge: cuts a run into units by its indexes, merges and recognizes units, and counts findings.
 
 A unit is written as closed writer directories in a folder, never outside the folder. Planning opens no payload, and
-merging never holds all payload of a unit. A row that the source cannot give becomes a finding.
+merging never holds all payload of a unit. A row that cannot be read from the source becomes a finding.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .shards import MergedDirectory, WriterMemory, as_batch
 _PARALLEL = ("data_parallel", "model_parallel", "pipeline", "unshared")
 """The members of a root that say how its ranks share the work."""
 UNIT_BYTES = 256 << 20
-"""The decoded payload of a unit in bytes, over all ranks: a second of work, and the most that a kill costs."""
+"""The decoded payload bytes of a unit, over all ranks: a second of work, and the most that a kill costs."""
 UNIT_ROWS = 100_000
 """The most rows of a unit, over all ranks: this bounds the memory for the columns."""
 ROWS_PER_WRITER = 4096
-"""The bound on the rows of a unit allows this many rows per writer, because shards are read batch by batch."""
+"""The rows per writer that a unit may always have, because shards are read batch by batch."""
 UNIT_FORMAT = 3
-"""A number to raise when the result of the same inputs changes; units with an older number are built again."""
+"""A number that is raised whenever the same inputs give another result; units with an older number are built again."""
 _NAME = re.compile(r"steps(-?[0-9]+)to(-?[0-9]+)-([0-9]+)of([0-9]+)-([0-9a-f]{16})")
 
 Counts = npt.NDArray[np.int64]
@@ -76,7 +76,7 @@ def is_unit_name(name: str) -> bool:
 
 
 class Inputs:
-    """The rows and bytes of each step in each shard of a run, and all else that the global view depends on."""
+    """The rows and bytes of each step in each shard of a run, and everything else that decides the global view."""
 
     def __init__(self, run: Run, options: dict[str, Any]) -> None:
         self._constant = [UNIT_FORMAT, options]
@@ -96,12 +96,12 @@ class Inputs:
         order = np.argsort(step, kind="stable")
         self._step, self._shard = step[order], np.concatenate(shards)[order]
         self._rows, self._bytes = rows[order], num_bytes[order]
-        # Where steps are only counted, a later life of a rank replaces all earlier lives.
+        # If steps were only counted, a later process of a rank replaces all earlier ones.
         is_counted = any(writer.is_counted for writer in run.writers)
         self._constant.append(self._writers if is_counted else None)
 
     def windows(self, kept: Sequence[Window] = ()) -> Iterator[Window]:
-        """Yield windows that cover every step: the `kept` windows, and as few as the bounds allow between them."""
+        """Yield windows that cover every step: the `kept` windows, and between them as few as the bounds allow."""
         kept = sorted(kept)
         sizes = StepSizes.sum([StepSizes(self._step, self._rows, self._bytes)])
         max_rows = max(UNIT_ROWS, ROWS_PER_WRITER * len(self._writers))
@@ -132,7 +132,7 @@ class Inputs:
         return [self.shards[number] for number in np.unique(self._shard[begin:end]).tolist()]
 
     def kept_windows(self, names: Collection[str]) -> list[Window]:
-        """Return the windows all of whose units are among `names` and were merged from exactly this run's rows."""
+        """Return the windows whose units are all among `names` and were merged from exactly this run's rows."""
         candidates: set[Window] = set()
         for name in names:
             match = _NAME.fullmatch(name)
@@ -150,7 +150,7 @@ class Inputs:
         rows = np.zeros(len(shards), np.int64)
         np.add.at(rows, index.reshape(-1), self._rows[begin:end])
         listed = [(*self._shards[shard], count) for shard, count in zip(shards.tolist(), rows.tolist(), strict=True)]
-        # Writers are identified by name: their numbers change when a lower rank starts to write.
+        # Writers are identified by name: their indexes change when a lower rank starts to write.
         named = sorted([*self._writers[number][:2], *rest] for number, *rest in listed)
         writers = [self._writers[number] for number in sorted({number for number, *_ in listed})]
         text = json.dumps([self._constant, writers, named], separators=(",", ":"), sort_keys=True)
@@ -217,15 +217,15 @@ class UnitBuilder:
         return self._inputs.units(unit.window)[unit.share].digest == unit.digest
 
     def build(self, unit: Unit, folder: Path) -> UnitReport:
-        """Fill the empty `folder` with the writer directories of a unit; after an OSError the caller removes it."""
+        """Fill the empty `folder` with the writer directories of a unit. After an OSError the caller removes it."""
         rows, batch = self._load(unit.window)
         is_own = _share_of_rows(rows.payload_bytes, unit.window.num_units) == unit.share
         ranks = batch.column("rank").fill_null(-1).to_numpy()
         findings = list(rows.findings) if unit.share == 0 else []
         num_rows = written_bytes = 0
         done: list[tuple[int | None, MergedDirectory]] = []
-        # Directories are filled one by one: each needs the memory of a batch, and a unit may have hundreds. The
-        # global directory is made even for a unit without global rows.
+        # Directories are filled one by one: each needs the memory of a batch, and a unit may have hundreds. The global
+        # directory is always made, even if a unit has no global rows.
         for rank in [-1, *(rank for rank in np.unique(ranks[is_own]).tolist() if rank >= 0)]:
             name = GLOBAL_DIR if rank < 0 else rank_dir(rank)
             directory = MergedDirectory(folder / name, batch, self._memory)
@@ -313,11 +313,11 @@ def _unreadable(rows: Any, row: int, error: RunError) -> RowFinding:
 
 
 CORRUPT = "corrupt"
-"""The kind of finding for bytes of the source that have changed or are gone."""
+"""The kind of finding for bytes of the source that have changed or are missing."""
 UNKNOWN_ENCODING = "unknown_encoding"
 """The kind of finding for an encoding or an element type of a later version, which cannot be read here."""
 UNKNOWN_COLUMN = "unknown_column"
-"""The kind of finding for a column of a later version, which merged rows do not have."""
+"""The kind of finding for a column of a later version, which merged rows lack."""
 MAX_EXAMPLES = 5
 _HARMLESS = ("per_rank", "inferred", "superseded", "buffers_differ", "between_stages", UNKNOWN_COLUMN)
 _FIELDS = ("step", "module_path", "site", "name", "text")
@@ -355,7 +355,7 @@ def of_damage(texts: Iterable[str]) -> Summary:
 
 
 def of_unknown_columns(rows_of: Mapping[str, int]) -> Summary:
-    """Summarize the columns that merged rows do not have, from the number of rows that have each column."""
+    """Summarize the columns that merged rows lack, from the number of rows that have each column."""
     texts = [f"column {name!r}: this version of recorder does not know it" for name in rows_of]
     return {UNKNOWN_COLUMN: _of_run(texts, max(rows_of.values()), 0)} if texts else {}
 

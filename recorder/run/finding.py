@@ -1,9 +1,9 @@
 """Finds the run that a user means: by a path, a folder, a name or the beginning of a name, `latest` or ``@-2``.
 
 In an object store a folder may have an index of a fleet: one small document for each node next to the runs, so that a
-thousand runs are listed at once. The index only repeats facts: a run without a document is opened like any other, and
-an opened run takes nothing from the index. The documents are untrusted. This module must never write, and never use a
-name in a manifest as a path.
+thousand runs are listed at once. The index only repeats facts: a run without a document can be opened all the same, and
+an open run uses nothing from the index. The documents are untrusted. This module must never write, and never use a name
+in a manifest as a path.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Loc
 
 
 def typed_for(location: Location, name: str) -> str:
-    """Return the shortest text that means a run here, unquoted: its name, FOLDER/NAME, or else its path.
+    """Return the shortest text that identifies a run here, unquoted: its name, FOLDER/NAME, or else its path.
 
     Args:
         location: the directory of the run.
@@ -75,7 +75,7 @@ def typed_for(location: Location, name: str) -> str:
 
 
 def find_folder(path: str | None, *, may_be_empty: bool = False) -> Location | None:
-    """Return the folder of runs that `path` means; None if `path` means something else, such as a run.
+    """Return the folder of runs that `path` names; None if `path` names something else, such as a run.
 
     `path` is the user's text, or None for `default_folder`. `may_be_empty` accepts a folder without a run, and
     `default_folder` even if it does not exist yet. Any other path that does not exist may be the name of a run.
@@ -118,7 +118,7 @@ def has_manifest(path: Location) -> bool:
 
 
 def first_modules(run: Path) -> list[str]:
-    """Return the module paths in the first manifest with any, without opening the run: nearly all modules."""
+    """Return the module paths in the first manifest that has any. They are nearly all modules; no run is opened."""
     for path in sorted(run.glob(f"*/*/{WRITER_MANIFEST}")):
         roots = WriterManifest.read(read_json(path)).roots
         if paths := [module.path for root in roots for module in root.modules]:
@@ -127,12 +127,12 @@ def first_modules(run: Path) -> list[str]:
 
 
 def is_shipped(run: Location) -> bool:
-    """Return whether a run lies where daemons ship runs to, and not where it was recorded."""
+    """Return whether a run lies where daemons upload runs to, not where it was recorded."""
     return not isinstance(run, Path) or any(store_of(one).is_directory(one / FLEET) for one in run.parents[:2])
 
 
 def find_run_around(folder: Path) -> Path | None:
-    """Return the run that a folder is or lies in, after following links; None if there is none."""
+    """Return the run that contains a folder or is the folder, after following links; None if there is none."""
     real = Path(os.path.realpath(folder))
     return next((one for one in (real, *real.parents) if LOCAL.is_file(one / RUN_MANIFEST)), None)
 
@@ -152,7 +152,7 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
         folders = [location.parent] if location.name and store.is_directory(location.parent) else []
     except OSError as error:
         raise NotARunError(f"{location}: cannot be opened ({error.strerror})") from error
-    if str(typed) == location.name:  # the user typed no folder
+    if str(typed) == location.name:  # the user's text has no folder
         folders += [other for other in _default_folders() if not is_same_folder(other, location.parent)]
     if match := _LATEST.fullmatch(location.name):
         if str(typed) == location.name and not any(map(runs_in, folders[-1:])):
@@ -162,7 +162,7 @@ def _meant(typed: str | os.PathLike[str] | Location, warn: Callable[..., None] =
     matches = [run for run in runs if location.name == run.location.name]
     matches = matches or [run for run in runs if location.name in run.names]
     matches = matches or [run for run in runs if any(name.startswith(location.name) for name in run.names)]
-    if len({run.name for run in matches}) == 1:  # runs of one name differ at most by directory
+    if len({run.name for run in matches}) == 1:  # runs of the same name differ only in their directories
         newest = max(matches, key=lambda run: (run.created_ns, run.location.name))
         if len(matches) > 1:
             text = "%s: took %s, the newest of %d runs called %s"
@@ -237,7 +237,7 @@ def _nearest(location: Location, runs: Sequence[ListedRun], where: str) -> str:
 
 def _raise_no_run(folder: Location) -> NoReturn:
     parents: Sequence[Location] = folder.absolute().parents
-    for parent in list(parents)[:2]:  # the user gave the directory of a rank or a writer
+    for parent in list(parents)[:2]:  # the path may be the directory of a rank or a writer
         if has_manifest(parent):
             raise NotARunError(f"{folder}: is a part of a run; open the run: recorder ls {parent}")
     if (command := command_of_merge(folder)) is not None:
@@ -265,7 +265,7 @@ def command_of_merge(folder: Location) -> str | None:
 
 
 def _look_at(location: Location) -> ListedRun | None:
-    """Return the run in a directory, under the directory's name if the manifest is damaged; None if there is none."""
+    """Return the run in a directory; with a damaged manifest, its name is the directory's. None if there is none."""
     if not has_manifest(location):
         return None
     manifest = RunManifest()
@@ -284,11 +284,11 @@ FLEET = "_fleet"
 _MAX_BYTES = 16 << 20
 _STATES = ("unclosed", "recording", "closed", "empty")
 _QUIET_S = 300.0
-"""The time without any writing after which a node may have stopped recording."""
+"""The seconds without any write after which a node is assumed to have stopped recording."""
 
 
 def is_fleet(folder: Location) -> bool:
-    """Return whether a folder of an object store has an index. This takes one listing, which is kept."""
+    """Return whether a folder of an object store has an index. This needs one listing, which is cached."""
     if not isinstance(folder, ObjectPath):
         return False
     return FLEET in store_of(folder).list_directory(folder, directories=True)
@@ -316,7 +316,7 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
         is_stale = time.time() - _count(document.get("time_ns")) / 1e9 > _QUIET_S
         runs = document.get("runs")
         for path, summary in runs.items() if isinstance(runs, dict) else ():
-            if isinstance(summary, dict) and path.partition("/")[0] in there:  # else the run was pruned a moment ago
+            if isinstance(summary, dict) and path.partition("/")[0] in there:  # else the run was just pruned
                 one = _checked(path, summary, is_stale)
                 summaries[path] = _added(summaries[path], one) if path in summaries else one
     return summaries

@@ -1,7 +1,7 @@
-"""Follows a run while it is written, and gives its batches in the order of steps, each once.
+"""Follows a run while it is written, and returns each of its batches once, in the order of steps.
 
-The cost of a look grows with what is new and with the number of ranks, but not with what the run holds already. Batches
-that are no longer needed are forgotten. This module must never write, and never trust an earlier listing.
+The cost of a look grows with the new data and the number of ranks, but not with the size of the run. Batches that are
+no longer needed are forgotten. This module must never write, and never trust an earlier listing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .status import ENDED, RankNow, RunWatch
 _MAX_BATCHES = 64
 """The most batches of a shard that are found at once."""
 _DERIVED = ("balance", "retired_shards", "state", "_last_words", "last_step")
-"""The cached properties of a writer that a copy with some of the rows must compute again."""
+"""The cached properties of a writer that a copy with only some rows must compute again."""
 NEVER = 1 << 62
 """A step number that is larger than all others."""
 
@@ -41,7 +41,7 @@ class _Batch(NamedTuple):
 
 @dataclass(slots=True)
 class _ShardsOfKind:
-    """The shards of one kind of one writer, which hold their rows in the order of steps."""
+    """The shards of one kind of one writer; their rows are in the order of steps."""
 
     kind: str
     known: dict[int, bool] = field(default_factory=dict)
@@ -49,13 +49,13 @@ class _ShardsOfKind:
     next_shard: int = 0
     shard: ShardRows | None = None
     waiting: list[int] = field(default_factory=list)
-    """The numbers of the shard's batches that were found and not given yet."""
+    """The numbers of the shard's batches that were found and not returned yet."""
     size_bytes: int = -1
     """The size of the open shard at the last look."""
     reached: int = -1
-    """The largest step of a batch that was given."""
+    """The largest step of a batch that was returned."""
     is_read: bool = False
-    """True if there was nothing more at the last look."""
+    """True if the last look found nothing more."""
 
 
 class _Followed:
@@ -74,7 +74,7 @@ class _Followed:
 
 
 class GrowingRun:
-    """A run as of the last look. `look` lists the run, `advance` finds more batches, and `writers` gives the rows."""
+    """A run as of the last look. `look` lists the run, `advance` finds more batches, and `writers` returns the rows."""
 
     def __init__(self, location: Location, manifest: RunManifest) -> None:
         self.location, self.manifest = location, manifest
@@ -124,14 +124,14 @@ class GrowingRun:
         try:
             return list_writers(folder)
         except RunError:
-            if self._store.exists(folder):  # else removed between the two listings
+            if self._store.exists(folder):  # if not, it was removed between the two listings
                 raise
             return []
 
     def _follow(self, directory: Location, rank: int | None) -> _Followed:
         followed = self._followed.get(directory)
         seen = None
-        with suppress(OSError):  # the writer may have just begun
+        with suppress(OSError):  # the writer may have only just begun
             seen = self._store.look_at(directory / WRITER_MANIFEST)
         if followed is None:
             writer = RecordedWriter(directory, rank, [], self._shared)
@@ -174,7 +174,7 @@ class GrowingRun:
             followed, lane = lanes[index]
             try:
                 lane.is_read = not self._take(followed, lane)
-            except (FileNotFoundError, NotARunError):  # the shard was removed or sealed: the next look sees it
+            except (FileNotFoundError, NotARunError):  # the shard was removed or sealed, which the next look finds
                 lane.shard, lane.waiting, lane.is_read = None, [], True
             if lane.is_read:
                 heappop(behind)
@@ -228,7 +228,7 @@ class GrowingRun:
 
     @property
     def horizon(self) -> int:
-        """The first step that may still get rows. All earlier steps are complete, as far as the files show."""
+        """The first step that may still get rows. As far as the files show, all earlier steps are complete."""
         steps = [lane.reached for _, lane in self._unread()]
         steps += [one.reached for one in self._followed.values() if one.is_at_work and one.lanes]
         return min(steps, default=NEVER)
@@ -258,7 +258,7 @@ class GrowingRun:
         return (one for followed in self._followed.values() for one in followed.pending)
 
     def num_rows_of(self, steps: Steps) -> int:
-        """Return the number of rows in the batches that `writers` gives for the same steps."""
+        """Return the number of rows in the batches that `writers` returns for the same steps."""
         return sum(one.num_rows for one in self._pending if one.steps[0] < steps[1] and steps[0] < one.steps[1])
 
     def writers(self, steps: Steps) -> tuple[RecordedWriter, ...]:
@@ -281,7 +281,7 @@ class GrowingRun:
         return tuple(sorted(writers, key=order))
 
     def done(self, step: int) -> None:
-        """Forget the rows of all steps before this one."""
+        """Forget the rows of all steps before `step`."""
         self.done_before = max(self.done_before, step)
         for followed in self._followed.values():
             for one in followed.pending:

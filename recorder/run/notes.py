@@ -34,14 +34,14 @@ from .status import CHANGED, UNCHANGED, Proof, RankNow
 
 
 def jitter_note(run: Run) -> str:
-    """Return the note that the inputs of a training were moved on purpose, or were to be."""
+    """Return the note that the inputs of a training were moved on purpose, or that they should have been."""
     if run.jitter_moved == ():
         return f"note: jitter = {run.jitter} was asked for, and nothing of the model was moved: this run is no twin"
     return f"note: the model's inputs were moved by a last place on purpose (jitter = {run.jitter})"
 
 
 def proof_state(proof: Proof) -> str:
-    """Return the state of the line with a verdict of `recorder prove`."""
+    """Return the state of the line that has the verdict of `recorder prove`."""
     return {UNCHANGED: "ok", CHANGED: "missing"}.get(proof.verdict, "note")
 
 
@@ -69,12 +69,12 @@ def dump_members(dump: RunDump) -> dict[str, object]:
 
 
 def state_word(kind: str, state: str) -> str:
-    """Return the word for a rank's state of a command: only rules and a pause "end", other commands are "done"."""
+    """Return the word for a command's state at a rank: rules and a pause "end", any other command is "done"."""
     return "done" if state == ENDED and kind not in (SET, PAUSE) else state
 
 
 def steps_phrase(since: int, until: int | None) -> str:
-    """Return a phrase with the first step, and the last if there is one, at which a rank does a command."""
+    """Return a phrase with the first and, if there is one, the last step at which a rank obeys a command."""
     return f"from step {since} on" if until is None else f"from step {since} to {until}"
 
 
@@ -143,7 +143,7 @@ def _is_done(command: Command, answer: Answer) -> bool:
 
 
 def answer_members(run: Run, command: Command, shown: Sequence[RankNow] = ()) -> list[dict[str, Any]]:
-    """Return each rank's answer to a command, for JSON; `shown` is that of `sent_commands`."""
+    """Return each rank's answer to a command, for JSON; `shown` is as for `sent_commands`."""
     ahead = {now.rank: answer for now in shown for answer in now.status.commands if answer.id == command.id}
     said = [
         (writer.rank, answer)
@@ -173,7 +173,7 @@ def _outcomes(command: Command, answers: dict[int, Answer]) -> list[str]:
 
 
 def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
-    """Return, for each row of all ranks, the ranks that are missing in it, as JSON; an empty text if none is."""
+    """Return, for each row of all ranks, its missing ranks as JSON; an empty text if no rank is missing."""
     ids, notes = encode(table.column("note"))
     missing = np.array([*map(_missing, notes), ""], object)[ids]
     missing[table.column("rank").is_valid().to_numpy()] = ""
@@ -181,7 +181,7 @@ def missing_ranks(table: Any) -> npt.NDArray[np.object_]:
 
 
 def without_numbers(table: Any) -> Any:
-    """Return all rows, without the statistics of rows that lack ranks: they would be of the other ranks alone."""
+    """Return all rows. Rows that lack ranks lose their statistics, which would be of the other ranks alone."""
     is_whole = pa.array(missing_ranks(table) == "")
     for name in OF_FIRST_PART.intersection(table.column_names):
         column = table.column(name)
@@ -200,7 +200,7 @@ def _missing(note: str) -> str:
 
 @lru_cache(maxsize=4096)
 def differing_ranks(note: str | None) -> tuple[int, ...]:
-    """Return the ranks that hold another value than most, for a value that stays per rank because replicas differ."""
+    """Return the ranks whose value differs from most ranks', for a value that stays per rank as replicas differ."""
     ranks = note_members(note).get("replicas_differ")
     return tuple(rank for rank in ranks if type(rank) is int) if isinstance(ranks, list) else ()
 
@@ -233,7 +233,7 @@ class MissingRanks:
         return bool(self._found)
 
     def notes(self, *, is_taken: bool) -> list[str]:
-        """Return a note for each set of missing ranks; `is_taken` says whether the values were taken as they are."""
+        """Return a note for each set of missing ranks; `is_taken` says whether values that lack them are used."""
         end = "they are of the other ranks alone" if is_taken else "they are left out; --partial takes what there is"
         return [
             f"partial: {num_values} of {self._num_values} values lack {named('rank', json.loads(ranks))}, "
@@ -243,15 +243,15 @@ class MissingRanks:
 
 
 KNOWN_WORDS: Mapping[str, Collection[str]] = {"site": SITE_OF, "encoding": ENCODING_OF}
-"""The words of columns that this version knows. A later version may have more."""
+"""The words in columns that this version knows. A later version may add words."""
 _CONTRADICTIONS = ("inconsistent", "layout_changes")
 _MAX_NAMED = 8
 _MAX_LOADED_ROWS = 1_000_000
-"""The most rows that are loaded. Rows come in batches with rows of other steps, and a million rows take seconds."""
+"""The most rows to load. They come in batches with rows of other steps, and a million rows take seconds."""
 
 
 def left_out(run: Run) -> str:
-    """Return a sentence about the rows that the run does not have, and no answer is about; empty if none is missing."""
+    """Return a sentence that counts the rows missing from the run, which no answer considers; "" if there are none."""
     run.load_balances()
     balances = [writer.balance for writer in run.writers]
     counts = (
@@ -280,22 +280,23 @@ class Problems:
         self._found |= dict.fromkeys([*stages, *self._selection.narrow(table).column("text").to_pylist()])
 
     def join(self, other: Problems) -> None:
-        """Append the contradictions that were added to `other`."""
+        """Append these contradictions to `other`."""
         self._found |= other._found
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def texts(self) -> list[str]:
-        """Return the texts of the first contradictions, and how many more there are."""
+        """Return the texts of the first contradictions, and the number of further ones."""
         more = len(self._found) - _MAX_NAMED
         return [*list(self._found)[:_MAX_NAMED], *([f"and {more} more of these"] if more > 0 else [])]
 
 
 def layout_problems(run: Run) -> list[str] | None:
-    """Return contradictions at the steps that show the layouts; None if these steps have too many rows.
+    """Return contradictions at the steps from which layouts are inferred; None if these have too many rows.
 
-    A contradiction at some steps is usually one at all steps. A merged run has none: the merge reported them.
+    A contradiction at some steps usually exists at all steps. A merged run has none, because the merge has reported
+    them.
     """
     if run.is_merged:
         return []
@@ -315,7 +316,7 @@ def layout_problems(run: Run) -> list[str] | None:
 
 
 def _unknown(*_: object) -> None:
-    """Stand in for payloads, which are read only where the layout depends on them."""
+    """Replaces the reader of payloads, which are read only if the layout depends on them."""
 
 
 class Unsealed(NamedTuple):
@@ -326,7 +327,7 @@ class Unsealed(NamedTuple):
 
 
 def unsealed(run: RecordedRun) -> Unsealed:
-    """Count the rows in open shards. A merged run has none, and no writer that could be repaired."""
+    """Count the rows in open shards. A merged run has none, and has no writer to repair."""
     over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
     rows = [shard.num_rows for writer in over for shard in writer.shards if not shard.is_sealed]
     return Unsealed(sum(rows), sum(number > 0 for number in rows))

@@ -15,7 +15,7 @@ from ..sites import SITES
 from ..system.text import printable, size
 
 if TYPE_CHECKING:
-    from ..read.run import RecordedRun  # imports pyarrow, which the command line's help does without
+    from ..read.run import RecordedRun  # the import loads pyarrow, which the command line's help does not need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class TableColumn:
     is_number: bool = False
     """True for numbers, which are aligned on the right and never folded."""
     is_whole: bool = False
-    """True for texts that mean nothing when cut, and so are never folded."""
+    """True for texts that have no meaning when cut, so that they are never folded."""
     is_prose: bool = False
     """True for texts that are folded between words before any column is left out."""
     drop: int = 0
@@ -89,7 +89,7 @@ class StateLine(NamedTuple):
 
 
 class Aside(NamedTuple):
-    """A line for people that goes to standard error, because standard output is for what was written."""
+    """A line for people on standard error, because standard output has the command's result."""
 
     text: str
 
@@ -99,7 +99,7 @@ Part = str | StateLine | Aside | Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """The reply of a command. Only one of `members` and `parts` is called, so that the other costs nothing."""
+    """The reply of a command. Only `members` or `parts` is called; the other one costs nothing."""
 
     members: Callable[[], object]
     """A function that returns the JSON document."""
@@ -128,7 +128,7 @@ MAX_LISTED = 50
 
 @dataclass(frozen=True, slots=True)
 class InlinePage:
-    """A page that a notebook shows in a frame without an origin, so that nothing in it can reach the notebook."""
+    """A page that a notebook displays in a frame without an origin, from which nothing can reach the notebook."""
 
     title: str
     html: str = field(repr=False)

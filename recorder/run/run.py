@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class Qualifiers(TypedDict, total=False):
-    """Further facts that identify a tensor, and that are rarely needed."""
+    """Further facts that identify a tensor and are rarely needed."""
 
     micro_step: int | None
     call: int | None
@@ -62,9 +62,10 @@ class Qualifiers(TypedDict, total=False):
     scope: str | None
     attempt: int | None
     stage: int | None
-    """The stage of a pipeline, from 0, where modules of several stages have the same path, as their roots do."""
+    """The stage of a pipeline, from 0. Needed if modules of several stages have the same path, as the stages' roots do.
+    """
     partial: bool
-    """With ``rank=None``: whether to answer with what there is even if some ranks have no such row."""
+    """With ``rank=None``: whether to answer from the present ranks even if some ranks have no such row."""
 
 
 class Which(Qualifiers, total=False):
@@ -73,7 +74,7 @@ class Which(Qualifiers, total=False):
     name: str | None
     """The name of a parameter, a buffer or a number, or of a leaf of an input or an output."""
     rank: int | None
-    """The rank whose own tensor is meant; without a rank, the global tensor."""
+    """The rank whose own tensor is wanted; None for the global tensor."""
 
 
 _QUESTION_WORDS = frozenset(("site", "step", *Which.__annotations__))
@@ -83,8 +84,9 @@ class Run(RecordedRun):
     """One recorded run, with its writers, rows and tensors, as it was when `open_run` opened it."""
 
     draw_page: Callable[..., InlinePage] | None = None
-    """A function that draws the page of a run for `report` and `ModuleView.plot`. Drawing belongs to a package above
-    this one, so whoever opens a run for a notebook sets the function."""
+    """The function that draws the page of a run for `report` and `ModuleView.plot`. It is in a package above this one,
+    so the caller who opens a run sets the function.
+    """
 
     @cached_property
     def proof(self) -> Proof | None:
@@ -101,7 +103,7 @@ class Run(RecordedRun):
         return Topology(self.writers, self.run_id, self.world_size)
 
     def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
-        """Return the rows as tensors of the complete model, whatever ranks held them.
+        """Return the rows as tensors of the complete model, whichever ranks had them.
 
         Args:
             loss: how each rank's loss follows from its samples: ``mean``, ``weighted`` or ``sum``; see `GlobalView`.
@@ -127,12 +129,12 @@ class Run(RecordedRun):
     ) -> npt.NDArray[Any]:
         """Return one tensor; bfloat16 and the 8-bit floats have the types of ml_dtypes.
 
-        With `rank` it is the tensor as that rank held it. Without, it is the global tensor, put together from the ranks
-        that recorded it as in `view()` (activation gradients are divided by the number of ranks; see `GlobalView`). The
-        arguments must fit only one tensor; of several attempts at a step the newest is taken.
+        With `rank` it is the tensor that this rank had. Without `rank` it is the global tensor, put together from the
+        ranks that recorded it as in `view()` (activation gradients are divided by the number of ranks; see
+        `GlobalView`). The arguments must identify one tensor; of several attempts at a step the newest is taken.
 
         Raises:
-            LookupFailedError: no such tensor with its values, or several, or the ranks' tensors make no single one;
+            LookupFailedError: no such tensor with values, or several, or the ranks' tensors form no single one;
                 the message lists the choices.
             CorruptError: the bytes are not those that were written.
         """
@@ -189,14 +191,14 @@ class Run(RecordedRun):
         rank: int | None = None,
         **more: Unpack[Qualifiers],
     ) -> Units:
-        """Return sums over the values of each unit (neuron, channel, feature) of a tensor, where a rule has kept them.
+        """Return sums over each unit (neuron, channel, feature) of a tensor, if a rule has kept such sums.
 
         Arguments are those of `array`; no values are needed. Without `rank` the units are those of the global tensor:
         units of different ranks are concatenated, and sums of the same unit are added. Print the result, ask it for
         `mean`, `rms`, `absmax` and `zero_share`, or add the results of several steps.
 
         Raises:
-            LookupFailedError: no such tensor with sums of its units, or several, or the tensor is a summand of a value.
+            LookupFailedError: no such tensor with sums of its units, or several, or the tensor is a partial sum.
             CorruptError: the bytes are not those that were written.
         """
         return units_of(*self._find(module_path, _question(site, step, name, rank, more)))
@@ -211,10 +213,10 @@ class Run(RecordedRun):
         layouts: Sequence[str] = (),
         **more: Unpack[Qualifiers],
     ) -> TensorLayout:
-        """Return where each chunk of a global tensor came from: its ranks, their positions, and how this is known.
+        """Return the source of each chunk of a global tensor: its ranks, its position, and how these are known.
 
-        Print the result. Arguments are those of `array`, and `layouts` as for `view`; no values are needed. For chunks
-        that make no tensor the result says why.
+        Print the result. Arguments are those of `array`, and `layouts` as for `view`; no values are needed. If the
+        chunks form no tensor, the result says why.
 
         Raises:
             LookupFailedError: no such tensor, or several; the message lists the choices. Or the run is a merged one,
@@ -234,10 +236,10 @@ class Run(RecordedRun):
         )
 
     def check_layouts(self, layouts: Sequence[str]) -> None:
-        """Refuse an override of a layout that would change nothing.
+        """Raise an error for an override of a layout that would change nothing.
 
         Raises:
-            LookupFailedError: an override has another form, or no value fits its pattern; the message says which.
+            LookupFailedError: an override has another form, or no value matches its pattern; the message says which.
         """
         check_overrides(layouts, self)
 
@@ -256,15 +258,15 @@ class Run(RecordedRun):
     def report(
         self, *, against: Run | None = None, statistics: Sequence[str] = (), height_pixels: int | None = None
     ) -> InlinePage:
-        """Return the page of `recorder report`, which a notebook shows below the cell; nothing is written.
+        """Return the page of `recorder report`, which a notebook displays below the cell. No file is written.
 
         Args:
             against: another run, to be drawn beside this one.
-            statistics: the statistics that are drawn; by default as many as there is room for.
+            statistics: the statistics to draw; by default as many as there is room for.
             height_pixels: the height of the page.
 
         Raises:
-            LookupFailedError: there is nothing to draw; the message says what to record the next time.
+            LookupFailedError: there is nothing to draw; the message says what to record next time.
         """
         return self.drawn(against=against, statistics=statistics, height_pixels=height_pixels)
 
@@ -306,9 +308,9 @@ class Run(RecordedRun):
     def _find(
         self, module_path: str, question: dict[str, Any], *, needs_values: bool = False
     ) -> tuple[LoadedRows | None, MetadataRows, TensorRows, bool]:
-        """Return the rows of the one tensor that a question means, and whether it may lack rows of some ranks.
+        """Return the rows of the one tensor that a query selects, and whether rows of some ranks may be missing.
 
-        A tensor of several ranks is returned with the loaded values that its rows belong to.
+        For a tensor of several ranks, the loaded values of its rows are returned, too.
         """
         partial = bool(question.pop("partial", False))
         is_global = question["rank"] is None and self._may_be_in_chunks
@@ -337,7 +339,7 @@ class Run(RecordedRun):
 
 
 class ModuleView:
-    """One module of a run, with its rows and tensors and the rows below it; made by ``run["layers.0.mlp"]``.
+    """One module of a run, with its rows and tensors and its submodules' rows; made by ``run["layers.0.mlp"]``.
 
     Rows are those of the module and of everything below it, unless ``recurse=False`` asks only for the module's own
     rows. `array` and `tensor` return tensors of the module itself.
@@ -348,10 +350,10 @@ class ModuleView:
         self.path = path
 
     def __getitem__(self, path: str) -> ModuleView:
-        """Return a module below, by its path relative to this module: ``run["layers.0"]["mlp.down"]``.
+        """Return a submodule, by its path relative to this module: ``run["layers.0"]["mlp.down"]``.
 
         Raises:
-            LookupFailedError: there is no such module; the message names the nearest.
+            LookupFailedError: there is no such module; the message names the most similar one.
         """
         return narrow(self.run, path, below=self.path)
 
@@ -392,11 +394,11 @@ class ModuleView:
     ) -> InlinePage:
         """Return a page with the module's lines, histograms and units over steps, which a notebook shows.
 
-        The page contains the modules below the module, too, and what is shown can be changed there.
+        The page also contains the submodules, and the reader can choose what is drawn.
 
         Args:
-            site: the site that is shown first: ``output``, ``grad_output``, ``grad``...
-            statistic: the statistic that is shown first: ``absmax``, ``l2``, ``mean``...
+            site: the site that is drawn first: ``output``, ``grad_output``, ``grad``...
+            statistic: the statistic that is drawn first: ``absmax``, ``l2``, ``mean``...
             height_pixels: the height of the page.
 
         Raises:
@@ -485,9 +487,9 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
 
 
 def _question(site: str, step: int | None, name: str | None, rank: int | None, more: Qualifiers) -> dict[str, Any]:
-    """Return a question as `find_tensor` takes it, and ``partial``.
+    """Return a query in the form that `find_tensor` takes, and ``partial``.
 
-    Raises TypeError for an unknown word; the message names the nearest word.
+    Raises TypeError for an unknown word; the message names the most similar word.
     """
     for word in more.keys() - _QUESTION_WORDS:
         near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)

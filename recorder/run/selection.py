@@ -1,4 +1,4 @@
-"""Selects the rows that a question is about, by module, site, name, step and rank, and the view of these rows.
+"""Selects rows by module, site, name, step and rank, and the options of the global view.
 
 This module must never loop over rows.
 """
@@ -27,7 +27,7 @@ PER_RANK = ("*=per_rank",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The rows that a question is about. A field that is None selects all values of its column."""
+    """The rows that a user selects. A field that is None selects all values of its column."""
 
     module: str | None = None
     """Patterns of module paths, separated by commas, as in rules; ``''`` is the root."""
@@ -42,12 +42,12 @@ class Selection:
 
     @property
     def columns(self) -> dict[str, int | str]:
-        """The columns that `narrow` compares, with the selected values."""
+        """The columns by which `narrow` filters, with the selected values."""
         asked = {"module_path": self.module, "site": self.site, "name": self.name, "step": self.step, "rank": self.rank}
         return {column: value for column, value in asked.items() if value is not None}
 
     def check(self, *runs: Run) -> None:
-        """Refuse a selection that can match nothing in these runs, before their rows are read.
+        """Raise an error for a selection that can match nothing in these runs, before their rows are read.
 
         Raises LookupFailedError if a pattern, or the schedule of steps or ranks, cannot be parsed, or if a site is
         unknown in the format versions of the runs, as far as this version knows them.
@@ -66,7 +66,7 @@ class Selection:
                 raise LookupFailedError(f"no site {site!r}; {hint}")
 
     def narrow(self, table: Any) -> Any:
-        """Return the selected rows of a `pa.Table`. Each distinct value is judged once."""
+        """Return the selected rows of a `pa.Table`. Each distinct value is tested once."""
         tests: list[tuple[str, Callable[[list[Any]], list[Any]]]] = []
         if self.module is not None:
             tests.append(("module_path", self.modules))
@@ -113,7 +113,7 @@ class Selection:
         return LookupFailedError(f"{what} has no row with {together}; each of these occurs, but never together")
 
     def only(self, column: str) -> Selection:
-        """Return the part of the selection that is about one column."""
+        """Return the part of the selection that concerns one column."""
         return Selection(**{column.removesuffix("_path"): self.columns.get(column)})  # type: ignore[arg-type]
 
     @property
@@ -129,13 +129,14 @@ class GlobalOptions:
     loss: str = "mean"
     layouts: Sequence[str] = ()
     partial: bool = False
-    """True to include values that lack ranks, with the ranks that are there; else they are left out, with a note."""
+    """True to compute values that lack ranks from the present ranks; otherwise such values are left out, with a note.
+    """
 
     def check(self, *runs: Run) -> None:
-        """Refuse options without an effect.
+        """Raise an error for options without an effect.
 
-        Raises LookupFailedError if a loss or a layout is given although no global tensors are asked for, or all runs
-        are merged; also if no value fits a layout.
+        Raises LookupFailedError if a loss or a layout is given although no global tensors are wanted, or all runs are
+        merged; also if no value matches a layout.
         """
         if self.loss == "mean" and not self.layouts:
             return

@@ -1,6 +1,7 @@
 """The state of a run while it is recorded: the newest `_status.json` of each rank.
 
-This module opens no shard. A status is untrusted: what is no number in range becomes 0, and what is no text is empty.
+This module opens no shard. A status is untrusted: a member that is no number in range becomes 0, and a member that is
+no text becomes empty.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _MAX_REASONS = 64
 _MAX_ANSWERS = 64
 _MAX_TEXT = 300
 _MAX_SMALL_MANIFEST_BYTES = 1 << 20
-"""The size of the largest manifest that stands in for a status: thousands of large manifests would take minutes."""
+"""The size of the largest manifest that is read in place of a status: thousands of larger ones would take minutes."""
 _GRACE_S = 3.0
-"""How late a status may be, in seconds, before its writer counts as silent."""
+"""The seconds that a status may be late before its writer counts as silent."""
 _BEGIN_S = 60.0
-"""The longest time, in seconds, from the creation of a writer's directory to its first status."""
+"""The most seconds from the creation of a writer's directory to its first status."""
 
 ENDED = ("closed", "killed", "failed")
-"""The states that a writer never leaves again."""
+"""The states that a writer never leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Status(Lifetime):
     """The planned interval between two statuses, in seconds."""
     step: int = 0
     has_step: bool = True
-    """False if step and counts mean nothing, because the writer has left no status, or only that of its start."""
+    """False if step and counts have no meaning, as the writer has left no status, or only the one from its start."""
     observed: int = 0
     written: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Status(Lifetime):
     commands: tuple[Answer, ...] = ()
     """The outcomes of the newest commands."""
     num_commands_refused: int = 0
-    """The number of files in the directory of commands that are no command."""
+    """The number of files among the commands that the writer refused as invalid."""
 
     @property
     def num_dropped(self) -> int:
@@ -99,12 +100,12 @@ class RankNow:
     state: str
     """The state in `status`, or ``killed`` (its process is gone), ``silent`` (no news for too long) or ``starting``."""
     silent_s: float
-    """The time since the last status, in seconds."""
+    """The seconds since the last status."""
     status: Status
     num_writers: int
     """The number of process lifetimes that this rank has had in the run."""
     num_alive: int
-    """The number of these writers that are recording: more than one means that two jobs use one directory."""
+    """The number of these writers that are recording. More than one means that two jobs use the same directory."""
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ class _StatusFile:
 
 
 class RunWatch:
-    """A run that is looked at repeatedly, while ranks may begin, begin again and end."""
+    """A run that is looked at repeatedly, while ranks may begin, restart and end."""
 
     def __init__(self, run: Location, *, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.run = run
@@ -141,7 +142,7 @@ class RunWatch:
                 try:
                     of_rank[rank] = [parent / one for one in list_writers(parent)]
                 except RunError:
-                    if self._store.exists(parent):  # else removed between the two listings
+                    if self._store.exists(parent):  # if not, it was removed between the two listings
                         raise
         seen = iter(list(self._store.each(self._refresh, [one for sources in of_rank.values() for one in sources])))
         ranks = (self._describe(rank, [next(seen) for _ in sources]) for rank, sources in of_rank.items())
@@ -159,7 +160,7 @@ class RunWatch:
         )  # fmt: skip
 
     def _refresh(self, directory: Location) -> _StatusFile:
-        """Read what has changed since the last look. A torn or meaningless file changes nothing."""
+        """Read the files that have changed since the last look. A torn or invalid file changes nothing."""
         seen = self._seen.get(directory)
         if seen is None:
             seen = self._seen[directory] = _StatusFile(directory, Status(writer=directory.name, has_step=False))
@@ -192,7 +193,7 @@ class RunWatch:
         seen.changed_ns, seen.inode = stat.changed_ns, stat.inode
 
     def _silent_s(self, seen: _StatusFile) -> float:
-        """Return the time since the last change by the file system's clock, as hosts' clocks may differ."""
+        """Return the seconds since the last change by the file system's clock, as clocks of hosts may differ."""
         changed_ns = seen.changed_ns
         if not changed_ns:
             with suppress(OSError):
@@ -240,7 +241,7 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
 
 
 def _parse_manifest(directory: Location, raw: dict[str, Any]) -> Status:
-    """Read the manifest of a writer without a status, which a setting turns off and older versions do not have."""
+    """Read the manifest of a writer without a status: a setting turns it off, and older versions do not have it."""
     balance = Balance.read(Members(raw).inner("ledger"))
     return Status(
         **_identity(directory.name, raw),
@@ -280,7 +281,7 @@ class Proof:
     first_step: int | None = None
     """The first step that differs, counted from 0 at the start of the program; None if no step differs."""
     notes: tuple[str, ...] = ()
-    """Notes on what was not compared, and why."""
+    """Notes on what could not be compared, and why."""
     time_ns: int = 0
     """The time of the verdict, in nanoseconds since the epoch."""
 
@@ -290,7 +291,7 @@ class Proof:
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> Proof:
-        """Read the object of a file, which is untrusted."""
+        """Return the proof in a file's object, which is untrusted."""
         members = Members(raw)
         notes = raw.get("notes")
         return cls(

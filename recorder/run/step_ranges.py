@@ -1,4 +1,4 @@
-"""Cuts a run into ranges of steps, and gives the ranges to this process or to others.
+"""Cuts a run into ranges of steps, on which this process or other processes work.
 
 The ranges are the same wherever they are worked on, and the answers are put together in the order of the ranges. So no
 bit of an answer depends on the machine. A mapper must never hold the answers of more than a few ranges.
@@ -42,12 +42,12 @@ Steps = tuple[int, int]
 
 
 class Mapper(Protocol):
-    """Answers a question for each range, in this process or in others."""
+    """Calls a function with each range, in this process or in others."""
 
     def __call__(
         self, make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
     ) -> Iterator[T]:
-        """Yield the answers in the order of the ranges. Few answers are computed before they are asked for.
+        """Yield the answers in the order of the ranges. Only few answers are computed ahead of the caller.
 
         Args:
             make: a class, or a function of a module. It is called once in each process. It returns the function
@@ -108,8 +108,8 @@ def first_parts(
 ) -> Iterator[Any]:
     """Yield the rows of some writers and steps that are first parts of tensors, one table for each batch.
 
-    A batch may contain rows of many other steps, which are left out. `is_all` says that `steps` covers the complete
-    run, so that the steps of no batch need be compared first.
+    A batch may contain rows of many other steps, which are left out. `is_all` is True if `steps` covers the complete
+    run, so that no batch has to be compared with it.
     """
     for shard in (shard for writer in writers for shard in writer.shards):
         for batch in shard.columns((*columns, "part"), None if is_all else steps):
@@ -131,7 +131,7 @@ def with_coded_texts(table: Any, schema: Any) -> Any:
 _PENDING_ROWS = 250_000
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="lz4")
 _BYTES_A_ROW = 500
-"""More bytes than any row was seen to take in a file."""
+"""A bound on the bytes that a row takes in a file; no row was seen to take more."""
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def cut_rows(
         run: the run that has the rows.
         ranges: the ranges of steps, half-open, ascending, and disjoint.
         tables: makes tables for writers and a range of steps, all of one schema, with a column ``step``.
-        max_pending_rows: the rows that are cut at once. Twice as many are in memory, and those of one table more.
+        max_pending_rows: the rows that are cut at a time. Twice as many rows, plus one table, are in memory.
     """
     with ExitStack() as stack:
         folder = None
@@ -213,19 +213,19 @@ def _read(path: Path) -> Iterator[Any]:
 
 
 class Attempts:
-    """Decides which attempt counts at each step, by tables that contain the rows of all ranks at the step."""
+    """Decides which attempt counts at each step, from tables that contain the rows of all ranks at the step."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._newest: dict[int, int] = {}
         """The attempt that counts, by step."""
         self._is_one = True
-        if len({writer.attempt for writer in run.writers}) > 1:  # some attempts may have no rows
+        if len({writer.attempt for writer in run.writers}) > 1:  # attempts without rows are possible
             batches = (b for writer in run.writers for shard in writer.shards for b in shard.columns(["attempt"]))
             self._is_one = len({one for batch in batches for one in batch.column("attempt").unique().to_pylist()}) < 2
 
     def counting(self, table: Any) -> npt.NDArray[np.bool_]:
-        """Return which rows count: where attempts share a step, the rows of the newest attempt that completed it."""
+        """Return which rows count: if attempts share a step, the rows of the newest attempt that completed it."""
         steps, ranks, attempts = (integers(table.column(name)) for name in ("step", "rank", "attempt"))
         if self._is_one:
             return np.ones(len(steps), np.bool_)
@@ -253,7 +253,7 @@ class ChangedError(RunError):
 
 
 class RunAsOpened(NamedTuple):
-    """A run to be opened in another process, with the versions of software that this process must have."""
+    """A run to be opened in another process, with the software versions that this process must have."""
 
     path: str
     identity: tuple[object, ...]
@@ -267,7 +267,7 @@ class RunAsOpened(NamedTuple):
     def open(self) -> Run:
         """Return the run as it is now.
 
-        Raises ClusterError if this process has other versions, or sees no run or another run under this path.
+        Raises ClusterError if this process has other versions, or finds no run or another run at this path.
         """
         check_versions(worker_name(), versions(), dict(self.versions))
         try:
@@ -290,7 +290,7 @@ class RunAsOpened(NamedTuple):
 
 
 def digest(run: Run) -> str:
-    """Return a digest of what is known after a run is opened: its writers, their manifests, and their files."""
+    """Return a digest of the facts that opening a run gives: its writers, their manifests, and their files."""
     writers = [
         [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.shards]]
         for one in run.writers
@@ -304,18 +304,18 @@ def _identity(run: Run) -> tuple[object, ...]:
 
 
 _RANGES_PER_WORKER = 2
-"""The number of ranges that a worker has at once: it works on one, and one waits."""
+"""The number of ranges that a worker has at a time: it works on one while the other waits."""
 _LOGGER = (__package__ or "recorder").partition(".")[0]
 
 logger = logging.getLogger(__name__)
 
 
 def spread_over(executor: Executor, num_workers: int) -> Mapper:
-    """Return a mapper that gives ranges to an executor, whose workers must see the runs under the same paths.
+    """Return a mapper that sends ranges to an executor, whose workers must find the runs at the same paths.
 
     If a worker finds a run changed, because the run is being recorded, the range is worked on in this process. Warnings
     of workers are logged here, each text once. Besides the errors of a range, the mapper raises ClusterError if a
-    worker sees no run or another one, has other versions, or was lost.
+    worker finds no run or another one, has other versions, or was lost.
 
     Args:
         executor: the executor, which is not shut down.
@@ -354,7 +354,7 @@ def spread_over(executor: Executor, num_workers: int) -> Mapper:
 copyreg.pickle(Run, lambda run: (RunAsOpened.open_unchanged, (RunAsOpened.of(run),)))
 
 
-# The functions below are called by the workers.
+# Workers call the functions below.
 
 
 def _work_on(shipped: bytes, wanted: tuple[Any, ...]) -> tuple[Any, list[tuple[int, str]]]:
@@ -370,7 +370,7 @@ def _made(shipped: bytes) -> Callable[..., Any]:
 
 @contextmanager
 def _heard() -> Iterator[list[tuple[int, str]]]:
-    """Collect what this thread logs, for the process that asked, and not for the log of the worker."""
+    """Collect what this thread logs, for the log of the calling process instead of the worker's."""
     messages: list[tuple[int, str]] = []
     thread = threading.get_ident()
 

@@ -33,7 +33,7 @@ from ..first.replicas import FINDINGS, compare_replicas
 from .reading import RunRows
 
 _LEAST_COMMON = 2
-"""A sound run with fewer than 1/`_LEAST_COMMON` of a run's values counts as a run of another model or other sites."""
+"""A sound run with fewer than 1/`_LEAST_COMMON` of a run's values counts as one of another model or other sites."""
 
 
 class Checked(NamedTuple):
@@ -42,13 +42,13 @@ class Checked(NamedTuple):
     findings: list[Finding]
     """The findings, sorted by severity, the worst first, then by step."""
     unjudged: list[Unjudged]
-    """The rules that could not judge the run, and what each rule needs."""
+    """The rules that could not judge the run, each with what it needs."""
     num_rules: int
     num_rows: int
     """The number of rows that were judged."""
     steps: list[int]
     notes: list[str]
-    """Notes on what was left out."""
+    """Notes on the rows and rules that were left out."""
 
     @property
     def num_judged(self) -> int:
@@ -71,7 +71,7 @@ def check(
         thresholds: numbers that replace the default thresholds, by rule and setting.
         own: rules besides those of the recorder and of entry points.
         baselines: runs of the same training that went well. The rules `unusual` and `invariant` compare the run with
-            them. A finding that a rule also makes on them is only a note.
+            them. A finding that a rule also makes in these runs is only a note.
         widths: runs of the same training at other widths, for the rule `width`.
 
     Raises:
@@ -114,7 +114,7 @@ def check(
 
 
 def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
-    """Drop the advice to add a recording rule that the run has already; say where the model has no buffers."""
+    """Remove the advice to add a recording rule that the run has already; note that a model has no buffers."""
     modules = run.modules.values()
     has_no_buffers = any(one.params for one in modules) and not any(one.buffers for one in modules)
     rules = {rule for writer in run.writers for rule in read_rules(writer.manifest)[0]}
@@ -130,7 +130,7 @@ def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
 
 
 def _selects_all(rule: RecordingRule, wanted: RecordingRule) -> bool:
-    """Return whether a rule selects all that `wanted` does, which selects complete sites at every step and rank."""
+    """Return whether a rule selects everything that `wanted` selects: complete sites at every step and rank."""
     is_asked_for = rule.keep & wanted.keep == wanted.keep and set(wanted.site) <= set(rule.site)
     return is_asked_for and replace(rule, site=wanted.site, keep=wanted.keep) == wanted
 
@@ -138,7 +138,7 @@ def _selects_all(rule: RecordingRule, wanted: RecordingRule) -> bool:
 def _learnt(
     baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Mapping[str, dict[str, float]]
 ) -> tuple[Normal, list[set[SeriesKey]]]:
-    """Return what was normal in sound runs and what rules find in them, and the series of each sound run."""
+    """Return the normal values of sound runs, the rules' findings in them, and the series of each sound run."""
     normal, values = Normal(), []
     for run in baselines:
         rows = RunRows(run, [name for rule in rules for name in rule.columns])
@@ -187,7 +187,7 @@ def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[
 
 
 def _strangeness(series: Sequence[SeriesKey], known: set[SeriesKey]) -> str:
-    """Return why a sound run says little about a run: few values of the inner modules are in both."""
+    """Return why a sound run cannot be compared with a run: they have too few values of inner modules in common."""
     inner = [key for key in series if key.module_path] or list(series)
     num = sum(key in known for key in inner)
     if num * _LEAST_COMMON >= len(inner):
@@ -209,7 +209,7 @@ def installed_rules() -> tuple[list[type[Rule]], list[str]]:
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         try:
             rules.append(_load(point, [rule.name for rule in (*RULES, *rules)]))
-        except Exception as error:  # another package may raise anything
+        except Exception as error:  # another package's code may raise anything
             notes.append(f"the entry point {point.name} = {point.value} was left out: {type(error).__name__}: {error}")
     return rules, notes
 
@@ -330,7 +330,7 @@ def rules_reply(rules: Sequence[type[Rule]], thresholds: Thresholds) -> Reply:
 
 
 class ToldFindings(NamedTuple):
-    """Findings that say the same about several values, joined for one sentence."""
+    """Findings that state the same about several values, joined into one sentence."""
 
     worst: Finding
     paths: list[str]
@@ -371,7 +371,7 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
 
 
 def joined(findings: Iterable[Finding]) -> Iterator[ToldFindings]:
-    """Join findings that say the same at one site, over modules whose values have the same names."""
+    """Join findings that state the same at one site, over modules whose values have the same names."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in findings:
         groups.setdefault((one.rule, one.severity, one.what, one.site, one.measure), []).append(one)

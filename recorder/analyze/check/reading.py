@@ -1,8 +1,8 @@
 """Reads the rows of a run for rules, one range of steps after another, as columns of numbers. It reads no payload.
 
-Rows of recomputed forwards are left out, because they repeat values of the forward. Rows of steps that a restart did
-again are left out, too. Some columns are numbers computed from the bytes of histograms and of sums of units. Such a
-number is null if a row has no bytes, or if the bytes are damaged or do not show it. No Python loop runs over rows.
+Rows of recomputed forwards are left out, because they repeat values of the forward. Rows of steps that a restart
+repeated are left out, too. Some columns are numbers computed from the bytes of histograms and of sums of units. Such a
+number is null if a row has no bytes, or if it cannot be computed from them. No Python loop runs over rows.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ...run.step_ranges import Attempts, cut_rows, first_parts
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
-"""The most rows in a range of steps, of all ranks, which are in memory together. A single step may have more."""
+"""The most rows in a range of steps, over all ranks; they are in memory together. A single step may have more."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")
 _TEXTS = (*_KEY, *_ABOUT)
 _NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
-"""The columns that every rule may read without asking."""
+"""The columns that are read for every rule."""
 _ORDER = ("step", "rank", "attempt", "seq")
 _EVERY = (-MAX_COUNT, MAX_COUNT)
-"""A range that means all steps, so that no row's step has to be compared."""
+"""The range of all steps, for which no row's step has to be compared."""
 
 Steps = tuple[int, int]
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 ACTIVE = 0.01
-"""The share of a unit's values that must be nonzero for the unit not to be dead."""
+"""The share of a unit's values that must be nonzero for the unit to be alive."""
 LEAST_VALUES = 32
-"""The least number of values from which a unit can be called dead."""
+"""The least number of values from which a unit can count as dead."""
 _NO_ENDS = (0, 0)
 
 
@@ -174,7 +174,7 @@ def _shape(text: str | None) -> tuple[int, ...]:
 
 
 def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[int, int]]:
-    """Return, by root and rank, which part of the batch the rank works on, and which piece of the model it holds."""
+    """Return, by root and rank, the part of the batch on which the rank works, and its piece of the model."""
     pairs: dict[tuple[str, int], tuple[int, int]] = {}
     peers: dict[int, dict[int, int]] = {}
     """By `id` of a group of ranks, the piece of the model that each rank of the group holds."""
@@ -193,7 +193,7 @@ def _parts_and_peers(view: GlobalView, run: Run) -> dict[tuple[str, int], tuple[
 
 
 class _Ends(NamedTuple):
-    """Histograms of rows, with the exponents of the least normal and of the largest numbers of each row's type."""
+    """Histograms of rows, with the exponents of the smallest normal and the largest number of each row's type."""
 
     histograms: Histograms
     lowest: Integers
@@ -225,7 +225,7 @@ def _subnormal_share(one: _Ends) -> Floats:
 def _top_share(one: _Ends) -> Floats:
     """Return the share of the nonzero values that lie in the type's highest power of two, or are infinite.
 
-    Only positive values count at the upper end, because negative ones may be a mask.
+    At the upper end only positive values count, because large negative values may be a mask.
     """
     counts = one.histograms.counts[:, 1] * (one.histograms.exponents >= one.highest[:, None])
     return _share(counts.sum(axis=1) + one.histograms.infinite[:, 1], one.histograms)
@@ -239,7 +239,7 @@ def _share(counts: Integers, histograms: Histograms) -> Floats:
 _OF_UNITS = {"units.dead_share": _dead_share, "units.largest": _largest}
 _OF_HISTOGRAMS = {"histogram.subnormal_share": _subnormal_share, "histogram.top_share": _top_share}
 SOURCES = dict.fromkeys(_OF_UNITS, "units") | dict.fromkeys(_OF_HISTOGRAMS, "histogram")
-"""The column of bytes that each computed number is made from, by the name of the number."""
+"""The column of bytes from which each computed number is derived, by the name of the number."""
 
 
 def columns_of(names: Sequence[str], table: Any) -> list[Any]:

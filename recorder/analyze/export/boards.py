@@ -43,7 +43,7 @@ _COLUMNS = tuple(dict.fromkeys((*NAMING, *_STATISTICS, *_COUNTS, "zero_count", "
 
 Picture = npt.NDArray[np.uint8]
 Step = Mapping[str, "float | Histogram | Picture"]
-"""The values of a step, by tag."""
+"""The values of one step, by tag."""
 
 
 class Board(Protocol):
@@ -70,7 +70,7 @@ class BoardExport:
         self._board_of = _OPENERS[to]()
         self._run, self._selection, self._options, self._mapper = run, selection, options, mapper
         self.to = to
-        Tensors(run, selection, options, mapper)  # refuses a selection that can match nothing
+        Tensors(run, selection, options, mapper)  # raises an error for a selection that can match nothing
         self._ranks: list[int | None] = [None] if options.across_ranks else [*selection.ranks(run.ranks)] or [None]
         if len(self._ranks) > MAX_RANKS:
             raise LookupFailedError(
@@ -170,7 +170,7 @@ def _take(row: Mapping[str, Any], values: dict[str, float | Histogram | Picture]
 
 
 def _tag(row: Mapping[str, Any]) -> str:
-    """Return ``output/blocks.0.mlp.up``, then the name at the site and all unusual columns as ``key=value``."""
+    """Return a tag: ``output/blocks.0.mlp.up``, then the name at the site and unusual columns as ``key=value``."""
     path = as_level(row["module_path"]) or ("" if row["site"] == "scalar" else ROOT)
     levels = [as_level(row["site"]), path, as_level(row["name"])]
     return "/".join([*filter(None, levels), *unusual_levels({**row, "rank": None})])
@@ -299,7 +299,7 @@ def _wandb() -> Opener:
         finally:
             started.finish()
             for link in (folder / "wandb").iterdir():
-                if link.is_symlink():  # a link to the newest run, where each rank has a run
+                if link.is_symlink():  # a link to the newest run, useless here as each rank has a run
                     link.unlink()
 
     return open_run

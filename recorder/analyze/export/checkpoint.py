@@ -36,7 +36,7 @@ CHUNK_BYTES = 16 << 20
 _DATA = "__0_0.distcp"
 _METADATA = ".metadata"
 _VERSION = "1.0.0"
-"""The version that torch writes into the metadata; readers that do not know this member ignore it."""
+"""The version that torch writes into the metadata. Readers that do not know this member ignore it."""
 
 
 def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
@@ -88,7 +88,7 @@ def boxes(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, .
 
 
 def regrouped(spans: Iterable[Span], sizes: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of some spans, end to end, in arrays of these sizes. An array is valid until the next one.
+    """Yield the bytes of some spans, end to end, in arrays of these sizes. Each array is overwritten by the next.
 
     All arrays share one buffer, because `torch.save` may keep its argument until a garbage collection (torch 2.9).
     """

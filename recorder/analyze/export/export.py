@@ -2,8 +2,8 @@
 
 An export overwrites no file unless it is asked to. The catalog is one Parquet file with a row for each row on disk, but
 without the payloads. Ranks come in blocks, and each block is sorted by attempt, step, rank and seq. So every file of
-the run is read about once whatever the number of files, memory holds one block, and the statistics of the row groups
-find both a step and a rank.
+the run is read about once, and memory holds one block. Readers can find both a step and a rank by the statistics of the
+row groups.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Exported(NamedTuple):
     num_bytes: int
     """The size of the file."""
     notes: list[str]
-    """Notes on the values of which some ranks are missing."""
+    """Notes on values that lack some ranks."""
     problems: list[str]
     """Global tensors whose ranks contradict each other, so that the file has the ranks' rows instead; and values that
     cannot be read and are not in the file."""
     is_whole: bool
-    """False if something is damaged, or values lack ranks."""
+    """False if something is damaged, or if values lack ranks."""
 
 
 def reply_of(run: Run, done: Exported, to: str) -> Reply:
@@ -80,7 +80,7 @@ class Export:
         self, run: Run, to: str, selection: Selection, options: GlobalOptions, *, payload: bool = False,
         mapper: Mapper = map_serially,
     ) -> None:  # fmt: skip
-        """Find what is to be written. `mapper` works on ranges of steps, here and in `write`.
+        """Find the rows or tensors to write. `mapper` works on ranges of steps, here and in `write`.
 
         Raises LookupFailedError if nothing is selected or has values, or the format is unknown.
         """
@@ -152,7 +152,7 @@ class Export:
         names = [*METADATA_COLUMNS, *(["data"] if self._payload else [])]
         metadata = {b"recorder_run_id": self._run.run_id.encode(), **(SCHEMA.metadata or {})}
         schema = pa.schema([SCHEMA.field(name).with_nullable(True) for name in names], metadata=metadata)
-        # Payloads hardly compress, and nobody looks values up by payload.
+        # Payloads hardly compress, and nobody searches for values by payload.
         compression = {name: "NONE" if name == "data" else "ZSTD" for name in names}
         without_data = [name for name in names if name != "data"]
         options = {"compression": compression, "use_dictionary": without_data, "write_statistics": without_data}
@@ -183,7 +183,7 @@ class Export:
         order: deque[list[tuple[tuple[int, int], int, int]]] = deque()
 
         def small() -> Iterator[tuple[int, int, list[int]]]:
-            """Yield the batches that are read at once. `order` also receives the large rows between the batches."""
+            """Yield batches of rows that are read together. `order` receives them and the large rows between them."""
             for chosen in self._tensors.chosen(("at", "num_bytes"), self._partial):
                 steps = chosen.first, chosen.last
                 columns = (chosen.table.column(name).to_pylist() for name in ("at", "num_bytes"))
@@ -219,7 +219,7 @@ class _OwnRows:
 
 
 class _RowsWithPayload:
-    """Reads rows with their decoded bytes. Rows that lack ranks have no bytes unless the options take them."""
+    """Reads rows with their decoded bytes. Rows that lack ranks have no bytes unless the options include them."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
         self._rows = Rows(run, selection, options)
@@ -274,7 +274,7 @@ def export(
         across_ranks: whether to write the global tensors instead of the ranks' own.
         loss: with `across_ranks`, how activation gradients of the ranks are scaled; see `Run.view`.
         layouts: with `across_ranks`, how the ranks' values of some leaves lie; see `Run.view`.
-        partial: whether to write tensors that lack ranks as far as other ranks have them; else they are left out.
+        partial: whether to write the present parts of tensors that lack ranks; else such tensors are left out.
         payload: whether Parquet has the values, too: column `data` holds each tensor's decoded bytes, so that
             `recorder.decode` takes a row.
         force: whether to replace a file that exists.
@@ -302,7 +302,7 @@ def format_of(path: Path) -> str:
 
 
 def _parts(row: dict[str, Any], rows: Any, at: int, *, has_bytes: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row without or with its bytes; a large tensor makes several rows, with the statistics in the first."""
+    """Yield a row without bytes, or the rows with its bytes: several for a large tensor, the first with statistics."""
     if row["encoding"] is None or not has_bytes:
         yield row | {"encoding": None, "payload_bytes": None, "data": None}
         return
@@ -338,7 +338,7 @@ class Catalog(NamedTuple):
     num_bytes: int
     """The size of the file."""
     num_superseded: int
-    """The number of rows left out because a restart did their steps again."""
+    """The number of rows left out because a restart repeated their steps."""
     problems: list[str]
     """Damage in the run, and writers that belong to other runs, whose rows are left out."""
 
@@ -347,7 +347,7 @@ def write_catalog(
     run: Run, path: str | PathLike[str], *, report: Callable[[int], None] = lambda done: None,
     rows_a_block: int = _ROWS_A_BLOCK,
 ) -> Catalog:  # fmt: skip
-    """Write all rows of a run without their payloads; at each step only the attempt that counts.
+    """Write all rows of a run without their payloads; at each step only the attempt whose rows count.
 
     The file appears once it is complete. `report` is called with the bytes of shards done since the last call. At most
     about `rows_a_block` rows are in memory at once. Raises WriteError if the file exists, or cannot be written.
@@ -380,7 +380,7 @@ def _open(file: BinaryIO, run: Run) -> Any:
 
 
 def _blocks(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[list[int]]:
-    """Yield the numbers of writers of neighbouring ranks with about `max_rows` rows; no rank is divided."""
+    """Yield the indexes of writers of adjacent ranks with about `max_rows` rows together; no rank is divided."""
     block: list[int] = []
     num_rows = 0
     for _, of_rank in groupby(range(len(writers)), lambda number: writers[number].rank):
@@ -423,7 +423,7 @@ def _rows(
 
 
 class _Counting:
-    """Decides which rows of the run count: where launches share a step, those of the newest complete launch."""
+    """Decides which rows of the run count: if launches share a step, the rows of the newest complete launch."""
 
     def __init__(self, run: Run) -> None:
         self.num_superseded = 0
@@ -437,7 +437,7 @@ class _Counting:
         first_of: dict[int, int] = {}
         for number, writer in enumerate(run.writers):
             if not self._is_stranger[number]:
-                # All writers of a launch win or lose together, so that one writer can stand for all.
+                # Either all writers of a launch count at a step, or none does, so one writer can represent them all.
                 one = first_of.setdefault(int(self._launches[number]), number)
                 own = [batch.column("step").to_numpy() for shard in writer.shards for batch in shard.columns(["step"])]
                 steps_of[one] = np.unique(np.concatenate([steps_of.get(one, np.zeros(0, np.int64)), *own]))

@@ -114,7 +114,7 @@ def write_safetensors(
 
 
 def widest_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the order in which `write_safetensors` takes tensors: each offset is a multiple of the element size."""
+    """Return the order in which `write_safetensors` takes tensors: offsets are multiples of the element size."""
     return sorted(entries, key=lambda entry: -item_bytes(entry.dtype))
 
 
@@ -149,7 +149,7 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
         raise WriteError(f"{path}: exists; choose another name{instead}")
     if path.is_dir():
         raise WriteError(f"{path}: is a directory; name the file to write")
-    if path.exists() and not path.is_file():  # a rename by root could replace /dev/null
+    if path.exists() and not path.is_file():  # a rename by root could replace a device such as /dev/null
         raise WriteError(f"{path}: is a device or a pipe, which is never replaced; name the file to write")
     temporary = _temporary(path)
     with _sigterm_raises():
@@ -175,7 +175,7 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
 def published_folder(path: Path) -> Iterator[Path]:
     """Make a new folder that gets its name if the block ends without an error; the block syncs its files itself.
 
-    Raises WriteError if the path is something else than an empty directory, or cannot be written.
+    Raises WriteError if the path exists and is no empty directory, or cannot be written.
     """
     _check_outside_runs(path)
     if os.path.lexists(path) and not (path.is_dir() and not path.is_symlink() and not any(path.iterdir())):
@@ -189,7 +189,7 @@ def published_folder(path: Path) -> Iterator[Path]:
         try:
             yield temporary
             _sync_directory(temporary)
-            os.rename(temporary, path)  # replaces an empty directory, and nothing else
+            os.rename(temporary, path)  # replaces only an empty directory
             _sync_directory(path.parent)
         except OSError as error:
             raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
@@ -230,7 +230,7 @@ def _name(temporary: Path, path: Path, instead: str, *, force: bool) -> None:
         os.replace(temporary, path)
         return
     try:
-        os.link(temporary, path)  # unlike a rename, never replaces a file that appeared meanwhile
+        os.link(temporary, path)  # unlike a rename, a link never replaces a file that appeared meanwhile
     except FileExistsError:
         raise WriteError(f"{path}: exists by now; choose another name{instead}") from None
     except OSError:  # the file system has no hard links

@@ -32,7 +32,7 @@ _COLUMNS = ("site", "module_path", "name", "rank", "repeat", "scope", "dtype", "
             "ranks_present", "ranks_expected")  # fmt: skip
 _NO_ROW = "no row of it at this step: no rule keeps it, it was dropped, or no optimizer holds it"
 _MAX_NAMES = 1_000_000
-"""The most names of a model, because an untrusted manifest may share modules in endless ways."""
+"""The most names of a model, because in an untrusted manifest modules may be shared without end."""
 FORMATS = ("dcp", "safetensors")
 _ONLY_DCP = ("complex32", "complex128", "float4_e2m1fn_x2")
 """Types that safetensors does not have, and for which a substitute type would fit no model."""
@@ -145,7 +145,7 @@ class Model:
             self.notes.append(f"{counted(len(gone), 'parameter')} {when}: {listed(gone)}")
 
     def _names_before(self) -> set[str]:
-        """Return the names with a gradient at the step before: a kill within a step leaves only some gradients."""
+        """Return the names with a gradient at the previous step: a kill within a step leaves only some gradients."""
         if self.step_before is None:
             return set()
         table = self._run.table(["root", "site", "module_path", "name"], pc.field("step") == self.step_before)
@@ -158,7 +158,7 @@ class Model:
                 by = f"by ranks {present} alone, of {expected}"
                 self.notes.append(f"{counted(number, 'tensor')} recorded {by}: whole, but not compared")
         for entry in self.entries:
-            if entry.name in reasons:  # buffers, of which the first rank's is taken
+            if entry.name in reasons:  # the values of buffers are those of the first rank
                 self.notes.append(f"{entry.name}: {reasons[entry.name]}; the first rank's is taken")
         num_scaled = sum(note_members(row["note"]).get("grad") == "scaled" for row in given)
         if num_scaled:
@@ -193,7 +193,7 @@ def _is_part(name: str, taken: set[str]) -> bool:
 
 
 def _last_of(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row that the update used, among several rows of a name; the global row comes before ranks' rows."""
+    """Return the row that the update used, among several rows of a name; a global row comes before ranks' own rows."""
 
     def order(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["repeat"], row["scope"] in (None, "final"), row["rank"] is None
@@ -216,8 +216,9 @@ class StateDict(NamedTuple):
     """The names in a model's state dict."""
 
     names: dict[str, str]
-    """The names of the state dict, in order, each with the name of its rows: another one for a tied or shared
-    parameter."""
+    """The names of the state dict, in order, each with the name used in rows, which differs for tied or shared
+    parameters.
+    """
     left_out: set[str]
     """The names of buffers that are not persistent."""
 
@@ -263,13 +264,13 @@ class Stages(NamedTuple):
     """The parameters and buffers of a model by stage of a pipeline."""
 
     owners: dict[str, set[int]]
-    """By name of a parameter or buffer, the stages that have it."""
+    """The pipeline stages that have a parameter or buffer, by its name."""
     missing: list[int]
     """The stages for which no rank has a manifest."""
 
 
 def stages_of(run: Run) -> Stages:
-    """Return the stages of a pipeline run; a run of another kind has none."""
+    """Return the stages of a pipeline run; empty for other runs."""
     owners: dict[str, set[int]] = {}
     seen: set[int] = set()
     num_stages = 0
@@ -311,7 +312,7 @@ def check_format(to: str) -> None:
 def write_model(model: Model, path: Path, to: str, report: Callable[[int], None] = lambda done: None) -> int:
     """Write the tensors of a model, under the final name once all is complete; return the bytes on disk.
 
-    The caller judges whether a refused tensor matters. safetensors makes a new file, dcp fills a new or empty folder.
+    The caller decides what a refused tensor means. safetensors makes a new file, dcp fills a new or empty folder.
     `report` is called with the bytes done since the last call. Raises WriteError if the name is taken, or the path
     cannot be written; UnsupportedError if the format cannot hold some tensor; CorruptError if a payload is damaged.
     """

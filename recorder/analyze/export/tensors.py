@@ -28,7 +28,7 @@ from ...run.step_ranges import Mapper, global_step_ranges, map_serially
 from ...sites import SITE_OF
 
 ORIGIN = ("ranks_present", "ranks_expected", "scale", "layout_source", "note")
-"""The columns that say of which ranks' values, and how, a tensor was made."""
+"""The columns that say from which ranks' values, and how, a tensor was put together."""
 BATCH_BYTES = 32 << 20
 """The most bytes that are read at once."""
 _BATCH_ITEMS = 65_536
@@ -74,7 +74,7 @@ class Rows:
         self._held: tuple[tuple[int, int], Any] | None = None
 
     def all_of(self, first: int, last: int) -> Any:
-        """Return the `GlobalRows` of some steps. The last result is kept."""
+        """Return the `GlobalRows` of some steps. The last result is cached."""
         if self._held is None or self._held[0] != (first, last):
             self._held = None
             self._held = (first, last), self._view.rows(first, last)
@@ -114,7 +114,7 @@ class Chosen(NamedTuple):
 class Choosing:
     """Finds the selected rows of ranges of steps.
 
-    `with_values` leaves out rows without values, and rows that lack ranks unless the options take them.
+    `with_values` leaves out rows without values, and rows that lack ranks unless the options include them.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Tensors:
         """Yield the selected rows, by ranges of steps in their order.
 
         Every selected row is added to `partial`. `with_values` leaves out rows without values, and rows that lack ranks
-        unless the options take them.
+        unless the options include them.
         """
         arguments = (self._run, self._selection, self._options, tuple(columns), with_values)
         step_ranges = global_step_ranges(view_of(self._run, self._options))
@@ -242,7 +242,7 @@ class Tensors:
 
 
 class InTurn:
-    """The bytes of tensors in a known order: several small ones at once, large ones span by span."""
+    """The bytes of tensors in a known order: several small tensors are read at once, large ones span by span."""
 
     def __init__(self, read: Iterator[list[list[Span]]], read_large: Callable[[Entry], Iterator[Span]]) -> None:
         self._read = read
@@ -309,11 +309,11 @@ _DEFAULTS: dict[str, Any] = {
 ROOT = "(root)"
 """The level that stands for the empty path. A module of this name would be spelled %28root%29."""
 NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
-"""The columns that the name of a tensor is made from."""
+"""The columns from which the name of a tensor is derived."""
 
 
 def tensor_name(row: Mapping[str, Any]) -> str:
-    """Return ``step=3/layers.0.mlp/output``, then the name at the site, then unusual columns as ``key=value``."""
+    """Return a name such as ``step=3/layers.0.mlp/output``, then the name at the site, and unusual columns."""
     levels = [f"step={row['step']}", as_level(row["module_path"]) or ROOT, as_level(row["site"])]
     if row["name"]:
         levels.append(as_level(row["name"]))

@@ -1,11 +1,11 @@
-"""Runs one recorded call of a module again, and compares what comes out with what was recorded.
+"""Runs one recorded call of a module again, and compares the results with the recorded ones.
 
 This file lies in the folder that `recorder replay` writes, as replay.py, and needs nothing but torch:
 
     python replay.py                                  # a module of torch.nn
     python replay.py --factory my_model:make          # a class of your own, or a whole model that holds the module
-    python replay.py --dtype float64                  # the arbiter: how far from the exact result was the recorded one?
-    python replay.py --device cuda --compile          # elsewhere, or compiled
+    python replay.py --dtype float64                  # how far is the recorded result from the exact one?
+    python replay.py --device cuda --compile # on another device, or compiled
 
 Exit code 0: everything was reproduced, bit by bit or within rounding. 1: something differs. 2: it cannot be run.
 """
@@ -42,7 +42,7 @@ _TYPES = {
 
 
 class CannotReplay(Exception):
-    """The call cannot be run here. The message says why, and what to do."""
+    """The call cannot be run here. The message says why, and what the user can do."""
 
 
 class Compared(NamedTuple):
@@ -155,7 +155,7 @@ def _replay(folder: Path, options: Options) -> tuple[list[Compared], list[str]]:
 
 
 class _Call(NamedTuple):
-    """A recorded call, the device on which it is run, and its type there; None for the recorded types."""
+    """A recorded call, with the device on which it is run, and its dtype there (None for the recorded dtypes)."""
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
@@ -272,7 +272,7 @@ def _settings(facts: Mapping[str, Any]) -> Iterator[None]:
     was_deterministic, state = torch.are_deterministic_algorithms_enabled(), torch.get_rng_state()
     precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     is_other = was_deterministic != facts["deterministic"]
-    if is_other:  # the call imports torch's compiler, which takes seconds
+    if is_other:  # the call would import torch's compiler, which takes seconds
         torch.use_deterministic_algorithms(facts["deterministic"], warn_only=True)
     torch.set_float32_matmul_precision(facts["matmul_precision"])
     torch.set_num_threads(facts["num_threads"])
@@ -324,9 +324,9 @@ def _strided(tensor: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
     strides = about["stride"]
     if not tensor.numel() or len(strides) != tensor.dim():
         return tensor.clone()
-    offset = about["offset"] % 64  # only the alignment matters
+    offset = about["offset"] % 64  # only the alignment of the offset matters
     needed = offset + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    if needed > 16 * tensor.numel() + 64:  # a view of a small part of a large tensor
+    if needed > 16 * tensor.numel() + 64:  # the tensor is a view of a small part of a large one
         return tensor.clone()
     storage = torch.zeros(needed, dtype=tensor.dtype, device=tensor.device)
     once = tensor
@@ -334,14 +334,14 @@ def _strided(tensor: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
         if stride == 0:
             once = once.narrow(dim, 0, 1)
     storage.as_strided(once.shape, strides, offset).copy_(once)
-    # Not a view: a module must not change a view in place that a custom autograd function returned.
+    # This is not a view: a module must not change in place a view that a custom autograd function returned.
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage.untyped_storage(), offset, tensor.shape, strides
     )
 
 
 class _Enter(torch.autograd.Function):
-    """Passes a leaf to the module as a tensor that is no leaf, so that the module may change it in place."""
+    """Passes a leaf to the module as a non-leaf tensor, which the module may change in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, about: Mapping[str, Any]) -> torch.Tensor:
@@ -439,7 +439,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shown(name: str) -> str:
-    """Return a tensor's name for people, without the dot at the end of the name of a single output."""
+    """Return a tensor's name for people, without the final dot that the name of a single output has."""
     return name.removesuffix(".")
 
 

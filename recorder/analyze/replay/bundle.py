@@ -31,7 +31,7 @@ from ..export.files import SAFETENSORS_TYPES, published_folder, write_safetensor
 from ..export.tensors import Entry, Span
 
 VERSION = 1
-"""The version of the folder's format. The script in the folder reads no other version."""
+"""The version of the folder's format. The script in the folder accepts no other version."""
 BUNDLE, TENSORS, SCRIPT = "bundle.json", "tensors.safetensors", "replay.py"
 _KEY = ("attempt", "root", "micro_step", "call", "mode")
 """The columns that all rows of one call share, besides module, step and rank."""
@@ -57,8 +57,8 @@ def recorded_calls(
 ) -> list[RecordedCall]:
     """Return the calls of a step that a rule with ``keep=replay`` has recorded, by module and rank.
 
-    The newest attempt at a step counts. Raises LookupFailedError if there is no such call, or no step is given; the
-    message says what there is, or which rule to record with.
+    Only the newest attempt at a step counts. Raises LookupFailedError if there is no such call, or no step is given;
+    the message lists the existing calls, or the rule to record with.
     """
     table = run.table(["module_path", "step", "rank"], pc.field("site") == CALL)
     if not table.num_rows:
@@ -114,7 +114,7 @@ def _full_name(row: Mapping[str, Any]) -> str:
 
 
 def _class_without_settings(facts: Mapping[str, Any]) -> str | None:
-    """Return the class of a module that the script can make only with a factory; None for other classes."""
+    """Return the class of a module if the script needs a factory to make the module; else None."""
     where, _, qualified = str(facts.get("class")).partition(":")
     is_made = facts.get("constructor") is not None and where.startswith("torch.nn.modules.")
     return None if is_made else qualified
@@ -229,7 +229,7 @@ class Audited(NamedTuple):
 def audit(
     run: Run, *, step: int | None, module: str | None = None, rank: int | None = None, factory: str = ""
 ) -> list[Audited]:
-    """Run the recorded calls of a step again, of all modules and ranks or of one.
+    """Run the recorded calls of a step again, for all modules and ranks or for one of them.
 
     `factory` is the ``MODULE:FUNCTION`` that makes the complete model, for classes outside torch.nn. Raises
     LookupFailedError if nothing was recorded for a replay.
@@ -254,7 +254,7 @@ def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
         for one in sorted(results, key=lambda one: (one.verdict in _STATES, one.verdict == NOT_REPRODUCED)):
             where = f"{printable(repr(one.module))}, rank {one.rank}"
             where += f", micro-step {one.micro_step}, call {one.call}" * (num_of[one.module, one.rank] > 1)
-            own = "" if one.verdict == CANNOT_TELL else where  # calls that were not judged for one reason share a line
+            own = "" if one.verdict == CANNOT_TELL else where  # calls not judged for the same reason share a line
             calls_of.setdefault((one.verdict, one.why, own), []).append(where)
         for (verdict, why, _), calls in calls_of.items():
             of_calls = f" ({counted(len(calls), 'call')})" if len(calls) > 1 else ""
@@ -278,9 +278,9 @@ def audit_reply(run: Run, results: Sequence[Audited]) -> Reply:
 
 
 def the_call(calls: Sequence[RecordedCall], micro_step: int, call: int) -> RecordedCall:
-    """Return the call with this micro-step and number, out of `recorded_calls`.
+    """Return the call with this micro-step and call index, among `recorded_calls`.
 
-    Raises LookupFailedError if several ranks recorded the call, or none did; the message says what there is.
+    Raises LookupFailedError if several ranks recorded the call, or none did; the message lists the calls.
     """
     ranks = sorted({one.rank for one in calls})
     if len(ranks) > 1:
@@ -324,7 +324,7 @@ def _audited(run: Run, call: RecordedCall, folder: Path, factory: str) -> Audite
     folder.mkdir()
     try:
         fill_bundle(run, call, folder)
-        # A module of torch.nn is made from its settings, because a factory may make a large model each time.
+        # Modules of torch.nn are made from their settings, because a factory may make a large model at each call.
         options = Options()
         try:
             compared, notes = replay(folder, options)
