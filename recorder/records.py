@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .sites import PROBE
+
 KEEP_TENSOR = 1
 """The payload is written."""
 KEEP_STATS = 2
@@ -27,6 +29,8 @@ KEEP_UNITS = 32
 """The column of sums for each unit is written, and the statistics."""
 KEEP_RING = 64
 """The payload waits in memory for a trigger, and is written only then. Never with `KEEP_TENSOR`."""
+KEEP_PROBE = 128
+"""One number of the value at every step is kept, in blocks of steps; see `capture/probe.py`."""
 KEEP_VALUES = KEEP_TENSOR | KEEP_RING
 """The bits that need the values themselves in host memory."""
 KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
@@ -40,6 +44,8 @@ PART_BYTES = 32 << 20
 
 def kind_of(keep: int, site: str) -> str:
     """Return the kind of shard that a record belongs to. A scalar's payload stays with statistics, kept longest."""
+    if site == PROBE:
+        return PROBE
     return "tensors" if keep & KEEP_TENSOR and site != "scalar" else "stats"
 
 

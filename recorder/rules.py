@@ -22,6 +22,7 @@ from .errors import ConfigError
 from .records import (
     KEEP_FINGERPRINT,
     KEEP_HISTOGRAM,
+    KEEP_PROBE,
     KEEP_REPLAY,
     KEEP_RING,
     KEEP_STATS,
@@ -36,6 +37,7 @@ KEEPS = {
     "fingerprint": KEEP_FINGERPRINT,
     "histogram": KEEP_STATS | KEEP_HISTOGRAM,
     "units": KEEP_STATS | KEEP_UNITS,
+    "probe": KEEP_PROBE,
     "replay": KEEP_TENSOR | KEEP_REPLAY,
     "ring": KEEP_RING,
 }

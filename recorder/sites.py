@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 FORMAT_NAME = "recorder"
-FORMAT_VERSION = (1, 3)
+FORMAT_VERSION = (1, 4)
 """The major and the minor version of the format. Readers refuse another major version and accept any minor one."""
 MAX_COUNT = 1 << 53
 """The bound on every whole number of a row: float64 is exact up to it, and sums and products with a width fit int64."""
@@ -104,6 +104,15 @@ ALL_SITES = (
         is_selectable=False,
         since=3,
     ),
+    Site(
+        name="probe",
+        kind=Kind.NUMBER,
+        phase="forward",
+        expected=Expected.NOTHING,
+        is_given=True,
+        is_selectable=False,
+        since=4,
+    ),
 )
 """All sites, in the order in which people see them."""
 
@@ -111,6 +120,8 @@ SITES = tuple(site.name for site in ALL_SITES if site.is_selectable)
 """The sites that rules and questions name."""
 CALL = "call"
 """The site of the data that a replay of a call needs besides its arguments: facts as JSON, parameters, buffers."""
+PROBE = "probe"
+"""The site of the rows of `keep=probe`, and the kind of the shards that have them: a row is a value over many steps."""
 OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")
 """The sites whose tensors a replay is made of and compared with."""
 SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}

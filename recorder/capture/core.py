@@ -25,6 +25,7 @@ from ..observe.module_hooks import has_compiled_anything
 from ..observe.selection import RuleSelection
 from ..records import (
     KEEP_NUMBERS,
+    KEEP_PROBE,
     KEEP_RING,
     KEEP_STATS,
     KEEP_VALUES,
@@ -46,6 +47,7 @@ from .hooks.callbacks import RootCalls
 from .hooks.root import Root
 from .local_values import DTYPES, Inner, UnsupportedKind, inner_tensors, local_bytes, plain
 from .nonfinite import FirstNonFinite
+from .probe import Probe
 from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
@@ -127,6 +129,8 @@ class Capture:
         self._errors: dict[tuple[str, str, str, str], int] = {}
         self.lost: Callable[[], object] = self._sequence.__next__
         """Numbers a value that is neither put nor dropped, so that the ledger finds the value. Needs no memory."""
+        self.probe: Probe | None = None
+        """The numbers of values at every step; None until a rule with ``keep=probe`` selects a value."""
         self.scalars = Scalars(self, self.roots)
         self.taps_by_hand = TapsByHand(self, self.roots)
         self.rule_commands = RuleCommands(
@@ -152,6 +156,8 @@ class Capture:
     def step_changed(self) -> None:
         """Work out what is kept at the new step, and remove hooks that belonged to the old step."""
         self._step_in_force, step = None, self.clock.step
+        if self.probe is not None:
+            self._ask_probe(self.probe.step_changes, step)
         self.scalars.step_changes(step)
         self.rule_commands.step_changes(step)
         if self.ring is not None and (problem := self.ring.judge(step, self.selection.num_ring_steps)) is not None:
@@ -176,6 +182,8 @@ class Capture:
 
     def fetch(self) -> None:
         """Hand over every value that waits for the end of a step, whatever the cost."""
+        if self.probe is not None:
+            self._ask_probe(self.probe.flush)
         self.scalars.record_losses()
         self.aliases.flush()
         for stager in list(self._stagers.values()):
@@ -239,6 +247,10 @@ class Capture:
             local, chunk = plain(tensor, chunk)
             if chunk is not None and 'Partial"' in chunk.placements:
                 local, keep, note = self._summand(tensor, local, keep, note)
+            if keep & KEEP_PROBE:
+                keep = self._keep_probed(origin, moment, phase, scope, chunk, local, keep)
+                if not keep:
+                    return
             if (
                 self.channel.refused
                 and not keep & KEEP_RING
@@ -308,6 +320,22 @@ class Capture:
         # The result is that of `Staged(*fields)`, in a third of the time.
         (put or self.channel.put)(tuple.__new__(Staged, fields))
 
+    def _keep_probed(
+        self, origin: Origin, moment: Moment, phase: str, scope: str | None, chunk: Chunk | None,
+        local: torch.Tensor, keep: int,
+    ) -> int:  # fmt: skip
+        """Show a value to the probe, and return what else is kept: statistics if the value has turned non-finite."""
+        if self.probe is None:
+            self.probe = Probe(self.observe, use_native=self.settings.native)
+        has_turned = self.probe.saw(origin, moment, phase, scope, chunk, local)
+        return keep & ~KEEP_PROBE | (KEEP_STATS if has_turned else 0)
+
+    def _ask_probe(self, question: Callable[..., None], *arguments: int) -> None:
+        try:
+            question(*arguments)
+        except Exception as error:
+            self.hook_failed("the probe", error)
+
     def _take_in_ring(self, nbytes: int, moment: Moment) -> PoolBlock | None:
         """Take a block for a value that waits for a trigger; wait for room only if a trigger has asked for its step."""
         ring = self.ring
@@ -348,6 +376,7 @@ class Capture:
         masked = without_masked(tensor, local)
         if masked is not None:
             local, note = masked, merged_notes(note, _MASKED)
+        keep &= ~KEEP_PROBE
         if keep & KEEP_STATS:  # statistics of summands say nothing of the sum
             keep, note = keep & ~KEEP_NUMBERS, merged_notes(note, _NO_STATISTICS_OF_PARTIAL)
         return local, keep, note
@@ -503,6 +532,8 @@ class Capture:
 
     def close(self) -> None:
         """Remove every hook; records that were put on the channel stay there."""
+        if self.probe is not None:
+            self._ask_probe(self.probe.close)
         self.scalars.record_losses()
         self.is_open = False
         self.aliases.flush()

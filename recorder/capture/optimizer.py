@@ -13,7 +13,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,9 @@ from ..system.processes import instances_of
 from .core import Capture
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
+from .probe import ProbedGroup
 
+_MAX_PROBED = 64
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -147,6 +149,12 @@ class OptimizerHooks:
         self._on_new = on_new
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._probed: weakref.WeakKeyDictionary[Optimizer, dict[Hashable, ProbedGroup | None]]
+        self._probed = weakref.WeakKeyDictionary()
+        """The values of each optimizer that the probe measures together, by the masks and by which gradients there are;
+        None where the probe must measure them one by one."""
+        self._probed_key: Hashable = None
+        """The key under which the values of the step under way become a group."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """The parameters that came after this step's scan of the modules; the next scan looks for them."""
         self._learned_at = -1
@@ -245,6 +253,7 @@ class OptimizerHooks:
 
     def rescan(self) -> None:
         """Find the module of every parameter again, because there is a new root."""
+        self._probed.clear()
         self._unknown.clear()
         self._learn()
         self._has_rescanned = False
@@ -355,7 +364,9 @@ class OptimizerHooks:
         repeats = self._repeats_at("grad")
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
         keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
-        for parameter in _parameters(optimizer) if keeps_param or keeps_grad else ():
+        parameters = list(_parameters(optimizer)) if keeps_param or keeps_grad else []
+        is_done = self._probe_together(optimizer, parameters, moment.step)
+        for parameter in () if is_done else parameters:
             rows = self._rows_of(parameter)
             if rows is None:
                 continue
@@ -364,11 +375,51 @@ class OptimizerHooks:
                 rows.record("param", "", parameter, moment, "optimizer", repeat)
             if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
                 rows.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
+        self._learn_probed(optimizer, parameters)
         if self._counts(optimizer) and capture.selection.keeps("buffer"):
             repeats = self._repeats_at("buffer")
             repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
+
+    def _probe_together(self, optimizer: Optimizer, parameters: list[torch.Tensor], step: int) -> bool:
+        """Show parameters and gradients to the probe with one call, where it alone keeps something of them.
+
+        The values are those that the probe has seen one by one at an earlier step with the same masks. Return False if
+        the parameters must be recorded one by one.
+        """
+        self._probed_key, probe = None, self._capture.probe
+        if probe is None:
+            return False
+        probe.seen = None
+        if not parameters or not self._capture.selection.keeps_probe_alone("param", "grad"):
+            return False
+        gradients = [parameter.grad for parameter in parameters]
+        key = tuple(self._capture.selection.masks), tuple(gradient is None for gradient in gradients)
+        groups = self._probed.setdefault(optimizer, {})
+        if key not in groups:
+            self._probed_key, probe.seen = key, []
+            return False
+        group = groups[key]
+        tensors = [one for pair in zip(parameters, gradients, strict=True) for one in pair if one is not None]
+        return group is not None and probe.saw_group(group, tensors, step)
+
+    def _learn_probed(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Make a group of the values that the probe has just seen, if it saw each parameter and gradient once."""
+        probe, key, self._probed_key = self._capture.probe, self._probed_key, None
+        if key is None or probe is None or probe.seen is None:
+            return
+        seen, probe.seen = probe.seen, None
+        expected = [
+            (tensor.dtype, tensor.numel())
+            for parameter in parameters
+            for tensor in (parameter, parameter.grad)
+            if tensor is not None
+        ]
+        groups = self._probed[optimizer]
+        if len(groups) >= _MAX_PROBED:
+            groups.clear()
+        groups[key] = probe.group(seen) if [one[1:] for one in seen] == expected else None
 
     def _record_state(self, optimizer: Optimizer) -> None:
         if not self._capture.selection.keeps("optim"):

@@ -26,7 +26,7 @@ from prometheus_client.exposition import choose_encoder
 from .. import __version__
 from ..errors import ConfigError
 from ..format.manifest import Balance
-from ..format.rundir import Members
+from ..format.rundir import SHARD_KINDS, Members
 from .settings import DaemonSettings
 from .shipping.run import RunShipper
 from .shipping.writer import WriterShipper
@@ -35,7 +35,7 @@ from .telemetry import Counters, Health, Requests
 _RUN = ("run", "name")
 _RANK = (*_RUN, "rank")
 
-_KINDS = ("stats", "tensors", "index", "open", "status", "manifest", "document")
+_KINDS = (*SHARD_KINDS, "index", "open", "status", "manifest", "document")
 _ERRORS = ("unreachable", "refused", "anonymous", "busy", "changed", "failed", "damaged", "local", "internal")
 _ERRANDS = tuple(f"{what} {result}" for what in ("repair", "catalog", "check") for result in ("done", "failed"))
 _COMMANDS = ("carried", "invalid", "oversized", "unsigned", "stale", "replayed", "failed")

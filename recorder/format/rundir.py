@@ -21,13 +21,13 @@ from typing import Any, NamedTuple, TypeVar
 from crc32c import crc32c
 
 from ..errors import CorruptError, NotARunError, UnsupportedError, install_line
-from ..sites import FORMAT_NAME, FORMAT_VERSION
+from ..sites import FORMAT_NAME, FORMAT_VERSION, PROBE
 
 RUN_MANIFEST = "_run.json"
 WRITER_MANIFEST = "_writer.json"
 MERGE_MANIFEST = "_merge.json"
 """The file in the output of a merge that names the source run and the options."""
-SHARD_KINDS = ("tensors", "stats")
+SHARD_KINDS = ("tensors", "stats", PROBE)
 MAX_MANIFEST_BYTES = 64 << 20
 """The most bytes of a manifest. 50,000 modules with their sites need 15 MB; no recorder writes a larger file."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..numerics.units import sides_of
-from ..records import KEEP_HISTOGRAM, KEEP_TENSOR, KEEP_UNITS, Staged
+from ..records import KEEP_HISTOGRAM, KEEP_PROBE, KEEP_TENSOR, KEEP_UNITS, Staged
 from ..rules import Rule, Schedule
 from ..system import log
 from ..system.text import counted, size
@@ -146,6 +146,8 @@ HISTOGRAM_BYTES = 40
 """The bytes that a histogram adds to a row on disk; 37 to 46 were measured."""
 UNIT_BYTES = 19
 """The bytes that the sums of one unit add to a row on disk."""
+PROBE_BYTES = 5
+"""The bytes that the probe of a value adds to the disk at each step."""
 _AHEAD = (100, 1000)
 """The numbers of steps for which the estimate says how many bytes are written."""
 
@@ -214,8 +216,13 @@ class Estimate:
         def times(schedules: frozenset[Schedule]) -> int:
             return sum(any(step in schedule for schedule in schedules) for step in range(first, first + num_steps))
 
-        of_rows = sum(ROW_BYTES * num * times(self._schedules(site, -1)) for site, num in self._num_rows.items())
-        return of_rows + sum(num * times(self._schedules(*kept)) for kept, num in self._num_bytes.items())
+        of_rows = sum(
+            ROW_BYTES * num * times(self._schedules(site, ~KEEP_PROBE)) for site, num in self._num_rows.items()
+        )
+        of_probes = sum(
+            PROBE_BYTES * num * times(self._schedules(site, KEEP_PROBE)) for site, num in self._num_rows.items()
+        )
+        return of_rows + of_probes + sum(num * times(self._schedules(*kept)) for kept, num in self._num_bytes.items())
 
     def _schedules(self, site: str, keep: int) -> frozenset[Schedule]:
         return frozenset(rule.steps for rule in self._rules if site in rule.site and rule.keep & keep)

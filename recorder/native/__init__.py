@@ -26,7 +26,7 @@ from ..numerics.dtypes import item_bytes
 from ..records import Measured
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-ABI = 11
+ABI = 12
 """The ABI number in `kernels.c`; a library with another number is not used."""
 LEVELS = ("generic", "avx2", "avx512")
 _ELF_64_LITTLE = b"\x7fELF\x02\x01"
@@ -45,6 +45,8 @@ TABLE_KINDS = frozenset(name for name, kind in KINDS.items() if kind in (_TABLE_
 """The element types whose values are looked up in a table."""
 
 _Bytes = npt.NDArray[np.uint8]
+_CHUNK_ITEMS = 1 << 15
+"""The elements of a chunk of `kernels.c`, as `CHUNK_ITEMS` there."""
 _ITEMS_OF_THREAD = 1 << 16
 """The fewest elements for which one more thread saves time: two chunks of `kernels.c`."""
 _OPENMP = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
@@ -64,9 +66,9 @@ _MEASURING = struct.Struct("PqiPPPP")
 """The input of a measurement, as `struct measuring`: data, items, kind, table, weights, bins, units."""
 _MEASURING_ITEMS = np.dtype(
     {
-        "names": ["at", "items", "kind", "weights"],
-        "formats": ["u8", "i8", "i4", "u8"],
-        "offsets": [0, 8, 16, 32],
+        "names": ["at", "items", "kind", "table", "weights"],
+        "formats": ["u8", "i8", "i4", "u8", "u8"],
+        "offsets": [0, 8, 16, 24, 32],
         "itemsize": _MEASURING.size,
     }
 )
@@ -157,6 +159,18 @@ class LoopsPlan:
         )
 
 
+class ManyTensors:
+    """The elements of many tensors that are summed together again and again, wherever the tensors lie."""
+
+    def __init__(self, plans: Sequence[LoopsPlan]) -> None:
+        """Take one plan for each tensor, and keep the plans, whose tables are read."""
+        self._plans = plans
+        self.measuring = np.zeros(len(plans), _MEASURING_ITEMS)
+        self.measuring["items"], self.measuring["kind"] = [one.items for one in plans], [one.kind for one in plans]
+        self.measuring["table"] = [one.table_address for one in plans]
+        self.most_items = max((one.items for one in plans), default=0)
+
+
 class _OfThread(threading.local):
     """The scratch memory of one Python thread."""
 
@@ -215,6 +229,13 @@ class Kernels:
         for measure in (self._measure_parallel, self._measure_parallel_held):
             measure.argtypes = (pointer, number, number, pointer, pointer, pointer)
             measure.restype = None
+        self._squares, self._squares_held = library.recorder_native_squares, held.recorder_native_squares
+        for squares in (self._squares, self._squares_held):
+            squares.argtypes = (pointer, number, pointer, pointer)
+            squares.restype = ctypes.c_double
+        self._squares_of_many = library.recorder_native_squares_of_many
+        self._squares_of_many.argtypes = (pointer, number, number, pointer, pointer, pointer)
+        self._squares_of_many.restype = None
         self._scratch_bytes = held.recorder_native_scratch
         self._scratch_bytes.argtypes = (number, number)
         self._scratch_bytes.restype = number
@@ -267,6 +288,34 @@ class Kernels:
             parallel(measuring, plan.num_bins, num_threads, run, scratch, out)
         else:
             (self._measure_held if is_held else self._measure)(measuring, 1, self._of_thread.scratch, out)
+
+    def sum_of_squares(self, at: int, plan: LoopsPlan, *, num_threads: int = 1, held_bytes: int = HELD_BYTES) -> float:
+        """Return the sum of the squares of a tensor's values; it is not finite where a value is not.
+
+        The arguments are those of `measure_at`. The bits depend neither on the vectors of the processor nor on the
+        number of threads; the sum that `measure_at` computes may differ from them in the last places.
+        """
+        measuring = _MEASURING.pack(at, plan.items, plan.kind, plan.table_address, 0, 0, 0)
+        squares = self._squares_held if plan.items * plan.item_bytes <= held_bytes else self._squares
+        num_threads = min(num_threads, plan.items // _ITEMS_OF_THREAD)
+        run = parallel_region() if num_threads > 1 and os.getpid() == _PID else 0
+        scratch = self._of_thread.at_least(plan.items // _CHUNK_ITEMS * 8 + 8) if run else 0
+        return float(squares(measuring, num_threads, run, scratch))
+
+    def sums_of_squares(self, at: Sequence[int], tensors: ManyTensors, *, num_threads: int = 1) -> list[float]:
+        """Return the sum of the squares of each of many tensors, as `sum_of_squares` does, with one call.
+
+        Args:
+            at: the address of each tensor.
+            tensors: the elements of each tensor.
+            num_threads: as for `measure_at`.
+        """
+        tensors.measuring["at"] = at
+        run = parallel_region() if num_threads > 1 and os.getpid() == _PID else 0
+        scratch = self._of_thread.at_least(tensors.most_items // _CHUNK_ITEMS * 8 + 8)
+        out = np.empty(len(at))
+        self._squares_of_many(address(tensors.measuring), len(at), num_threads, run, scratch, address(out))
+        return out.tolist()
 
     def measure_small(
         self, at: Sequence[int], items: Sequence[int], dtypes: Sequence[str], weights: Sequence[Weights | None]

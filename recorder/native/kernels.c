@@ -15,7 +15,7 @@
 #error "gcc or clang, 64 bits, little-endian"
 #endif
 
-#define ABI 11
+#define ABI 12
 #define CHUNK_ITEMS 32768
 #define LEAF_ITEMS 128
 #define EXPORT __attribute__((visibility("default")))
@@ -113,6 +113,7 @@ struct deviating {
 struct kernels {
   void (*measure)(const struct measuring *, int64_t, void *, struct moments *);
   void (*merge)(const struct moments *, struct moments *);
+  double (*squares)(const struct measuring *, int64_t);
   void (*planes)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, uint8_t *, int64_t);
   int64_t (*huffman)(const uint8_t *, int64_t, int64_t, int64_t, uint8_t *, struct huffman *);
   int64_t (*sample)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, uint8_t *, struct huffman *);
@@ -288,6 +289,46 @@ EXPORT void recorder_native_measure_parallel(const struct measuring *measuring, 
     for (int64_t bin = 0; bin < num_bins; bin++)
       measuring->bins[bin] += ((const uint64_t *)(shared.memory + thread * THREAD_BYTES + MEASURING_BYTES))[bin];
   finish(&moments, out);
+}
+
+/* What the threads that sum the squares of one tensor share. */
+struct squared {
+  const struct measuring *measuring;
+  double *chunks;
+  int64_t next_chunk;
+};
+
+static void square_chunks(void *argument) {
+  struct squared *shared = argument;
+  int64_t number, num_chunks = num_chunks_of(shared->measuring->items);
+  while ((number = __atomic_fetch_add(&shared->next_chunk, 1, __ATOMIC_RELAXED)) < num_chunks)
+    shared->chunks[number] = selected->squares(shared->measuring, number);
+}
+
+/* The sum of the squares of all values of one tensor, chunk by chunk, whose sums are added in their order, so that the
+ * bits do not depend on the threads. It is not finite where a value is not. `run`: as above, or nothing for one thread;
+ * `chunks`: with `run`, room for a sum of each chunk. */
+EXPORT double recorder_native_squares(const struct measuring *measuring, int64_t num_threads,
+                                      void (*run)(void (*)(void *), void *, unsigned, unsigned), double *chunks) {
+  int64_t num_chunks = num_chunks_of(measuring->items);
+  if (run) {
+    struct squared shared = {measuring, chunks, 0};
+    run(square_chunks, &shared, (unsigned)num_threads, 0);
+  }
+  double sum = 0;
+  for (int64_t number = 0; number < num_chunks; number++)
+    sum += run ? chunks[number] : selected->squares(measuring, number);
+  return sum;
+}
+
+/* As recorder_native_squares, of `num` tensors; `chunks` has room for the largest of them. */
+EXPORT void recorder_native_squares_of_many(const struct measuring *measuring, int64_t num, int64_t num_threads,
+                                            void (*run)(void (*)(void *), void *, unsigned, unsigned), double *chunks,
+                                            double *out) {
+  for (int64_t i = 0; i < num; i++) {
+    int is_large = num_threads > 1 && measuring[i].items >= 4 * CHUNK_ITEMS;
+    out[i] = recorder_native_squares(measuring + i, num_threads, is_large ? run : 0, chunks);
+  }
 }
 
 /* The first `framed` planes as frames, then the others as they are; unless all are framed, 8 bytes with the length of the

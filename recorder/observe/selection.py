@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from ..records import KEEP_RING, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
+from ..records import KEEP_PROBE, KEEP_RING, KEEP_STATS, KEEP_TENSOR, KEEP_UNITS
 from ..rules import ANY, EVERY, KEEPS, Rule, Schedule, nearest
 from ..sites import OF_PARAMETERS, SITES, STATES
 from ..system.text import listed
@@ -165,6 +165,13 @@ class RuleSelection:
     def keeps(self, site: str) -> bool:
         """Whether a value of a site may be kept at this step, in whatever module."""
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
+
+    def keeps_probe_alone(self, *sites: str) -> bool:
+        """Whether of values of some sites nothing but the probe may be kept at this step."""
+        return not any(
+            mask & ~KEEP_PROBE and not set(sites).isdisjoint(rule.site)
+            for mask, rule in zip(self._active, self._rules, strict=True)
+        )
 
     def num_ring_steps(self, first: int, num_steps: int) -> int:
         """Return how many of the `num_steps` steps from `first` on have a rule that keeps ring values on this rank."""

@@ -20,6 +20,7 @@ from ..columns import COLUMN_OF, SCHEMA
 from ..errors import CorruptError, NotARunError, RunError, UnsupportedError
 from ..format.integrity import BatchHeader
 from ..format.rundir import ShardName, index_name, open_name, parse_shard_name
+from ..sites import PROBE
 from ..storage.locations import Location, OpenLocation, store_of
 from ..storage.untrusted_files import ByteSource, Found
 from .shard import Layout, Salvaged, Shard, open_sealed, salvage
@@ -64,6 +65,11 @@ class ShardRows:
     def name(self) -> ShardName | None:
         """The parts of the file's name; None if the file is not named as a shard."""
         return parse_shard_name(self.path.name)
+
+    @property
+    def is_of_probe(self) -> bool:
+        """Whether a row of the shard is one value over a block of steps."""
+        return self.name is not None and self.name.kind == PROBE
 
     @property
     def num_rows(self) -> int:

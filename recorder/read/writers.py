@@ -57,7 +57,9 @@ class RecordedWriter:
         self.name = directory.name
         self.rank = rank
         """The rank of the writer; None in a merged run."""
-        self.shards = shards
+        self.all_shards = shards
+        self.shards = [shard for shard in shards if not shard.is_of_probe]
+        """The shards with one row for each value, which questions read; `probe_shards` are the others."""
         self.manifest = WriterManifest()
         self.manifest_problem: str | None = None
         self.retired_later: list[RetiredEarlier] = []
@@ -91,8 +93,14 @@ class RecordedWriter:
         return self.manifest.step_source == COUNTED
 
     @property
+    def probe_shards(self) -> list[ShardRows]:
+        """The shards with one row for each value and block of steps, which `run.probe` reads."""
+        return [shard for shard in self.all_shards if shard.is_of_probe]
+
+    @property
     def num_rows(self) -> int:
-        return sum(shard.num_rows for shard in self.shards)
+        """The number of rows of all shards, as the accounts count them."""
+        return sum(shard.num_rows for shard in self.all_shards)
 
     def column(self, name: str) -> Any:
         """Return a metadata column of all rows of the writer, as `pa.ChunkedArray`."""
@@ -102,14 +110,14 @@ class RecordedWriter:
     def unknown_columns(self) -> Counter[str]:
         """Return the columns that this version does not know and ignores, and the number of rows that have each."""
         counts = Counter[str]()
-        for shard in self.shards:
+        for shard in self.all_shards:
             counts += Counter(dict.fromkeys(shard.unknown_columns(), shard.num_rows))
         return counts
 
     @property
     def shard_bytes(self) -> int:
         """The bytes of the shards when they were opened."""
-        return sum(shard.size_bytes for shard in self.shards)
+        return sum(shard.size_bytes for shard in self.all_shards)
 
     @property
     def size_bytes(self) -> int:
@@ -141,7 +149,7 @@ class RecordedWriter:
     def retired_shards(self) -> dict[tuple[str, int], Balance]:
         """The writer's shards that a later writer has deleted, by kind and number, with their rows and bytes."""
         retired = {}
-        present = {name[:2] for shard in self.shards if (name := parse_shard_name(shard.path.name))}
+        present = {name[:2] for shard in self.all_shards if (name := parse_shard_name(shard.path.name))}
         for note in self.retired_later:
             for text, size in note.shards.items():
                 name = parse_shard_name(text)
@@ -202,12 +210,12 @@ class RecordedWriter:
     def problems(self) -> list[str]:
         """A message for each thing that is damaged and missing from the rows."""
         of_manifest = [self.manifest_problem] if self.manifest_problem else []
-        return of_manifest + [damage for shard in self.shards for damage in shard.damage]
+        return of_manifest + [damage for shard in self.all_shards for damage in shard.damage]
 
     def newest_shards(self) -> Iterator[ShardRows]:
         """Yield the last shard of each kind."""
         seen = set()
-        for shard in reversed(self.shards):
+        for shard in reversed(self.all_shards):
             kind = shard.path.name.lstrip("_").partition("-")[0]
             if kind not in seen:
                 seen.add(kind)
@@ -217,7 +225,7 @@ class RecordedWriter:
         is_running = self.manifest.is_running
         if is_running is not None:
             return is_running
-        signs = (self.directory, self.directory / STATUS, *(shard.path for shard in self.shards))
+        signs = (self.directory, self.directory / STATUS, *(shard.path for shard in self.all_shards))
         return time.time() - max(_look(sign)[0] for sign in signs) < _QUIET_S
 
 

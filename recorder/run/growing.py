@@ -18,6 +18,7 @@ from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, Shared, open_name, shard_name
 from ..read.shard_rows import ShardRows, Steps, load_open, load_sealed
 from ..read.writers import RecordedWriter, list_shards, list_writers, writer_folders
+from ..sites import PROBE
 from ..storage.locations import Location, store_of
 from ..storage.untrusted_files import FileFacts
 from .status import ENDED, RankNow, RunWatch
@@ -144,6 +145,8 @@ class GrowingRun:
     def _look_at_shards(self, followed: _Followed) -> bool:
         has_more = False
         for kind, number, is_open in list_shards(followed.directory):
+            if kind == PROBE:
+                continue
             lane = followed.lanes.setdefault(kind, _ShardsOfKind(kind))
             lane.known[number] = is_open
         for lane in followed.lanes.values():
@@ -272,7 +275,7 @@ class GrowingRun:
             writer = copy.copy(followed.writer)
             for name in _DERIVED:
                 writer.__dict__.pop(name, None)
-            writer.shards = [shard.only(some) for shard, some in numbers.values()]
+            writer.shards = writer.all_shards = [shard.only(some) for shard, some in numbers.values()]
             writers.append(writer)
 
         def order(one: RecordedWriter) -> tuple[int, int, int, str]:

@@ -329,7 +329,7 @@ class Unsealed(NamedTuple):
 def unsealed(run: RecordedRun) -> Unsealed:
     """Count the rows in open shards. A merged run has none, and has no writer to repair."""
     over = [] if run.is_merged else [writer for writer in run.writers if writer.state != "recording"]
-    rows = [shard.num_rows for writer in over for shard in writer.shards if not shard.is_sealed]
+    rows = [shard.num_rows for writer in over for shard in writer.all_shards if not shard.is_sealed]
     return Unsealed(sum(rows), sum(number > 0 for number in rows))
 
 

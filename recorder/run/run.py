@@ -42,6 +42,7 @@ from ..storage.locations import Location, store_of
 from ..storage.objects import ObjectPath
 from ..system.text import counted, listed, printable
 from .finding import find_run
+from .probe import read_probe
 from .reply import MAX_LISTED, InlinePage, as_html, in_order_of_sites, run_html, span
 from .status import PROOF, PROOF_BYTES, UNKNOWN, Proof
 
@@ -101,6 +102,21 @@ class Run(RecordedRun):
     def topology(self) -> Topology:
         """The writers that ran together, and the ranks that share a model, a part of the batch or a stage."""
         return Topology(self.writers, self.run_id, self.world_size)
+
+    def probe(self, rank: int | None = None) -> Any:
+        """Return the numbers of ``keep=probe`` as a `pa.Table`: one row for each value, rank and step.
+
+        ``run.probe().to_pandas()`` is a frame with the columns of `run.probe.PROBE_SCHEMA`. A value has one number at
+        each step, `l2`, the root of the sum of the squares of its finite elements, and the counts of the others. In a
+        step, values come in the order in which a rank has seen them first.
+
+        Args:
+            rank: only the numbers of this rank.
+
+        Raises:
+            CorruptError: a part of the probe is damaged.
+        """
+        return read_probe(writer for writer in self.writers if rank in (None, writer.rank))
 
     def view(self, loss: str = "mean", layouts: Sequence[str] = ()) -> GlobalView:
         """Return the rows as tensors of the complete model, whichever ranks had them.

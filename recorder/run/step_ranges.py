@@ -292,7 +292,7 @@ class RunAsOpened(NamedTuple):
 def digest(run: Run) -> str:
     """Return a digest of the facts that opening a run gives: its writers, their manifests, and their files."""
     writers = [
-        [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.shards]]
+        [one.rank, one.name, one.manifest.members, [[s.path.name, s.is_sealed, s.size_bytes] for s in one.all_shards]]
         for one in run.writers
     ]
     text = json.dumps([run.manifest.members, writers], sort_keys=True, default=str)

@@ -219,7 +219,7 @@ class _Repair:
         num_rows = 0
         file = None
         kind = parse_shard_name(final.name)
-        layout = IpcFormat(salvaged.layout.schema, "zstd" if kind is not None and kind.kind == "stats" else None)
+        layout = IpcFormat(salvaged.layout.schema, None if kind is None or kind.kind == "tensors" else "zstd")
         if not self._is_dry:
             temporary = final.with_name(f"_{final.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
             file = BatchFile(self._disk, temporary, layout, self._memory, is_direct=False)
@@ -252,7 +252,7 @@ class _Repair:
         index_path = path.with_name(index_name(path.name))
         metadata = [name for name in shard.schema.names if name != "data"]  # even columns unknown to this version
         problem = _index_problem(index_path, num_bytes, metadata)
-        if path.name.startswith("stats") or not problem:
+        if not path.name.startswith("tensors") or not problem:
             return
         index = Index(shard.schema)
         for number in shard.blocks:

@@ -87,7 +87,7 @@ def _verify_writer(writer: RecordedWriter, report: Report, is_over: bool, each: 
     elif not writer.manifest.members:
         yield VerifyResult(False, f"{writer.directory}: has no manifest; its writer has only begun, or died at once")
     verify_one = partial(_verify_shard, writer=writer, report=report, is_over=is_over)
-    for findings in each(verify_one, writer.shards):
+    for findings in each(verify_one, writer.all_shards):
         yield from findings
     yield from _verify_rows(writer)
     if writer.ending:
@@ -303,7 +303,7 @@ def _bits(column: Any) -> Any:
 
 def _verify_rows(writer: RecordedWriter) -> Iterator[VerifyResult]:
     seqs = [np.zeros(0, np.int64)]
-    for shard in writer.shards:
+    for shard in writer.all_shards:
         try:
             batches = shard.columns(["seq", "rank"])
         except RunError:

@@ -28,6 +28,7 @@ from ..format.rundir import (
     shard_name,
 )
 from ..rules import Schedule
+from ..sites import PROBE
 from .files.file import Disk
 from .files.shard import StoredShard
 from .ledger import DISK_FLOOR, Notices
@@ -51,11 +52,16 @@ class HeldShard(NamedTuple):
 
 
 class Quota:
-    """The bytes of one rank. A quarter of the bytes is for statistics, so that tensors cannot crowd statistics out."""
+    """The bytes of one rank, divided among the kinds of shards, so that no kind can crowd another one out.
+
+    Statistics have a quarter of the bytes, and an eighth of this quarter is for the probe.
+    """
 
     def __init__(self, max_bytes: int, keep_newest: int = 0) -> None:
-        stats_bytes = max_bytes // 4
-        self._limits = {"tensors": max_bytes - stats_bytes, "stats": stats_bytes}
+        stats_bytes, probe_bytes = max_bytes // 4, max_bytes // 32
+        self._limits = {
+            "tensors": max_bytes - stats_bytes, "stats": stats_bytes - probe_bytes, PROBE: probe_bytes
+        }  # fmt: skip
         self._used = dict.fromkeys(SHARD_KINDS, 0)
         self._held: dict[str, list[HeldShard]] = {kind: [] for kind in SHARD_KINDS}
         self._keep_newest = keep_newest

@@ -321,7 +321,7 @@ class RotatingShards:
         self._next_number += 1  # also after a failure, so that a taken name is not tried again
         shard = BatchFile(self._disk, path, self._layout, self._memory, is_direct=is_direct)
         self._index = Index() if self._has_index else None
-        if self._kind == "stats" and self._settings.seal_stats_s:
+        if self._kind != "tensors" and self._settings.seal_stats_s:
             self._seal_at_s = self._clock() + self._settings.seal_stats_s
         self._add_bytes(shard.num_bytes)
         return shard

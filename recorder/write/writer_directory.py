@@ -1,4 +1,4 @@
-"""One writer directory: its claim, its manifest, its two kinds of shard and retention. Writer thread only.
+"""One writer directory: its claim, its manifest, its kinds of shard and retention. Writer thread only.
 
 This module raises no error of the disk: such errors go to the ledger and the log. Any other exception is a bug of the
 recorder.
@@ -22,7 +22,7 @@ from ..format.codec import Encoder
 from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, index_name, open_name, rank_dir, read_json
 from ..rules import Schedule
-from ..sites import FORMAT_NAME, FORMAT_VERSION
+from ..sites import FORMAT_NAME, FORMAT_VERSION, PROBE
 from ..system.log import tell
 from ..system.processes import CoreShare
 from .files.file import Disk, PageMemory
@@ -67,7 +67,7 @@ class RunTarget:
 
 
 class WriterDirectory:
-    """One writer directory and the two kinds of shard in it: each row is written, or dropped with a reason."""
+    """One writer directory and the kinds of shard in it: each row is written, or dropped with a reason."""
 
     def __init__(
         self, settings: WriteSettings, ledger: Ledger, disk: Disk, notices: Notices, clock: Callable[[], float]
@@ -326,7 +326,7 @@ class WriterDirectory:
 
         # Large payloads are compressed already, or do not compress.
         tensors = open_shards("tensors", None, has_index=True)
-        return {"tensors": tensors, "stats": open_shards("stats", "zstd", has_index=False)}
+        return {"tensors": tensors} | {kind: open_shards(kind, "zstd", has_index=False) for kind in ("stats", PROBE)}
 
     def _look_at_io(self) -> None:
         """Record in the manifest whether writes bypass the page cache, once the first writes have shown it."""

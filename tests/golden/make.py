@@ -22,7 +22,7 @@ TRAIN = Path(__file__).parent / "train.py"
 def make(out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         finished = jobs.succeeded(
-            jobs.torchrun(Path(folder), TRAIN, **jobs.recording(f"{jobs.EVERYTHING},histogram,units"))
+            jobs.torchrun(Path(folder), TRAIN, **jobs.recording(f"{jobs.EVERYTHING},histogram,units,probe"))
         )
         shutil.copytree(finished.run.path, out)
     for i, manifest in enumerate(sorted(out.glob("rank=*/*/_writer.json"))):

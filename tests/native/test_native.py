@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import struct
@@ -196,6 +197,42 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(kernels: native.Kernels
                 results = np.full(plan.nbytes, 255, np.uint8)
                 plan.launch(native.address(data), native.address(results), num_threads)
                 assert _bits(plan.read(results, None)) == expected, (size, kind, keep, num_threads)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", sorted(native.KINDS))
+def test_the_sum_of_squares_has_the_same_bits_on_every_processor(dtype: str) -> None:
+    import torch  # its OpenMP runtime is the one whose threads measure
+
+    assert torch.get_num_threads()
+    every = [native.Kernels(level=level) for level in range(native.LEVELS.index(native.Kernels().level) + 1)]
+    for size in (1, 15, 16, 17, 128, 32767, 32768, 32769, 300_001):
+        data = _content(dtype, size, "values", size)
+        plan = host_measure(dtype, (size,), KEEP_STATS, -1, every[0])
+        assert plan is not None
+        sums = {
+            kernels.sum_of_squares(native.address(data), plan.loops, num_threads=num_threads)
+            for kernels in every
+            for num_threads in (1, 2, 3, 7)
+        }
+        assert len(sums) == 1, (size, sums)
+        expected = measure(data, dtype, (size,), None, KEEP_STATS).sum_sq
+        assert sums.pop() == pytest.approx(expected, rel=1e-12)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_sum_of_squares_is_not_finite_where_a_value_is_not(kernels: native.Kernels, dtype: str, bad: float) -> None:
+    import torch
+
+    values = torch.ones(40_000, dtype=getattr(torch, dtype))
+    plan = host_measure(dtype, (40_000,), KEEP_STATS, -1, kernels)
+    assert plan is not None
+    for index in (0, 15, 16, 32_767, 32_768, 39_999):
+        values[index] = bad
+        assert not math.isfinite(kernels.sum_of_squares(values.data_ptr(), plan.loops))
+        values[index] = 1
 
 
 @needs_library

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import Pipe
 import recorder
 from recorder.errors import AttachError, ConfigError
 from recorder.observe.selection import RuleSelection
-from recorder.records import KEEP_TENSOR
+from recorder.records import KEEP_PROBE, KEEP_TENSOR
 from tests.rigs.capturing import Tiny, batch, flagged
 
 
@@ -186,5 +186,6 @@ def test_the_default_looks_at_few_steps(num_steps: int, num_looked_at: int, num_
     for step in range(num_steps):
         selection.at_step(step)
         kept.append(selection.masks[of_outputs])
-    assert sum(keep != 0 for keep in kept) == num_looked_at
+    assert all(keep & KEEP_PROBE for keep in kept)
+    assert sum(keep != KEEP_PROBE for keep in kept) == num_looked_at
     assert sum(keep & KEEP_TENSOR != 0 for keep in kept) == num_in_full

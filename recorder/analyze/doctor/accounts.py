@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...run.run import Balance, RecordedWriter
-from ...sites import SITE_OF
+from ...sites import PROBE, SITE_OF
 from .slots import SLOT_SITES
 
 Integers = npt.NDArray[np.int64]
@@ -211,10 +211,10 @@ def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
 def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
     """Return ranges of sequence numbers, without their ends, whose shards are damaged or removed by retention."""
     removed = []
-    limits = _limits(rows, len(writer.shards))
-    for kind in ("tensors", "stats"):
+    limits = _limits(rows, len(writer.all_shards))
+    for kind in ("tensors", "stats", PROBE):
         shards = []
-        for index, shard in enumerate(writer.shards):
+        for index, shard in enumerate(writer.all_shards):
             if (name := shard.name) is not None and name.kind == kind:
                 shards.append((name.number, *limits[index], bool(shard.damage)))
         number, high = -1, -1

@@ -503,7 +503,7 @@ def _details(view: RankView) -> dict[int, str]:
     details[_CODE["retired"]] = retention(view.writers)
     if view.promised.tied:
         details[_CODE["tied"]] = f"tied to {listed(map(repr, sorted(set(view.promised.tied.values()))))}"
-    damaged = [shard.path.name for writer in view.writers for shard in writer.shards if shard.damage]
+    damaged = [shard.path.name for writer in view.writers for shard in writer.all_shards if shard.damage]
     if damaged:
         details[_CODE["corrupt"]] = ", ".join(damaged)
     ends = [writer.last_step for writer in view.writers if writer.state == "unclosed"]

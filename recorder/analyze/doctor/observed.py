@@ -52,7 +52,7 @@ class SlotRows(NamedTuple):
 
 def read_slots(writer: RecordedWriter, slots: Slots) -> SlotRows:
     """Return all rows of a writer, in the order of the file."""
-    batches = [(number, batch) for number, shard in enumerate(writer.shards) for batch in shard.columns(_COLUMNS)]
+    batches = [(number, batch) for number, shard in enumerate(writer.all_shards) for batch in shard.columns(_COLUMNS)]
     shard_of = np.concatenate([np.zeros(0), *(np.full(batch.num_rows, number) for number, batch in batches)])
     columns = {
         name: pa.chunked_array([batch.column(name) for _, batch in batches], _TYPES.get(name, pa.string()))

@@ -341,7 +341,7 @@ def _accounts(run: Run) -> Iterator[Check]:
             yield Check("note", f"{where}: the writer failed once and began anew: {error}", is_strict=True)
         if writer.state == "recording":
             yield Check("note", f"{where}: is recording now", is_strict=True)
-        for shard in writer.shards:
+        for shard in writer.all_shards:
             if shard.num_trailing_bytes and not shard.tail_damage:
                 cut = f"{shard.path.name} ends with {shard.num_trailing_bytes} bytes of a write that was cut"
                 yield Check("note", f"{where}: {cut}", is_strict=True)

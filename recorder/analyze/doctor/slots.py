@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import ConfigError
+from ...records import KEEP_PROBE
 from ...rules import ANY, Rule, parse_rules
 from ...run.run import RecordedModule, RecordedRoot, WriterManifest
 from ...sites import GRADIENT_OF, OF_BUFFERS, OF_CALLS, OF_PARAMETERS, SITE_OF
@@ -238,7 +239,7 @@ class RuleMatch(NamedTuple):
 
 
 def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
-    """Return the rules of a manifest, and a text about each rule that cannot be read."""
+    """Return the rules of a manifest that keep rows of values, and a text about each rule that cannot be read."""
     rules: list[Rule] = []
     problems: list[str] = []
     texts = manifest.rules
@@ -255,7 +256,7 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
             sites = ", ".join(map(repr, unknown))
             problems.append(f"rule {text!r} names sites that are unknown to this version, and not judged: {sites}")
     try:
-        return manifest.in_force(rules), problems
+        return [rule for rule in manifest.in_force(rules) if rule.keep != KEEP_PROBE], problems
     except (ConfigError, RecursionError) as error:
         problems.append(f"rules that were sent while it ran cannot be read, so nothing is expected by them: {error}")
         return rules, problems

@@ -195,6 +195,9 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
     yield "values before it", f"{bad.num_before} of this step on its rank"
     before = bad.before
     healthy = "nothing" if before is None else f"{_value(before)}, step {before.step}{_when(before)}"
+    if bad.probed is not None and bad.probed.before and (before is None or before.step < bad.value.step):
+        module, site, name = bad.probed.before
+        healthy = f"{' '.join(filter(None, (repr(module), site, name)))}, step {bad.value.step} (by keep=probe)"
     yield "last healthy value", healthy
     for other in bad.beside:
         name = f"{other.site} {other.name}" if other.site in GIVEN and other.name else other.name or other.site
@@ -202,7 +205,10 @@ def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
         counts = [f"{count} {kind}" for count, kind in kinds if count]
         name = name if other.site in NUMBERS else f"its {name}"
         yield "at the same step", f"{name} holds {' and '.join(counts)}"
-    if bad.last_healthy is None:
+    probed = None if bad.probed is None else bad.probed.last_step
+    if probed is not None and (bad.last_healthy is None or bad.last_healthy.step < probed):
+        yield "last healthy", f"step {probed} (by keep=probe, which has one number of it at every step)"
+    elif bad.last_healthy is None:
         yield "last healthy record", "none: it was never recorded healthy before"
     else:
         steps = counted(bad.num_steps_healthy, "step")

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, codes, group, holds
 from ...numerics.moments import count_nonfinite, integers
+from ...run.run import Run
 from ...sites import NUMBERS, SKIPPED, is_loss, may_mask
 from .timeline import FirstRows, RecordedValue, Timeline
 
@@ -31,6 +33,15 @@ class OtherNonFinite(NamedTuple):
     name: str
     nan_count: int
     inf_count: int
+
+
+class ProbedHealth(NamedTuple):
+    """What the probe, which has one number of each value at every step, saw before a value that is not finite."""
+
+    before: tuple[str, str, str] | None
+    """Module, site and name of the last finite value that the rank saw before it in its step."""
+    last_step: int | None
+    """The last earlier step at which the same value was finite on the rank."""
 
 
 class NonFiniteTensor(NamedTuple):
@@ -50,6 +61,8 @@ class NonFiniteTensor(NamedTuple):
     """The number of earlier steps at which the same value was recorded healthy."""
     is_skipped: bool
     """Whether GradScaler skipped the update of this step, as it does if gradients overflow."""
+    probed: ProbedHealth | None
+    """None if the probe has not seen the value at this step."""
     beside: list[OtherNonFinite]
     """Other values of the module, and losses, that hold NaN or infinities at this step on this rank."""
 
@@ -210,6 +223,7 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
         value=timeline.value(row), nan_count=int(state.nan[row]), inf_count=int(state.inf[row]),
         numel=int(timeline.table.column("numel")[row].as_py()), num_before=int(timeline.num_before[row]),
         before=before, last_healthy=last, num_steps_healthy=num_steps, is_skipped=_is_skipped(timeline, row),
+        probed=_probed(timeline.run, timeline.value(row)),
         beside=list(_beside(timeline, state, row)),
     )  # fmt: skip
 
@@ -240,6 +254,28 @@ def _healthy(
         timeline.value(int(before[-1])) if len(before) else None,
         timeline.value(int(same[-1])) if len(same) else None,
         len(np.unique(timeline.codes["step"][same])),
+    )
+
+
+def _probed(run: Run, bad: RecordedValue) -> ProbedHealth | None:
+    table = run.probe(bad.rank) if bad.rank is not None else None
+    if table is None or not table.num_rows:
+        return None
+    table = table.filter(pc.equal(table.column("attempt"), bad.attempt))
+    steps = integers(table.column("step"))
+    is_finite = (integers(table.column("nan_count")) == 0) & (integers(table.column("inf_count")) == 0)
+    is_same = np.ones(len(steps), np.bool_)
+    for name in ("root", "module_path", "site", "name", "phase", "mode"):
+        is_same &= holds(table.column(name), getattr(bad, name).__eq__)
+    (here,) = np.nonzero(is_same & (steps == bad.step))
+    if not len(here):
+        return None
+    last = steps[is_same & is_finite & (steps < bad.step)]
+    (before,) = np.nonzero(is_finite & (steps == bad.step) & (np.arange(len(steps)) < here[0]))
+    named = table.slice(int(before[-1]), 1).to_pylist()[0] if len(before) else None
+    return ProbedHealth(
+        before=None if named is None else (named["module_path"], named["site"], named["name"]),
+        last_step=int(last.max()) if len(last) else None,
     )
 
 

@@ -40,7 +40,7 @@ def command(
     """
     check_is_local(path)
     run = open_run(path)
-    open_bytes = sum(shard.size_bytes for writer in run.writers for shard in writer.shards)
+    open_bytes = sum(shard.size_bytes for writer in run.writers for shard in writer.all_shards)
     with progress("repair", open_bytes) as report:
         outcomes = list(repair_run(run, is_dry=dry_run, assume_dead=assume_dead, report=report))
     counts = Counter(outcome.what for outcome in outcomes)

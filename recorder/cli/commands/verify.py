@@ -22,7 +22,7 @@ def command(path: RunPath = None) -> Reply:
     with progress("verify", total_bytes) as report:
         findings = list(verify(run, report))
     num_faults = sum(finding.is_fault for finding in findings)
-    num_shards = sum(len(writer.shards) for writer in run.writers)
+    num_shards = sum(len(writer.all_shards) for writer in run.writers)
     checked = f"{counted(num_shards, 'shard')}, {counted(run.num_rows, 'row')}, {size(total_bytes)} checked"
     verdict = counted(num_faults, "fault") if num_faults else "no faults"
     return Reply(

@@ -453,5 +453,5 @@ def _kind(name: str) -> str:
     if last == STATUS:
         return "status"
     if last.endswith(".arrow"):
-        return "stats" if last.startswith("stats") else "tensors"
+        return last.partition("-")[0]
     return "manifest" if last in (RUN_MANIFEST, WRITER_MANIFEST) else "document"

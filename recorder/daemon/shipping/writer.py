@@ -132,7 +132,7 @@ class WriterShipper:
         return {name: stamp for name, stamp in list(files.items()) if not self._is_there(name, stamp)}
 
     def _is_large_lane(self, name: str) -> bool:
-        return not name.lstrip("_").startswith("stats")
+        return name.lstrip("_").startswith("tensors")
 
     @property
     def num_rows(self) -> int:

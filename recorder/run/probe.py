@@ -1,0 +1,87 @@
+"""The probe of a run: one number of each value at every step, as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..columns import note_members, parse_shape
+from ..errors import CorruptError
+from ..numerics.dtypes import as_array
+from ..read.payload import decode_payload
+from ..read.shard_rows import ShardRows
+from ..read.writers import RecordedWriter
+
+_OF_ROW = ("attempt", "rank", "root", "module_path", "phase", "mode", "scope")
+_OF_NOTE = ("dtype", "global_numel")
+_COUNTS = ("nan_count", "inf_count", "numel")
+_COLUMNS = (*_OF_ROW, "name", "step", "dtype", "shape", "encoding", "payload_bytes", "note", "batch", "row")
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+PROBE_SCHEMA = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("attempt", "rank", "step")),
+        *((name, _TEXT) for name in ("root", "module_path", "site", "name", "phase", "mode", "scope", "dtype")),
+        ("l2", pa.float32()),
+        *((name, pa.int64()) for name in (*_COUNTS, "global_numel")),
+    ]
+)
+"""The columns of the table. `l2`, `nan_count`, `inf_count` and `numel` are of all calls of the step together, and `l2`
+is over the finite elements. `global_numel` is the elements of the tensor that the value is a chunk of, or null."""
+
+
+def read_probe(writers: Iterable[RecordedWriter]) -> Any:
+    """Return the probe of some writers as a `pa.Table`, ordered by writer, block of steps, value and step.
+
+    CorruptError is raised if a payload is damaged, or no block of the probe.
+    """
+    tables = [table for writer in writers for shard in writer.probe_shards for table in _tables(shard)]
+    return pa.concat_tables([PROBE_SCHEMA.empty_table(), *tables]).unify_dictionaries()
+
+
+def _tables(shard: ShardRows) -> Iterator[Any]:
+    """Yield one table for each batch of a shard."""
+    for batch in shard.columns(_COLUMNS):
+        rows = pa.Table.from_batches([batch]).to_pylist()
+        if not rows:
+            continue
+        payloads = shard.read(rows[0]["batch"], ("data",)).column("data")
+        notes = [note_members(row["note"]) for row in rows]
+        blocks = [
+            _numbers(row, payloads[row["row"]].as_buffer(), note, str(shard.path))
+            for row, note in zip(rows, notes, strict=True)
+        ]
+        lengths = [block.shape[1] for block in blocks]
+        is_there = np.concatenate([block[-1] > 0 for block in blocks])
+        of_row = pa.array(np.repeat(np.arange(len(rows)), lengths)[is_there])
+        steps = [
+            row["step"] + np.arange(length) * note.get("every", 1)
+            for row, note, length in zip(rows, notes, lengths, strict=True)
+        ]
+        names = [row["name"].partition(" ") for row in rows]
+        values: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in _OF_ROW}
+        values |= {"site": [name[0] for name in names], "name": [name[2] for name in names]}
+        values |= {name: [note.get(name) for note in notes] for name in _OF_NOTE}
+        numbers = np.concatenate(blocks, axis=1)[:, is_there]
+        columns = {name: pa.array(some, PROBE_SCHEMA.field(name).type).take(of_row) for name, some in values.items()}
+        columns |= {"step": pa.array(np.concatenate(steps)[is_there]), "l2": pa.array(numbers[0].astype(np.float32))}
+        columns |= {name: pa.array(some.astype(np.int64)) for name, some in zip(_COUNTS, numbers[1:], strict=True)}
+        yield pa.table([columns[name] for name in PROBE_SCHEMA.names], schema=PROBE_SCHEMA)
+
+
+def _numbers(row: Mapping[str, Any], data: Any, note: Mapping[str, Any], where: str) -> npt.NDArray[np.float64]:
+    """Return the l2, NaN, infinite and all elements of a value at each step of a block; no elements: not seen."""
+    values = as_array(
+        decode_payload(row["encoding"], data, row["payload_bytes"], row["dtype"]),
+        row["dtype"],
+        parse_shape(row["shape"]),
+    ).astype(np.float64)
+    if values.ndim == 2 and len(values) == 1 + len(_COUNTS):
+        return values
+    if values.ndim != 1:
+        raise CorruptError(f"{where}: a row of the probe has the shape {row['shape']}; expected [N] or [4,N]")
+    nothing = np.zeros(len(values))
+    return np.stack([values, nothing, nothing, np.where(np.isnan(values), 0, int(note.get("numel", 1)))])

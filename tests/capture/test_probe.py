@@ -1,0 +1,228 @@
+"""`keep=probe` has one number of every value at every step, without a row a step, and names what turns non-finite."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import recorder
+from recorder.analyze.first.first import first
+from recorder.capture.probe import BLOCK_STEPS
+from recorder.config import DEFAULT_RULES
+from recorder.rules import parse_rules
+from tests.rigs.capturing import Recording, flagged
+
+PROBE = "site=output,param,grad,buffer keep=probe"
+_STEPS = BLOCK_STEPS + 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.down = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.norm(self.up(x)).relu())
+        return y
+
+
+def _train(model: nn.Module, num_steps: int, *, seen: dict[tuple[str, str, str, int], float] | None = None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(num_steps):
+        model(torch.randn(4, 3, generator=generator)).square().mean().backward()
+        if seen is not None:
+            for name, parameter in model.named_parameters():
+                path, _, own = name.rpartition(".")
+                assert parameter.grad is not None
+                seen[path, "param", own, step] = float(parameter.detach().double().norm())
+                seen[path, "grad", own, step] = float(parameter.grad.double().norm())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _probe(recording: Recording) -> pd.DataFrame:
+    frame: pd.DataFrame = recording.run.probe().to_pandas()
+    return frame
+
+
+def test_every_value_has_a_number_at_every_step_and_no_row(tmp_path: Path) -> None:
+    seen: dict[tuple[str, str, str, int], float] = {}
+    with flagged(tmp_path, PROBE) as recording:
+        torch.manual_seed(0)
+        _train(Net(), _STEPS, seen=seen)
+    frame = _probe(recording)
+    assert recording.run.num_rows == 0 and recording.run.steps == []
+    of_state = frame[frame.site.isin(["param", "grad"])]
+    found = {(row.module_path, row.site, row.name_, row.step): row.l2 for row in _named(of_state)}
+    assert found.keys() == seen.keys()
+    for key, l2 in seen.items():
+        assert found[key] == pytest.approx(l2, rel=1e-6), key
+    outputs = frame[frame.site == "output"]
+    assert set(outputs.module_path) == {"", "up", "norm", "down"}
+    assert all(list(some.step) == list(range(_STEPS)) for _, some in outputs.groupby("module_path", observed=True))
+    assert (outputs[outputs.module_path == "up"].numel == 4 * 8).all()
+    buffers = frame[frame.site == "buffer"]
+    assert set(buffers.name) == {"running_mean", "running_var", "num_batches_tracked"}
+    counted = buffers[buffers.name == "num_batches_tracked"]
+    assert list(counted.l2) == list(range(1, _STEPS + 1))
+
+
+def _named(frame: pd.DataFrame) -> Any:
+    return frame.rename(columns={"name": "name_"}).itertuples()
+
+
+def test_the_accounts_of_a_run_with_a_probe_are_whole(tmp_path: Path) -> None:
+    with flagged(tmp_path, f"{PROBE}; site=output steps=::10 keep=stats") as recording:
+        _train(Net(), _STEPS)
+    command = [sys.executable, "-m", "recorder"]
+    for words in (("verify",), ("doctor", "--strict")):
+        done = subprocess.run([*command, *words, str(recording.folder)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+    assert "rows" in done.stdout
+    assert recording.run.num_rows == 4 * len(range(0, _STEPS, 10))
+
+
+def test_a_value_that_turns_non_finite_is_named_at_its_step_with_the_flag_alone(tmp_path: Path) -> None:
+    with flagged(tmp_path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(30):
+            if step == 13:
+                with torch.no_grad():
+                    model.down.weight[0, 0] = torch.nan
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    bad = first(recording.run).nonfinite
+    assert bad is not None
+    assert (bad.value.step, bad.value.module_path, bad.value.site) == (13, "down", "output")
+    assert (bad.nan_count, bad.numel) == (4, 8)
+    assert bad.probed is not None
+    assert (bad.probed.before, bad.probed.last_step) == (("norm", "output", ""), 12)
+    rows = recording.rows(site="output", module_path="down")
+    assert list(rows[rows.step.between(11, 19)].step) == [13]  # once, as it turns; step 20 is recorded anyway
+
+
+def test_what_is_infinite_again_is_told_again(tmp_path: Path) -> None:
+    with flagged(tmp_path, "site=output keep=probe") as recording:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            y = model(torch.full((1, 2), torch.inf if step in (2, 3, 6) else 1.0)).sum()
+            if y.isfinite():
+                y.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = recording.rows(site="output")
+    assert list(rows.step) == [2, 6]
+    frame = _probe(recording)
+    assert list(frame[(frame.nan_count > 0) | (frame.inf_count > 0)].step) == [2, 3, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("native", ["yes", "no"])
+def test_numbers_are_those_of_numpy_for_every_type(tmp_path: Path, dtype: torch.dtype, native: str) -> None:
+    values = (torch.arange(70_001) % 251 - 100).to(dtype)
+
+    class Gives(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return x * self.weight, values, values[:70_000].reshape(700, 100).t()
+
+    with flagged(tmp_path, "site=output keep=probe", native=native) as recording:
+        model = Gives()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model(torch.ones(3))[0].sum().backward()
+        optimizer.step()
+    frame = _probe(recording).set_index("name")
+    numbers = values.to(torch.float64).numpy()
+    assert frame.l2["1"] == pytest.approx(np.sqrt((numbers**2).sum()), rel=1e-6)
+    assert frame.l2["2"] == pytest.approx(np.sqrt((numbers[:70_000] ** 2).sum()), rel=1e-6)
+    assert frame.dtype["1"] == str(dtype).removeprefix("torch.")
+
+
+def test_steps_that_the_program_names_far_apart_are_one_block(tmp_path: Path) -> None:
+    with flagged(tmp_path, "site=param keep=probe") as recording:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in (0, 10, 20, 30, 31, 32):
+            recorder.step(step)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    frame = _probe(recording)
+    assert list(frame[frame.name == "weight"].step) == [0, 10, 20, 30, 31, 32]
+    (writer,) = recording.run.writers
+    blocks = [
+        step for shard in writer.probe_shards for batch in shard.columns(["step"]) for step in batch["step"].to_pylist()
+    ]
+    assert sorted(set(blocks)) == [0, 31]
+
+
+def test_a_value_that_is_not_seen_at_a_step_has_no_number_there(tmp_path: Path) -> None:
+    with flagged(tmp_path, "site=output keep=probe") as recording:
+        model = nn.ModuleDict({"often": nn.Linear(2, 2), "seldom": nn.Linear(2, 2)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder.attach(model)
+        for step in range(6):
+            loss = model["often"](torch.ones(1, 2)).sum()
+            if step % 3 == 0:
+                loss = loss + model["seldom"](torch.ones(1, 2)).sum() + model["seldom"](torch.ones(2, 2)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    frame = _probe(recording)
+    seldom = frame[frame.module_path == "seldom"]
+    assert list(seldom.step) == [0, 3]
+    assert list(seldom.numel) == [6, 6]  # both calls of the step together
+    assert list(frame[frame.module_path == "often"].step) == list(range(6))
+
+
+_KILLED = """
+import os, signal, torch
+from torch import nn
+import recorder
+import recorder.capture.probe as probe
+probe._BLOCK_S = 0.0
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(9):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert recorder.attach(model).flush(30)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_the_blocks_that_were_over(tmp_path: Path) -> None:
+    environment = {"RECORDER": "1", "RECORDER_DIR": str(tmp_path / "runs"), "RECORDER_RULES": "site=param keep=probe"}
+    done = subprocess.run([sys.executable, "-c", _KILLED], env={**os.environ, **environment}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (writer,) = recorder.open_run(tmp_path / "runs").writers
+    assert not any(shard.is_sealed for shard in writer.probe_shards)
+    frame = recorder.open_run(tmp_path / "runs").probe().to_pandas()
+    assert list(frame[frame.name == "weight"].step) == list(range(8))  # the numbers of step 8 wait for its end
+
+
+def test_the_default_rules_probe_what_trains() -> None:
+    (rule,) = [rule for rule in DEFAULT_RULES if "keep=probe" in rule.text]
+    assert parse_rules(rule.text) == (rule,)
+    assert rule.site == ("output", "param", "grad")
