@@ -1,4 +1,4 @@
-"""The command line, which shows people and programs what was read. Only this room prints.
+"""The command line, which prints results for people and programs. Only this room prints.
 
 The command line needs no pandas, and keeps pyarrow from importing it. `hide_pandas` must never be called in the process
 of a user's program.
@@ -19,7 +19,7 @@ class _Hidden:
 
 
 def show_pandas() -> None:
-    """Undo `hide_pandas`. Call this before an import of a package that looks for pandas, such as torch."""
+    """Undo `hide_pandas`. Call this before importing a package that uses pandas if installed, such as torch."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Hidden]
 
 

@@ -36,14 +36,14 @@ _MISUSE = 2
 _INTERRUPTED = 130
 _COMPLETION = ("--install-completion", "--show-completion")
 _SHELL_IS_NAMED = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
-"""The name of an environment variable; while it is set, typer's completion options take the name of a shell."""
+"""An environment variable. While it is set, typer's completion options take the name of a shell."""
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""The base class of usage errors, in typer's own copy of click or, where typer has no copy, in click itself."""
+"""The base class of usage errors: in typer's own copy of click, or in click itself if typer has no copy."""
 _SETTINGS: dict[str, Any] = {"context_settings": {"help_option_names": ["-h", "--help"]}}
 
 
 class _Commands(TyperGroup):
-    """The group of all commands: help and completion read `COMMANDS`, and a call imports only the command it names.
+    """The group of all commands: help and completion read `COMMANDS`, and a call imports only its own command.
 
     Importing all commands takes half a second, most of it for pyarrow.
     """
@@ -85,7 +85,7 @@ def _printing(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lines_of(examples: str) -> str:
-    """Format the examples of a command, one on each line; the first line keeps typer from joining the other lines."""
+    """Format the examples of a command, one on each line. The first line keeps typer from joining the others."""
     title, _, typed = examples.partition(": ")
     return "\n".join(["\b", f"{title}:", *(f"  {line}" for line in typed.split(BETWEEN_EXAMPLES))])
 
@@ -119,7 +119,7 @@ def main(
 def run_command(arguments: list[str]) -> NoReturn:
     """Run one command and exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for spark lines on a terminal without Unicode
+        sys.stdout.reconfigure(errors="backslashreplace")  # for sparklines on a terminal without Unicode
     library = logging.getLogger(_PACKAGE)
     library.handlers = [LineHandler()]
     library.propagate = False
@@ -131,7 +131,7 @@ def run_command(arguments: list[str]) -> NoReturn:
     except SystemExit:
         if sys.stdout is stdout:
             raise
-        sys.exit(_READER_GONE)  # typer replaced stdout, and exits with 1, which would mean a finding
+        sys.exit(_READER_GONE)  # typer has replaced stdout, and would exit with 1, which means a finding
     except typer.Abort:
         sys.exit(_INTERRUPTED)
     except _UsageError as error:
@@ -141,6 +141,6 @@ def run_command(arguments: list[str]) -> NoReturn:
         message = str(error) or "out of memory"
         print(f"recorder: {printable_line(message)}", file=sys.stderr)
     if "--json" in arguments:
-        with suppress(OSError):  # the write also fails if the message is about a full disk
+        with suppress(OSError):  # if the disk is full, writing the message fails as well
             print_json({"error": {"message": message, "exit_code": _MISUSE}})
     sys.exit(_MISUSE)

@@ -42,7 +42,7 @@ def _complete_module(context: typer.Context, incomplete: str) -> list[str]:
 
 def _offered(incomplete: str, words: Callable[[str], Iterable[str]]) -> list[str]:
     before = logging.root.manager.disable
-    logging.disable()  # a log line would break the line that is being typed
+    logging.disable()  # a log line would spoil the line that the user is typing
     try:
         candidates = dict.fromkeys(words(incomplete))
     except (RecorderError, OSError):
@@ -56,7 +56,7 @@ def _runs(incomplete: str) -> Iterator[str]:
     from ..run.finding import default_folder, has_manifest, runs_in, scheme_of
 
     if scheme_of(incomplete) is not None:
-        return  # each directory would cost a request
+        return  # listing a directory would cost a request
     folder, slash, _ = incomplete.rpartition("/")
     typed = folder + slash
     for folder_path in dict.fromkeys([Path(typed)] if typed else [Path(default_folder()), Path()]):
@@ -82,7 +82,7 @@ _RUNS = (
     "A run's path or name, or its beginning; latest, @-2 (the last but one), FOLDER/@-1; also s3://... A folder means "
     "its newest run, and without RUN it is RECORDER_DIR."
 )
-RunPath = Annotated[  # a str: a pathlib path would turn s3://bucket into s3:/bucket
+RunPath = Annotated[  # no pathlib path, which would turn s3://bucket into s3:/bucket
     str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=complete_run)
 ]
 RunOrModule = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=_complete_run_or_module)]

@@ -22,9 +22,9 @@ _COLORS = {"ok": "green", "note": "yellow", "missing": "bold red", "differs": "b
 _MIN_PROSE = 24
 _MIN_TEXT = 8
 _MAX_JOINT_WIDTH = 24
-"""An upper bound on the least width of a folded column, apart from the width of its title."""
+"""An upper bound of the least width of a folded column, without the width of its title."""
 _JOINTS = re.compile(r"[^\s./_,:=-]+[\s./_,:=-]*|[\s./_,:=-]+")
-"""Matches the parts of a path or a name between which it may be folded."""
+"""The positions in a path or a name at which it may be folded."""
 _PIPE_LINES = 100
 _MAX_WIDTH = 10_000
 
@@ -52,10 +52,10 @@ def print_table(table: Table) -> None:
 
 
 def fitted(table: Table, width: int) -> list[Any]:
-    """Return what rich prints on a terminal of this width.
+    """Return the text that rich prints on a terminal of this width.
 
-    If the table is too wide, its ruled lines go first; then cells are folded, and columns are left out. The titles of
-    columns that are left out are named below the table.
+    If the table is too wide, its ruled lines are dropped first; then cells are folded, and columns are left out. The
+    titles of columns that are left out are named below the table.
     """
     from rich.text import Text
 
@@ -126,7 +126,7 @@ class _ColumnWidths(NamedTuple):
     of_words: int
     """The width if the title is folded between words."""
     least: int
-    """The width if cells are folded as well, in a column that allows it."""
+    """The width if cells are folded as well, in columns that allow it."""
 
     @classmethod
     def of(cls, column: TableColumn, cells: Sequence[str]) -> _ColumnWidths:
@@ -237,7 +237,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def progress(title: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if stderr is a terminal; yield a function that takes the bytes, or `unit`s, newly done."""
+    """Show a progress bar if stderr is a terminal; yield a function that takes the newly done bytes, or `unit`s."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return

@@ -23,7 +23,7 @@ from ..system.text import grouped, listed, span
 
 _MAX_LISTED = 20
 _SITES = ("output", *(site for site in SITES if site != "output"))
-"""The sites in the order in which they are shown: outputs first, because most questions are about them."""
+"""The sites in the order of printing: outputs first, because most questions are about outputs."""
 _VALUE = ("root", "name", "scope", "phase", "mode")
 _MOMENT = ("micro_step", "call", "repeat")
 _OF_STAGES = ("root", "micro_step")
@@ -31,7 +31,7 @@ _OF_STAGES = ("root", "micro_step")
 
 
 def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None]:
-    """Return the run and the module that are meant: a single word is a run, or else a module of the newest run."""
+    """Return the run and the module that are meant. A single word is a run, or else a module of the newest run."""
     if run is None or module is not None:
         return open_run(run), module
     try:
@@ -43,14 +43,14 @@ def run_and_module(run: str | None, module: str | None) -> tuple[Run, str | None
             raise error from None
         if Selection(module=run).modules(list(newest.known_paths)):
             return newest, run
-        if Path(run).exists():  # `run` was meant as this path
+        if Path(run).exists():  # `run` is this path
             raise
         near = hint(run, newest.known_paths)
         raise LookupFailedError(f"{error}; and {newest.name}, the newest, has no module {run!r}{near}") from None
 
 
 def two_runs(a: str | None, b: str | None) -> tuple[Run, Run]:
-    """Return the two runs that are meant: a single word is a folder, whose last two runs are compared."""
+    """Return the two runs that are meant. A single word is a folder, whose last two runs are compared."""
     if a is not None and b is None:
         folder = find_folder(a)
         if folder is None:
@@ -97,7 +97,7 @@ def local_path(text: str) -> Path:
 
 
 def modules_meant(run: Run, wanted: Selection) -> list[str]:
-    """Return the modules with rows that a selection names, by default all; raise LookupFailedError if none matches."""
+    """Return the modules with rows that a selection matches, by default all; raise LookupFailedError without any."""
     paths = wanted.modules(run.module_paths)
     if not paths and wanted.module is not None:
         command = shlex.join(["recorder", "show", typed_for(run.path, run.name)])
@@ -117,7 +117,7 @@ def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = Non
 
 
 def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
-    """Raise LookupFailedError with the most helpful reason why there is nothing to show."""
+    """Raise LookupFailedError with the most helpful reason why there is nothing to print."""
     subject = "this run" if wanted.module is None else repr(wanted.module)
     table = rows_of(run, Selection(module=wanted.module), ["site", "name", "step", "rank"])
     for column, text in (("site", wanted.site), ("name", wanted.name)):
@@ -175,7 +175,7 @@ def where_reply(run: Run, wanted: Selection, *, layouts: Sequence[str], stage: i
 def _questions(table: Any, *, has_slices: bool, is_named: bool) -> list[dict[str, Any]]:
     """Return for each value, at its first moment, the columns that distinguish it from the other values.
 
-    `is_named` means that the table holds only values of some names, and that the site may have more.
+    `is_named` means that the table has only values of some names, and that the site may have others.
     """
     of_value = [name for name in _VALUE if not (has_slices and name in _OF_STAGES)]
     of_moment = [name for name in _MOMENT if not (has_slices and name in _OF_STAGES)]

@@ -1,4 +1,4 @@
-"""Sends a command to a run that is recording, and shows which ranks have it: for ``set`` and ``dump``."""
+"""Sends a command to a run that is recording, and prints which ranks have it: for ``set`` and ``dump``."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from ..daemon.destination import Destination
 
 _LEAD_S = 2.0
-"""The least time between sending a command and its first step, beyond the time that ranks need to find the command."""
+"""The least seconds between sending a command and its first step, besides those that ranks need to find it."""
 _LOOKS_PER_S = 250
-"""How often all nodes together look for commands in a second; `lifecycle.commands` limits the rate."""
+"""The number of looks for commands per second by all nodes together, which `lifecycle.commands` limits."""
 _RANKS_OF_A_NODE = 8
 _POLL_S, _POLL_OF_STORE_S = 0.2, 1.0
 _CARRYING_S = 15.0
-"""The time that daemons take to carry a command and its answers: twice their `status_s` of 5 s, and some more."""
+"""The seconds that daemons need to carry a command and its answers: twice their `status_s` of 5 s, and a margin."""
 _YOUNG_S = 8.0
-"""A speed that was measured over a shorter time is ignored: the first steps of a run are its slowest."""
+"""The least seconds over which a speed must be measured: the first steps of a run are its slowest."""
 _WATCHED_S = 0.5
-"""The least time for which the step of a young run is watched."""
+"""The least seconds for which the steps of a young run are watched."""
 _PACE_S = 10.0
-"""The longest wait for the speed of a young run: a few times `status_interval_s`, which is 2 s."""
+"""The most seconds to wait for the speed of a young run: a few times `status_interval_s`, which is 2 s."""
 _SILENT = ("silent", "starting")
 
 
@@ -53,10 +53,11 @@ class Target:
     ranks: Sequence[RankNow]
     """The ranks that may receive a command."""
     store: Destination | None = None
-    """The store in which the run was found, from which daemons carry commands; None if the run was found where it
-    records."""
+    """The store in which the run was found, from which daemons carry commands; None if the run is on a disk of its
+    node.
+    """
     key: bytes = b""
-    """The key that signs a command for daemons; empty if daemons ask for no signature."""
+    """The key that signs a command for daemons; empty if daemons require no signature."""
 
     @property
     def attempt(self) -> int:
@@ -65,7 +66,7 @@ class Target:
 
     @property
     def step(self) -> int | None:
-        """The estimated step of the fastest rank now, from the ranks' last status; None if no rank shows its step."""
+        """The estimated present step of the fastest rank, from the ranks' last status; None if no status has a step."""
         steps = [
             rank.status.step + math.ceil(min(rank.silent_s, 60.0) * rank.status.steps_per_s)
             for rank in self.ranks
@@ -97,10 +98,9 @@ class Target:
         return step + max(int(text or 0), 2 + math.ceil(lead_s * steps_per_s))
 
     def _pace(self, option: str) -> tuple[int, float]:
-        """Return the estimated step of the fastest rank now, and its steps a second.
+        """Return the estimated present step of the fastest rank, and its steps per second.
 
-        The statuses of a young run show no speed, or the speed of its slow first steps. The speed is then measured
-        here.
+        The statuses of a young run have no speed, or that of its slow first steps; then the speed is measured here.
         """
         until_s = time.monotonic() + _PACE_S + (0.0 if self.store is None else _CARRYING_S)
         ranks, began = self.ranks, dict[str, tuple[float, int]]()
@@ -132,15 +132,15 @@ class Target:
 
 
 def _speed(rank: RankNow, shown_s: float, began: dict[str, tuple[float, int]]) -> float | None:
-    """Return a rank's steps a second; None for a young rank whose step was not watched for long enough.
+    """Return a rank's steps per second; None for a young rank whose step was not watched for long enough.
 
-    The rank showed its step at the monotonic time `shown_s`. `began` holds for each writer the time and the step that
-    were first seen.
+    `shown_s` is the monotonic time of the rank's status. `began` has the first time and step that were read of each
+    writer.
     """
     status = rank.status
     if status.recent_s >= _YOUNG_S or rank.state == "silent":
         return status.steps_per_s
-    if status.step == 0:  # step 0 may take minutes, as when a model is compiled
+    if status.step == 0:  # step 0 may take minutes, for example if a model is compiled
         return None
     first_s, first_step = began.setdefault(status.writer, (shown_s, status.step))
     if shown_s - first_s < _WATCHED_S or status.step == first_step:
@@ -199,16 +199,16 @@ class _Heard:
 
     rank: int
     state: str
-    """The state of the rank's answer, or ``unheard`` without an answer."""
+    """The state of the rank's answer; ``unheard`` if there is none."""
     since: int | None
     until: int | None
     why: str
 
 
 def send_and_wait(target: Target, command: Command, *, timeout_s: float, until_done: bool = False) -> Reply:
-    """Send a command; the reply waits until every rank has answered, and shows the answers.
+    """Send a command; the reply waits until every rank has answered, and prints the answers.
 
-    With `until_done` the reply waits until every rank has done what the command says, and not only accepted it.
+    With `until_done` the reply waits until every rank has carried out the command, and not only accepted it.
     """
     text = describe(command)
     command = target.send(replace(command, by=sender(), attempt=target.attempt))

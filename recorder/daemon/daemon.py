@@ -1,6 +1,6 @@
-"""The daemon: looks at the watched folders, hands jobs to its threads, and runs until a signal stops it.
+"""The daemon: scans the watched folders, gives jobs to its threads, and runs until a signal stops it.
 
-The main thread looks and decides; other threads ship. Every wait has a deadline, and the next start finds the jobs that
+The main thread scans and decides; other threads ship. Every wait has a deadline, and the next start finds the jobs that
 a stop leaves unfinished.
 """
 
@@ -38,11 +38,11 @@ _PASS_S = 1.0
 _FIND_S = 5.0
 _STATE_S = 5.0
 _SUMMARY_S = 30.0
-"""The shortest time between two puts of the fleet's index, because each node's document is a request."""
+"""The least seconds between two puts of the fleet's index, because each node's document costs a request."""
 _LATE_S = 60.0
-"""A daemon that has made no pass for this long is not healthy."""
+"""The seconds without a pass after which a daemon is not healthy."""
 _ERRAND_END_S = 0.5
-"""How long a stop waits for the killed process of an errand, beyond `stop_s`."""
+"""The seconds, beyond `stop_s`, that a stop waits for the killed process of an errand."""
 _LOW_PRIORITY = 10
 
 
@@ -97,12 +97,12 @@ class Daemon:
         return list(self._runs.values())
 
     def seen(self) -> dict[str, int]:
-        """Return the numbers of entries that were left alone: files that belong to no run, and refused entries."""
+        """Return the numbers of ignored entries: files that belong to no run, and refused entries."""
         counted = [self._counts, *(one for run in self.runs for one in run.counted)]
         return {"foreign": sum(one.num_foreign for one in counted), "refused": sum(one.num_refused for one in counted)}
 
     def check_store(self) -> None:
-        """Make one request to the store, so that a wrong setting raises StoreError before anything is shipped."""
+        """Make one request to the store, so that a wrong setting raises StoreError before any upload."""
         self.shared.destination.check()
 
     def run(self) -> int:
@@ -124,9 +124,9 @@ class Daemon:
                 except StoreError as error:
                     if error.kind == "anonymous":
                         raise
-                    self.shared.failed(error, "the start")  # a store that cannot be reached now may come back
+                    self.shared.failed(error, "the start")  # a store that is unreachable now may come back
                 _lower_priority()
-                # Without this glibc keeps the largest snapshot that each thread has freed.
+                # Without this setting, glibc keeps the largest snapshot that each thread has freed.
                 set_malloc(M_ARENA_MAX=2, M_MMAP_THRESHOLD=1 << 18, M_TRIM_THRESHOLD=1 << 20)
                 self._say_start()
                 while not self._stop.is_set():
@@ -155,7 +155,7 @@ class Daemon:
                 if self._is_all_there():
                     break
                 has_moved = self._throttle.taken_bytes != taken_bytes or bool(self._under_way)
-                if has_moved and not self.health.problem:  # a job under way has a timeout of its own
+                if has_moved and not self.health.problem:  # a job that is running has its own timeout
                     taken_bytes, moved_s = self._throttle.taken_bytes, time.monotonic()
                 if time.monotonic() > moved_s + self.shared.settings.deadline_s:
                     break
@@ -171,7 +171,7 @@ class Daemon:
 
     @property
     def unshipped(self) -> dict[str, str]:
-        """Why directories that hold a run, or may hold one, are not shipped, by their paths."""
+        """The reasons why directories with a possible run are not shipped, by path."""
         return self._counts.unshipped | {path: why for run in self.runs for path, why in run.unshipped.items()}
 
     def stop(self) -> None:
@@ -271,7 +271,7 @@ class Daemon:
             self._write_state()
 
     def _has_unlisted_run(self) -> bool:
-        """Tell if the fleet's index lacks one of the runs: commands find the runs of a destination by the index."""
+        """Tell whether the fleet's index lacks a run: commands find the runs of a destination by the index."""
         fleet = self._fleet or ()
         return any(run.is_known and not run.there.conflict and run.key not in fleet for run in self.runs)
 
@@ -304,7 +304,7 @@ class Daemon:
                 with Folder.root(root) as folder:
                     runs |= {(root, names) for names in find_runs(folder, counts)}
             except OSError as error:
-                if not isinstance(error, FileNotFoundError):  # a missing folder is waited for
+                if not isinstance(error, FileNotFoundError):  # a missing folder may still appear
                     self.shared.failed(error, root)
                 runs |= {key for key in self._runs if key[0] == root}  # the folder may come back
         for key in sorted(runs - self._runs.keys()):
@@ -370,7 +370,7 @@ class Daemon:
         self._submit("small", carrier.carry, run, partial(setattr, run, "is_carrying", False))
 
     def _is_cataloged(self, run: RunShipper) -> bool:
-        """Tell if no catalog is to be made now: the newest catalog is there, or the last attempt has just failed."""
+        """Tell whether no catalog is to be made now: the newest catalog exists, or the last attempt has just failed."""
         is_made = run.shard_bytes in (0, run.cataloged_bytes)
         return is_made or run.has_catalog_failed or not self.shared.settings.catalog_s
 
@@ -386,7 +386,7 @@ class Daemon:
             errands.tell_webhook(self.shared.settings.webhook, news, partial(self.counters.add, "webhooks"))
 
     def _remove(self, run: RunShipper) -> None:
-        """Remove an ended run from this disk, once the store has confirmed again that it has all files of the run."""
+        """Remove an ended run from this disk, once the store has confirmed again that it has all the run's files."""
         missing = run.missing_there()
         if missing:
             logger.error("%s: %s is not there any more; nothing is removed here", run.key, missing)
@@ -433,9 +433,9 @@ class Daemon:
         write_state(self._state_path, state)
 
     def _finish(self) -> None:
-        """Wait until the deadline for jobs under way, and leave the rest for the next start.
+        """Wait until the deadline for running jobs, and leave the rest for the next start.
 
-        Catalogs of runs that are completely there are made now, because a node that is wiped has no next start.
+        Catalogs of completely uploaded runs are made now, because a node that is wiped has no next start.
         """
         self._stop.set()
         now_s = time.monotonic()

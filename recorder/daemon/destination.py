@@ -1,7 +1,7 @@
-"""The destination of runs: a bucket or a folder, written so that nothing there is overwritten by other content.
+"""The destination of runs: a bucket or a folder, written so that no object is overwritten with other content.
 
-A new file is put only if none has its name; a document is replaced only if it is still the one that was put before.
-Each put is verified: by the returned ETag if that is the MD5 that S3 computes, else by reading back.
+A new file is put only if its name is free; a document is replaced only if it is still the version that was put last.
+Each put is verified: by the returned ETag if it is S3's MD5, else by reading the object back.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .telemetry import Requests
 from .watching import LocalFile
 
 PART_BYTES = 5 << 20
-"""The part size of a multipart upload: the minimum of S3, because a slow link must send a part within `_SILENCE_S`."""
+"""The part size of a multipart upload: S3's minimum, because a slow link must send a part within `_SILENCE_S`."""
 _PIECE_BYTES = 1 << 18
 _SILENCE_S = 30.0
 _NUM_TRIES = 2
-"""How often one request is tried. The daemon itself repeats a failed job for as long as it runs."""
+"""The tries of one request. Besides, the daemon repeats a failed job as long as it runs."""
 _CRC_KEY = "recordercrc32c"
-"""The metadata key under which an object holds the CRC32C of the bytes that were sent."""
+"""The metadata key for the CRC32C of the bytes that were sent."""
 _PROBE = f"{FLEET}/_conditions"
-"""The object with which a daemon tests that a store obeys the conditions of puts."""
+"""The object with which a daemon tests whether a store honours the conditions of puts."""
 _JUDGES = b"judged\n"
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
@@ -44,11 +44,11 @@ Answer = TypeVar("Answer")
 
 
 class TakenError(Exception):
-    """The name already has an object, or another object than the expected one."""
+    """The name already has an object, or has another object than expected."""
 
 
 class DamagedError(StoreError):
-    """The store has kept other bytes than were sent."""
+    """The store has stored other bytes than were sent."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "damaged")
@@ -63,7 +63,7 @@ class StoredObject(NamedTuple):
 
 
 class Throttle:
-    """A limit on bytes a second over all threads; 0 means no limit."""
+    """A limit on bytes per second over all threads; 0 means no limit."""
 
     def __init__(self, max_bytes_per_s: int) -> None:
         self.max_bytes_per_s = max_bytes_per_s
@@ -91,26 +91,26 @@ class Throttle:
 
 
 class Destination(Protocol):
-    """The place to which a daemon ships runs; keys are relative to the place. Any thread may call."""
+    """The place to which a daemon ships runs. Keys are relative to it. Any thread may call."""
 
     url: str
     requests: Requests
     """Counts the requests to the destination, except multipart uploads, which may take long."""
 
     def check(self) -> None:
-        """Check once that puts are safe there; raise StoreError if the store refuses or ignores conditions of puts."""
+        """Check once that puts are safe there; raise StoreError if the store refuses or ignores put conditions."""
 
     def put_new(self, key: str, file: LocalFile) -> str:
         """Put a file that never changes; return the confirmation: ``etag``, ``read``, ``synced`` or ``there``.
 
-        TakenError is raised if another object has the name, DamagedError if the store has kept other bytes (then try
+        TakenError is raised if another object has the name, DamagedError if the store has stored other bytes (then try
         again), and StoreError if the store cannot be reached, or refuses.
         """
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
-        """Put a document where none is (`e_tag` None), or over the document with this ETag; return the new ETag.
+        """Put a document if there is none (`e_tag` None), or over the document with this ETag; return the new ETag.
 
-        TakenError is raised if another document is there, or if the expected document is gone; StoreError as by
+        TakenError is raised if another document exists, or if the expected document is gone; StoreError as in
         `put_new`.
         """
 
@@ -154,7 +154,7 @@ class Bucket:
         self._is_checked = True
 
     def _try_conditions(self) -> None:
-        """Test on an object of the daemon's own that the store obeys conditions; the object records the result."""
+        """Test with an object of the daemon whether the store honours conditions; the object records the result."""
         with contextlib.suppress(TakenError):
             self._put_if(_PROBE, b"?", None)
         for wrong in (None, "1" if self._tag == "version" else "0" * 32):
@@ -185,7 +185,7 @@ class Bucket:
         except TakenError:
             if self._is_same(key, file, e_tag):
                 return "there"
-            if self._claims(key, crc):  # an earlier upload of this file was damaged
+            if self._claims(key, crc):  # an earlier upload of this file has damaged content
                 self._delete_damaged(key)
             raise
         if put_e_tag == e_tag:
@@ -305,7 +305,7 @@ class Bucket:
 
 
 class FolderDestination:
-    """A folder, for example of another machine's file system; what is confirmed was synced."""
+    """A folder, for example on another machine's file system. A confirmed file was synced."""
 
     def __init__(self, path: Path, throttle: Throttle) -> None:
         self.url = f"file://{path}"

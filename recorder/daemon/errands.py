@@ -2,8 +2,8 @@
 
 Commands of the package run in processes of their own at the lowest priority, so a command that crashes on a damaged
 run, or takes much memory, does not harm the daemon. New findings are posted to the webhook. The webhook's receiver may
-be slow, gone or malicious, and can waste only a few seconds of one thread: only the status of its answer is read, and a
-redirect is never followed.
+be slow, unreachable or malicious, and can waste only a few seconds of one thread: only the status of its answer is
+read, and a redirect is never followed.
 
 Commands from the store change only what a run records, whoever sends them. The daemon validates each command, and each
 writer validates it once more. Commands are carried only under `accept_commands`. With a key, a command needs a
@@ -101,7 +101,7 @@ def repair(run: RunShipper) -> None:
 
 
 def catalog(run: RunShipper, folder: Path) -> None:
-    """Make a new catalog of this node's part of a run, and put it beside the run; a failure is tried again."""
+    """Make a new catalog of this node's part of a run, and put it beside the run. A failed attempt is repeated."""
     shard_bytes, name = run.shard_bytes, run.catalog_name
     file = folder / f"catalog-{os.getpid()}-{os.urandom(4).hex()}.parquet"
     run.has_catalog_failed, run.next_catalog_retry_s = True, time.monotonic() + _CATALOG_PAUSE_S
@@ -140,7 +140,7 @@ def catalog(run: RunShipper, folder: Path) -> None:
 
 
 def check(run: RunShipper) -> list[dict[str, Any]]:
-    """Return the findings of severity error that are new since the last check."""
+    """Return the findings of severity error that the last check did not have."""
     code, out, said = _run(["check", run.path, "--json"], run.shared.is_stopping)
     if run.shared.is_stopping():
         return []
@@ -167,7 +167,7 @@ _MAX_TOLD_FINDINGS = 50
 
 
 def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[str], None]) -> threading.Thread:
-    """Post findings in a new thread, and return the thread; `counted` gets ``sent`` or ``failed`` within 10 s."""
+    """Post findings in a new thread, and return it; within 10 s `counted` is called with ``sent`` or ``failed``."""
 
     def post() -> None:
         try:
@@ -200,7 +200,7 @@ def _post(url: str, findings: list[dict[str, Any]]) -> int:
     try:
         connection.connect()
         sock = connection.sock
-        # A receiver that sends its answer byte by byte would keep the timeout of the socket from ever passing.
+        # The timer is needed because an answer that arrives byte by byte would never exceed the socket's timeout.
         killer = threading.Timer(_WEBHOOK_TIMEOUT_S, lambda: sock.shutdown(2))
         killer.daemon = True
         killer.start()
@@ -215,9 +215,9 @@ def _post(url: str, findings: list[dict[str, Any]]) -> int:
 
 
 _OLDEST_S = 3600.0
-"""A command that is older than this when it is first seen is stale: its sender no longer waits for it."""
+"""The age in seconds at which a newly found command is stale: its sender no longer waits for it."""
 _NEWEST_S = 300.0
-"""The largest allowed difference between the clocks of the sender and of this node."""
+"""The largest allowed difference in seconds between the clocks of the sender and of this node."""
 _LEAST_KEY_BYTES = 16
 
 
@@ -241,7 +241,7 @@ def signature(key: bytes, run_id: str, number: int, text: bytes) -> bytes:
 
 
 def _signature_name(number: int, command: Command) -> str:
-    """Return the name of a signature; the id in the name keeps senders of the same number apart."""
+    """Return the name of a signature. It contains the id, so that senders of the same number do not collide."""
     return f"{number:06d}-{command.id}.hmac"
 
 
@@ -258,7 +258,7 @@ class StoreCarrier:
         self._next = 1
 
     def carry(self) -> None:
-        """Carry new commands. If there is no new command, this costs one request."""
+        """Carry new commands. Without a new command, this costs one request."""
         run = self._run
         key = read_key(run.shared.settings.key_file)
         while self._next <= MAX_COMMANDS:
@@ -276,7 +276,7 @@ class StoreCarrier:
             self._next += 1
 
     def _take(self, number: int, text: bytes, key: bytes) -> tuple[str, str]:
-        """Carry one command; return the result, which is empty if the command was carried before, and the reason."""
+        """Carry one command; return the result (empty if it was carried before) and the reason."""
         for one in self._folder.look(is_told=True):
             if isinstance(one, Command):
                 self._known.setdefault(one.id, one.number)
@@ -324,8 +324,8 @@ def send_to_store(destination: Destination, run: str, command: Command, key: byt
     names = [name.rpartition("/")[2] for name, _ in destination.listing(f"{run}/{COMMANDS}/")]
     first = max((number for name in names if (number := parse_command_name(name)) is not None), default=0) + 1
     for number in range(first, MAX_COMMANDS + 1):
-        with contextlib.suppress(TakenError):  # another sender was faster
-            if key:  # the signature is put first, because a daemon may look at any moment
+        with contextlib.suppress(TakenError):  # another sender has taken the number
+            if key:  # the signature comes first, because a daemon may look at any moment
                 signed = f"{run}/{COMMANDS}/{_signature_name(number, command)}"
                 destination.put_if(signed, signature(key, run_id, number, text), None)
             destination.put_if(f"{run}/{COMMANDS}/{command_name(number)}", text, None)

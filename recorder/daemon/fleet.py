@@ -1,8 +1,8 @@
 """The fleet at a destination: the name of this node, its document in the index, and which runs a prune removes.
 
 Host names do not identify a node, because containers, and machines that were made from one image, share them. A node's
-name is drawn once and kept in the folder of its runs: a restart, a new pod and a renamed host keep the name.
-`run.finding` reads the index.
+name is chosen at random once and stored in the folder of its runs: a restart, a new pod and a renamed host keep the
+name. `run.finding` reads the index.
 
 A prune must never touch a run that may be recording, nor a run with a `_keep` mark. A pruned run leaves its name in
 `_pruned`, so that no node ships it again. The run's manifest is removed last, so that a prune that was killed finds the
@@ -46,9 +46,9 @@ _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}-[0-9a-f]{12}")
 
 
 def node_name(watched: Sequence[str]) -> str:
-    """Return the name of this node in keys: the host's name and a random part that a watched folder keeps.
+    """Return the name of this node in keys: the host's name and a random part that is stored in a watched folder.
 
-    If no folder can keep the file, the name is made from the host's name, the machine's id and the folders.
+    If no folder can keep the file, the name is derived from the host's name, the machine's id and the folders.
     """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", os.uname().nodename)[:100] or "node"
     for is_drawn in (False, True):
@@ -65,7 +65,7 @@ def node_name(watched: Sequence[str]) -> str:
 
 
 def _draw(path: Path, host: str) -> None:
-    """Write a new name if there is none, or only an invalid one; if several daemons do so at once, the first wins."""
+    """Write a new name if there is none, or only an invalid one. If several daemons do so at once, the first wins."""
     temporary = path.with_name(f"{NODE}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         temporary.write_text(f"{host}-{os.urandom(6).hex()}\n")
@@ -83,7 +83,7 @@ def _kept_name(folder: str) -> str | None:
 
 
 def catalog_name(node: str) -> str:
-    """Return the name, below a run, of the catalog of a node's part."""
+    """Return the name, relative to the run, of the catalog of a node's part."""
     return f"{_CATALOG}/{node}.parquet"
 
 
@@ -160,7 +160,7 @@ def state_folder(setting: str) -> Path:
     """Return the folder of the state, and create it; raise ConfigError if it belongs to another user."""
     runtime = os.environ.get("RUNTIME_DIRECTORY", "").partition(":")[0] or os.environ.get("XDG_RUNTIME_DIR", "")
     if setting:
-        path = Path(setting).absolute()  # errands run in another working directory
+        path = Path(setting).absolute()  # errands have another working directory
     elif runtime:
         path = Path(runtime) / "recorder-daemon"
     elif os.getuid() == 0:
@@ -191,7 +191,7 @@ def held_lock(folder: Path, destination: str, watched: list[str]) -> Iterator[Pa
     """
     others = folder / ".starting"
     with open(others, "a") as gate:
-        fcntl.flock(gate, fcntl.LOCK_EX)  # daemons that start at once check one after the other
+        fcntl.flock(gate, fcntl.LOCK_EX)  # daemons that start at the same time check one after the other
         for other in running(folder):
             who = f"process {other.get('pid')} (to {other.get('to')}, watching {', '.join(other.get('watch', ()))})"
             if other.get("to") == destination:
@@ -243,11 +243,11 @@ def holds_folder(outer: str, inner: str) -> bool:
 
 KEEP = "_keep"
 _QUIET_S = 3600.0
-"""A run with an object that is younger than this may be recording, whatever its manifests say."""
+"""The age in seconds below which an object means that its run may be recording, whatever its manifests say."""
 
 
 class KeptRun(NamedTuple):
-    """A run at the destination, as a listing shows it."""
+    """A run at the destination, as found in a listing."""
 
     key: str
     num_bytes: int
@@ -266,7 +266,7 @@ class PrunePlan(NamedTuple):
 
 
 def list_runs(destination: Destination) -> list[KeptRun]:
-    """Return all runs at a destination, the oldest first, from one listing of the whole destination."""
+    """Return all runs at a destination, the oldest first, from one complete listing."""
     folders: dict[str, list[tuple[str, StoredObject]]] = {}
     everything = list(destination.listing(""))
     for key, _ in everything:
@@ -301,7 +301,7 @@ def plan_prune(
     names: Sequence[str] = (),
     now_s: float | None = None,
 ) -> list[PrunePlan]:
-    """Plan which runs to remove by age, by the bytes that may stay (the oldest go first), or by name."""
+    """Plan which runs to remove by age, by the bytes that may stay (oldest first), or by name."""
     now_s = time.time() if now_s is None else now_s
     runs = list_runs(destination)
     for name in names:
@@ -333,7 +333,7 @@ def plan_prune(
 
 
 def prune(destination: Destination, run: KeptRun) -> bool:
-    """Remove a run there; return False, and keep the run, if it was changed or marked since it was listed."""
+    """Remove a run at the destination; return False, and keep it, if it was changed or marked since it was listed."""
     before = dict(destination.listing(f"{run.key}/"))
     if f"{run.key}/{KEEP}" in before or max((one.changed_s for one in before.values()), default=0) > run.changed_s:
         return False
@@ -350,9 +350,9 @@ def prune(destination: Destination, run: KeptRun) -> bool:
 
 
 def find_key(destination: Destination, typed: str) -> str:
-    """Return the directory of the run that was typed as a directory, as a name, or as the beginning of either.
+    """Return the directory of a run, given as a directory, a name, or the beginning of either.
 
-    A name that several runs share is refused with LookupFailedError, because the caller may remove the run.
+    A name that several runs share raises LookupFailedError, because the caller may remove the run.
     """
     folder, _, name = typed.rpartition("/")
     if name and destination.get(f"{typed}/{RUN_MANIFEST}") is not None:

@@ -1,7 +1,7 @@
 """The metrics of the daemon and of the runs of its node for Prometheus; no metric is ever renamed.
 
-docs/daemon-reference.md lists every metric, and a test compares the list with what is served. The metrics must never
-make a request to the store. The port answers only GET, to /metrics, /healthz and /readyz, and takes no input.
+docs/daemon-reference.md lists every metric, and a test compares the list with the served metrics. The metrics must
+never make a request to the store. The port answers only GET, to /metrics, /healthz and /readyz, and takes no input.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ COUNTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 """The counters by their names in `Counters`: the help, the label, and the values that the label may have.
 
-The metric is called ``recorder_daemon_`` and the name. Each metric is shown from the start as 0: a counter that appears
-with its first event has no increase to alert on."""
+The metric is called ``recorder_daemon_`` and the name. Each metric is served as 0 from the start: a counter that only
+appears with its first event has no increase to alert on.
+"""
 _DROP_REASONS = (
     *("pool_full", "ring_full", "disk_full", "disk_floor", "quota", "no_memory", "write_error:EIO"),
     *("interrupted", "abandoned_at_close", "writer_error", "writer_dead"),
 )
-"""Reasons for dropped rows that are shown as 0 until rows are dropped. FORMAT.md allows further reasons."""
+"""Reasons for dropped rows that are served as 0 until rows are dropped. FORMAT.md allows further reasons."""
 
 _Value = str | Callable[[WriterShipper], float | None]
-"""The member of a rank's status that is shown, or a function that returns the number."""
+"""The member of a rank's status that is served, or a function that returns the number."""
 _OF_RANK: tuple[tuple[str, str, _Value], ...] = (
     ("recorder_step", "Step that the rank is in", "step"),
     ("recorder_step_changed_timestamp_seconds", "When the rank's step was seen to change",
@@ -92,7 +93,7 @@ _SUMS_OF_RANK: tuple[tuple[str, str, _Value], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a registry identifies collectors by `id`
 class DaemonCollector:
-    """Makes the metrics whenever they are requested."""
+    """Makes the metrics at each request."""
 
     counters: Counters
     health: Health
@@ -187,7 +188,7 @@ def make_registry(collector: DaemonCollector) -> CollectorRegistry:
 
 
 def _newest(run: RunShipper) -> list[WriterShipper]:
-    """Return the newest writer of each rank; the writers of earlier attempts do not change any more."""
+    """Return the newest writer of each rank; writers of earlier attempts no longer change."""
     newest: dict[int | None, WriterShipper] = {}
     for writer in run.all_writers:
         other = newest.get(writer.rank)
@@ -264,7 +265,7 @@ class MetricsServer:
                 self.wfile.write(body)
 
             def log_message(self, *words: Any) -> None:
-                """Log nothing: a scrape every few seconds is no news."""
+                """Log nothing, because scrapes come every few seconds."""
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
@@ -274,7 +275,7 @@ class MetricsServer:
                 connection, client = super().get_request()
                 if not certificate:
                     return connection, client
-                try:  # the file is read anew, because certificates are renewed; the handler's thread shakes hands
+                try:  # certificates are renewed, so the file is read again; the handler's thread does the handshake
                     return _tls(certificate).wrap_socket(
                         connection, server_side=True, do_handshake_on_connect=False
                     ), client
@@ -283,7 +284,7 @@ class MetricsServer:
                     raise OSError(str(error)) from error
 
             def handle_error(self, *words: Any) -> None:
-                """Log nothing about clients that speak no TLS or disconnect."""
+                """Log nothing about clients that do not speak TLS or disconnect."""
 
         try:
             self._server = Server(address, Handler)
@@ -307,7 +308,7 @@ class MetricsServer:
 def _tls(certificate: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(certificate, password="")  # else OpenSSL would ask a terminal
+        context.load_cert_chain(certificate, password="")  # without a password OpenSSL would ask at a terminal
     except OSError as error:  # ssl.SSLError is a subclass
         raise ConfigError(
             f"listen_certificate = {certificate!r}: cannot be used ({error.strerror or error}); expected a PEM file "

@@ -72,7 +72,7 @@ class DaemonSettings:
 
     @property
     def keep_local_s(self) -> float:
-        """How long an ended run stays on the disk, in seconds; infinite if nothing is removed."""
+        """The seconds that an ended run stays on the disk; infinite if nothing is removed."""
         return math.inf if self.keep_local == KEEP_ALL else duration_s("keep_local", self.keep_local)
 
     @property
@@ -100,7 +100,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 def load_daemon_settings(
     file: str | None, arguments: Mapping[str, Any], environ: Mapping[str, str] | None = None
 ) -> DaemonSettings:
-    """Read file, environment and arguments; arguments that are None were not given. Raises ConfigError."""
+    """Read file, environment and arguments. An argument that is None was not given. Raises ConfigError."""
     environ = os.environ if environ is None else environ
     known = {item.name: item for item in fields(DaemonSettings)}
     values: dict[str, Any] = {}

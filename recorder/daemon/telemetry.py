@@ -37,9 +37,9 @@ class Counters:
 
 
 class Requests:
-    """Counts requests to the store and their seconds; requests under way count with their seconds so far.
+    """Counts requests to the store and their seconds; running requests count with their seconds so far.
 
-    Only these numbers reveal a store that hangs, and answers just before a request times out.
+    Only these numbers reveal a store that hangs, or that answers just before a request times out.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +71,7 @@ class Requests:
 
 
 class Health:
-    """Tells whether the store works; after an error no request is made for a time that doubles up to half a minute."""
+    """The state of the store; after an error no request is made for a time that doubles up to half a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -94,7 +94,7 @@ class Health:
 
     def failed(self, problem: str) -> None:
         with self._lock:
-            if self._clock() < self._until_s:  # jobs that failed at the same time count as one failure
+            if self._clock() < self._until_s:  # jobs that failed at the same time are one failure
                 return
             self._wait_s = min(max(2 * self._wait_s, 0.5), _LONGEST_WAIT_S)
             self._until_s = self._clock() + self._wait_s * random.uniform(0.7, 1.3)

@@ -1,7 +1,7 @@
 """Lists the runs, writers and files below the watched folders, and never follows a link.
 
-Every component of a path is opened from its parent's descriptor, so that nobody can put a link in the way between two
-looks. Names are checked here, before they become keys in a store. This module must never write.
+Every component of a path is opened from its parent's descriptor, so that nobody can insert a link between two looks.
+Names are checked here, before they become keys in a store. This module must never write.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from ..format.rundir import (
 )
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,254}")
-"""Matches names that are the same in every store, and harmless in every shell, URL and terminal."""
+"""Names that are the same in every store, and harmless in every shell, URL and terminal."""
 _ASIDE = re.compile(r"_[A-Za-z0-9._=+@-]*\.(json|damaged)")
-"""Matches other files of a run: informative documents, and damaged shards that a repair has set aside."""
+"""Names of other files of a run: informative documents, and damaged shards that a repair has set aside."""
 _REMAINS = re.compile(r".*\.tmp|__.*\.open|_shipped-.*|_commands|_keep")
-"""Matches names that are neither shipped nor counted as foreign: half-written files, ledgers, commands and marks.
-"""
+"""Names that are neither shipped nor counted as foreign: half-written files, ledgers, commands and marks."""
 _MAX_DEPTH = 4
 """The most folders between a watched folder and a run."""
 _GLOBAL_DIR = "global"
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\0", ".json": b"{"}
-"""The first bytes of a file by its extension; a file that begins otherwise, such as a hard link, is not shipped."""
+"""The first bytes of a file by its extension. A file with other first bytes, such as a hard link, is not shipped."""
 
 
 class Stamp(NamedTuple):
@@ -55,7 +54,7 @@ class Stamp(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A file is not what its name says, but a link, a device or other content. The file is left alone and counted."""
+    """A file does not match its name: it is a link, a device or has other content. It is ignored and counted."""
 
 
 class LocalFile:
@@ -109,7 +108,7 @@ class Entries:
     misnamed: list[str] = field(default_factory=list)
     """Directories whose names may not become keys."""
     unshipped: dict[str, str] = field(default_factory=dict)
-    """Why directories that hold a run, or may hold one, are not shipped, by their paths."""
+    """The reasons why directories with a possible run are not shipped, by path."""
 
 
 @dataclass(slots=True)
@@ -185,7 +184,7 @@ class Folder:
         return LocalFile(descriptor, where)
 
     def entries(self, *, with_stamps: bool = True) -> Entries:
-        """List the directory; without stamps no file is asked for its size."""
+        """List the directory. Without stamps, the sizes of files are not read."""
         listed = Entries()
         with os.scandir(self.descriptor) as entries:
             for entry in entries:
@@ -205,7 +204,7 @@ class Folder:
         return listed
 
     def changed_ns(self, path: str = ".") -> int:
-        """Return the time at which this directory, or a directory below it, was changed, without opening it."""
+        """Return the last change of this directory, or of a directory below it, in nanoseconds, without opening it."""
         return os.stat(path, dir_fd=self.descriptor, follow_symlinks=False).st_mtime_ns
 
     def __enter__(self) -> Self:
@@ -241,7 +240,7 @@ def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> I
 
 
 def closed_to_us(error: PermissionError) -> str:
-    """Return as a sentence that the daemon may not read a directory."""
+    """Return a sentence that says that the daemon may not read a directory."""
     return f"the daemon may not look into it ({error.strerror})"
 
 

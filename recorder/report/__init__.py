@@ -1,1 +1,1 @@
-"""The page of a run: collects what is drawn as blocks of data, and writes the one HTML file that holds the blocks."""
+"""The page of a run: collects the data to draw as blocks, and writes the one HTML file that contains the blocks."""

@@ -1,8 +1,8 @@
-"""The axes of a run's page: its rows, range by range of steps, and the modules, series, steps and lanes in the rows.
+"""The axes of a run's page: its rows by ranges of steps, and the modules, series, steps and lanes in them.
 
-A lane is one line that is drawn for a series. With few ranks, each rank has a lane. With many ranks, three lanes hold
-the lowest, the median and the highest value over the ranks, and a few lanes hold the ranks that are most often far from
-the median.
+A lane is one of the lines that are drawn for a series. With few ranks, each rank has a lane. With many ranks, three
+lanes hold the lowest, the median and the highest value over the ranks, and a few lanes hold the ranks that are most
+often far from the median.
 
 Never reads a payload. Rows of recomputed forwards are left out, because the same values were recorded before.
 """
@@ -31,9 +31,9 @@ from ..sites import SITE_OF, Kind
 from .blocks import PageBlock
 
 RANGE_ROWS = 200_000
-"""The rows of a range of steps, over all ranks, which are in memory together; a single step may have more."""
+"""The rows of a range of steps, over all ranks; they are in memory together. A single step may have more."""
 SERIES_KEY = ("root", "module_path", "site", "name", "mode")
-"""The columns that name a series. The calls and micro-steps of one step are drawn as one value."""
+"""The columns that identify a series. The calls and micro-steps of one step are drawn as one value."""
 _RECOMPUTED = "recompute"
 _COLUMNS = (
     "step", "rank", "attempt", "seq", *SERIES_KEY, "phase", "dtype", "shape", "global_shape", "numel", "note",
@@ -45,7 +45,7 @@ Steps = tuple[int, int]
 
 
 class DrawnSeries(NamedTuple):
-    """The columns that name a series of values."""
+    """The columns that identify a series of values."""
 
     root: str
     module_path: str
@@ -66,7 +66,7 @@ class StepRows:
         self._attempts = Attempts(run)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield a table for each range of steps with the rows that count, sorted by rank and `seq`."""
+        """Yield a table for each range of steps, sorted by rank and `seq`, without rows of superseded attempts."""
         for steps in self.ranges:
             table = pa.concat_tables([self._schema.empty_table(), *self._tables_of(steps)])
             table = table.unify_dictionaries().combine_chunks()
@@ -118,14 +118,14 @@ class SeriesValues(NamedTuple):
 
 
 def keys_of(table: Any) -> tuple[Integers, list[DrawnSeries], Integers]:
-    """Return for each row the number of its series in this table, then the series, and the first row of each series."""
+    """Return each row's index into this table's series, the series themselves, and each series' first row."""
     groups = group_rows(table, SERIES_KEY)
     keys = table.select(SERIES_KEY).take(pa.array(groups.firsts)).to_pylist()
     return groups.ids, [DrawnSeries(*(text or "" for text in key.values())) for key in keys], groups.firsts
 
 
 def values_of(table: Any, series: Integers, names: Sequence[str]) -> SeriesValues:
-    """Return the values of a table; `series` gives the number of each row's series."""
+    """Return the values of a table; `series` has the index of each row's series."""
     steps, ranks = integers(table.column("step")), integers(table.column("rank"))
     groups = group([series, codes(table.column("step")), ranks + 1])
     if groups.num_groups == table.num_rows:
@@ -141,13 +141,14 @@ class Axes:
     """The series, steps and shapes to draw. Scalars such as the loss have steps of their own."""
 
     index: dict[DrawnSeries, int] = field(default_factory=dict)
-    """The number of each series, in the order in which the series were first seen."""
+    """The index of each series, in the order in which the series were found."""
     _of_any_root: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """The number of a series by its names without the root; -1 if several series have these names. Each pipeline stage
-    is a root, and a value of the complete model has the root of one stage, or none."""
+    """The index of a series by its names without the root; -1 if several series have these names. Each pipeline stage
+    is a root, and a value of the complete model has the root of one stage, or none.
+    """
     is_scalar: list[bool] = field(default_factory=list)
     shapes: list[str] = field(default_factory=list)
-    """The global shape of each series if its first row names one, else the shape of the first row's local tensor."""
+    """The global shape of each series if its first row has one, else the shape of that row's local tensor."""
     dtypes: list[str] = field(default_factory=list)
     numels: list[int] = field(default_factory=list)
     first_steps: list[int] = field(default_factory=list)
@@ -162,7 +163,7 @@ class Axes:
     """The path of a module: only it, the modules below it and scalars are drawn. None draws everything."""
 
     def numbers_of(self, table: Any) -> Integers:
-        """Return for each row of a table the number of its series; -1 where the series is not drawn."""
+        """Return for each row of a table the index of its series; -1 where the series is not drawn."""
         ids, keys, _ = keys_of(table)
         of_table = [self.index[key] if key in self.index else self._of_any_root.get(key[1:], -1) for key in keys]
         return np.array([*of_table, -1], np.int64)[ids]
@@ -206,9 +207,9 @@ def is_number(site: str) -> bool:
 
 
 def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mapping[str, int]]:
-    """Return the block of the modules in the order of execution, and the number of each module by its path."""
+    """Return the block of the modules in the order of execution, and the index of each module by its path."""
     order = dict.fromkeys(dict.fromkeys(key.module_path for key in series))
-    # Modules without rows, such as pure containers, come last; the page puts each where its children are.
+    # Modules without rows, such as pure containers, come last; the page places each beside its children.
     known = list_paths((path for _, path in run.modules), order)
     paths = [*order, *(path for path in known if path not in order)]
     infos = {path: info for (_, path), info in run.modules.items()}
@@ -219,20 +220,21 @@ def modules_block(run: Run, series: list[DrawnSeries]) -> tuple[PageBlock, Mappi
 
 
 MAX_RANKS = 8
-"""The most ranks that each have a lane of their own; three lanes sum up a larger number of ranks."""
+"""The most ranks that each have a lane of their own. More ranks are summed up in three lanes."""
 MAX_ODD = 4
 SPREAD = ("low", "median", "high")
 _FAR = 8.0
 """A value is far from the median of the ranks if the distance is more than this many interquartile ranges."""
 _LEAST_SHARE = 1e-3
-"""The least interquartile range, as a share of the median: without it, ranks that differ only by roundings would be
-odd."""
+"""The least interquartile range, as a share of the median. Without it, ranks with mere rounding differences would be
+odd.
+"""
 _MIN_RANKS = 3
 """The fewest ranks that are compared: if two ranks differ, either may be the odd one."""
 
 
 class Lanes:
-    """The lanes of a run's page, by number."""
+    """The lanes of a run's page, by index."""
 
     def __init__(self, run: Run, *, can_have_global: bool = True) -> None:
         self.ranks: list[int] = run.ranks
@@ -277,11 +279,11 @@ class Spread(NamedTuple):
     numbers: dict[str, tuple[npt.NDArray[np.float64], ...]]
     """The lowest, the median and the highest value of each statistic; NaN where no rank has a value."""
     deviation: npt.NDArray[np.float64]
-    """The distance of each rank's value from the median, in interquartile ranges; NaN where it is unknown."""
+    """The distance of each rank's value from the median, in interquartile ranges; NaN if unknown."""
 
 
 def spread_of(values: SeriesValues, judged_by: str | None) -> Spread:
-    """Find the spread of the ranks' values; deviations are computed for the statistic `judged_by` only."""
+    """Compute the spread of the ranks' values; deviations are computed only for the statistic `judged_by`."""
     groups = group([values.series, values.steps - values.steps.min(initial=0)])
     ids = groups.ids
     quantiles: dict[str, tuple[npt.NDArray[np.float64], ...]] = {}
@@ -321,7 +323,7 @@ class OddRanks:
         self.compared = np.zeros(size, np.int64)
 
     def add(self, values: SeriesValues, spread: Spread) -> None:
-        """Count values that are far from the median in `spread`, and nonfinite values where most ranks' are finite."""
+        """Count values that are far from the median in `spread`, and nonfinite values if most ranks' are finite."""
         is_own = values.ranks >= 0
         ranks, deviation = values.ranks[is_own], spread.deviation[is_own]
         size = len(self.far)

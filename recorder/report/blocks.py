@@ -5,11 +5,11 @@ A page in a file holds its blocks as base64; a server sends the same bytes. This
 A cube holds the statistics of many series over steps, for a few lanes, and becomes blocks. If a run has more steps than
 a cube has columns, a column holds the most extreme value of its steps, so that no spike vanishes.
 
-A block holds numbers as codes of one or two bytes: two bytes keep three or four digits of a number, one byte keeps one
-or two, and a screen shows no more. Each series is scaled to its own range, linearly, or by the inverse hyperbolic sine
-if its magnitudes differ by more than `_WIDE`. (That function is logarithmic for both signs, and linear around zero.)
-The stored codes are differences, first between a lane and the lane before it, so that replicas cost nothing, then
-between a column and the column before it.
+A block stores numbers as codes of one or two bytes: two bytes keep three or four digits of a number, one byte keeps one
+or two, which is enough for a screen. Each series is scaled to its own range, linearly, or by the inverse hyperbolic
+sine if its magnitudes differ by more than `_WIDE`. (That function is logarithmic for both signs, and linear around
+zero.) The stored codes are differences, first between a lane and the lane before it, so that replicas cost nothing,
+then between a column and the column before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..numerics.keys import Integers
 from ..system.text import for_json
 
 VERSION = 1
-"""A number to raise when the page of an older version could not read a new block."""
+"""A number that is raised when pages of an older version could not read a new block."""
 _LEVEL = 9
 _ALIGN_BYTES = 8
 _TYPES = {"uint8", "uint16", "int16", "uint32", "int32", "float32", "float64"}
@@ -37,12 +37,12 @@ _TYPES = {"uint8", "uint16", "int16", "uint32", "int32", "float32", "float64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageBlock:
-    """A named piece of what the page draws."""
+    """A named part of the data that the page draws."""
 
     name: str
     """Letters, digits, ``-``, ``.`` and ``/``. The package chooses the name, which never contains a text from a run."""
     data: Mapping[str, Any]
-    """The part of the block that becomes JSON; nonfinite numbers become null."""
+    """The part of the block that is sent as JSON; nonfinite numbers become null."""
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
@@ -78,7 +78,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Quantised(NamedTuple):
-    """Codes of an array by series, lane and column, and how each series is scaled."""
+    """Codes of an array by series, lane and column, and the scale of each series."""
 
     codes: npt.NDArray[Any]
     """Codes as uint8 or uint16: differences to be summed along columns, then along lanes, modulo the width of the type.
@@ -125,7 +125,7 @@ def _differences(codes: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def planes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Return the bytes of codes, all low bytes first: similar bytes lie together, which deflates better."""
+    """Return the bytes of codes, all low bytes first: similar bytes lie together and compress better."""
     if codes.dtype == np.uint8:
         return codes.reshape(-1)
     return np.concatenate([(codes & 0xFF).reshape(-1), (codes >> 8).reshape(-1)]).astype(np.uint8)
@@ -169,7 +169,7 @@ class Cube:
             flat[at[order]] = new[order]  # if a cell gets several values, the last one stays
 
     def keep_lanes(self, num_lanes: int) -> None:
-        """Keep only the first `num_lanes` lanes; no value was added to the other lanes."""
+        """Keep only the first `num_lanes` lanes; the other lanes must be empty."""
         self.shape = self.shape[0], num_lanes, self.shape[2]
         self.values = {name: values[:, :num_lanes] for name, values in self.values.items()}
         self.has_row = self.has_row[:, :num_lanes]
@@ -205,7 +205,7 @@ class GrowingCube(Cube):
         self.add_steps(steps)
 
     def columns_of(self, steps: Integers) -> Integers:
-        """Return the column of each step; an unknown step has the column of the last known step before it."""
+        """Return the column of each step. An unknown step gets the column of the last known step before it."""
         columns = np.searchsorted(np.array(self.first_steps, np.int64), steps, side="right") - 1
         return np.maximum(columns, 0)
 
@@ -249,7 +249,7 @@ class GrowingCube(Cube):
         self._saved = None
 
     def adopt(self, older: GrowingCube) -> None:
-        """Take over the values of an older cube, whose series, lanes and statistics are the first ones of this cube."""
+        """Take over the values of an older cube. Its series, lanes and statistics come first in this cube."""
         while len(older.first_steps) > self.shape[2]:
             older._halve()
         num_series, num_lanes, num = older.shape[0], older.shape[1], len(older.first_steps)
@@ -270,7 +270,7 @@ class GrowingCube(Cube):
         return [_block(prefix, name, values, has_row, FINE, data) for name, values in changed]
 
     def _halve(self) -> None:
-        """Join pairs of columns; a joined column holds the more extreme value of the two."""
+        """Join pairs of columns; a joined column has the more extreme value of the two."""
         assert self._saved is None, "what is not final is taken out first"
         num = len(self.first_steps)
         num_pairs, num_left = num // 2, -(-num // 2)  # with an odd number of columns the last is not joined
@@ -303,7 +303,7 @@ def _block(
 
 
 def _weight(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return how extreme a value is: among the values of a column, the value with the largest weight is kept."""
+    """Return how extreme a value is: of the values of a column, the one with the largest weight is kept."""
     if name == "min":
         return -values
     return values if name == "max" else np.abs(values)

@@ -2,8 +2,8 @@
 
 The memory that `collect` needs is bounded for any number of ranks and steps.
 
-Panes are stored in `_view.json` beside the run, the only file that a page may change. The content of the file is
-untrusted input, and everything in it that is not a pane is ignored.
+Panes are stored in `_view.json` beside the run, the only file that a page may change. The file is untrusted input:
+everything in it that is not a pane is ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Report = Callable[[int], None]
 
 
 def num_looks(run: Run, against: Run | None) -> int:
-    """Return the number of rows that `collect` reports in all; `first` reads the rows of the run once more."""
+    """Return the number of rows that `collect` will report in total. It includes the second reading by `first`."""
     return 3 * run.num_rows + (2 * against.num_rows if against is not None else 0)
 
 
@@ -66,7 +66,7 @@ def collect(
         report: called with numbers of rows that were processed; these numbers add up to `num_looks`.
 
     Raises:
-        LookupFailedError: there is nothing to draw; the message says what to record the next time.
+        LookupFailedError: there is nothing to draw; the message says what to record next time.
     """
     with ExitStack() as stack:
         rows = stack.enter_context(step_rows(run))
@@ -149,7 +149,7 @@ def _culprit(one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
-    """Return for each series of `a` its number in `b`, under any root; -1 where `b` has no such series."""
+    """Return for each series of `a` its index in `b`, under any root; -1 if `b` has no such series."""
     numbers = {key: number for number, key in enumerate(b.series)}
     of_any_root: dict[tuple[str, ...], list[int]] = {}
     for number, key in enumerate(b.series):
@@ -190,7 +190,7 @@ _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 def ranks_block(
     run: Run, axes: Axes, collected: StatisticsBlocks, layouts: Sequence[Mapping[str, Any]] | None = None
 ) -> PageBlock:
-    """Return the block of the ranks; `layouts` say which rank had which chunk, if the caller knows the layouts."""
+    """Return the block of the ranks. `layouts` say which rank had which chunk, if they are known."""
     odd = collected.odd
     rows: list[list[Any]] = []
     for writer in run.writers:
@@ -233,7 +233,7 @@ def layouts_of(run: Run, axes: Axes, keys: Sequence[DrawnSeries], seen: set[tupl
         step = axes.first_steps[axes.index[key]]
         question = {"name": key.name, "mode": key.mode}
         for more in ({}, {"call": 0}, {"call": 0, "micro_step": 0}):
-            with suppress(LookupFailedError):  # several values fit the question, or no value counts
+            with suppress(LookupFailedError):  # several values match the query, or none counts
                 layout = run.layout(key.module_path, key.site, step, **question, **more)  # type: ignore[arg-type]
                 layouts.append(_described(key, layout))
                 break
@@ -292,7 +292,7 @@ def _state(pane: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def panes_block(panes: list[dict[str, Any]], why_not_saved: str | None = None) -> PageBlock:
-    """Return the block of the panes. `why_not_saved` is None if changes are saved, or if no server runs."""
+    """Return the block of the panes. `why_not_saved` is None if a server saves changes, or if no server runs."""
     return PageBlock(name="panes", data={"panes": panes, "why_not_saved": why_not_saved})
 
 

@@ -6,7 +6,7 @@ from one rank, for at most `_MAX_SERIES` tensors at two steps each.
 The histograms of the ranks' rows are added up. A replica counts once for each rank, which does not change the shares of
 the bins. A unit is measured by its root mean square. The units of each rank are sorted separately, from the largest to
 the smallest, and a position in that order shows the mean over ranks and calls. So the result is the same whether ranks
-hold different units, or values of the same units.
+have different units, or different values of the same units.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ T = TypeVar("T")
 
 
 class ThinnedSteps:
-    """The steps of a growing run that are drawn: at first every step, then every second step, and so on."""
+    """The steps of a growing run that are drawn: first every step, later every second step, and so on."""
 
     def __init__(self) -> None:
         self._num_seen, self._stride, self._last = 0, 1, -1
         self.steps: list[int] = []
 
     def see(self, steps: Sequence[int]) -> None:
-        """Add ascending steps; steps that are not later than all steps before are ignored."""
+        """Add ascending steps. Steps that are not later than all earlier ones are ignored."""
         for step in steps:
             if step <= self._last:
                 continue
@@ -65,7 +65,7 @@ class StepsCollector(ABC, Generic[T]):
     column: str
     """The column that is collected; rows in which it is null are skipped."""
     max_collected: int
-    """The most pairs of a series and a step for which a value is kept; two steps are always kept."""
+    """The most pairs of a series and a step that are collected, but at least two steps."""
 
     def __init__(self, steps: Sequence[int] | None, ranks: Sequence[int], num_series: int) -> None:
         self._thinned = ThinnedSteps() if steps is None else None
@@ -103,11 +103,11 @@ class StepsCollector(ABC, Generic[T]):
 
     @abstractmethod
     def _take(self, table: Any, series: list[int]) -> None:
-        """Collect the rows of a table; `series` has the series number of each row."""
+        """Collect the rows of a table; `series` has the series index of each row."""
 
 
 _LOWEST, _HIGHEST = -60, 40
-"""The exponents with a bin of their own; smaller and larger exponents are counted in the outermost bins."""
+"""The exponents that have a bin of their own. Smaller and larger exponents are counted in the outermost bins."""
 _NUM_BINS = _HIGHEST - _LOWEST + 1
 _NUM_LINE = 2 * _NUM_BINS + 2
 _MAX_BIN_CELLS = 1_500_000
@@ -116,7 +116,7 @@ _SHARE_LEVELS = 31
 
 
 class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
-    """Collects bins: negative values from the largest magnitude on, zeros, positive values, nonfinite values."""
+    """Collects bins: negative values from the largest magnitude on, then zeros, positive values, nonfinite values."""
 
     column = "histogram"
     max_collected = _MAX_BIN_CELLS // _NUM_LINE
@@ -168,7 +168,7 @@ def _share_codes(shares: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
 
 
 _NUM_QUANTILES = 33
-"""The number of positions drawn of the sorted units, including both ends."""
+"""The number of drawn positions among the sorted units, including both ends."""
 _MAX_UNIT_CELLS = 1_000_000
 _UNIT_LEVELS = 254
 
@@ -248,11 +248,11 @@ class Candidate(NamedTuple):
 
     kind: str
     where: dict[str, Any]
-    """The arguments of `Run.array` that name the tensor."""
+    """The arguments of `Run.array` that identify the tensor."""
 
 
 class ImageFinder:
-    """Finds tensors that may be pictures: of each series the first and the last step with recorded values."""
+    """Finds tensors that may be pictures: for each series, the first and the last step with recorded values."""
 
     def __init__(self, run: Run) -> None:
         self._rank = min(run.ranks, default=None)
@@ -282,7 +282,7 @@ class ImageFinder:
             names = ("step", "micro_step", "call", "repeat", "phase", "attempt")
             where = {name: some.column(name)[row].as_py() for name in names} | {"rank": self._rank}
             where |= {"module_path": key.module_path, "site": key.site, "name": key.name, "mode": key.mode}
-            known[1:] = [Candidate(kind, where)]  # the first candidate stays, and so does the latest
+            known[1:] = [Candidate(kind, where)]  # the first candidate and the latest one are kept
 
     @property
     def has_any(self) -> bool:

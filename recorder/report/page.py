@@ -1,7 +1,7 @@
 """The HTML of the page: the package's own styles and scripts, with the blocks of a run. Never reads a run.
 
-The content security policy allows exactly these scripts and styles by their hashes. It allows no network, and no script
-that a text from a run could bring in. In a file the scripts are deflated, which saves 0.1 MB of 0.3 MB.
+The content security policy allows exactly these scripts and styles by their hashes. It allows no network access, and no
+script that could come from a text in a run. In a file the scripts are deflated, which saves 0.1 MB of 0.3 MB.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _LOADER = f"""\
     `This page could not be drawn: ${{error.message}}. It needs a browser of 2023 or later (DecompressionStream).`;
 }});
 """
-"""Inflates and runs the scripts of a file; the policy allows them by their hash like inline scripts."""
+"""The script that inflates and runs the scripts of a file. The policy allows these by their hash, like inline scripts.
+"""
 _SERVER_ALONE = "; connect-src 'self'; frame-src 'self'"
-"""The part of the policy that lets a page from a server make requests to that server."""
+"""The part of the policy with which a page from a server may make requests to that server only."""
 
 
 @cache
@@ -86,7 +87,7 @@ def page(title: str, blocks: Iterable[PageBlock], *, address: str = "", panels: 
     """Yield the complete HTML file, piece by piece.
 
     The page begins at the view that `address` names, unless its own address names one. `panels` names the panels to
-    show, as far as they have something to draw; empty shows all panels.
+    draw, if they have content; empty for all panels.
     """
     given = {"address": address, "panels": " ".join(panels)}
     yield _head(title, given={name: value for name, value in given.items() if value})
@@ -118,12 +119,12 @@ def live_policy() -> str:
 
 
 def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
-    """Return the page that a server sends; its script asks the server for news.
+    """Return the page that a server sends; its script polls the server.
 
     `kind` is ``run``, ``runs`` (the list of runs) or ``side`` (several runs side by side).
     """
     head = _head(title, extra_policy=_SERVER_ALONE, given={"live": kind})
-    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # stops a request for /favicon.ico
+    head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # avoids a request for /favicon.ico
     pieces = [piece for block in blocks for piece in _packed(block)]
     return b"".join([head, *pieces, _end(script())])
 

@@ -20,12 +20,12 @@ from .blocks import Cube, GrowingCube, PageBlock
 from .distributions import HistogramCollector, UnitsCollector
 
 DRAWN = ("absmax", "l2", "mean", "std", "min", "max")
-"""The statistics that a page may hold, the most telling first; a page always holds the counts."""
+"""The statistics that a page may have, the most informative first. A page always has the counts."""
 _LEAST_DRAWN = 3
-"""The page of a large run holds only this many statistics, which leaves room for more steps."""
+"""The number of statistics on the page of a large run, so that there is room for more steps."""
 _OF_SCALARS = ("mean", *COUNTS)
 _JUDGED_BY = ("l2", "absmax", "mean", "std", "min", "max")
-"""Ranks are compared by the first of these statistics that the page holds."""
+"""The statistics by which ranks may be compared; the first one on the page is used."""
 _DEVIATION = "deviation"
 _MAX_CELLS = 1_400_000
 """The most one-byte cells of a page, which bounds the page at 2 MB."""
@@ -34,16 +34,17 @@ _MAX_FINE_CELLS = 250_000
 _MIN_COLUMNS, _MAX_COLUMNS = 32, 1000
 _MAX_SCALAR_COLUMNS = 2000
 _ENOUGH_COLUMNS = 160
-"""Statistics are left out until the remaining statistics have this many columns, or as close to it as possible."""
+"""Statistics are left out until the others have this many columns, or as many as possible."""
 _MAX_RANK_BINS = 64
 _MAX_GLOBAL_ROWS = 120_000
-"""A run with more rows has values of all ranks together at some steps only."""
+"""In a run with more rows, values of all ranks together are drawn only at some steps."""
 _MAX_GLOBAL_STEP_ROWS = 20_000
-"""A run with more rows in a step shows single ranks only: one step of thousands of ranks takes minutes and gigabytes to
-assemble."""
+"""A run with more rows in a step is drawn by single ranks only: to assemble a step of thousands of ranks takes minutes
+and gigabytes.
+"""
 _MAX_REASONS = 2000
 _MANY_STEPS = 1 << 30
-"""The number of steps that a growing run is assumed to reach, as if it never ended."""
+"""The number of steps that a growing run is assumed to reach."""
 
 
 class StatisticsBlocks:
@@ -63,7 +64,7 @@ class StatisticsBlocks:
             share: the share of the page's room that these statistics may use.
             prefix: the prefix of the block names.
             is_growing: any number of steps may follow; odd ranks then have no lanes of their own.
-            has_global: True makes values of all ranks together; by default they are made if that takes no minutes.
+            has_global: whether to assemble values of all ranks together; by default only if that does not take minutes.
 
         Raises:
             LookupFailedError: `asked` names an unknown statistic.
@@ -128,7 +129,7 @@ class StatisticsBlocks:
             )  # fmt: skip
 
     def collect(self, rows: StepRows, report: Callable[[int], None]) -> None:
-        """Read all rows, and assemble the values of all ranks; call `report` with the number of rows of each table."""
+        """Read all rows, and assemble the values of all ranks; `report` is called with each table's number of rows."""
         for table in rows:
             self.add(table)
             report(table.num_rows)
@@ -188,7 +189,7 @@ class StatisticsBlocks:
                     self._put_deviations(values, spread.deviation)
 
     def _numbers_of(self, table: Any) -> Integers:
-        """Return for each row the number of its series; -1 for a scalar."""
+        """Return for each row the index of its series; -1 for a scalar."""
         ids = self._axes.numbers_of(table)
         return np.asarray(np.where(self._is_scalar[ids], -1, self._number[ids]), np.int64)
 
@@ -245,7 +246,7 @@ class StatisticsBlocks:
             cube.put(values.series, np.zeros(len(values.series), np.int64), values.steps, values.numbers)
 
     def _note_reasons(self, table: Any, *, is_global: bool) -> None:
-        """Record why series have no numbers; the first reason for a series stays."""
+        """Record why series have no numbers; the first reason of a series is kept."""
         lacks = pc.is_null(table.column(MEASURED))
         if is_global:
             lacks = pc.or_(lacks, pc.is_valid(table.column("rank")))
@@ -260,7 +261,7 @@ class StatisticsBlocks:
 
     @property
     def has_numbers(self) -> bool:
-        """True if any series has a drawn statistic or a count; counts exist even if all values are NaN."""
+        """True if any series has a drawn statistic or a count. Counts exist even if all values are NaN."""
         return any(bool((~np.isnan(self.cube.values[name])).any()) for name in (*self.names, MEASURED))
 
     def blocks(self, modules: Mapping[str, int]) -> Iterator[PageBlock]:
@@ -318,7 +319,7 @@ class StatisticsBlocks:
 
 
 def check_statistics(run: Run, axes: Axes, collected: StatisticsBlocks) -> None:
-    """Raise LookupFailedError if there is nothing to draw; the message says what to record the next time."""
+    """Raise LookupFailedError if there is nothing to draw; the message says what to record next time."""
     if not axes.index:
         raise LookupFailedError(
             f"{run.name} has no rows to draw; `recorder doctor` says why, and RECORDER_RULES='keep=stats' records "

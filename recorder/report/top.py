@@ -1,4 +1,4 @@
-"""The head of the page: what ran, whether its record is complete, and what is conspicuous, with links to pictures."""
+"""The head of the page: what ran, whether its record is complete, and conspicuous values, with links to pictures."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _MAX_LISTED = 8
 _MAX_CHECKS = 200
 _MAX_GAPS = 500
 _JUMP = 30.0
-"""A jump is reported if a value is this many times the value that the records before it lead to expect."""
+"""A jump is reported if a value is this many times the value predicted from the records before it."""
 _NUM_BEFORE = 4
-"""The number of records before a value from which the usual size and growth of the series are taken."""
+"""The number of earlier records from which the usual size and growth of a series are computed."""
 _MIN_STEPS = 8
-"""The fewest steps in which jumps are looked for: fewer steps do not show what is usual."""
+"""The fewest steps for a search for jumps: fewer steps do not show what is usual."""
 _MAX_JUMPS = 4
 _NO_TENSOR = (
     "No tensor was recorded, only numbers of the step: nothing is known of parameters, activations and gradients"
 )
 _MANY = 1e6
-"""A ratio of at least this size is written as a power of ten."""
+"""A ratio of at least this value is written as a power of ten."""
 
 
 class DoctorLine(NamedTuple):
-    """One answer of `recorder doctor`."""
+    """One line of the reply of `recorder doctor`."""
 
     state: str
     """``ok``, ``note`` or ``missing``."""
@@ -61,7 +61,7 @@ class Highlight(NamedTuple):
     paths: tuple[str, ...] = ()
     """The modules that the sentence names."""
     lasts: bool = False
-    """True if the finding is a state from its first step on, like a dead layer, rather than an event."""
+    """True if the finding is a state that lasts from its first step on, such as a dead layer, and no event."""
 
 
 def top_block(
@@ -101,12 +101,12 @@ def _packed(one: Highlight) -> list[Any]:
 
 
 def faults(findings: Sequence[Highlight], steps: Sequence[int]) -> list[list[Highlight]]:
-    """Return groups of findings that share a cause: in each first the worst finding, then the others by step.
+    """Return groups of findings with a common cause; in a group, the worst finding is first, the others follow by step.
 
-    A fault goes on while there are findings at its last step or at the next recorded step: later values of the step,
-    containers, gradients and the following steps inherit what one module computed. A finding that lasts, or begins at
-    the first recorded step, joins a fault only if it names a module of the fault, a container of such a module, or a
-    module inside one. `steps` are the recorded steps, ascending.
+    A fault continues as long as there are findings at its last step or at the next recorded step: later values of the
+    step, containers, gradients and the following steps inherit the result of one module. A finding that lasts, or
+    begins at the first recorded step, joins a fault only if it names a module of the fault, a container of such a
+    module, or a module inside one. `steps` are the recorded steps, ascending.
     """
     groups: list[_Group] = []
     for number, one in sorted(enumerate(findings), key=lambda item: (item[1].steps or (-1, -1), item[1].lasts)):
@@ -122,7 +122,7 @@ def faults(findings: Sequence[Highlight], steps: Sequence[int]) -> list[list[Hig
 
 
 class _Group:
-    """The findings of one fault, which are added in the order of steps."""
+    """The findings of one fault. They are added in the order of steps."""
 
     def __init__(self) -> None:
         self.findings: dict[int, Highlight] = {}
@@ -159,7 +159,7 @@ def _containers(path: str) -> set[str]:
 
 
 def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> PageBlock:
-    """Return the block that says why values are missing, for the holes of the map."""
+    """Return the block that says why values are missing, for the gaps of the map."""
     gaps: list[dict[str, Any]] = []
     for check in checks:
         details = check.facts
@@ -270,7 +270,7 @@ def _of_ranks(collected: StatisticsBlocks) -> Iterator[Highlight]:
 
 
 def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
-    """Yield the values that jump; jumps at one step or at neighbouring steps are one finding."""
+    """Yield the values that jump. Jumps at the same step or at adjacent steps are one finding."""
     cube = collected.cube
     name = next((name for name in ("l2", "absmax") if name in cube.values), None)
     if name is None or not cube.shape[2]:
@@ -300,13 +300,13 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
 class _Jump(NamedTuple):
     column: int
     series: int
-    """The number of the series, which follows the order of execution."""
+    """The index of the series, in the order of execution."""
     ratio: float
     """The value divided by the largest of the records before it."""
 
 
 def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> Iterator[tuple[int, float]]:
-    """Yield the columns at which a value exceeds what the slope of the records before it predicts, and the ratio."""
+    """Yield the columns whose value exceeds the extrapolation of the records before it, and the ratio."""
     known = np.flatnonzero(~np.isnan(values))
     values, at = values[known], steps[known]
     if len(values) < _MIN_STEPS or values.max() < _JUMP * values.min():

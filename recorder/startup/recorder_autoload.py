@@ -1,9 +1,9 @@
-"""Runs at the end of ``import torch`` (entry point group ``torch.backends``) and starts `recorder` if the flag asks.
+"""Runs at the end of ``import torch`` (entry point group ``torch.backends``) and starts `recorder` if the user asks.
 
-While the flag is off it imports only `os` and `sys`, or, if the program has imported `recorder` before torch, registers
-the op that loaded artefacts may contain. It must never break ``import torch``: every failure except a wrong setting is
-one line on stderr. If a user's own ``recorder.py`` next to the script hides this package from ``import recorder``, the
-package is loaded under another name, so that both work.
+If ``RECORDER`` is off, it imports only `os` and `sys`, or, if the program has imported `recorder` before torch,
+registers the op that loaded artefacts may contain. It must never break ``import torch``: every failure except a wrong
+setting is one line on stderr. If a user's own ``recorder.py`` next to the script hides this package from ``import
+recorder``, the package is loaded under another name, so that both work.
 """
 
 import os
@@ -14,9 +14,9 @@ def start() -> None:
     """Start recording if ``RECORDER`` is set.
 
     Raises:
-        SystemExit: code 2, a setting is wrong; it passes through ``import torch`` and stops the launch.
+        SystemExit: with code 2, if a setting is wrong; it leaves ``import torch`` and stops the launch.
     """
-    if "_RECORDER_PROBE" in os.environ:  # `recorder prove` compares this run with another
+    if "_RECORDER_PROBE" in os.environ:  # `recorder prove` compares this program's launches
         try:
             import importlib
 

@@ -2,7 +2,7 @@
 
 The start-up hook loads this module in all runs that are compared, with the recorder and without, so that its own effect
 cancels out. It imports nothing of the package, puts no hook on a module, issues no collective, and changes no state of
-the program. It ends the program, with exit code 0, after the steps that were asked for.
+the program. It ends the program, with exit code 0, after the requested number of steps.
 """
 
 import gc
@@ -20,10 +20,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 FOLDER = "_RECORDER_PROBE"
-"""The environment variable that names the folder for the results; `analyze.prove` sets both variables."""
+"""The environment variable that names the folder for the results. `analyze.prove` sets both variables."""
 STEPS = "_RECORDER_PROBE_STEPS"
 _WAIT_S = 60.0
-"""The longest wait of a rank for the other ranks at the end, because a rank that leaves early would end them."""
+"""The most seconds that a rank waits for other ranks at the end, because a rank that leaves early would end them."""
 _TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel", "DeepSpeedEngine"))
 
@@ -56,7 +56,7 @@ class _Probe:
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Make the hook after the step the last one, so that it sees the state that other hooks leave."""
+        """Make the hook after the step the last one, so that it gets the state that other hooks leave."""
         if not torch.compiler.is_compiling():
             self._handle.remove()
             self._handle = register_optimizer_step_post_hook(self._after_step)
@@ -85,7 +85,7 @@ class _Probe:
         self._file.flush()
 
     def _end(self, rank: int, world_size: int) -> None:
-        """Wait until all ranks have come here, and end the program."""
+        """Wait until all ranks have reached this point, and end the program."""
         open(os.path.join(self._folder, f"{rank}.done"), "w").close()
         until_s = time.monotonic() + _WAIT_S
         while time.monotonic() < until_s:
@@ -127,9 +127,9 @@ class _Probe:
 
     def _find_models(self, parameters: list[tuple[int, int, Any]]) -> None:
         """Find the outermost modules that have the optimizer's parameters, and name those parameters."""
-        # `isinstance` is not used: it asks a proxy for its class, which may load the object behind the proxy.
+        # `isinstance` is not used: it reads a proxy's `__class__`, which may load the object behind the proxy.
         instances = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
-        modules = [module for module in instances if "_modules" in vars(module)]  # and not one that is being made
+        modules = [module for module in instances if "_modules" in vars(module)]  # not one that is being made
         inner = {id(child) for module in modules for child in module._modules.values()}
         outer = [module for module in modules if id(module) not in inner]
         held = [{id(parameter): name for name, parameter in module.named_parameters()} for module in outer]
@@ -189,7 +189,7 @@ def _see(seen: dict[str, str], name: str, value: Any) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return a digest of 128 bits of a tensor's type, shape and bits, or a text why the bits cannot be read."""
+    """Return a digest of 128 bits of a tensor's type, shape and bits, or a text that says why they cannot be read."""
     try:
         digest = hashlib.blake2b(digest_size=16)
         _add(digest, tensor.detach())
@@ -199,7 +199,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _add(digest: Any, tensor: Any) -> None:
-    if hasattr(tensor, "to_local"):  # a DTensor: this rank's part
+    if hasattr(tensor, "to_local"):  # a DTensor: take this rank's part
         tensor = tensor.to_local()
     if hasattr(tensor, "wait"):  # an AsyncCollectiveTensor
         tensor = tensor.wait()
@@ -216,7 +216,7 @@ def _add(digest: Any, tensor: Any) -> None:
     if tensor.is_meta or not tensor.numel():
         return
     needed = tensor.element_size() * (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
-    if tensor.untyped_storage().size() < needed:  # freed by its owner; reading it would end the process
+    if tensor.untyped_storage().size() < needed:  # the storage was freed: reading it would crash the process
         return
     tensor = tensor.resolve_conj().resolve_neg().contiguous().cpu()
     digest.update(tensor.reshape(-1).view(torch.uint8).numpy())

@@ -21,10 +21,9 @@ from ..errors import StoreError, not_installed
 
 _CONNECT_TIMEOUT_S = 5
 _ROLE_TIMEOUT_S = 1
-"""The connect timeout where nothing names credentials: most machines have no role, and no metadata service answers."""
+"""The connect timeout if nothing names credentials: most machines have no role, so that no metadata service answers."""
 _SILENCE_TIMEOUT_S = 5
-"""The longest wait for the next byte. A request is tried `_NUM_TRIES` times: a store that hangs is given up after 20 s.
-"""
+"""The most seconds to wait for the next byte. With `_NUM_TRIES` tries, a hanging store is given up after 20 s."""
 _NUM_TRIES = 3
 
 Answer = TypeVar("Answer")
@@ -39,7 +38,7 @@ _REFUSED = {
     "RequestExpired": "the request's time is not accepted; set this machine's clock",
     "RequestTimeTooSkewed": "the request's time is not accepted; set this machine's clock",
 }
-"""The reason of a refusal, by the code that the store sends."""
+"""The reasons of refusals, by the codes that stores send."""
 _UNREACHED = {
     "dns error": "its host is not known",
     "ConnectionRefused": "it takes no connection",
@@ -47,7 +46,7 @@ _UNREACHED = {
     "InvalidMessage": "it does not speak TLS",
     "TimedOut": "it does not answer",
 }
-"""The reason of a failed connection, by a word in the client's error text."""
+"""The reasons of failed connections, by words in the client's error text."""
 
 
 class Client:
@@ -70,7 +69,7 @@ class Client:
         self.renew()
 
     def ask(self, path: object, question: Callable[[Any], Answer]) -> Answer:
-        """Put a question to an `obstore` store. FileNotFoundError: no such object; StoreError: any other error."""
+        """Make a request to an `obstore` store. FileNotFoundError: no such object; StoreError: any other error."""
         from obstore.exceptions import BaseError
 
         try:
@@ -82,7 +81,7 @@ class Client:
         except (BaseError, OSError, ValueError) as error:
             problem = error
         if _is_without_credentials(str(problem)) and not (self._is_anonymous or self._names_credentials):
-            self._is_anonymous = True  # the machine has no role that gives credentials
+            self._is_anonymous = True  # the machine has no role with credentials
             self.__dict__.pop("_store", None)
             return self.ask(path, question)
         raise self._refusal(problem, path) from None
@@ -108,7 +107,7 @@ class Client:
         options = self._options
         try:
             return getattr(obstore.store, self.kind.client)(self._bucket, **options)
-        except Exception as error:  # the text of the error may repeat a setting
+        except Exception as error:  # the error's text may contain the value of a setting
             problem = f"no client can be made of the settings ({type(error).__name__})"
         raise StoreError(f"{self._scheme}://{self._bucket}: {problem}; see {self.kind.advice}")
 
@@ -124,7 +123,7 @@ class Client:
             "allow_http": url.scheme == "http",
             "connect_timeout": timedelta(seconds=_ROLE_TIMEOUT_S if asks_for_role else _CONNECT_TIMEOUT_S),
             "read_timeout": timedelta(seconds=self._silence_s),
-            "timeout": timedelta(days=1),  # for a complete answer, while its bytes keep coming
+            "timeout": timedelta(days=1),  # for a complete answer, as long as bytes keep coming
         }
         retries = {"max_retries": self._num_tries - 1, "retry_timeout": timedelta(minutes=1)}
         options: dict[str, Any] = {"client_options": client, "retry_config": retries}
@@ -144,7 +143,7 @@ class Client:
         return self.kind.names_credentials(os.environ)
 
     def _refusal(self, error: Exception, path: object) -> StoreError:
-        """Return an error in the package's own words, because the text that a store sends may hold an access key."""
+        """Return an error in the package's own words, because a store's text may contain an access key."""
         text, bucket, advice = str(error), f"{self._scheme}://{self._bucket}", self.kind.advice
         endpoint = self.kind.endpoint(os.environ) or self.kind.title
         code, status = _last(r"<Code>(\w+)<", text), _last(r"status: (\d{3}),", text)
@@ -194,12 +193,12 @@ def _is_without_credentials(text: str) -> bool:
 
 
 def _last(pattern: str, text: str) -> str:
-    """Return the last match of a pattern. A path, which anybody may have named, precedes the store's answer."""
+    """Return the last match of a pattern. A path, which anybody may have chosen, comes before the store's answer."""
     return next(reversed(re.findall(pattern, text)), "")
 
 
 _ASKED_BY_BOTO3 = ("sso_session", "sso_start_url", "credential_process", "role_arn")
-"""Settings of a profile that lead to credentials only by more requests or another program."""
+"""Settings of a profile with which credentials need further requests or another program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,11 +209,11 @@ class StoreKind:
     """The name of the class in `obstore.store`."""
     title: str
     endpoints: str
-    """The settings that name another endpoint than the provider's; the first one that is set counts."""
+    """The settings that name another endpoint than the provider's. The first one that is set is used."""
     endpoint_option: str = "endpoint"
     """The argument of the client's constructor that takes the URL of the endpoint."""
     credentials: str
-    """The settings that each say where credentials are."""
+    """The settings that each say where credentials are found."""
     file: str
     """The file with credentials that is read if no setting names any."""
     advice: str
@@ -222,7 +221,7 @@ class StoreKind:
     certificates: str = ""
     """The setting that names a file of trusted certificates."""
     version_tag: str = "e_tag"
-    """The member of an object's metadata by which a conditional put names the object that it replaces."""
+    """The member of an object's metadata by which a conditional put identifies the object that it replaces."""
 
     def endpoint(self, environ: Mapping[str, str]) -> str:
         """Return the URL of the store from the environment or a profile; empty for the provider's own endpoint."""
@@ -233,7 +232,7 @@ class StoreKind:
         return any(map(environ.get, self.credentials.split())) or Path(self._file(environ)).expanduser().is_file()
 
     def has_no_role(self, environ: Mapping[str, str]) -> bool:
-        """Return True if the environment says that this machine has no role that gives credentials."""
+        """Return True if the environment says that this machine has no role with credentials."""
         return False
 
     def options(self, bucket: str, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -310,7 +309,7 @@ def _from_profile(environ: Mapping[str, str]) -> dict[str, Any]:
             return options | {"credential_provider": Boto3CredentialProvider(Session())}
         except ImportError:
             raise StoreError(not_installed(f"s3://: {asked} of the profile", "boto3", "store")) from None
-        except Exception as error:  # the text of the error may repeat a setting
+        except Exception as error:  # the error's text may contain the value of a setting
             problem = f"leads to no credentials ({type(error).__name__})"
         raise StoreError(f"s3://: {asked} of the profile {problem}")
     names = ("access_key_id", "secret_access_key", "session_token")
@@ -329,5 +328,5 @@ def _profile(environ: Mapping[str, str]) -> dict[str, str]:
             parser.read(Path(file).expanduser())
             settings |= parser[section]
         except (ConfigParserError, KeyError, OSError, RuntimeError, UnicodeDecodeError):
-            continue  # if the credentials were in this file, the store refuses with a message
+            continue  # if the credentials were in this file, the store's refusal says so
     return settings

@@ -1,7 +1,7 @@
 """The files of commands in a run's directory: sends commands, and finds new ones.
 
 A command is published complete under the next free number and never changed. Whoever may write to the run's directory
-may send a command, and yet every file there is untrusted input. This module does not judge what a command asks for.
+may send a command, and yet every file there is untrusted input. This module does not check the content of a command.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from ..system.processes import sync_directory
 _MAX_ENTRIES = 2 * MAX_COMMANDS
 """The most names of a directory that are read; the package never makes more."""
 _UNFINISHED_S = 5.0
-"""How long a damaged file is read again before it is refused: without links, a new command is briefly incomplete."""
+"""The seconds for which a damaged file is read again, not refused: without links, a new command is briefly incomplete.
+"""
 _FRESH_S = 2.5
-"""How long each look lists the directory after a change, because times of files may be as coarse as two seconds."""
+"""The seconds after a change for which each look lists the directory: file times may be as coarse as two seconds."""
 _RELIST_S = 5.0
-"""How often the directory is listed without a visible change, because a network file system may lag behind."""
+"""The seconds between listings without a visible change, because a network file system may lag behind."""
 
 
 def send(run_dir: Path, command: Command) -> Command:
@@ -73,7 +74,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _give_to_owner(path: Path, above: os.stat_result) -> None:
-    """Let the user who trains read what root has written."""
+    """Let the user who trains read the files that root has written."""
     if (os.geteuid(), os.getegid()) != (above.st_uid, above.st_gid):
         with contextlib.suppress(OSError):
             os.chown(path, above.st_uid, above.st_gid, follow_symlinks=False)
@@ -116,13 +117,13 @@ def _publish(temporary: Path, final: Path, text: bytes) -> bool:
     try:
         os.link(temporary, final, follow_symlinks=False)
     except FileExistsError:
-        # NFS may repeat a request that has succeeded, and then the link is ours.
+        # NFS may repeat a request that has succeeded, and then the existing link is ours.
         return os.path.samestat(os.lstat(temporary), os.lstat(final))
     except OSError:
         if os.path.lexists(final):
             return False
         try:
-            _create(final, text)  # a file system without links: readers wait until the file is complete
+            _create(final, text)  # the file system has no links: readers wait until the file is complete
         except FileExistsError:
             return False
     return True
@@ -142,7 +143,7 @@ class Refusal(NamedTuple):
 
 
 class CommandFolder:
-    """The commands of one run, found in turn by one thread. A look without a new command is one system call."""
+    """The commands of one run, for one thread, each returned once. A look without a new command is one system call."""
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = run_dir / COMMANDS
@@ -163,7 +164,7 @@ class CommandFolder:
         return bool(self._damaged_since_s)
 
     def look(self, *, is_told: bool = False) -> list[Command | Refusal]:
-        """Return what is new since the last look, by number. `is_told` means that a new command is known to exist."""
+        """Return the new commands since the last look, by number. `is_told`: a new command is known to exist."""
         now = self._clock()
         try:
             folder_stat = os.stat(self._folder, follow_symlinks=False)

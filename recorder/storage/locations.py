@@ -22,7 +22,7 @@ from .untrusted_files import ByteSource, FileFacts, Found, GrowingFile, IsPart, 
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CUT = re.compile(rf"({'|'.join(KINDS)}):/(?=[^/])", re.IGNORECASE)
-"""Matches the beginning of a URL that pathlib has changed to one slash."""
+"""The beginning of a URL in which pathlib has replaced two slashes by one."""
 _NUM_TRIES = 3
 
 
@@ -69,7 +69,7 @@ class LocalStore:
         return map(function, items)
 
     def refresh(self) -> None:
-        """Do nothing: every question is answered by the disk."""
+        """Do nothing, because the disk answers every request."""
 
     def arrow_path(self, path: Path) -> str:
         return str(path)
@@ -93,8 +93,7 @@ LOCAL = LocalStore()
 Location = Path | ObjectPath
 """The path of a run, or of a file in a run."""
 OpenLocation = Path | Any
-"""The type of an opened run's location: a caller that opened a directory may use it as a `Path` without a cast.
-"""
+"""The type of an opened run's location. If it is a directory, callers may use it as a `Path` without a cast."""
 
 
 def store_of(location: Location) -> Store:
@@ -103,21 +102,21 @@ def store_of(location: Location) -> Store:
 
 
 def location_of(path: str | os.PathLike[str] | Location) -> Location:
-    """Return the location that a typed path, a URL or a path object means.
+    """Return the location that a typed path, a URL or a path object names.
 
     NotARunError is raised for an empty text, an unknown kind of store, and a URL that names no folder.
     """
     if isinstance(path, ObjectPath):
         return path
     text = os.fspath(path)
-    if not text:  # "$RUN" without a value; as a path it would mean the current folder
+    if not text:  # for example "$RUN" without a value; as a path it would be the current folder
         raise NotARunError("an empty text is no run; name a run, or a folder of runs")
     if (cut := _CUT.match(text)) and not os.path.lexists(text[: cut.end()]):
-        text = f"{cut[1]}://{text[cut.end() :]}"  # pathlib has changed the URL to a path
+        text = f"{cut[1]}://{text[cut.end() :]}"  # pathlib has turned the URL into a path
     scheme = scheme_of(text)
     if scheme is None:
         return Path(path)
-    if scheme == "file":  # a daemon names a destination folder in this way
+    if scheme == "file":  # a daemon's destination may be such a folder
         folder = unquote(text[len("file://") :])
         if not folder.startswith("/"):
             raise NotARunError(f"{text}: expected file:///FOLDER, with three slashes")

@@ -22,16 +22,15 @@ from .clients import Client, bare_e_tag, changed
 from .untrusted_files import FileFacts, Found, IsPart, Item, check_range
 
 _NUM_AT_ONCE = 16
-"""The most requests at once: a store takes 20 to 50 ms for each request, and a run of 64 ranks needs about 200."""
+"""The most requests at a time. A request takes 20 to 50 ms, and a run of 64 ranks needs about 200."""
 _WHOLE_BYTES = 512 << 10
-"""An object smaller than this is read in one request, and so are ranges with a smaller gap: a request costs as much."""
+"""A smaller object is read in one request, and ranges with a smaller gap are joined: a request takes as long."""
 _BLOCK_BYTES = 64 << 10
 """The smallest request: it covers the schema, footer and seal of a shard, or the header of a batch."""
 _INDEX_BLOCK_BYTES = 8 << 20
 """The smallest request for an object without payloads, most of whose bytes are needed sooner or later."""
 _MAX_KEPT_BYTES = 256 << 20
-"""The most bytes of blocks that a store keeps for later questions; larger blocks are payloads, which their readers
-keep."""
+"""The most bytes of blocks that a store keeps for later reads. Larger blocks are payloads, which their readers keep."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -54,14 +53,14 @@ class ObjectPath:
         while parts and not parts[-1]:
             parts.pop()
         scheme = scheme.lower()
-        if not _BUCKET.fullmatch(bucket):  # it may hold a password, which a message must not show
+        if not _BUCKET.fullmatch(bucket):  # the text may contain a password, which a message must not show
             raise NotARunError(f"{scheme}://: expected {scheme}://BUCKET/PATH; credentials and ports are settings")
         if not {"", ".", ".."}.isdisjoint(parts):
             raise NotARunError(f"{text}: expected {scheme}://BUCKET/PATH, without names that are empty, '.' or '..'")
         return cls(scheme, bucket, tuple(parts), ObjectStore(scheme, bucket))
 
     def anew(self) -> ObjectPath:
-        """Return this path in a new `ObjectStore`, which has listed nothing yet."""
+        """Return this path in a new `ObjectStore` without a listing."""
         return ObjectPath.parse(str(self))
 
     @property
@@ -116,7 +115,7 @@ class _Block(NamedTuple):
 
 
 class ObjectStore:
-    """One bucket, as of its listing. Every answer is checked to belong to the object that was listed."""
+    """One bucket, as of its listing. Each answer is checked to be of the object that was listed."""
 
     def __init__(self, scheme: str, bucket: str) -> None:
         self._client = Client(scheme, bucket)
@@ -216,7 +215,7 @@ class ObjectStore:
                 raise
 
     def blocks(self, path: ObjectPath, seen: FileFacts, wanted: Sequence[range]) -> list[_Block]:
-        """Return blocks of an object, such that each wanted range lies in one block; a new block costs one GET."""
+        """Return blocks of an object so that each wanted range lies in one block. A new block costs one GET."""
         with self._lock:
             kept = self._kept.get(path.key, [])
         missing = [byte_range for byte_range in wanted if not any(block.holds(byte_range) for block in kept)]
@@ -236,13 +235,14 @@ class ObjectStore:
 
     def _get(self, path: ObjectPath, seen: FileFacts, byte_range: range) -> Any:
         def is_longer(meta: Any) -> bool:
-            # An open shard is replaced by an object that begins with the same bytes; if not, batch checksums fail.
+            # An open shard is replaced by an object that begins with the same bytes; if it does not, batch checksums
+            # fail.
             return path.name.endswith(OPEN_SUFFIX) and meta["size"] >= seen.size_bytes
 
         def ask(client: Any) -> Any:
             answer = client.get(path.key, options={"range": (byte_range.start, byte_range.stop)})
             content = answer.bytes() if _is_seen(answer.meta, seen) or is_longer(answer.meta) else b""
-            return np.frombuffer(content, np.uint8).copy()  # a copy, because the client's bytes may be unaligned
+            return np.frombuffer(content, np.uint8).copy()  # a copy is aligned; the client's bytes may not be
 
         content = self._client.ask(path, ask)
         if len(content) != len(byte_range):
@@ -268,7 +268,7 @@ class ObjectStore:
         return self._folders.setdefault(key, _Folder(set(), {}))
 
     def _entries(self, folder: ObjectPath) -> _Folder:
-        """Return the entries directly below a path. A run is listed completely, one request for a thousand objects."""
+        """Return the entries directly below a path. A run is listed completely, a thousand objects per request."""
         if folder.key not in self._folders and not self._is_listed(folder):
             prefix = folder.key or None
             if is_run := self._manifest(folder) is not None:
@@ -281,7 +281,7 @@ class ObjectStore:
                 parts = meta["path"].split("/")
                 for stop in range(len(folder.parts), len(parts) - 1):
                     self._folder("/".join(parts[:stop])).folders.add(parts[stop])
-                if len(parts) > len(folder.parts):  # else it is the empty object that consoles put for a folder
+                if len(parts) > len(folder.parts):  # else it is the empty object that web consoles create for a folder
                     self._folder("/".join(parts[:-1])).files[parts[-1]] = _seen(meta)
             for entries in self._folders.values():
                 for name in entries.folders & entries.files.keys():
@@ -321,7 +321,7 @@ class RemoteFile:
         return pa.py_buffer(out)
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Yield the rest of the object as one range, because objects have no holes."""
+        """Yield the rest of the object as one range, because objects are not sparse."""
         yield range(start, self.size_bytes)
 
     def __enter__(self) -> Self:
@@ -332,7 +332,7 @@ class RemoteFile:
 
 
 def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
-    """Return a range that is worth a request: all of a small object, else at least a block."""
+    """Return the range to request: all of a small object, else at least a block."""
     if size_bytes <= _WHOLE_BYTES:
         return range(size_bytes)
     start = max(min(byte_range.start, size_bytes - least_bytes), 0)
@@ -340,7 +340,7 @@ def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
 
 
 def _joined(byte_ranges: Iterable[range]) -> list[range]:
-    """Sort ranges, and join ranges with a small gap."""
+    """Sort ranges, and join ranges with small gaps."""
     joined: list[range] = []
     for byte_range in sorted(byte_ranges, key=lambda byte_range: byte_range.start):
         if joined and byte_range.start - joined[-1].stop <= _WHOLE_BYTES:
@@ -356,7 +356,7 @@ def _seen(meta: Any) -> FileFacts:
 
 
 def _is_seen(meta: Any, seen: FileFacts) -> bool:
-    """Return True if an answer belongs to the listed object. Some stores omit the ETag in one of the two."""
+    """Return True if an answer is of the listed object. Some stores omit the ETag in one of the two."""
     answered = _seen(meta)
     is_same = answered.e_tag == seen.e_tag or not (answered.e_tag and seen.e_tag)
     return is_same and answered.size_bytes == seen.size_bytes

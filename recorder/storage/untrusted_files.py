@@ -35,7 +35,7 @@ class FileFacts(NamedTuple):
 
 
 class Store(Protocol):
-    """Access to the files of one kind of storage. A store may answer from its last listing until `refresh`."""
+    """Access to the files of one kind of storage. Until `refresh`, a store may answer from its last listing."""
 
     @property
     def filesystem(self) -> Any:
@@ -50,8 +50,8 @@ class Store(Protocol):
     def list_directory(self, path: Any, *, directories: bool, is_part: IsPart = lambda name: False) -> list[str]:
         """Return the sorted names of the real `directories` in a directory, or else of its regular files; no links.
 
-        `is_part` tells if a name belongs to a part of a run. NotARunError is raised if such a part is a link, a pipe or
-        a device, and if the directory cannot be listed.
+        `is_part` tells whether a name is that of a part of a run. NotARunError is raised if such a part is a link, a
+        pipe or a device, and if the directory cannot be listed.
         """
 
     def look_at(self, path: Any) -> FileFacts:
@@ -70,7 +70,7 @@ class Store(Protocol):
         """Return the function's results for the items, in order; calls run in parallel if each waits for an answer."""
 
     def refresh(self) -> None:
-        """Forget the listing, so that the next question lists again."""
+        """Forget the listing, so that the next request makes a new one."""
 
     def arrow_path(self, path: Any) -> str:
         """Return a path in the form that `filesystem` takes."""
@@ -86,11 +86,11 @@ class ByteSource(Protocol):
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
         """Return exactly these bytes as a `pa.Buffer`; raise CorruptError if the file has no such range.
 
-        If only some ranges (counted from `offset`) are `wanted`, the bytes between them may be zeros.
+        If only some ranges (relative to `offset`) are `wanted`, the bytes between them may be zeros.
         """
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Yield the ranges from `start` on that may hold more than zeros: a sparse file can claim any length."""
+        """Yield the ranges from `start` on that may have nonzero bytes: a sparse file can claim any length."""
 
     def __enter__(self) -> Self: ...
 
@@ -101,9 +101,9 @@ def open_regular(path: Path) -> int:
     """Open a file for reading and return the descriptor, which the caller closes.
 
     FileNotFoundError is raised if the file is gone, or if NFS reports a stale handle (ESTALE): list again. NotARunError
-    is raised for a link, a device or anything else that no run contains, and for a file that may not be read.
+    is raised for a link, a device or anything else that no run contains, and for a file without read permission.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO would block the open
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # without it, opening a FIFO would block
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
@@ -151,11 +151,11 @@ class MappedFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Do nothing: the mapping lives as long as a buffer of it."""
+        """Do nothing: the mapping lives as long as one of its buffers."""
 
 
 class GrowingFile:
-    """An open shard, read by copies: its writer may truncate the zeros at its end, which would make a mapping fault."""
+    """An open shard, read by copies: its writer may cut off the zeros at its end, and a mapping would then fault."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)
@@ -163,7 +163,7 @@ class GrowingFile:
         self.size_bytes = os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, num_bytes: int, wanted: Sequence[range] | None = None) -> Any:
-        """Return a copy of the wanted ranges; the memory for other ranges is never touched."""
+        """Return a copy of the wanted ranges; the memory of other ranges is not touched."""
         check_range(self, offset, num_bytes)
         out = np.zeros(num_bytes, np.uint8)
         for byte_range in [range(num_bytes)] if wanted is None else wanted:
@@ -182,7 +182,7 @@ class GrowingFile:
         return pa.py_buffer(out)
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Yield the ranges that the file system knows now."""
+        """Yield the data ranges that the file system reports now."""
         return _data_ranges(self._descriptor, start, self.size_bytes)
 
     def __enter__(self) -> Self:
@@ -198,7 +198,7 @@ def _data_ranges(descriptor: int, start: int, size_bytes: int) -> Iterator[range
             start = os.lseek(descriptor, start, os.SEEK_DATA)
             stop = min(os.lseek(descriptor, start, os.SEEK_HOLE), size_bytes)
         except OSError as error:
-            if error.errno != errno.ENXIO:  # the file system knows no holes
+            if error.errno != errno.ENXIO:  # the file system does not report holes
                 yield range(start, size_bytes)
             return
         yield range(start, stop)

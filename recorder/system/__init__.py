@@ -1,1 +1,1 @@
-"""The package's dealings with the operating system: processes, descriptors, memory, the log, executors."""
+"""Access to the operating system: processes, descriptors, memory, the log, executors."""

@@ -1,4 +1,4 @@
-"""Executors on other machines: checks that versions fit together, and makes an executor of a Dask cluster.
+"""Executors on other machines: checks that their versions are compatible, and makes an executor of a Dask cluster.
 
 Nothing here may start a scheduler or a worker.
 """
@@ -22,9 +22,9 @@ from ..errors import ClusterError, not_installed
 
 _CONNECT_S = 10.0
 _WORKERS_S = 10.0
-"""The time for which a scheduler may be without a worker at first."""
+"""The seconds for which a scheduler may have no worker at first."""
 _ALONE_S = 60.0
-"""The time for which a scheduler may be without a worker later: Dask restarts a killed worker within seconds."""
+"""The seconds for which a scheduler may have no worker later: Dask restarts a killed worker within seconds."""
 _LOOK_S = 1.0
 _PACKAGES = ("recorder", "pyarrow", "numpy", "zstandard", "ml_dtypes")
 """The packages whose versions decide the bytes of the results."""
@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(name: str, installed: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
-    """Raise ClusterError if a process has other versions than this one, and so would compute other bytes."""
+    """Raise ClusterError if a process has other versions than this one, and might compute other bytes."""
     for package, own_version in wanted.items():
         their_version = installed.get(package)
         if their_version in (None, "None"):
@@ -59,16 +59,16 @@ def worker_name() -> str:
 
 
 _kept: dict[int, tuple[bytes, Any]] = {}
-"""The last question of each thread of a worker, and the object that the thread made to answer it."""
+"""The last key of each thread of a worker, and the object that the thread has made for it."""
 
 
 def keep(question: bytes, make: Callable[[], T]) -> T:
-    """Return this thread's object for a question; for a new question drop the old object and make another."""
+    """Return this thread's object for a key; for a new key, drop the old object and make a new one."""
     thread = threading.get_ident()
     if thread in _kept and _kept[thread][0] == question:
         return _kept[thread][1]  # type: ignore[no-any-return]
     _kept.pop(thread, None)
-    gc.collect()  # rows hold each other, and the mapped shards, in circles
+    gc.collect()  # rows refer to each other, and to mapped shards, in cycles
     made = make()
     _kept[thread] = question, made
     return made
@@ -108,7 +108,7 @@ def open_dask(address: str) -> Iterator[tuple[Executor, int]]:
                 with suppress(Exception):  # the scheduler may be gone
                     client.sync(client._run, drop_all, callback_timeout=5)
         finally:
-            with suppress(Exception):  # it may be gone, in many ways
+            with suppress(Exception):  # the cluster may be gone, which raises various errors
                 client.close(timeout=2)
 
 
@@ -128,7 +128,7 @@ class _DaskExecutor(Executor):
         future: Future[T] = Future()
         try:
             inner = self._executor.submit(fn, *args, **kwargs)
-        except Exception as error:  # of the many ways in which a connection may be lost
+        except Exception as error:  # a lost connection raises various errors
             raise ClusterError(self._lost()) from error
         self._pending.add(future)
         inner.add_done_callback(lambda done: self._pass_on(done, future))
@@ -168,7 +168,7 @@ class _DaskExecutor(Executor):
                 return
             try:
                 num_workers = len(self._client.scheduler_info(n_workers=-1).get("workers", {}))
-            except Exception:  # the connection is being lost: the client says so to whoever waits
+            except Exception:  # the connection is being lost, which the client reports to all who wait
                 continue
             alone_s = 0.0 if num_workers else alone_s + _LOOK_S
         for future in list(self._pending):
@@ -180,7 +180,7 @@ def _quiet() -> Iterator[None]:
     """Keep Dask's log lines about lost connections off the terminal; losses that matter raise a `ClusterError`."""
     import distributed
 
-    assert distributed  # configures its loggers
+    assert distributed  # the import configures distributed's loggers
     names = [name for name in logging.root.manager.loggerDict if name.startswith(("distributed", "tornado", "asyncio"))]
     before = [(logger, logger.disabled) for logger in map(logging.getLogger, names)]
     try:
@@ -198,7 +198,7 @@ def _connect(address: str) -> Any:
     from distributed.comm.registry import backends
 
     try:
-        # A client needs 20 s to find these faults by itself, and writes a traceback when it is collected.
+        # A client itself needs 20 s to find these errors, and writes a traceback when it is garbage-collected.
         scheme, host_port = parse_address(address)
         if scheme not in backends:
             raise ValueError(f"{scheme}:// is not known")

@@ -1,8 +1,8 @@
 """Logs the library's lines through `logging`, but never on standard output, and without waiting.
 
 Standard output belongs to the program, and another program may parse it. Standard error may be a full pipe that nobody
-reads: a line there must delay neither the thread that writes it nor the end of the process. Nothing here
-may change the program's logging.
+reads: a line to it must delay neither the thread that writes it nor the end of the process. Nothing here may change the
+program's logging.
 
 Any thread may add an event. Only the writer thread, or the thread that ends the recording, logs the event, because a
 log handler may write to a slow or full disk. An exception of such a handler ends here.
@@ -22,11 +22,11 @@ from typing import Any
 from .processes import loaded
 
 _WINDOW_S = 300.0
-"""The time over which a `LimitedLog` counts the lines of a kind."""
+"""The seconds over which a `LimitedLog` counts the lines of a kind."""
 
 
 def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
-    """Log a line, as `logger.log` does, but write to standard error what a handler would write to standard output.
+    """Log a line, as `logger.log` does, but to standard error if a handler would write it to standard output.
 
     The line has the format that the handler gives it, and the handler's level and filters apply. If another handler
     writes the line to standard error anyway, the line appears once. If logging is not configured, a line of level
@@ -62,9 +62,9 @@ def log(logger: logging.Logger, level: int, text: str, *args: object, exc_info: 
 
 
 def _write(text: str) -> None:
-    """Write lines to standard error, at the beginning of a line even if tqdm shows a bar there.
+    """Write lines to standard error, at the beginning of a line even if tqdm draws a bar there.
 
-    A terminal shows the bar again below the lines. tqdm's own `write` takes a lock, on which a thread may wait.
+    A terminal shows the bar again below the lines. tqdm's own `write` takes a lock for which a thread may have to wait.
     """
     if sys.stderr is not None:
         tqdm = loaded("tqdm.std", "tqdm")
@@ -86,7 +86,7 @@ _unconfigured.setFormatter(logging.Formatter("recorder: %(message)s"))
 
 
 def say(logger: logging.Logger, level: int, text: str, *args: object, exc_info: Any = None) -> None:
-    """Log a line as `log` does, but ignore exceptions of the program's handlers: their disk may be sick, too."""
+    """Log a line as `log` does, but ignore exceptions of the program's handlers, whose disk may be failing, too."""
     with contextlib.suppress(Exception):
         log(logger, level, text, *args, exc_info=exc_info)
 
@@ -97,12 +97,12 @@ def tell(
     deadline_s: float,
     is_first: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Log lines at level INFO that the user should see without having configured logging.
+    """Log lines at level INFO so that users see them even if they have not configured logging.
 
     If logging is not configured, the lines go to standard error. Otherwise the user's levels and handlers decide,
     except that a handler for standard output writes them to standard error. `lines` is called once there is room for
-    its lines, for which this waits at most `deadline_s`. `is_first` is called last; it returns False if another
-    thread has begun to write the lines.
+    its lines, for which this waits at most `deadline_s`. `is_first` is called last; it returns False if another thread
+    has begun to write the lines.
     """
     with contextlib.suppress(Exception):
         is_configured = _is_configured(logger)
@@ -142,7 +142,7 @@ class LimitedLog:
     def say(
         self, kind: str, message: str, *, level: int = logging.WARNING, exception: BaseException | None = None
     ) -> bool:
-        """Log `message`, and at DEBUG its exception's traceback; return whether the limit and the streams allow it."""
+        """Log `message`, and its exception's traceback at DEBUG; return whether the limit and the streams allow it."""
         self.begin_anew(kind)
         since_s, num_said = self._windows.get(kind, (self._clock(), 0))
         if num_said >= self._max_lines or not can_say(self._logger):
@@ -163,7 +163,7 @@ class LimitedLog:
 
 
 def can_say(logger: logging.Logger, deadline_s: float = 0.0) -> bool:
-    """Whether every stream that `logger` writes to can take a line now, or before the deadline."""
+    """Whether every stream to which `logger` writes can take a line now, or before the deadline."""
     until_s = time.monotonic() + deadline_s
     return all(has_room(stream, max(until_s - time.monotonic(), 0.0)) for stream in _streams(logger))
 
@@ -175,7 +175,7 @@ def has_room(stream: Any, deadline_s: float) -> bool:
     try:
         descriptor = stream.fileno()
     except (AttributeError, OSError, ValueError):
-        return True  # a notebook's, a test's: no pipe that could be full
+        return True  # a stream of a notebook or a test is no pipe that could be full
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     ready = poll.poll(1000 * deadline_s)
@@ -220,15 +220,15 @@ def _writes_to_stdout(handler: logging.Handler) -> bool:
 
 _logger = logging.getLogger("recorder")
 _MAX_KEPT_OF_A_KIND = 100
-"""The most events of one kind that the manifest lists; later events share a single entry with a count."""
+"""The most events of one kind that the manifest lists. Later events share a single entry with a count."""
 _REST = "\0rest"
-"""The key of the single entry for the events of a kind that are only counted."""
+"""The key of the single entry for those events of a kind that are only counted."""
 _MAX_LINES = 5
-"""The most lines of one kind that are logged in five minutes; one more line gives the number held back."""
+"""The most lines of one kind in five minutes. One more line gives the number of suppressed lines."""
 
 
 class _HeldBack:
-    """The events of one kind that were held back, because enough lines were logged."""
+    """The events of one kind that were not logged, because the limit of lines was reached."""
 
     __slots__ = ("level", "num_lines", "num_unkept")
 
@@ -259,7 +259,7 @@ class Events:
         level: int = logging.WARNING,
         exception: BaseException | None = None,
     ) -> None:
-        """Note an event; the first of its kind and key will be logged. Any thread, never blocks."""
+        """Add an event; the first event of its kind and key will be logged. Any thread, never blocks."""
         known = self._kept.get((kind, key)) or self._kept.get((kind, _REST))
         if known is not None:
             known["count"] += 1
@@ -274,9 +274,9 @@ class Events:
         self.has_changed = True
 
     def say(self, *, is_last: bool = False) -> None:
-        """Log the events since the last call: a few lines of each kind, then a count; `is_last` holds nothing back."""
+        """Log the events since the last call: a few lines of each kind, then a count; `is_last` logs all of them."""
         if not can_say(_logger):
-            return  # it stays unsaid; the manifest has it
+            return  # the event is not logged, but the manifest has it
         while self._unsaid:
             kind, level, message, exception = self._unsaid.popleft()
             held = self._held.setdefault(kind, _HeldBack())

@@ -1,9 +1,9 @@
 """Facts and services of the operating system: cores, imported modules, processes, memory, descriptors and locks.
 
-A process number alone does not identify a process: the kernel uses numbers again, and each container has its own. A
-program that becomes a daemon closes every descriptor, even those of the recorder, and the kernel gives the numbers to
-the files that the program opens next. Nothing here may signal a process, import a module of the program, or write to
-or close a descriptor that is no longer the recorder's.
+A process id alone does not identify a process: the kernel reuses ids, and each container has its own. A program that
+becomes a daemon closes every descriptor, even the recorder's, and the kernel reuses their numbers for the next files
+that the program opens. Nothing here may signal a process, import a module of the program, or write to or close a
+descriptor that is no longer the recorder's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..errors import WriteError
 
 _T = TypeVar("_T")
 _IMPORT_S = 1.0
-"""A processor time in seconds below that of an import of torch."""
+"""The seconds of processor time of a child up to which it cannot have imported torch."""
 
 
 def available_cores() -> int:
@@ -35,12 +35,12 @@ def available_cores() -> int:
 
 
 def is_program() -> bool:
-    """Whether this process runs a program of the user's, and has left the work to no child.
+    """Whether this process runs a program of the user, and does the work itself instead of a child process.
 
-    The result is False if Python was given no file, or an installed file, as in launchers and compile workers. A
-    launcher that is a user's file has had children that used more processor time than an import of torch.
+    The result is False if Python runs no file, or an installed file, as in launchers and compile workers. If a user's
+    file is a launcher, its children have used more processor time than an import of torch.
     """
-    main = Path(next(iter(sys.argv), ""))  # `__main__` has lost its file by the time of exit functions
+    main = Path(next(iter(sys.argv), ""))  # `__main__` has lost its file when exit functions run
     parent = loaded("multiprocessing", "parent_process")
     installed = {"site-packages", "dist-packages"}.intersection(main.parts)
     is_child = parent is not None and parent() is not None
@@ -51,20 +51,20 @@ def is_program() -> bool:
 
 
 def own_process() -> dict[str, Any]:
-    """Return the members by which a manifest names this process, for `runs` to read."""
+    """Return the members that identify this process in a manifest; `runs` reads them."""
     pid = os.getpid()
     return {"host": os.uname().nodename, "pid": pid, "process": f"{_realm()}:{_started(pid)}"}
 
 
 def runs(host: str, pid: int, process: str | None) -> bool | None:
-    """Whether the process that wrote a manifest still runs on this host; None if this process cannot see that.
+    """Whether the process that wrote a manifest still runs on this host; None if this process cannot find out.
 
-    A process on another host, in another container or before a boot of this host cannot be seen. `process` separates
-    processes that had the same number; None if the manifest has no such text.
+    That is so for a process on another host, in another container or before a reboot of this host. `process`
+    distinguishes processes with the same id; None if the manifest has no such text.
     """
     if host != os.uname().nodename or pid <= 0:
         return None
-    if process is None:  # version 1.0 did not say more
+    if process is None:  # version 1.0 wrote no more than the id
         return _exists(pid)
     realm, _, started = process.rpartition(":")
     if realm != _realm():
@@ -73,7 +73,7 @@ def runs(host: str, pid: int, process: str | None) -> bool | None:
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is a process of a number that has not ended; a zombie has ended."""
+    """Whether a process with an id exists and has not ended; a zombie has ended."""
     if _stat(pid)[:1] == ["Z"]:
         return False
     try:
@@ -86,7 +86,7 @@ def _exists(pid: int) -> bool:
 
 
 def _realm() -> str:
-    """Return the boot of this kernel and the namespace in which it numbers processes; empty without /proc."""
+    """Return ids of this kernel's boot and of the namespace of process ids; empty without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
@@ -99,7 +99,7 @@ def _started(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none without /proc, or if the process is gone."""
+    """Return the fields of /proc/PID/stat from the state on; none without /proc, or if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -112,14 +112,14 @@ def loaded(module_name: str, name: str) -> Any:
 
 
 def instances_of(kind: type[_T], objects: Sequence[Any]) -> list[_T]:
-    """Return the objects of a class and of classes below it, by their types alone: no lazy object is loaded.
+    """Return the instances of a class and its subclasses, found by type alone, so that no lazy object is loaded.
 
     The interpreter runs no Python for each object, so that 361,000 objects take 0.02 s and not 0.1 s.
     """
     kinds: list[type] = [kind]
     for one in kinds:
         kinds += type.__subclasses__(one)
-    numbers = set(map(id, kinds))  # a metaclass may refuse to be hashed
+    numbers = set(map(id, kinds))  # a metaclass may forbid hashing
     return list(itertools.compress(objects, map(numbers.__contains__, map(id, map(type, objects)))))
 
 
@@ -136,11 +136,11 @@ def comes_from_signal_handler(error: BaseException) -> bool:
 
 
 _WIPE_ON_FORK = 18
-"""MADV_WIPEONFORK (Linux 4.14), which `mmap` does not name."""
+"""The value of MADV_WIPEONFORK (Linux 4.14), which `mmap` does not define."""
 
 
 _MIN_NS = 250_000_000
-"""The time that a thread must have run or waited before `CoreShare` judges it, nanoseconds."""
+"""The least time in nanoseconds that a thread must have run or waited before `CoreShare` judges it."""
 
 
 class CoreShare:
@@ -150,10 +150,10 @@ class CoreShare:
         self._ran_ns = self._waited_ns = 0
 
     def look(self) -> float | None:
-        """Return the share of its own time that the thread did not wait for a core, since the last result.
+        """Return the share of its time since the last result in which the thread did not wait for a core.
 
-        The result is None if the kernel does not count this, and until the thread has run or waited for a quarter of a
-        second. A wait for the disk or for the interpreter's lock does not count.
+        The result is None if the kernel does not measure this, or if the thread has not run or waited for a quarter of
+        a second yet. A wait for the disk or for the interpreter's lock does not count.
         """
         try:
             with open("/proc/thread-self/schedstat", encoding="ascii") as file:
@@ -173,10 +173,10 @@ def private_memory(nbytes: int) -> mmap.mmap:
     The pages are large if the system has large pages, because a direct write pins each page that it reads from.
 
     Raises:
-        OSError: there is no such memory left.
+        OSError: no memory is left.
     """
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # MADV_DONTFORK is not used: a child that frees the memory would unmap what the kernel has since put at its address.
+    # MADV_DONTFORK is not used: a child that frees the memory would unmap whatever the kernel has mapped there since.
     for advice in (_WIPE_ON_FORK, mmap.MADV_HUGEPAGE):
         with contextlib.suppress(OSError):
             region.madvise(advice)
@@ -184,7 +184,7 @@ def private_memory(nbytes: int) -> mmap.mmap:
 
 
 class Descriptor(int):
-    """A file descriptor that remembers which file it was opened for. It is an `int`, and is used as one."""
+    """A file descriptor that remembers for which file it was opened. It is an `int`, and is used as one."""
 
     _file: tuple[int, int]
 
@@ -202,11 +202,11 @@ class Descriptor(int):
 
     @property
     def is_ours(self) -> bool:
-        """Whether the descriptor still means the file that it was opened for."""
+        """Whether the descriptor still refers to the file for which it was opened."""
         try:
             status = os.fstat(self)
         except OSError as error:
-            return error.errno != errno.EBADF  # a server's file that is gone, say: still ours to close
+            return error.errno != errno.EBADF  # other errors (a dead file server) do not prove that it was closed
         return (status.st_dev, status.st_ino) == self._file
 
 
@@ -218,7 +218,7 @@ def require_ours(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, work: str) -> Iterator[None]:
-    """Lock a folder, if its file system supports locks. WriteError: another process does the same `work` there."""
+    """Lock a folder, if its file system supports locks. WriteError: another process does the same `work` in it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -246,7 +246,7 @@ def set_malloc(**parameters: int) -> None:
     numbers = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_ARENA_MAX": -8}
     import ctypes
 
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         mallopt = ctypes.CDLL(None).mallopt
         for name, value in parameters.items():
             mallopt(numbers[name], value)

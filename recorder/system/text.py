@@ -1,6 +1,6 @@
 """Counts, lists, sizes and times as text for people, and values for JSON.
 
-A long list is cut, and says how many items are left out.
+A long list is cut, and ends with the number of omitted items.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 MAX_CELL = 200
 """The most characters of a text that `printable` returns."""
 _MAX_DEPTH = 50
-"""The most levels of a JSON document; whatever untrusted input nests deeper becomes ``...``."""
+"""The most levels of a JSON document. Deeper parts of untrusted input become ``...``."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -23,14 +23,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def listed(items: Iterable[object], most: int = 8) -> str:
-    """Return ``a, b, c``, or ``a, b and 7 more`` where there are more than `most`."""
+    """Return ``a, b, c``, or ``a, b and 7 more`` if there are more than `most` items."""
     texts = list(map(str, items))
     more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
     return ", ".join(texts[:most]) + more
 
 
 def steps_in_words(steps: Sequence[int], noun: str = "step") -> str:
-    """Return ``step 3``, ``steps 0 to 49``, ``steps 0 to 90 (one in 10)`` or the like; the steps ascend."""
+    """Return ascending steps in words, such as ``step 3``, ``steps 0 to 49`` or ``steps 0 to 90 (one in 10)``."""
     if len(steps) < 2:
         return f"{noun} {steps[0]}" if steps else f"no {noun}"
     gap, rest = divmod(steps[-1] - steps[0], len(steps) - 1)
@@ -46,10 +46,10 @@ def shortened(text: str, most: int) -> str:
 
 
 def one_line(value: object) -> str:
-    """Return any object as text on one line, without control characters, even if the object has no text."""
+    """Return any object as text on one line, without control characters, even if it has no text of its own."""
     try:
         text = str(value)
-    except Exception:  # of a class of the program
+    except Exception:  # a class of the program may raise anything
         text = f"a {type(value).__name__} that cannot be shown"
     return printable_line(" ".join(text.split()))
 
@@ -70,7 +70,7 @@ def size(num_bytes: int) -> str:
 
 
 def moment(time_ns: int) -> str:
-    """Return a wall clock time as text in local time; empty where it is 0 or out of range."""
+    """Return a wall clock time as text in local time; empty for 0 and times out of range."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns / 1e9)) if time_ns > 0 else ""
     except (OverflowError, OSError, ValueError):
@@ -109,7 +109,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def grouped(paths: Sequence[str]) -> list[str]:
-    """Return quoted paths, with one pattern for paths that differ only in numbers and have every combination."""
+    """Return quoted paths. Paths that differ only in numbers, in every combination, become one pattern."""
     groups: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
     for path in paths:
         parts = path.split(".")
@@ -139,7 +139,7 @@ def _numbers(values: list[int]) -> str:
 
 
 def bytes_of_setting(value: int) -> str:
-    """Return bytes in the unit that makes the shortest number: ``16 GiB (17179869184)``, ``4 GB (4000000000)``."""
+    """Return bytes in the unit with the shortest number: ``16 GiB (17179869184)``, ``4 GB (4000000000)``."""
     units = [(1000**power, name) for power, name in enumerate(("B", "kB", "MB", "GB", "TB"))]
     units += [(1024**power, name) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))]
     count, name = min((value / scale, name) for scale, name in units if scale <= max(value, 1))

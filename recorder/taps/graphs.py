@@ -66,7 +66,7 @@ def _is_made_into_fx() -> bool:
 
 
 def allow_in_graph() -> None:
-    """Let dynamo put `pass_tap` into its graph without a trace: only running code knows which tensors share memory."""
+    """Let dynamo put `pass_tap` into its graph untraced, because only running code knows which tensors share memory."""
     import torch._dynamo
 
     torch._dynamo.allow_in_graph(pass_tap)

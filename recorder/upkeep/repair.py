@@ -37,13 +37,13 @@ from ..write.files.ipc import IpcFormat
 from ..write.files.shard import BatchFile, Index
 
 _REMAINS = re.compile(r"_.*\.tmp|__.*\.index\.open")
-"""Matches the names of half-written files that a killed writer or repair leaves."""
+"""The names of half-written files that a killed writer or repair leaves."""
 _MEMORY_BYTES = 8 << 20
 _QUIET_S = 60.0
-"""A writer that has changed a file within this time counts as alive, even under `assume_dead`."""
+"""The seconds without a change to its files before which a writer counts as alive, even under `assume_dead`."""
 
 Report = Callable[[int], None]
-"""A function that takes the number of bytes of shards that were handled since its last call."""
+"""A function that takes the bytes of shards handled since its last call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Outcome:
     ``failed`` (the disk refused)."""
     path: Path
     text: str
-    """The reason, or the part of the file, for people."""
+    """The reason, or the part of the file that is meant, for people."""
     rows: int = 0
     num_bytes: int = 0
 
@@ -68,11 +68,11 @@ def repair_run(
     disk: Disk | None = None,
     report: Report = lambda num_bytes: None,
 ) -> Iterator[Outcome]:
-    """Repair what dead writers have left, and yield an outcome for each action.
+    """Repair the files of dead writers, and yield an outcome for each action.
 
     With `is_dry` nothing is changed. With `assume_dead` a writer that was quiet for a minute is repaired even if it ran
-    on another host, or if its process id is in use. `report` moves a progress bar. WriteError is raised if another
-    repair of the run is under way.
+    on another host, or if its process id is in use. `report` is called with the bytes done. WriteError is raised if
+    another repair of the run is under way.
     """
     with contextlib.ExitStack() as stack:
         if not is_dry:
@@ -93,7 +93,7 @@ def repair_run(
 
 
 def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
-    """Return why a writer must be left alone; empty if it has ended."""
+    """Return why a writer must not be touched; empty if it has ended."""
     if writer.state == "closed":
         return ""
     host, pid = writer.manifest.host, writer.manifest.pid
@@ -107,7 +107,7 @@ def _may_be_alive(writer: RecordedWriter, *, assume_dead: bool) -> str:
             why = f"process {pid} runs on this host"
         elif host:
             why = f"it wrote on host {host!r} within the last minute"
-        else:  # it has just begun, or was killed before it wrote its manifest
+        else:  # the writer has just begun, or was killed before it wrote its manifest
             why = "it began within the last minute and has not said on which host"
         return f"may be alive: {why}"
     if assume_dead:
@@ -127,11 +127,11 @@ def _changed_s(directory: Path) -> float:
 
 
 def _set_back(directory: Path, changed_s: float) -> None:
-    """Set times newer than this back, so that a repair does not look like a sign of life of a remote writer."""
+    """Set newer times of files back to this time, so that a repair does not look like activity of a remote writer."""
     for name in [*LOCAL.list_directory(directory, directories=False), "."]:
         path = directory / name
         if path.stat(follow_symlinks=False).st_mtime > changed_s:
-            with contextlib.suppress(OSError):  # a file of another user
+            with contextlib.suppress(OSError):  # the file belongs to another user
                 os.utime(path, (changed_s, changed_s), follow_symlinks=False)
 
 
@@ -162,7 +162,7 @@ class _Repair:
                 yield Outcome(what="failed", path=path, text=str(error))
             except RunError as error:
                 yield Outcome(what="lost", path=path, text=str(error))
-        for name in names:  # indexes of shards that retention removed
+        for name in names:  # these are indexes of shards that retention removed
             if name.startswith("_tensors-") and name.endswith(".index"):
                 shard_path = self._directory / f"{name[1:].removesuffix('.index')}.arrow"
                 if index_name(shard_path.name) == name and not os.path.lexists(shard_path):
@@ -212,7 +212,7 @@ class _Repair:
         yield self._remove(path, f"{final.name} has all of it")
 
     def _seal(self, path: Path, final: Path, salvaged: Salvaged) -> tuple[int, list[str]]:
-        """Copy every batch into a sealed shard; return the number of rows, and texts about what could not be copied."""
+        """Copy every batch into a sealed shard; return the number of rows, and texts about batches that were lost."""
         shard = Shard(lambda: GrowingFile(path), salvaged.layout, salvaged.blocks)
         names = salvaged.layout.schema.names
         damage: list[str] = []
@@ -266,7 +266,7 @@ class _Repair:
             yield Outcome(what="indexed", path=index_path, text=problem)
 
     def _set_aside(self, path: Path) -> Outcome:
-        """Keep a damaged file under a name that readers ignore, so that somebody can recover more of it."""
+        """Keep a damaged file under a name that readers ignore, so that more of it may be recovered later."""
         aside = path.with_name(f"{path.name.removesuffix('.open')}.damaged")
         if not self._is_dry:
             publish(self._disk, path, aside)

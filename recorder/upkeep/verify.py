@@ -40,17 +40,16 @@ from ..system.text import counted
 Report = Callable[[int], None]
 """A function that takes the number of bytes checked since its last call; several threads call it."""
 Each = Callable[[Callable[[ShardRows], list["VerifyResult"]], Iterable[ShardRows]], Iterable[list["VerifyResult"]]]
-"""A function like `map`, which may call its function in threads."""
+"""A function like `map`, which may call its function in several threads."""
 _MAX_THREADS = 4
-"""Half of the time for a batch goes into its checksum, which releases the interpreter lock."""
+"""The most threads. Half of the time for a batch goes into its checksum, which releases the interpreter lock."""
 
 
 class VerifyResult(NamedTuple):
     """A fault, or a remark for the reader of the report."""
 
     is_fault: bool
-    """False if the finding is no damage, for example the truncated last write of a killed process or a missing index.
-    """
+    """False if the finding is no damage, such as the truncated last write of a killed process, or a missing index."""
     text: str
 
 
@@ -58,7 +57,7 @@ def verify(run: Run, report: Report = lambda num_bytes: None) -> Iterator[Verify
     """Read every byte of a run and yield the findings. A run that is still recording may be verified, too."""
     is_over = all(writer.state != "recording" for writer in run.writers)
     store = store_of(run.path)
-    with _threads() if store is LOCAL else nullcontext(map) as each:  # a store has threads of its own
+    with _threads() if store is LOCAL else nullcontext(map) as each:  # a store has its own threads
         verify_one = partial(_verify_writer, report=report, is_over=is_over, each=each)
         for findings in store.each(lambda writer: list(verify_one(writer)), run.writers):
             yield from findings
@@ -108,7 +107,7 @@ def _verify_shard(shard: ShardRows, writer: RecordedWriter, report: Report, is_o
 def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> Iterator[VerifyResult]:
     file = _SealedFile(rows.path)
     report(rows.size_bytes - sum(block.body_bytes for block in file.shard.blocks.values()))
-    names = [name for name in file.shard.schema.names if name != "data"]  # with columns unknown to this version
+    names = [name for name in file.shard.schema.names if name != "data"]  # even columns unknown to this version
     index, findings = _read_index(rows, names, report)
     metadata: dict[int, Any] = {}
     num_damaged = 0
@@ -120,7 +119,7 @@ def _verify_sealed(rows: ShardRows, writer: RecordedWriter, report: Report) -> I
         file.pass_batch(checked)
         if index is not None:
             metadata[number] = _apart(checked.batch.select(names), rows.path)
-    if not num_damaged:  # else the checksum of the file adds nothing
+    if not num_damaged:  # after a damaged batch, the file's checksum shows nothing new
         file.check_end()
     yield from findings
     if index is not None:
@@ -221,7 +220,7 @@ def _check_footer(source: ByteSource, schema: object, schema_block: MessageBlock
 
 
 def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tuple[Any, list[VerifyResult]]:
-    """Return the index as a table, or None if there is none to compare, and the findings about the index."""
+    """Return the index as a table (None if none can be compared), and the findings about it."""
     path = rows.path.with_name(index_name(rows.path.name))
     try:
         file = _SealedFile(path, extra=POSITION_FIELDS, without=("data",))
@@ -236,7 +235,7 @@ def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tup
         file.check_end()
         report(file.num_bytes)
     except FileNotFoundError:
-        is_missed = rows.path.name.startswith("tensors")  # statistics are read from the shard just as fast
+        is_missed = rows.path.name.startswith("tensors")  # an index of statistics saves no time
         return None, [VerifyResult(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []
     except RunError as error:
         return None, [VerifyResult(True, f"{error}; it is derived: readers go on without it")]
@@ -252,7 +251,7 @@ def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Loc
     positions: list[tuple[int, int]] = []
     for number in numbers:
         if number not in metadata:
-            break  # the damage was reported before
+            break  # the damage was reported already
         positions.append((number, start))
         start += metadata[number].num_rows
     expected = _listed([(number, metadata[number]) for number, _ in positions])
@@ -270,7 +269,7 @@ def _compare(index: Any, numbers: list[int], metadata: dict[int, Any], path: Loc
 
 
 def _apart(batch: Any, path: Location) -> Any:
-    """Return a batch that keeps no payload in memory: a copy if the message was fetched from a store."""
+    """Return a batch that keeps no payload in memory. If the message came from a store, the batch is copied."""
     if store_of(path) is LOCAL:  # the file is mapped
         return batch
     return pa.ipc.read_record_batch(batch.serialize(), batch.schema)
@@ -307,7 +306,7 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[VerifyResult]:
         try:
             batches = shard.columns(["seq", "rank"])
         except RunError:
-            return  # the damage was reported before
+            return  # the damage was reported already
         seqs += [batch.column("seq").to_numpy() for batch in batches]
         ranks = {rank for batch in batches for rank in batch.column("rank").unique().to_pylist()}
         if ranks - {writer.rank}:

@@ -1,8 +1,8 @@
 """Draws a run while it grows: new rows keep the blocks of the run's page up to date.
 
-A look at the run costs as much as what is new since the last look, not as much as the run. Rows of steps that may be
-incomplete are drawn, and removed again before the steps are drawn anew. This module must never keep rows, only what the
-page shows.
+The cost of a look at the run depends on the new data since the last look, not on the size of the run. Rows of steps
+that may be incomplete are drawn, and removed again before the steps are drawn anew. This module must never keep rows,
+only the data that the page draws.
 """
 
 from __future__ import annotations
@@ -39,28 +39,31 @@ from ..storage.locations import Location, store_of
 from ..system.text import counted, size
 
 _READ_ROWS = 120_000
-"""The number of rows that are found and drawn at once while a long run is read for the first time."""
+"""The number of rows that are found and drawn at a time while a long run is read for the first time."""
 _WINDOW_ROWS = 20000
 """The approximate number of rows that are in memory together."""
 _CUT_ROWS = 40_000
-"""The rows in memory together while batches of many steps are cut, which takes less memory per row than drawing does.
-"""
+"""The rows in memory while batches of many steps are cut, which needs less memory per row than drawing."""
 _WHOLE_AFTER_S = 1.5
-"""The time after which a step is complete once a later step was seen: shards of both kinds are flushed every second."""
+"""The seconds after which a step counts as complete once a later step came: both kinds of shard are flushed every
+second.
+"""
 _LOOKS_APART = 10
-"""While a run is first read, listings pause for this many times a listing's duration: seconds for 4,096 ranks."""
+"""The pause between listings during the first reading, as a multiple of a listing's duration: seconds for 4,096 ranks.
+"""
 _MAX_OPEN_ROWS = 60_000
-"""The most rows of steps that may be incomplete. With more, a rank is far behind, and is drawn as its rows come."""
+"""The most rows of steps that may be incomplete. With more, a rank is far behind, and its rows are drawn as they come.
+"""
 _MAX_TOGETHER_ROWS = 40_000
-"""Global values are assembled if the batches at hand have at most this many rows over all ranks, because assembling
-takes whole batches. The small batches of a live run pass, and the full batches of a long history do not."""
+"""Global values are assembled if the batches of a step have at most this many rows over all ranks, because complete
+batches must be read. The small batches of a live run are below the limit, the full batches of a long history are not.
+"""
 _MAX_GLOBAL_STEP_ROWS = 5_000
 """A run with more rows in a step gets no global values here: assembling them would take longer than a training step."""
 _SLOW_S = 4.0
-"""The time between updates of blocks that are made of everything rather than grown by steps: ranks, histograms, images.
-"""
+"""The seconds between updates of blocks that are computed anew from everything: ranks, histograms, images."""
 _MAX_DOCTOR_ROWS = 300_000
-"""`recorder doctor` checks a run that has ended, unless the run has more rows than this."""
+"""The most rows of a run that has ended for which `recorder doctor` checks it."""
 _MAX_TOLD = 200
 _BAD_STATES = ("killed", "failed", "silent")
 
@@ -134,7 +137,7 @@ class Drawing:
         return True
 
     def _look(self) -> Generator[None, None, bool]:
-        """Look at the run and draw what is new, yielding between large pieces; return True if there is more to read."""
+        """Look at the run and draw new rows, yielding between large pieces; return True if there is more to read."""
         began_s, is_new = time.monotonic(), False
         if began_s >= self._look_at_s:
             is_new = self.growing.look()
@@ -150,7 +153,7 @@ class Drawing:
         return has_more
 
     def _is_another(self) -> bool:
-        """Mark the run as gone; if another run has taken its place, begin with that run and return True."""
+        """Mark the run as gone. If another run has taken its place, begin with that run and return True."""
         with suppress(RunError, OSError):
             store = store_of(self.location)
             store.refresh()
@@ -205,7 +208,7 @@ class Drawing:
         return whole
 
     def _begin_version(self) -> None:
-        """Begin a version, whose changes are new to all pages, and remove all values that were not final."""
+        """Begin a version, whose changes every page must get, and remove all values that were not final."""
         self.version += 1
         if self.collected is not None:
             for cube in self.collected.growing_cubes:
@@ -221,7 +224,7 @@ class Drawing:
         run, further, num_rows = self._run((first, end)), columns_read(self._columns), 0
         rests_after = _WINDOW_ROWS if self.state == "reading" else _READ_ROWS
         if self.state == "reading" and num_pieces > 1:
-            yield  # let the page show how much there is to draw
+            yield  # so that the page can show how much is left to draw
         judged: RunRows | None = None
         with step_rows(run, pieces, further=further, max_pending_rows=_CUT_ROWS) as rows:
             for steps, table in zip(pieces, rows, strict=True):
@@ -428,7 +431,7 @@ def _packed(data: bytes) -> str:
 
 
 def _with_status(block: PageBlock, ranks: Sequence[RankNow]) -> PageBlock:
-    """Replace what manifests say about each rank with the rank's present status, in the block of the ranks."""
+    """Replace the manifests' facts about each rank by the rank's present status, in the block of the ranks."""
     of_rank = {rank.rank: rank for rank in ranks}
     rows = [list(row) for row in block.data["rows"]]
     for row in rows:

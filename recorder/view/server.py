@@ -1,11 +1,11 @@
 """The server of `recorder view`: pages, news of runs as server-sent events, and saved panes.
 
-Each run that is looked at has a thread, which draws the run's new rows while a page is open. A run that cannot be read,
+Each run that a page shows has a thread, which draws the run's new rows while a page is open. A run that cannot be read,
 or a slow store, must never hold up other runs.
 
-Every address begins with a token that nobody can guess. `Host` must be this machine or a numeric address, so that no
-other site's name leads here, and `Origin`, if sent, must be this server. Only panes can be changed. The server must
-never use a part of an address as a path.
+Every address begins with a secret token. `Host` must be this machine or a numeric address, which stops DNS rebinding,
+and `Origin`, if sent, must be this server. Only panes can be changed. The server must never use a part of an address as
+a path.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from ..storage.locations import Location, store_of
 from .drawing import Doctor, Drawing, Judge
 
 _ASK_S = 0.1
-"""The time between checks whether a run has news; a check compares two texts."""
+"""The seconds between checks whether a run has news; a check compares two texts."""
 _ALIVE_S = 15.0
-"""The time after which an empty line is sent: proxies cut silent connections, and a closed browser is noticed."""
+"""The seconds after which an empty line is sent: proxies cut silent connections, and a closed browser is noticed."""
 _AGAIN_MS = 1000
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -101,8 +101,8 @@ class ViewServer:
     def __init__(self, watching: Watching, listener: socket.socket, host: str, token: str = "") -> None:
         """Prepare the server, and serve nothing yet.
 
-        `listener` is a socket bound to `host`. The token is the first part of every address, and by default a new token
-        that nobody can guess.
+        `listener` is a socket bound to `host`. The token is the first part of every address; by default a new, secret
+        one is made.
         """
         self._watching, self._listener = watching, listener
         self.token = token or secrets.token_urlsafe(18)
@@ -214,12 +214,14 @@ def _missing() -> Response:
 
 
 _LOOK_S = 0.5
-"""The time between looks at a run in a directory: with a flush a second, a step is seen within two seconds of its end.
+"""The seconds between looks at a run in a directory: with a flush a second, a step is drawn within two seconds of its
+end.
 """
 _STORE_LOOK_S = 5.0
-"""The time between looks at a run in an object store: each look is several requests, and each request costs."""
+"""The seconds between looks at a run in an object store. A look needs several requests, and each request costs money.
+"""
 _OVER_LOOK_S = 5.0
-"""The time between looks at a run that is over or gone, because the run may begin again."""
+"""The seconds between looks at a run that is over or gone. It may begin again."""
 _AT_MOST = 0.5
 """The largest share of one core that the thread of a run uses."""
 _CLOSE_S = 0.3
@@ -268,12 +270,12 @@ class WatchedRun:
 
     @property
     def now(self) -> str:
-        """The state of a page that has received all news, as a text that changes with every news."""
+        """The state of a page that has received all news, as a text that changes with all news."""
         drawing = self._drawing
         return f"{self._boot}-{drawing.epoch}-{drawing.version}-{self._panes_version}"
 
     def news(self, known: str) -> tuple[str, bool, dict[str, str]]:
-        """Return the news for a page in the state `known`: its new state, True if all blocks are sent, and blocks."""
+        """Return the news for a page in the state `known`: the new state, whether all blocks are sent, and blocks."""
         with self._lock:
             now, drawing = self.now, self._drawing
             parts, of_now = known.split("-"), now.split("-")
@@ -304,7 +306,7 @@ class WatchedRun:
                 self.problem = ""
             except (RecorderError, OSError) as error:
                 self.problem = str(error)
-            except Exception as error:  # the page shows the error and keeps what it has
+            except Exception as error:  # the page shows the error and keeps its panes
                 _logger.exception("recorder view: %s cannot be drawn", self.name)
                 self.problem = f"{type(error).__name__}: {error}"
             self._stopped.wait(0.01 if has_more and not self.problem else self._pause_s(time.thread_time() - began_s))

@@ -180,7 +180,7 @@ def _subject(one: Finding) -> tuple[str, str, str, str, str]:
 
 def _notes_on(baselines: Sequence[Run], normal: Normal, last_step: int) -> list[str]:
     damaged = [run.name for run in baselines if run.problems]
-    notes = [f"the sound run {name} is damaged, and what cannot be read was left out" for name in damaged]
+    notes = [f"the baseline run {name} is damaged on disk; its unreadable rows were left out" for name in damaged]
     if last_step > normal.last_step >= 0:
         notes.append(f"the sound runs end at step {normal.last_step}: later steps have little to be compared with")
     return notes

@@ -208,7 +208,7 @@ class BeyondNoise:
                 (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else `Drift` judges
             )
             made = made[is_made]
-            # A factor acts twice on squares.
+            # To first order, a factor changes squares twice as much.
             pairs.differs[indices[made[measured.are_noise_farther(made, np.ones(len(made)), 2 * off)]]] = False
 
 

@@ -108,7 +108,8 @@ def checks_of(run: Run) -> Iterator[Check]:
     yield from _filters(expected)
     yield from _recorded_modules(run, expected)
     if listed := run.foreign_hooks:
-        yield Check("note", f"hooks of the program run after what is recorded of their modules: {listed}")
+        text = "the program's own hooks may change these modules' values after they were recorded"
+        yield Check("note", f"{text}: {listed}")
     yield from _totals(expected)
     yield from _unknown(expected)
     yield from _gaps(expected)

@@ -29,7 +29,7 @@ EPILOG = (
 )
 
 _SILENT_S = 60
-"""A state that the daemon wrote longer ago than this is shown with its time."""
+"""The seconds after which the age of a daemon's state is printed, too."""
 _ACTIONS = ("ship", "status", "prune", "keep", "unkeep")
 
 
@@ -118,7 +118,7 @@ def _ship(settings: DaemonSettings, reload: Callable[[], DaemonSettings], *, onc
         if daemon.unshipped:
             lacking.append(f"not shipped: {listed(map(printable_line, sorted(daemon.unshipped)))}")
         if num_pruned := sum(run.there.was_pruned for run in daemon.runs):
-            lacking.append(f"{counted(num_pruned, 'run')} pruned there and not put again")
+            lacking.append(f"{counted(num_pruned, 'run')} pruned at the destination, and not uploaded again")
         rest = "; ".join(lacking) or ("not everything is there" if code else "all files are there")
         say(f"{counted(len(daemon.runs), 'run')}: {news}; {rest}")
     else:

@@ -67,7 +67,7 @@ def _steps(target: Target, text: str | None, window: RingWindow) -> tuple[int, i
     if text is None:
         if now is None:
             raise CommandError(f"{target.name}: no rank shows its step (status_interval_s = 0); name one with --step")
-        if target.store is not None:  # until a daemon has carried this command, the ring has lost the present step
+        if target.store is not None:  # before a daemon carries this command, the ring will have lost the present step
             now = target.step_ahead(None)
         return max(now - window.before, 0), now + window.after
     if re.fullmatch(r"\+[0-9]{1,14}", text.strip()):

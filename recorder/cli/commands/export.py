@@ -30,7 +30,9 @@ def command(
     path: options.RunPath = None,
     to: Annotated[
         str | None,
-        typer.Option(help="parquet, npz or safetensors, by default what PATH ends with; tensorboard or wandb."),
+        typer.Option(
+            help="parquet, npz, safetensors, tensorboard or wandb; by default the file format that PATH ends with."
+        ),
     ] = None,
     module: options.ModuleOption = None,
     site: options.SiteOption = None,
@@ -73,7 +75,7 @@ def command(
     with options.mapper_for(scheduler) as mapper:
         planned: Export | BoardExport
         if to in BOARDS:
-            show_pandas()  # wandb looks for pandas when it is imported
+            show_pandas()  # wandb uses pandas if it finds it during its import
             planned = BoardExport(run, to, selection, question, payload=payload, mapper=mapper)
         else:
             planned = Export(run, to, selection, question, payload=payload, mapper=mapper)

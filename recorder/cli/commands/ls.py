@@ -30,7 +30,7 @@ from ..options import complete_run
 EPILOG = "Examples: recorder ls recordings    recorder ls @-1 --json"
 
 _STATES = ("unclosed", "recording", "closed")
-"""The states of writers, the worst first: a run has the state of its worst writer."""
+"""The states of writers, the worst first. A run has the state of its worst writer."""
 
 
 def command(
@@ -184,7 +184,7 @@ def _lost_rows(summary: dict[str, Any]) -> str:
 
 
 def _folded(writers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one entry for all writers of a rank: a merge makes a writer for each unit."""
+    """Return one entry for all writers of a rank, because a merge makes a writer for each unit."""
     entries: dict[int | None, dict[str, Any]] = {}
     for writer in writers:
         empty = {**writer, "steps": [], "rows": 0, "bytes": 0, "sites": [], "num": 0}

@@ -51,9 +51,9 @@ _KINDS = {
     "between_stages": "kept per rank, because it goes from one pipeline stage to another",
     "superseded": "left out, because a newer attempt recorded the same steps",
 }
-"""The text for each kind of finding; a kind without a text is shown by its name."""
+"""The text for each kind of finding. A kind without a text is printed by its name."""
 _OF_WRITERS = ("stranger", "superseded")
-"""The kinds of findings about writers; their counts are counts of units, and are not shown as numbers of rows."""
+"""The kinds of findings about writers. Their counts are of units, and so are not printed as rows."""
 _KEPT_BYTES = 128 << 20
 
 
@@ -134,10 +134,11 @@ def _begin_worker() -> None:
 
 
 def _prepare() -> None:
-    """Tune the memory of this process for merging, which is all that the process does.
+    """Tune the memory of this process for merging, its only task.
 
-    glibc keeps freed payloads, or else the kernel zeroes the same pages for each payload: 10 % of a merge. The garbage
-    collection before each window skips the objects that exist now: 9 % of the processor time.
+    glibc keeps freed payloads, because otherwise the kernel would zero the same pages for each payload, which takes 10
+    % of a merge. The garbage collection before each window skips the objects that exist now, which saves 9 % of the
+    processor time.
     """
     gc.freeze()
     set_malloc(M_MMAP_THRESHOLD=PART_BYTES, M_TRIM_THRESHOLD=_KEPT_BYTES)

@@ -43,10 +43,10 @@ _SERIES_DROPS = ("dtype", "histogram", "rows", "shape", "root", "scope", "mode",
 _MODULE_DROPS = ("class", "rows", "last step", "sites", "inf", "nan")
 _DEAD = "dead units"
 _MAX_UNIT_STEPS = 1000
-"""Units are read for this many of the newest steps, one step at a time, so that few units are in memory at once."""
+"""The number of newest steps of which units are read, one step at a time, so that few units are in memory at once."""
 _LIBRARY = "site-packages/torch/"
 _VALUES_INSIDE = ("values", "_values", "_masked_data")
-"""The names of those tensors inside a composite tensor that hold the elements of the composite unchanged."""
+"""The names of the inner tensors that hold the elements of a composite tensor unchanged."""
 
 _NUMBERS = (*STATISTICS, *COUNTS)
 _OTHERS = tuple(name for name in REASON_COLUMNS if name not in _NUMBERS)
@@ -219,7 +219,7 @@ def _histograms(series: Sequence[Series]) -> tuple[list[str], str]:
 
 
 def _steps_table(run: Run, module_path: str, rows: list[Row], last: int, statistics: Sequence[str]) -> Table:
-    """Return the statistics of one site, a line for each moment and rank; with dead units if units were recorded."""
+    """Return the statistics of one site, with a line for each moment and rank; with dead units if recorded."""
     site = rows[0]["site"]
     steps = sorted({row["step"] for row in rows})
     shown_steps = set(steps[-last:] if last else steps)
@@ -263,7 +263,7 @@ def _table(
     titles: Sequence[str], lines: list[list[str]], *, texts: Sequence[str], title: str, subtitle: str = "",
     drops: Sequence[str] = (), dull: bool = False,
 ) -> Table:  # fmt: skip
-    """Return a table, without an empty last column of reasons; with `dull` also without count columns of only zeros."""
+    """Return a table without a last column of empty reasons; with `dull` also without columns of only zero counts."""
     if titles[-1] == WHY and not any(line[-1] for line in lines):
         titles, lines = titles[:-1], [line[:-1] for line in lines]
     return table_of(
@@ -377,7 +377,7 @@ def _groups(table: Any, names: Sequence[str]) -> list[tuple[Row, list[Row]]]:
 
 
 def _worth_showing(names: Sequence[str], keys: Sequence[Row]) -> list[str]:
-    """Return the columns that are always shown, that hold a name, or that distinguish lines of one site and name."""
+    """Return the columns that are always printed, that have a name, or that distinguish lines of one site and name."""
     values = {(key["site"], key["name"]) for key in keys}
     always = (*_ALWAYS_SHOWN, *(["name"] if any(name for _, name in values) else []))
     return [

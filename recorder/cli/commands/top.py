@@ -27,7 +27,7 @@ EPILOG = "Examples: recorder top recordings    recorder top @-1 --once"
 
 _REFRESH_S = 1.0
 _OVER_AFTER_S = 15.0
-"""A run is over once all ranks have ended for this long: a launcher may be about to restart them."""
+"""The seconds after the end of all ranks at which a run is over: a launcher may be about to restart them."""
 _BAR = 10
 _BADNESS = {"killed": 0, "failed": 1, "silent": 2, "starting": 4, "recording": 4, "closed": 5}
 _DROPPING = 3
@@ -61,7 +61,7 @@ def command(
 
 
 def top_reply(run: Location, manifest: RunManifest, *, once: bool) -> Reply:
-    """Return the reply that shows a run once or, on a terminal, until the run is over."""
+    """Return the reply that prints a run once or, on a terminal, until the run is over."""
     watch, name, world_size = RunWatch(run), manifest.name or run.name, manifest.world_size or 0
     ranks: list[RankNow] = []
 
@@ -89,7 +89,7 @@ def _follow(watch: RunWatch, name: str, world_size: int, sleep: Callable[[float]
 
     console = Console(highlight=False)
     ranks = watch.look()
-    until_s = time.monotonic() if _is_over(ranks) else None  # a run that is already over is shown once
+    until_s = time.monotonic() if _is_over(ranks) else None  # a run that is already over is printed once
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
@@ -113,7 +113,7 @@ def _is_over(ranks: Sequence[RankNow]) -> bool:
 
 
 def _table(name: str, ranks: list[RankNow], world_size: int, max_rows: int) -> Table:
-    """Return a table of all ranks in order, or, if too long, of the worst and slowest, with a line for the rest."""
+    """Return a table of all ranks in order. If it is too long, it has the worst and slowest and a line for the rest."""
     shown, rest = ranks, []
     if len(ranks) > max_rows:
         by_trouble = sorted(ranks, key=_trouble)

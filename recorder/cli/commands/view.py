@@ -49,7 +49,7 @@ def command(
 
     folder = find_folder(path, may_be_empty=True)
     run = None if folder is not None else find_run(path)[0]
-    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # uvicorn's log is not for the user
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # hides uvicorn's log from the user
     with closing(listen(host, port)) as listener:
         bound = listener.getsockname()[1]
         if port is None and bound != _PORT:

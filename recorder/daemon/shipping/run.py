@@ -1,7 +1,7 @@
-"""Decides what is shipped next of one run: first the files of its writers, then its documents, and last its manifest.
+"""Decides the next uploads of one run: first the files of its writers, then its documents, and last its manifest.
 
-Data is shipped first, then indexes, then manifests. A file must never be removed here unless a new listing of the
-destination has just shown it.
+Of a writer's files, data comes first, then indexes, then manifests. A file must never be removed here unless a new
+listing of the destination has just shown it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RunShipper:
 
     @property
     def all_writers(self) -> list[WriterShipper]:
-        """A copy of the writers known now, because the thread that looks adds and removes writers."""
+        """A copy of the list of writers, because the scanning thread adds and removes writers."""
         return list(self.writers.values())
 
     def close(self) -> None:
@@ -110,12 +110,12 @@ class RunShipper:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows that this node's writers of the run have written and kept."""
+        """The number of rows that this node's writers of the run have written and not deleted."""
         return sum(writer.num_rows for writer in self.all_writers)
 
     @property
     def shard_bytes(self) -> int:
-        """The bytes of the shards on this node; a catalog that was made at another number of bytes is out of date."""
+        """The bytes of the shards on this node. If they change, the catalog is out of date."""
         shards = (stamp for one in self.all_writers for stamp in (one.files.sealed | one.files.opened).values())
         return sum(stamp.size_bytes for stamp in shards)
 
@@ -128,7 +128,7 @@ class RunShipper:
 
     @property
     def has_stuck_files(self) -> bool:
-        """True if files cannot be shipped until somebody intervenes."""
+        """True if files cannot be shipped until a person intervenes."""
         return bool(self.unshipped) or any(writer.stuck for writer in self.all_writers)
 
     @property
@@ -145,7 +145,7 @@ class RunShipper:
 
     @property
     def counted(self) -> list[Entries | WriterFiles]:
-        """The listings that count the files which are refused or belong to no run."""
+        """The listings whose refused files, and files of no run, are counted."""
         return [self._counts, *(writer.files for writer in self.all_writers)]
 
     @property
@@ -155,18 +155,18 @@ class RunShipper:
 
     @property
     def has_quiet_writer(self) -> bool:
-        """True if it is unknown for some writer whether it has ended."""
+        """True if it is unknown whether some writer has ended."""
         return any(writer.state == "quiet" for writer in self.all_writers)
 
     @property
     def is_put(self) -> bool:
-        """True if the destination has everything that this node had at the last look, even of recording writers."""
+        """True if the destination has all that this node had at the last look, even from recording writers."""
         are_put = self._has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
         return are_put or bool(self.unreadable)
 
     @property
     def is_known(self) -> bool:
-        """True if every writer was looked at, so that a summary is meaningful."""
+        """True if every writer was scanned, so that a summary is meaningful."""
         return self._has_looked and all(writer.has_looked for writer in self.all_writers)
 
     @property
@@ -189,7 +189,7 @@ class RunShipper:
         return "" if RUN_MANIFEST in held else RUN_MANIFEST
 
     def remove(self) -> tuple[int, bool]:
-        """Remove the files that the destination was seen to have; return their bytes, and True if nothing is left.
+        """Remove the files that were found at the destination; return their bytes, and True if nothing is left.
 
         Directories with newer files stay, and so does the run. If the removal is killed, a later pass removes the rest.
         """
@@ -223,7 +223,7 @@ class RunShipper:
             writer.look_again()
 
     def _has_changed(self) -> bool:
-        """Return True if anything may be new; for a settled run this costs one stat of each directory."""
+        """Return True if anything may be new. For a settled run this costs one stat of each directory."""
         writers = self.all_writers
         if any(writer.state == "quiet" and writer.has_changed() for writer in writers):
             return True

@@ -1,7 +1,6 @@
-"""One run at the destination: which files were put there, in which state, and how further files are put.
+"""One run at the destination: which files it has, in which state, and how further files are put.
 
-Nothing may ever be put over another object: an object there that this daemon did not put stays, and is logged as a
-conflict.
+An object that this daemon did not put must never be overwritten: it stays, and is logged as a conflict.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class ShippedLedger:
     """The confirmed files of one run, by their names below the run. Any thread may call."""
 
     def __init__(self, folder: Folder, url: str) -> None:
-        """Read what was confirmed before; if the ledger cannot be kept, `problem` says why."""
+        """Read the earlier confirmations. If the ledger cannot be kept, `problem` says why."""
         self.name = ledger_name(url)
         self.problem = ""
         self._lock = threading.Lock()
@@ -73,7 +72,7 @@ class ShippedLedger:
                 entry = json.loads(line)
                 name, size, how = entry["name"], entry["bytes"], entry["how"]
             except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # a kill has cut the last line, or another program wrote into the file
+                continue  # a kill has cut the last line, or another program has written into the file
             if isinstance(name, str) and isinstance(size, int) and isinstance(how, str):
                 self._files[name] = Confirmed(size, how)
         if text and not text.endswith(b"\n"):
@@ -141,7 +140,7 @@ class Shipping:
     """The name of this node at the destination; the daemon sets it before it ships a run."""
     is_stopping: Callable[[], bool] = lambda: False
     is_over: Callable[[], bool] = lambda: False
-    """True once a stop has waited for as long as allowed: the processes of errands then end at once."""
+    """True once a stop has waited as long as allowed: the processes of errands must then end at once."""
     is_once: bool = False
     """True if open shards are shipped as they are, because no later pass may follow."""
     at_once: Any = field(default_factory=threading.Lock)
@@ -160,7 +159,7 @@ class Shipping:
         self.counters.add("uploaded_bytes", kind, num_bytes)
 
     def refused(self, error: RefusedError) -> None:
-        """Count and log a file whose content is not what its name says."""
+        """Count and log a file whose content does not match its name."""
         self.counters.add("refused_contents", "content")
         logger.error("%s; it is not shipped", error)
 
@@ -190,12 +189,12 @@ _RECONCILE_PAUSE_S = 5.0
 
 
 class PutOver(NamedTuple):
-    """The document that is at the destination after `ShippedRun.put_over`."""
+    """The document at the destination after `ShippedRun.put_over`."""
 
     there: bytes
     e_tag: str
     is_new: bool
-    """False if the document was there before, because it is equal or may not be replaced."""
+    """False if the document existed before, because it is equal or may not be replaced."""
 
 
 @dataclass(slots=True)
@@ -245,7 +244,7 @@ class ShippedRun:
     # The methods that look at the destination.
 
     def identify(self) -> bool:
-        """Return True if the run may be shipped: no other run has its name there, and no prune has removed it there."""
+        """Return True if the run may be shipped: at the destination its name is free, and no prune has removed it."""
         with self.open() as folder, folder.open(RUN_MANIFEST) as file:
             local = parse_json(file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES)), file.where)
             self.manifest = file.stamp
@@ -273,7 +272,7 @@ class ShippedRun:
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
 
     def reconcile(self) -> list[str]:
-        """List what the destination has; forget, count and return the confirmed files that it has lost."""
+        """List the destination; forget, count and return the confirmed files that it has lost."""
         # Files that other threads put during the listing may be missing from it, but are not lost.
         self.listed_s, confirmed_before, documents = time.monotonic(), self.ledger.names(), list(self._documents)
         self.held = self.listed()
@@ -298,12 +297,12 @@ class ShippedRun:
         return lost
 
     def suspect(self) -> None:
-        """Schedule a comparison of the destination's listing with the ledger, because a file seems to be lost."""
+        """Schedule a comparison of the destination's listing with the ledger, because a file may be lost."""
         self.list_at_s = min(self.list_at_s, time.monotonic() + _RECONCILE_PAUSE_S)
 
     @property
     def are_documents_there(self) -> bool:
-        """True if the destination has the run's own documents as they were on this node at the last look."""
+        """True if the destination has the run's own documents as this node had them at the last look."""
         return self._documents.get(RUN_MANIFEST) is not None and all(
             self.is_aside_there(name, stamp) for name, stamp in self.stamps.items() if name != RUN_MANIFEST
         )
@@ -332,7 +331,7 @@ class ShippedRun:
             if self._documents.get(RUN_MANIFEST) is None:
                 with folder.open(RUN_MANIFEST) as file:
                     content = file.bytes(0, min(file.size_bytes, MAX_MANIFEST_BYTES))
-                # Nodes with separate disks have different manifests for one run: the first that arrives stays.
+                # Nodes with separate disks have different manifests of one run; the first one that arrives is kept.
                 self.put_document(RUN_MANIFEST, content, stays=self._is_same_run)
 
     def _is_same_run(self, there: bytes) -> bool:
@@ -374,10 +373,10 @@ class ShippedRun:
         stays: Callable[[bytes], bool] = lambda there: False,
         is_noted: bool = True,
     ) -> bool:
-        """Put a document that may change, in place of the version that was put before.
+        """Put a document that may change, in place of its earlier version.
 
-        `is_ours` tells if the document there is an earlier version of this one, and `stays` if it may stay instead.
-        With `is_noted` the ledger records the document by its checksum.
+        `is_ours` tells whether an existing document is an earlier version of this one, and `stays` whether it is kept
+        instead. With `is_noted` the ledger records the document by its checksum.
         """
         shared, crc = self.shared, crc32c(content)
         known = self._documents.get(name)
@@ -395,7 +394,7 @@ class ShippedRun:
             ),
         )  # fmt: skip
         if put is None:
-            return True  # another daemon is faster; the next look tries again
+            return True  # another daemon was faster; the next look tries again
         if not put.is_new and put.there != content and not stays(put.there):
             return self._conflicts(name)
         if put.is_new:
@@ -406,9 +405,9 @@ class ShippedRun:
     def put_over(
         self, name: str, content: bytes, e_tag: str | None, may_replace: Callable[[bytes], bool]
     ) -> PutOver | None:
-        """Put a document in place of the document with this ETag, or of another one for which `may_replace` is true.
+        """Put a document in place of the document with this ETag, or of one for which `may_replace` is true.
 
-        Return the document that is then there; None if another daemon was faster each time.
+        Return the document that is there afterwards; None if another daemon was faster each time.
         """
         destination, key = self.shared.destination, f"{self.key}/{name}"
         for _ in range(3):
@@ -438,7 +437,7 @@ class ShippedRun:
             logger.warning("%s/%s", self.path, self.ledger.problem)
 
     def _conflicts(self, name: str) -> bool:
-        """Count and log a conflict once between two listings, because a document is tried again at each look."""
+        """Count and log a conflict once between two listings, because the put of a document is tried at each look."""
         if name not in self._conflicting:
             self._conflicting.add(name)
             self.shared.counters.add("conflicts", _kind(name))

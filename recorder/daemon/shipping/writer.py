@@ -1,7 +1,7 @@
 """Ships one writer's files in two lanes; only the small lane (statistics, manifest, status) has a deadline.
 
 A manifest or a status that says that its writer has ended is held back until the destination has all files of the
-writer. A reader there thus never misses a row that an ended writer has promised.
+writer. So a reader at the destination finds all rows of a writer that has ended.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ logger = logging.getLogger("recorder.daemon")
 QUIET_LOOK_S = 20.0
 """The seconds between two looks at a writer that cannot be shipped, or may have ended."""
 _QUIET_S = 60.0
-"""A writer on another host that has changed nothing for this long may have ended: its open shards are shipped as they
-are."""
+"""The seconds without changes after which a writer on another host may have ended: its open shards are shipped as they
+are.
+"""
 
 
 class WriterShipper:
@@ -103,7 +104,7 @@ class WriterShipper:
         self._next_look_s = 0.0
 
     def has_changed(self) -> bool:
-        """Return True if the directory may hold something new; the directory of a closed writer does not change."""
+        """Return True if the directory may have changed; the directory of a closed writer never changes."""
         if self.state == "quiet":
             return time.monotonic() >= self._next_look_s
         try:
@@ -174,7 +175,7 @@ class WriterShipper:
 
     @property
     def _is_growing(self) -> bool:
-        """True if the writer will seal its open shards, and the daemon waits for that."""
+        """True if the writer is expected to seal its open shards, so that the daemon waits."""
         return self.state == "alive" and not self._goes_open
 
     def _is_there(self, name: str, stamp: Stamp) -> bool:
@@ -188,7 +189,7 @@ class WriterShipper:
 
     @property
     def _goes_open(self) -> bool:
-        """True if open shards of tensors are shipped as they are, because nothing may seal or ship them later."""
+        """True if open shards of tensors are shipped as they are, as possibly nobody will seal or ship them later."""
         is_time = self._run.shared.is_once and not self.has_ended
         return self.state == "quiet" or (self.has_ended and self.was_repaired) or is_time
 
@@ -204,7 +205,7 @@ class WriterShipper:
             status = self._read_status(folder)
             balances = (Balance.read(Members(members)) for members in (self._ledger, self.status))
             self.balance = max(balances, key=lambda one: (one.observed, one.written))
-            files = list_writer(folder)  # after the manifest: a closed one promises no later file
+            files = list_writer(folder)  # listed after the manifest was read: if it says closed, no later file comes
             self.files = files
             self._judge(files)
             self.has_looked = True
@@ -283,7 +284,7 @@ class WriterShipper:
         except RefusedError as error:
             self.stuck.add(name)
             self._run.shared.refused(error)
-        except OSError as error:  # bad permissions or a disk error; the next listing of the store tries it again
+        except OSError as error:  # bad permissions or a disk error; the next listing of the store makes it try again
             self.stuck.add(name)
             self._run.shared.failed(error, f"{self.path}/{name}")
 
@@ -335,7 +336,7 @@ class WriterShipper:
 
 
 def _as_begun(manifest: bytes) -> bytes:
-    """Return a writer's manifest without its promise of rows, so that it can be put before the rows."""
+    """Return a writer's manifest without its row counts, so that it can be put before the rows."""
     with contextlib.suppress(RunError):
         raw = parse_json(manifest, WRITER_MANIFEST)
         if raw.get("state") == "closed":
@@ -352,7 +353,7 @@ def status_says_closed(status: dict[str, Any]) -> bool:
 _MAX_AT_ONCE_BYTES = 32 << 20
 """The largest snapshot of an open shard that is replaced in one request."""
 _MAX_BESIDE_BYTES = 2 << 20
-"""A snapshot larger than this may be in memory only while no other such snapshot is."""
+"""The bytes above which only one snapshot at a time may be in memory."""
 
 
 @dataclass(slots=True)
@@ -375,7 +376,7 @@ class OpenShards:
         """The names of the open shards that the destination has."""
 
     def reconciled(self) -> None:
-        """Use the new listing of the destination, and keep what was put since that listing began."""
+        """Use the new listing of the destination, but keep files that were put after the listing began."""
         opened = {name for name in self._run.held if name.startswith(self._below) and name.endswith(".open")}
         newer = {name for name, one in self._snapshots.items() if one.put_s >= self._run.listed_s}
         self._there = {name.removeprefix(self._below) for name in opened} | (self._there & newer)
@@ -412,7 +413,7 @@ class OpenShards:
     def _put_prefix(self, name: str, content: bytes, before: _Snapshot | None, stamp: Stamp) -> None:
         shared = self._run.shared
         if before is not None and crc32c(memoryview(content)[: before.num_bytes]) != before.crc:
-            shared.counters.add("conflicts", "open")  # a failed write was cut back: the sealed shard will tell
+            shared.counters.add("conflicts", "open")  # a failed write was cut back, so the sealed shard decides
             before.stamp = stamp
             return
         e_tag = before.e_tag or None if before is not None else None
@@ -428,7 +429,7 @@ class OpenShards:
         shared.health.succeeded()
 
     def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: Stamp) -> None:
-        """Put batches that are too large for one request; this happens about once, as their writer is gone or quiet."""
+        """Put batches that are too large for one request, about once, as their writer has ended or is quiet."""
         destination, key = self._run.shared.destination, f"{self._run.key}/{self._below}{name}"
         file.size_bytes = end
         if name in self._there:
@@ -450,7 +451,7 @@ class OpenShards:
 
 
 def end_of_batches(file: LocalFile, start: int = 0) -> int:
-    """Return the end of the last complete batch of an open shard; 0 without one. `start` is an end found earlier."""
+    """Return the end of the last complete batch of an open shard; 0 without one. `start` is an earlier result."""
     offset, end = start or FIRST_MESSAGE, start
     with contextlib.suppress(CorruptError):
         while (message := block_at(file, offset)) is not None:

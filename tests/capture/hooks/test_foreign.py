@@ -66,7 +66,7 @@ def test_without_a_nan_first_says_nothing_of_them_and_doctor_names_them(tmp_path
     assert not any("hooks" in note for note in first(run).notes)
     checks = list(checks_of(run))
     assert reply_of(run, checks, is_strict=True).exit_code == 0
-    told = "hooks of the program run after what is recorded of their modules: '0' (forward look "
+    told = "the program's own hooks may change these modules' values after they were recorded: '0' (forward look "
     assert any(check.state == "note" and check.text.startswith(told) for check in checks)
 
 
