@@ -151,8 +151,8 @@ class OptimizerHooks:
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
         self._probed: weakref.WeakKeyDictionary[Optimizer, dict[Hashable, ProbedGroup | None]]
         self._probed = weakref.WeakKeyDictionary()
-        """The values of each optimizer that the probe measures together, by the masks and by which gradients there are;
-        None where the probe must measure them one by one."""
+        """The values of each optimizer that the probe measures together, by the parameters in their order, by which of
+        them have gradients, and by the masks; None where the probe must measure them one by one."""
         self._probed_key: Hashable = None
         """The key under which the values of the step under way become a group."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -395,7 +395,8 @@ class OptimizerHooks:
         if not parameters or not self._capture.selection.keeps_probe_alone("param", "grad"):
             return False
         gradients = [parameter.grad for parameter in parameters]
-        key = tuple(self._capture.selection.masks), tuple(gradient is None for gradient in gradients)
+        whose = tuple(map(id, parameters)), tuple(gradient is None for gradient in gradients)
+        key = whose, tuple(self._capture.selection.masks)
         groups = self._probed.setdefault(optimizer, {})
         if key not in groups:
             self._probed_key, probe.seen = key, []

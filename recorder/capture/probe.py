@@ -76,8 +76,8 @@ class Probe:
         self._changing = threading.RLock()
         """Held while columns are added, a step is appended or a block is recorded; threads may train at once."""
         self._columns: list[_Series] = []
-        self._by_key: dict[tuple[int, str, str], int] = {}
-        """The number of each column, by the id of its origin, its phase and its mode."""
+        self._by_key: dict[tuple[Origin, str, str], int] = {}
+        """The number of each column, by its origin, its phase and its mode."""
         self._sums: list[float] = []
         """The sum of the squares of the finite elements of each column at the current step."""
         self._numels: list[int] = []
@@ -115,7 +115,7 @@ class Probe:
         numel = local.numel()
         if phase == "recompute" or scope == "local" or not numel or not local.is_cpu:
             return False
-        key = (id(origin), phase, moment.mode)
+        key = (origin, phase, moment.mode)
         column = self._by_key.get(key)
         if column is None:
             column = self._add(key, origin, moment, phase, scope, chunk, local)
@@ -172,7 +172,9 @@ class Probe:
         at = [tensor.data_ptr() for tensor in tensors]
         if not all(at):
             return False
-        sums = self._kernels.sums_of_squares(at, group.tensors, num_threads=torch.get_num_threads())
+        sums = self._kernels.sums_of_squares(
+            at, group.tensors, num_threads=torch.get_num_threads(), held_bytes=_HELD_BYTES
+        )
         if not math.isfinite(sum(sums)):
             return False
         for total, (column, _, numel) in zip(sums, group.values, strict=True):
@@ -211,7 +213,7 @@ class Probe:
         return self._measure(data, DTYPES[local.dtype], tuple(local.shape), None, KEEP_STATS, kernels=self._kernels)
 
     def _add(
-        self, key: tuple[int, str, str], origin: Origin, moment: Moment, phase: str, scope: str | None,
+        self, key: tuple[Origin, str, str], origin: Origin, moment: Moment, phase: str, scope: str | None,
         chunk: Chunk | None, local: torch.Tensor,
     ) -> int | None:  # fmt: skip
         """Add a column, and return its number; None if there are too many."""

@@ -169,6 +169,7 @@ class ManyTensors:
         self.measuring["items"], self.measuring["kind"] = [one.items for one in plans], [one.kind for one in plans]
         self.measuring["table"] = [one.table_address for one in plans]
         self.most_items = max((one.items for one in plans), default=0)
+        self.num_bytes = sum(one.items * one.item_bytes for one in plans)
 
 
 class _OfThread(threading.local):
@@ -234,8 +235,10 @@ class Kernels:
             squares.argtypes = (pointer, number, pointer, pointer)
             squares.restype = ctypes.c_double
         self._squares_of_many = library.recorder_native_squares_of_many
-        self._squares_of_many.argtypes = (pointer, number, number, pointer, pointer, pointer)
-        self._squares_of_many.restype = None
+        self._squares_of_many_held = held.recorder_native_squares_of_many
+        for squares in (self._squares_of_many, self._squares_of_many_held):
+            squares.argtypes = (pointer, number, number, pointer, pointer, pointer)
+            squares.restype = None
         self._scratch_bytes = held.recorder_native_scratch
         self._scratch_bytes.argtypes = (number, number)
         self._scratch_bytes.restype = number
@@ -302,19 +305,23 @@ class Kernels:
         scratch = self._of_thread.at_least(plan.items // _CHUNK_ITEMS * 8 + 8) if run else 0
         return float(squares(measuring, num_threads, run, scratch))
 
-    def sums_of_squares(self, at: Sequence[int], tensors: ManyTensors, *, num_threads: int = 1) -> list[float]:
+    def sums_of_squares(
+        self, at: Sequence[int], tensors: ManyTensors, *, num_threads: int = 1, held_bytes: int = HELD_BYTES
+    ) -> list[float]:
         """Return the sum of the squares of each of many tensors, as `sum_of_squares` does, with one call.
 
         Args:
             at: the address of each tensor.
             tensors: the elements of each tensor.
             num_threads: as for `measure_at`.
+            held_bytes: the interpreter's lock is held if the tensors have at most this size together.
         """
         tensors.measuring["at"] = at
         run = parallel_region() if num_threads > 1 and os.getpid() == _PID else 0
         scratch = self._of_thread.at_least(tensors.most_items // _CHUNK_ITEMS * 8 + 8)
         out = np.empty(len(at))
-        self._squares_of_many(address(tensors.measuring), len(at), num_threads, run, scratch, address(out))
+        squares = self._squares_of_many_held if tensors.num_bytes <= held_bytes else self._squares_of_many
+        squares(address(tensors.measuring), len(at), num_threads, run, scratch, address(out))
         return out.tolist()
 
     def measure_small(

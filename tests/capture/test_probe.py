@@ -226,3 +226,65 @@ def test_the_default_rules_probe_what_trains() -> None:
     (rule,) = [rule for rule in DEFAULT_RULES if "keep=probe" in rule.text]
     assert parse_rules(rule.text) == (rule,)
     assert rule.site == ("output", "param", "grad")
+
+
+def test_numbers_are_right_when_what_trains_changes(tmp_path: Path) -> None:
+    seen: dict[tuple[str, str, str, int], float] = {}
+    with flagged(tmp_path, "site=param,grad keep=probe; site=grad steps=25 keep=stats") as recording:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(model[:2].parameters(), lr=0.01, momentum=0.9)
+        second = None
+        for step in range(40):
+            if step == 8:
+                model[0].weight.requires_grad_(False)
+            if step == 12:
+                model[0].weight.requires_grad_(True)
+            if step == 16:
+                optimizer.add_param_group({"params": list(model[2].parameters())})
+            if step == 20:
+                optimizer.param_groups.reverse()
+            if step == 30:
+                optimizer = torch.optim.SGD(reversed(list(model.parameters())), lr=0.01)
+                second = torch.optim.SGD(model[0].parameters(), lr=0.0)
+            loss = model(torch.randn(2, 3)).square().mean()
+            loss.backward()
+            if step in (22, 23, 24):
+                bias = model[1].bias
+                assert isinstance(bias, nn.Parameter) and bias.grad is not None
+                bias.grad[0] = torch.inf
+            known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            for name, parameter in model.named_parameters():
+                path, _, own = name.rpartition(".")
+                if id(parameter) in known:
+                    values = {"param": parameter.detach(), "grad": parameter.grad}
+                    for site, value in values.items():
+                        if value is not None:
+                            finite = value[torch.isfinite(value)].double()
+                            times = 2**0.5 if step >= 30 and path == "0" else 1.0  # two optimizers see it
+                            seen[path, site, own, step] = float(finite.norm()) * times
+            if second is not None:
+                second.step()
+            if step in (22, 23, 24):
+                with torch.no_grad():
+                    before = [one.clone() for one in model.parameters()]
+                optimizer.step()
+                with torch.no_grad():
+                    for one, was in zip(model.parameters(), before, strict=True):
+                        one.copy_(was)
+                for state in optimizer.state.values():
+                    state["momentum_buffer"].zero_()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    frame = _probe(recording)
+    found = {(row.module_path, row.site, row.name_, row.step): row.l2 for row in _named(frame)}
+    assert found.keys() == seen.keys()
+    for key, l2 in seen.items():
+        assert found[key] == pytest.approx(l2, rel=1e-5), key
+    bad = frame[frame.inf_count > 0]
+    assert set(zip(bad.step, bad.module_path, bad.site, bad.name, strict=True)) == {
+        (step, "1", "grad", "bias") for step in (22, 23, 24)
+    }
+    rows = recording.rows(site="grad", module_path="1", name="bias")
+    assert list(rows.step) == [22, 25]
