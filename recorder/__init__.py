@@ -136,7 +136,7 @@ def step(number: int) -> None:
 
 
 def trigger(reason: str) -> None:
-    """Have all ranks write the ring's steps around the current one (rules with ``keep=ring``); never waits.
+    """Have all ranks write the ring's steps around the current step (rules with ``keep=ring``). Never waits.
 
     Args:
         reason: the reason, for people; the run keeps this text.

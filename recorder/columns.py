@@ -51,7 +51,7 @@ class Role(Enum):
 
 
 class Combine(Enum):
-    """How rows of several pieces, ranks or steps make one value of a column."""
+    """How the rows of several pieces, ranks or steps are combined into one value of a column."""
 
     FIRST = "first"
     """The value is that of the first row."""

@@ -84,7 +84,7 @@ def _setting(default: object, doc: str, *choices: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that can be set; each field's text says what it does and when to change it."""
+    """All settings. Each field's docstring says what the setting does and when to change it."""
 
     dir: str = _setting("recordings", "where run directories go; a fast local disk is best")
     name: str = _setting("", "what the run is called in commands; empty: after the script and the time of its start")
@@ -244,7 +244,7 @@ class Loaded:
 
 
 def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the flag asks for recording; raises ConfigError if the flag is neither on nor off."""
+    """Whether ``RECORDER`` asks for recording; raises ConfigError if it is neither on nor off."""
     value = (os.environ if environ is None else environ).get(FLAG, "").strip().lower()
     if value in OFF:
         return False
@@ -297,10 +297,9 @@ def load_settings(arguments: Mapping[str, object] | None = None, environ: Mappin
 
 
 def check_dir(loaded: Loaded) -> None:
-    """Check that run directories can be made where `dir` says, as far as that can be known without making any.
+    """Check, without making any, that run directories can be made where `dir` says.
 
-    A file system that does not answer passes the check, after a delay of two seconds; the writer will find the
-    problem.
+    A file system that does not answer passes the check, after a delay of two seconds; the writer will find the problem.
 
     Raises:
         ConfigError: no directory can ever be made there.
@@ -328,7 +327,7 @@ def _problems_of_dir(wanted: Path) -> Iterator[str]:
 
 
 def _why_unusable(path: Path) -> str | None:
-    """Return why no directory can be made at a path, which may be missing; None if it can, or if a parent decides."""
+    """Return why no directory can be made at a path, which may be missing; None if one can, or if a parent decides."""
     try:
         if not path.is_dir():
             # The target of the link is missing, and a directory is never made through a link.

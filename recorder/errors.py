@@ -29,11 +29,11 @@ class ConfigError(RecorderError, ValueError):
 
 
 class AttachError(RecorderError):
-    """A model cannot be attached as asked; nothing was changed on it."""
+    """A model cannot be attached as requested. The model is unchanged."""
 
 
 class TapError(RecorderError):
-    """A model cannot be instrumented or stripped as asked, or a tap's name is wrong; nothing was changed."""
+    """A model cannot be instrumented or stripped as requested, or a tap's name is wrong. The model is unchanged."""
 
 
 class TraceError(RecorderError):
@@ -48,7 +48,7 @@ class TraceKeyError(TraceError, KeyError):
 
 
 class WriteError(RecorderError):
-    """The run directory cannot be used, or the writer thread gave up; what was committed stays readable."""
+    """The run directory cannot be used, or the writer thread gave up. Committed rows stay readable."""
 
 
 class CommandError(RecorderError):
@@ -56,7 +56,7 @@ class CommandError(RecorderError):
 
 
 class StoreError(RecorderError):
-    """An object store cannot be reached, refuses the credentials, or has changed. This says nothing about the run."""
+    """An object store cannot be reached, refuses the credentials, or has changed. The run itself may be sound."""
 
     def __init__(self, message: str, kind: str = "failed") -> None:
         """Store the message and the kind of failure.

@@ -33,7 +33,7 @@ _KINDS = {
     "optim": "optimizer state",
     "rng": "random state",
 }
-"""The word for each kind of digest. A difference of one kind causes differences of the kinds after it."""
+"""The word for each kind of digest. A difference of one kind causes differences of the later kinds."""
 _UNSEEDED = ("rng python", "rng numpy")
 """The random states that the operating system seeds in each process, unless the program does."""
 _MAX_LISTED = 4
@@ -48,7 +48,7 @@ class _Difference(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Course:
     differences: Sequence[_Difference]
-    """The differences at the first step with any, on all ranks."""
+    """The differences on all ranks at the first step with a difference."""
     num_compared: int
 
     @property
@@ -292,7 +292,7 @@ def reply_of(proved: Proven) -> Reply:
 def prove(
     command: Sequence[str], environ: Mapping[str, str], *, num_steps: int, report: Callable[[str], None]
 ) -> Proven:
-    """Run a program three times and judge whether the recorder changes it; a fourth time if it seems to.
+    """Run a program three times and judge whether the recorder changes it; if it seems so, run it a fourth time.
 
     `environ` is the environment that records, with the user's settings. `report` is called with a text about the next
     launch. Raises LookupFailedError if two processes trained as one rank, and OSError if the command cannot be run.

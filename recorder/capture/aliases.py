@@ -39,7 +39,7 @@ class _KnownMemory(NamedTuple):
 
 
 class HasChunk(Protocol):
-    """A hook on a gradient that takes the gradient's chunk once the chunk is known."""
+    """A hook on the gradient of a waiting tensor; `chunk` is set once the tensor's chunk is known."""
 
     chunk: Chunk | None
 
@@ -117,7 +117,7 @@ class Aliases:
     def _release(self, waiting: Waiting, chunk: Chunk | None) -> None:
         try:
             self._waiting.remove(waiting)
-        except ValueError:  # another thread has released it
+        except ValueError:  # another thread has released the record
             return
         if chunk is not None and waiting.hook is not None:
             waiting.hook.chunk = chunk_of_gradient(chunk)

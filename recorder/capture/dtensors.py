@@ -20,11 +20,11 @@ _MAX_LISTED = 16
 """The most ranks of a mesh that a row lists one by one: a thousand ranks would be larger than the rest of the row."""
 _MAX_KNOWN = 4096
 _known: dict[tuple[Any, ...], tuple[weakref.ref[Any], Chunk]] = {}
-"""Chunks that were computed before (40 us each), by mesh, shape and placements; an entry of a deleted mesh is void."""
+"""The chunks that were computed before (40 us each), by mesh, shape and placements; void once a mesh is deleted."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor; a program that never imported the class has none."""
+    """Whether a tensor is a DTensor. If the program never imported the class, no tensor is."""
     dtensor = loaded("torch.distributed.tensor", "DTensor")
     return dtensor is not None and isinstance(tensor, dtensor)
 
@@ -43,7 +43,7 @@ def localized_chunk(parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | No
 
 
 def localized_spec(parameter: torch.Tensor) -> Any:
-    """Return the spec of a parameter that was a DTensor until DDP wrapped the model; None for another parameter."""
+    """Return the spec of a parameter that was a DTensor until DDP wrapped the model; None for any other parameter."""
     return getattr(parameter, "_st_info", None)
 
 

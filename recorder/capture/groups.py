@@ -61,7 +61,7 @@ def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | Non
     """Return the ranks that work on the same part of the batch as this rank; None where this rank is alone.
 
     Args:
-        meshes: the meshes over which parameters are laid; the mesh that gives the most ranks counts.
+        meshes: the meshes over which parameters are laid; the mesh with the most such ranks is used.
         data_parallel: the ranks that work on other parts; axes of a mesh that lead only to these ranks are left out.
     """
     elsewhere = set(data_parallel["ranks"]) if data_parallel is not None else set()
@@ -101,7 +101,7 @@ def wrappers_around(root: nn.Module) -> list[nn.Module]:
         item
         for kind in kinds
         for item in instances_of(kind, live)
-        if "_modules" in vars(item)  # without `_modules`, `__init__` has only begun
+        if "_modules" in vars(item)  # without `_modules`, its `__init__` still runs
         and any(inner is root for inner in item.modules())
     ]
 

@@ -1,8 +1,8 @@
 """Unwraps a tensor to its plain local values, or to the tensors inside a composite tensor, each under its own name.
 
-It reads metadata and attributes only: no copy, no collective, no device sync, and nothing that a user's
-``__torch_function__`` would see. The one wait is for the pending result of a collective. A kind that cannot be recorded
-raises `UnsupportedKind` with a reason for the ledger.
+It reads metadata and attributes only: no copy, no collective, no device sync, and no call of a user's
+``__torch_function__``. It only waits for the pending result of a collective. A kind that cannot be recorded raises
+`UnsupportedKind` with a reason for the ledger.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..system.processes import loaded
 from .dtensors import compact, dtensor_chunk
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-"""The types of tensors whose values lie in the tensor's own memory, if dtype and layout allow it."""
+"""The types of tensors whose values lie in the tensor's own memory, if dtype and layout permit."""
 
 DTYPES: dict[torch.dtype, str] = {
     dtype: name
@@ -84,7 +84,7 @@ def _refuse_kinds(tensor: torch.Tensor) -> None:
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a host tensor without its lazy negative and conjugate bits; remember a kind that has no such bits."""
+    """Return a host tensor without lazy negative and conjugate bits; remember kinds that have no such bits."""
     if tensor.is_neg() or tensor.is_conj():
         with torch.no_grad(), torch._C._DisableTorchDispatch():
             return tensor.detach().resolve_conj().resolve_neg()

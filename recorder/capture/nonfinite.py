@@ -41,7 +41,7 @@ class NonFiniteValue(NamedTuple):
 
 
 class FirstNonFinite:
-    """The first value of this rank that is not finite. The writer thread calls the methods that name no thread."""
+    """The first value of this rank that is not finite. Methods run on the writer thread unless they name another."""
 
     def __init__(self, *, rank: int, clock: Clock) -> None:
         self.first: NonFiniteValue | None = None

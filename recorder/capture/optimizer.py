@@ -39,8 +39,8 @@ def find_live() -> list[Optimizer]:
 def last_step(optimizers: list[Optimizer]) -> int | None:
     """Return the largest ``state["step"]`` of optimizers, or None where no state has a step.
 
-    This is the only place that reads a device. It skips a device while a graph is captured, or where the user forbids
-    waiting; the steps on that device do not count then.
+    This is the only place that reads a device. It skips a device while a graph is captured, or if the user forbids
+    waiting; then the steps on that device are ignored.
     """
     recorded = [
         state["step"]
@@ -141,7 +141,7 @@ class OptimizerHooks:
 
         Args:
             capture: takes the values.
-            on_step: called after each step that was seen.
+            on_step: called after each optimizer step.
             on_new: called when an optimizer is made.
         """
         self._capture = capture
@@ -288,7 +288,7 @@ class OptimizerHooks:
         return self._counting() is optimizer
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the values that the update will use, or wrap the closure that computes them. The pre-step hook."""
+        """Record the values that the update will use, or wrap the closure that computes them (the pre-step hook)."""
         if _is_compiling() or not self._capture.is_open:
             return None
         try:
@@ -335,7 +335,7 @@ class OptimizerHooks:
             self._capture.hook_failed("closure", error)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the optimizer's state, and count the step. The post-step hook."""
+        """Record the optimizer's state, and count the step (the post-step hook)."""
         if _is_compiling() or not self._capture.is_open:
             return
         try:
@@ -489,7 +489,7 @@ class OptimizerHooks:
         return wrapped
 
     def _wrap_init(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Wrap `Optimizer.__init__`, because no hook tells of a new optimizer before its model's first forward."""
+        """Wrap `Optimizer.__init__`, because no hook reports a new optimizer before its model's first forward."""
         hooks = self
 
         @functools.wraps(init)
@@ -525,7 +525,7 @@ class OptimizerHooks:
             self._capture.hook_failed("GradScaler.step", error)
 
     def close(self) -> None:
-        """Take every hook off; if the program has wrapped one of our wrappers, the program's wrapper keeps working."""
+        """Remove all hooks. If the program has wrapped one of our wrappers, the program's wrapper keeps working."""
         for handle in self._handles:
             handle.remove()
         if GradScaler.step is self._wrapper:

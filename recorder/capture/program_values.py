@@ -32,14 +32,14 @@ _is_compiling = torch.compiler.is_compiling
 LOSS = "loss"
 """The name of the scalar for the loss; the recorder finds the loss if the program gives no scalar of this name."""
 _MAX_LOSSES = 64
-"""The most losses of one step that wait for the end of the step."""
+"""The most losses of one step that are kept until the step ends."""
 _MAX_NAME_LENGTH = 1_024
 """The most letters of a name. People give shorter ones, and a reader takes a batch with a longer one for damaged."""
 _FOUND = '{"found":"backward"}'
 
 
 class Scalars:
-    """The scalars of a recording. Training threads call it."""
+    """The scalars of a recording. Training threads call the methods."""
 
     def __init__(self, capture: CaptureForHooks, roots: Sequence[Root]) -> None:
         self.capture = capture
@@ -129,7 +129,7 @@ class Scalars:
 
 
 class TapsByHand:
-    """The values that the program hands to `recorder.tap`. Training threads call it."""
+    """The values that the program passes to `recorder.tap`. Training threads call the methods."""
 
     def __init__(self, capture: CaptureForHooks, roots: Sequence[Root]) -> None:
         self._capture = capture
@@ -266,7 +266,7 @@ class LossFinder:
         self._scaled = []
 
     def close(self) -> None:
-        """Take the wrappers off; if the program has wrapped one of them, the program's wrapper keeps working."""
+        """Remove the wrappers. If the program has wrapped one of them, the program's wrapper keeps working."""
         for owner, name, original, wrapper in self._wrapped:
             if getattr(owner, name) is wrapper:
                 setattr(owner, name, original)
@@ -275,7 +275,7 @@ class LossFinder:
 
 
 def _leave_own_frame_out(error: BaseException) -> None:
-    """Take the frame of a wrapper out of the traceback of an error; a bare `raise` does not put the frame back."""
+    """Remove the frame of a wrapper from the traceback of an error; a bare `raise` does not put it back."""
     trace = error.__traceback__
     error.__traceback__ = None if trace is None else trace.tb_next
 

@@ -147,7 +147,7 @@ _MAX_RULES = 256
 
 
 class _Taken(NamedTuple):
-    """A command with the facts of the moment at which training took the command."""
+    """A command with the facts at the moment when training took it."""
 
     command: Command
     next_step: int

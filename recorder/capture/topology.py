@@ -37,7 +37,7 @@ class JobRank:
     world_size: int
     local_world_size: int
     attempt: int
-    """Slurm's restart count times 1000, plus torchrun's."""
+    """Slurm's restart count times 1000, plus torchrun's restart count."""
     host: str
 
 
@@ -183,8 +183,8 @@ def _agree(fresh: str, deadline_s: float) -> str | None:
 class JobStore:
     """The job's store, with the recorder's own prefix for all keys.
 
-    One thread calls the methods and may wait in them; another thread may `cut` the connection. All methods raise what
-    torch raises.
+    One thread calls the methods and may wait in them; another thread may `cut` the connection. All methods pass on
+    torch's errors.
     """
 
     def __init__(self, client: Any, connection: socket.socket, prefix: str) -> None:
@@ -222,7 +222,7 @@ class JobStore:
 
 
 def open_job_store(prefix: str) -> JobStore | None:
-    """Connect to the store of the process group. May wait, and raises what torch raises.
+    """Connect to the store of the process group. May wait, and passes on torch's errors.
 
     Args:
         prefix: the text that the names of all keys begin with.

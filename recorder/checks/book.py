@@ -46,21 +46,21 @@ _STATISTICS = (
     "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", "nan_count", "inf_count", "zero_count", "numel"
 )  # fmt: skip
 _MAX_BYTES = 1 << 20
-"""The largest settings file that is read; no person writes a larger file."""
+"""The largest settings file that is read; people write smaller files."""
 
 Thresholds = dict[str, dict[str, float]]
 """Numbers that replace the defaults of thresholds, by rule and setting."""
 
 
 class OwnThreshold(StreakRule):
-    """The base of rules that a user writes as a TOML table: a statistic must not be above, or below, a number."""
+    """The base of rules that a user writes as a TOML table: a statistic must not exceed, or fall below, a number."""
 
     advice = "it is a rule of yours"
     modules: ClassVar[tuple[str, ...]] = ("*",)
     statistic: ClassVar[str]
     limit = "limit"
     sign: ClassVar[float]
-    """1 for a limit from above, -1 for a limit from below."""
+    """1 for an upper limit, -1 for a lower limit."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.site in self.sites and matches(self.modules, key.module_path)

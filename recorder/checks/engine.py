@@ -73,7 +73,7 @@ class Engine:
         self._feed(all_rows.take(slice(0, num_complete)))
 
     def finish(self) -> Verdict:
-        """Judge the last step, because no more rows come, and return what was found."""
+        """Judge the last step, because no more rows come, and return the result."""
         self.flush()
         for rule in self._rules:
             if rule.name not in self._failed and not self._lacking[rule.name]:

@@ -54,7 +54,7 @@ STATISTICS = (
 _SIZE, _LARGEST, _OFFSET, _ZEROS, _UPDATE, _RANKS, _LOSS, _NUMBER = range(len(STATISTICS))
 
 HELD = ("equal on all ranks", "different on all ranks", "changes from record to record", "never changes")
-"""Conditions that a value may fulfil in every record."""
+"""Conditions that may hold for a value in every record."""
 _EQUAL, _DIFFERENT, _CHANGES, _STAYS = range(len(HELD))
 _LEAST_HELD = 8
 """The number of records in which a condition must hold before it is expected to hold in other runs."""
@@ -217,7 +217,7 @@ class Normal:
         return Ranges(np.where(is_known, low, np.nan), np.where(is_known, high, np.nan), spread)
 
     def always(self, series: Integers, what: int) -> Flags:
-        """Return, for each series, whether a condition held in all records of all sound runs, and often enough."""
+        """Return, for each series, whether a condition held in all records of all sound runs, and in enough records."""
         holds, asked = self._held[:, series, what]
         return np.asarray((series >= 0) & (asked >= _LEAST_HELD) & (holds == asked))
 
@@ -354,15 +354,15 @@ EXACT = ("sum", "sum_sq", "min", "max")
 
 
 class Movement:
-    """Measures how far values move from record to record, relative to their size."""
+    """Measures how far values move from one record to the next, relative to their size."""
 
     def __init__(self) -> None:
         self._norm, self._sum, self._step = Memory(), Memory(), Memory()
 
     def ratio(self, rows: Rows) -> Floats:
-        """Return, for each row, the change per step since the last record over the value's norm; NaN where unknown.
+        """Return, for each row, the change per step since the last record, relative to the norm; NaN if unknown.
 
-        The change is a lower bound, made from the changes of the norm and of the sum. The rows are sorted by lane.
+        The change is a lower bound, computed from the changes of the norm and of the sum. The rows are sorted by lane.
         """
         lanes, steps = rows.lanes, rows.steps.astype(np.float64)
         is_finite = np.nan_to_num(rows["nan_count"]) + np.nan_to_num(rows["inf_count"]) == 0

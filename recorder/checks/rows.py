@@ -109,7 +109,7 @@ class Catalog:
         return "" if module is None else module.class_name
 
     def mark(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
-        """Return, for each series, whether `is_one` is true; each series is asked once for each `name`."""
+        """Return, for each series, whether `is_one` is true of it. Results are cached by `name`."""
         known = self._marks.get(name, np.zeros(0, np.bool_))
         if len(known) < len(self.series):
             new = [is_one(key) for key in self.series[len(known) :]]
@@ -153,7 +153,7 @@ class Catalog:
 
 
 class Rows:
-    """Rows of complete steps, by step and then by each rank's order of execution. A selection copies no column."""
+    """Rows of complete steps, ordered by step and by each rank's order of execution. A selection copies no column."""
 
     __slots__ = ("_indices", "_numbers", "_taken", "catalog", "lanes", "steps")
 
@@ -174,7 +174,7 @@ class Rows:
         return len(self.steps)
 
     def __getitem__(self, name: str) -> Floats:
-        """Return a column; every element is NaN where the run does not have the column."""
+        """Return a column; every element is NaN if the run does not have the column."""
         if name not in self._taken:
             column = self._numbers.get(name)
             if column is None:
@@ -198,7 +198,7 @@ class Rows:
         return np.asarray(self.catalog.rank_of[self.lanes])
 
     def where(self, name: str, is_one: Callable[[SeriesKey], bool]) -> Flags:
-        """Return, for each row, whether `is_one` is true of its series; each series is asked once for each `name`."""
+        """Return, for each row, whether `is_one` is true of its series. Results are cached by `name`."""
         return np.asarray(self.catalog.mark(name, is_one)[self.series])
 
     def at(self, *sites: str) -> Flags:

@@ -138,7 +138,7 @@ class Rule(ABC):
 
     @abstractmethod
     def add(self, rows: Rows) -> Iterable[Finding]:
-        """Judge the next rows: at least one row, complete steps, and only series that the rule wants."""
+        """Judge the next rows: at least one row, of complete steps, and only of series that the rule wants."""
 
     def finish(self) -> Iterable[Finding]:
         """Return the findings that need the complete run."""

@@ -68,7 +68,7 @@ def load_command(name: str) -> Any:
 
 
 def _printing(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option ``--json`` to a command that returns a `Reply`, and print the reply; keep other commands as is."""
+    """Add the option ``--json`` to a command that returns a `Reply`, and print the reply. Change no other command."""
     signature = inspect.signature(command, eval_str=True)
     if signature.return_annotation is not Reply:
         return command

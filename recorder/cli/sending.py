@@ -61,7 +61,7 @@ class Target:
 
     @property
     def attempt(self) -> int:
-        """The number of the newest launch of the job."""
+        """The index of the newest launch of the job."""
         return max(rank.status.attempt for rank in self.ranks)
 
     @property

@@ -106,7 +106,7 @@ class Daemon:
         self.shared.destination.check()
 
     def run(self) -> int:
-        """Ship until SIGTERM or SIGINT, and return the exit code."""
+        """Upload until SIGTERM or SIGINT, and return the exit code."""
         with self._locked(), self._signals():
             settings = self.shared.settings
             server = None
@@ -143,7 +143,7 @@ class Daemon:
             return 0
 
     def run_once(self) -> int:
-        """Ship everything that is here now; return 0 if the destination then has all of it, else 1."""
+        """Upload everything that exists now; return 0 if the destination then has all of it, else 1."""
         taken_bytes, moved_s = -1, time.monotonic()
         for folder in filter(lambda folder: not os.path.isdir(folder), self._watched):
             raise ConfigError(f"watch = {folder!r}: is no folder, and with --once none is waited for; name another")
@@ -280,7 +280,7 @@ class Daemon:
     def _submit(
         self, lane: str, job: Callable[[], None], run: RunShipper | None, end: Callable[[], object] = lambda: None
     ) -> None:
-        """Run a job in a thread of a lane; call `end` afterwards, even after an error."""
+        """Run a job in a thread of a lane. Afterwards call `end`, even if the job failed."""
 
         def do() -> None:
             try:
@@ -462,7 +462,7 @@ class Daemon:
             time.sleep(0.02)
 
     left = 0
-    """The number of files that `run_once` could not ship."""
+    """The number of files that `run_once` could not upload."""
     is_parked = False
     """True if threads are still working, so that the process must end without waiting for them."""
 

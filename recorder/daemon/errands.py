@@ -235,7 +235,7 @@ def read_key(path: str) -> bytes:
 
 
 def signature(key: bytes, run_id: str, number: int, text: bytes) -> bytes:
-    """Return the signature of a command: hexadecimal HMAC-SHA256 of its run, its number and its text."""
+    """Return the signature of a command: hexadecimal HMAC-SHA256 over its run, its number and its text."""
     words = b"\0".join((b"recorder command", run_id.encode(), b"%d" % number, text))
     return hmac.new(key, words, hashlib.sha256).hexdigest().encode()
 

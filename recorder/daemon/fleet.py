@@ -41,7 +41,7 @@ _CATALOG = "_catalog"
 
 
 NODE = ".recorder-node"
-"""The file in a watched folder that holds the node's name; its leading dot keeps it from being counted as foreign."""
+"""The file in a watched folder that contains the node's name. With its leading dot it does not count as foreign."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}-[0-9a-f]{12}")
 
 

@@ -309,7 +309,7 @@ def _tls(certificate: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, password="")  # without a password OpenSSL would ask at a terminal
-    except OSError as error:  # ssl.SSLError is a subclass
+    except OSError as error:  # ssl.SSLError is a subclass of OSError
         raise ConfigError(
             f"listen_certificate = {certificate!r}: cannot be used ({error.strerror or error}); expected a PEM file "
             "with a certificate and its key"

@@ -120,7 +120,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats a record as a line of text with unprintable characters escaped, because names may come from anywhere."""
+    """Formats a record as one line, with unprintable characters escaped, because names may come from anywhere."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%H:%M:%S", time.localtime(record.created))

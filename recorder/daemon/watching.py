@@ -42,7 +42,7 @@ _HEADS = {".arrow": b"ARROW1\0\0", ".open": b"ARROW1\0\0", ".index": b"ARROW1\0\
 
 
 class Stamp(NamedTuple):
-    """The facts that change when a file changes or another file takes its place."""
+    """Facts about a file that differ if the file was changed or replaced."""
 
     size_bytes: int
     changed_ns: int
@@ -58,7 +58,7 @@ class RefusedError(Exception):
 
 
 class LocalFile:
-    """A regular file that was opened safely; provides what `read.messages` needs of a `ByteSource`."""
+    """A regular file that was opened safely. It has the part of `ByteSource` that `read.messages` needs."""
 
     def __init__(self, descriptor: int, where: str) -> None:
         self.where = where
@@ -148,7 +148,7 @@ class Folder:
 
     @classmethod
     def root(cls, path: str) -> Folder:
-        """Open a watched folder, which may be a link, because the person who started the daemon named it."""
+        """Open a watched folder. It may be a link, because the person who started the daemon named it."""
         return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def below(self, *names: str) -> Folder:
@@ -215,7 +215,7 @@ class Folder:
 
 
 def find_runs(folder: Folder, counts: Entries, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the `names` that lead from a watched folder to each run below, and count entries that belong to no run."""
+    """Yield, for each run below a watched folder, the `names` on the way to it; count entries that belong to no run."""
     entries = folder.entries(with_stamps=False)
     if RUN_MANIFEST in entries.files and names:
         yield names

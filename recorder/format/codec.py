@@ -158,7 +158,7 @@ def decode(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> 
 
 
 def check_size(encoding: str, payload: Any, payload_bytes: int, item_bytes: int) -> None:
-    """Check, by the headers of a payload alone, that it may decode to `payload_bytes` bytes; raises as `decode`."""
+    """Check, by the headers of a payload alone, that it may decode to `payload_bytes` bytes; raises like `decode`."""
     encoding_of(encoding).check(memoryview(payload).cast("B"), payload_bytes, item_bytes)
 
 

@@ -108,7 +108,7 @@ class _Plan(NamedTuple):
     """The index of the innermost outer dim, counted from the tensor's last dim (0)."""
     run_items: int
     block_step: int
-    """The factor from a block's weights to those of the next block in the run."""
+    """The factor between the weights of a block and those of the next block in the run."""
 
 
 def _plan(shape: tuple[int, ...], block_items: int) -> _Plan:
@@ -155,7 +155,7 @@ def _block_weights(shape: tuple[int, ...]) -> _UInt64s:
 
 
 def _weights(shape: tuple[int, ...], first_dim: int) -> _UInt64s:
-    """Return the weight of each element of `shape` in C order; the last dim of `shape` counts as dim `first_dim`."""
+    """Return the weight of each element of `shape` in C order. The last dim of `shape` counts as dim `first_dim`."""
     weights = np.ones(1, np.uint64)
     for dim, length in enumerate(reversed(shape), first_dim):
         powers = np.full(length, constant(dim), np.uint64)

@@ -74,7 +74,7 @@ def check_batch(
     crcs_of: Callable[[str], list[int | None]] | None = None,
     where: str,
 ) -> BatchHeader:
-    """Compare all or some columns of a batch as read with the checksums in its `custom_metadata`.
+    """Compare columns of a batch, all or some, with the checksums in its `custom_metadata`.
 
     `crcs_of` computes `buffer_crcs` of a column from the bytes that the batch was decoded from; by default the buffers
     of the batch are read. CorruptError: the metadata is missing or damaged, or bytes of a column changed.
@@ -132,7 +132,7 @@ def _header(fields: dict[str, Any], where: str) -> BatchHeader:
 
 
 def column_crcs(column: Any) -> list[int | None]:
-    """Return the CRC32C of each buffer of a column, as `buffer_crcs`. ValueError: the column is a slice."""
+    """Return the CRC32C of each buffer of a column, as `buffer_crcs` does. ValueError: the column is a slice."""
     if column.offset:
         raise ValueError("a slice of an array")
     buffers = [None if buffer is None else memoryview(buffer) for buffer in column.buffers()]

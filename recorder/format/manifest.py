@@ -127,7 +127,7 @@ class RecordedRoot:
     """The ranks that work on the same part of the batch; None if unknown."""
     stage: Stage | None = None
     unshared: Mapping[str, str] = field(default_factory=dict)
-    """The reason why each rank has its own values of a parameter, by the parameter's full name."""
+    """By a parameter's full name, the reason why each rank has its own values of it."""
     jitter: Jitter | None = None
     members: Mapping[str, Any] = field(default_factory=dict)
 
@@ -217,7 +217,7 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedFrom:
-    """The run that a merged run was made from."""
+    """The run from which a merged run was made."""
 
     run_id: str
     path: str
@@ -240,7 +240,7 @@ class RunManifest:
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> RunManifest:
-        """Read untrusted JSON; `check_version` decides whether it is a manifest of this format at all."""
+        """Read untrusted JSON. Before, `check_version` decides whether it is a manifest of this format at all."""
         problems: list[str] = []
         members = Members(raw, problems)
         name, source = members.optional_text("name"), members.inner("merged_from")
@@ -304,7 +304,7 @@ class RecordedEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingDump:
-    """The steps that a trigger asked a writer for, and the rows that the writer wrote of them."""
+    """The steps that a trigger asked a writer to write, and the rows that it wrote of them."""
 
     first_step: int
     last_step: int

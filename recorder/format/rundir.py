@@ -39,7 +39,7 @@ _RANK_DIR = re.compile(r"rank=([0-9]{5,9})")
 _SHARD = re.compile(rf"({'|'.join(SHARD_KINDS)})-([0-9]{{6,9}})\.arrow")
 _OPEN_PREFIX = "_"
 OPEN_SUFFIX = ".open"
-"""The end of the name of a shard that is being written."""
+"""The suffix of the name of a shard that is being written."""
 
 
 class ShardName(NamedTuple):

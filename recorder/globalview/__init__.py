@@ -1,1 +1,1 @@
-"""The global view: finds which rows of all ranks hold one value, and assembles each value as a tensor of the model."""
+"""The global view: finds which rows of all ranks are one value, and puts each value together as one tensor."""

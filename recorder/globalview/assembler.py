@@ -34,7 +34,7 @@ _BLOCK_ITEMS = 1 << 15
 
 
 class PayloadPart(NamedTuple):
-    """One row's share of a tensor's payload; the buffers in `data` are to be laid end to end."""
+    """One row's part of a tensor's payload, as the buffers in `data` laid end to end."""
 
     encoding: str
     data: list[memoryview]
@@ -293,7 +293,7 @@ _OPS: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "pr
 
 
 def _as_runs(plan: Plan) -> list[Fill] | None:
-    """Return the fills in order if their contents laid end to end are the flattened tensor; else None."""
+    """Return the fills in order if their contents, laid end to end, are the flattened tensor; else None."""
     if not all(fill.is_copy for fill in plan.fills):
         return None
     runs = []

@@ -1,4 +1,4 @@
-"""The columns of global rows that differ from the columns of the ranks' rows."""
+"""The columns in which global rows differ from the ranks' rows."""
 
 from __future__ import annotations
 
@@ -268,5 +268,5 @@ def _sizes_text(numbers: tuple[int, ...]) -> str:
 
 
 def as_json(value: object) -> str:
-    """Return a value as compact JSON, in the form that rows hold."""
+    """Return a value as compact JSON, in the form that rows have."""
     return json.dumps(value, separators=(",", ":"))

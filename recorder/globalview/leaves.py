@@ -30,7 +30,7 @@ ChunkKeys = tuple[tuple[int, int], ...]
 
 
 class Leaf(NamedTuple):
-    """A tensor that is recorded again and again under one name."""
+    """A tensor that is recorded repeatedly under one name."""
 
     root: str
     stage: int
@@ -74,11 +74,11 @@ class Sample(NamedTuple):
     """For each value, two indexes: of its moment (step, micro-step, stage), and of its module call."""
     order: Integers
     look: Callable[[int, ChunkKeys | None], Observation]
-    """Compares all chunks of a value, or some chunks."""
+    """A function that compares the chunks of a value, all or some."""
     moment: Callable[[int], BatchDims | None]
-    """Finds the dims of a value that may be the batch; None where the batch is not known."""
+    """A function that finds the dims of a value that may be the batch; None if the batch is unknown."""
     cut: Callable[[int, ChunkKeys], int | NoPlan | None]
-    """Finds the dim along which chunks of ranks that share a batch are cut; None where a chunk is missing."""
+    """A function that finds the dim along which ranks that share a batch cut a value; None if a chunk is missing."""
 
 
 class Leaves:
@@ -341,7 +341,7 @@ class Comparison(LeafAcrossSteps):
         return self.equality() is False
 
     def equality(self) -> bool | None:
-        """Return whether chunks are equal by fingerprints, payloads, or else statistics of floats; None if unknown."""
+        """Return whether chunks are equal: by fingerprints or payloads, else by statistics of floats; None if open."""
         rows = self._rows if self.numbers is None else [self._rows[i] for i in self.numbers]
         key = tuple(rows)
         if key not in self._equal:

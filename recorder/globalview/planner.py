@@ -57,7 +57,7 @@ class GlobalValue(NamedTuple):
     differing: tuple[int, ...] = ()
     """The ranks whose replica differs from the first rank's replica."""
     batch: Batch = Batch(None)
-    """The batch by which the layout of an activation was decided."""
+    """The batch from which the layout of an activation was decided."""
     leads: tuple[int, ...] = ()
     """One rank for each part of `batch`."""
     stage: Stage | None = None
@@ -193,7 +193,7 @@ class Planner:
         return plan._replace(note=(*plan.note, ("micro_batches", num_micro_batches)))
 
     def _is_of_own_parameters(self, value: ValueRows) -> bool:
-        """Return True if plain chunks belong to a parameter that each rank has for itself, or are computed with one."""
+        """Return True if plain chunks belong to a parameter that each rank has for itself, or depend on such a one."""
         root, module_path, site, name, _, _ = value.key
         if value.chunks[0].global_shape is not None or len(value.expected) < 2 or site in NUMBERS:
             return False
@@ -250,9 +250,9 @@ def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Compariso
 
 
 def _leave_with_ranks(plan: Plan | NoPlan, value: ValueRows, differing: _Differing) -> tuple[Plan | NoPlan, _Differing]:
-    """Leave parameters that each rank has for itself, and values that were computed with them, with their ranks.
+    """Leave each rank its own values of parameters that are not shared, and values computed with them.
 
-    A parameter that has the same values on all ranks may still be shown as one tensor.
+    A parameter that has the same values on all ranks may still become one tensor.
     """
     is_state = value.key.site in STATES
     if is_state and not differing.copies and isinstance(plan, Plan):
@@ -294,7 +294,7 @@ Decided = tuple[Plan | NoPlan, Batch]
 
 
 class Override(NamedTuple):
-    """The layout that the user asked for, for values that fit a pattern."""
+    """The layout that the user has requested for the values that match a pattern."""
 
     wanted: str
     rule: str
@@ -311,7 +311,7 @@ class Question(NamedTuple):
     """The batches that the value may belong to, the most likely first."""
     forward: Plan | NoPlan | None
     unrecorded: LeafAcrossSteps | None
-    """For a gradient whose value was not recorded: the leaf of that value, which is cut in the same way."""
+    """If a gradient's value was not recorded, the leaf of the value, which is cut in the same way."""
     is_gradient: bool
     loss: str
     infer: Infer
@@ -359,7 +359,7 @@ def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
 def _overridden(question: Question, override: Override) -> Plan | NoPlan:
     chunks, num_expected = question.value.chunks, question.num_expected
     plan = decide_override(chunks, override.wanted, override.rule)
-    if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # no layout tells the loss's scale
+    if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # no layout says how the loss scales
         batch, loss = question.batches[0], question.loss
         plan = decide_gradient(chunks, plan, batch=batch, loss=loss, num_expected=num_expected)
         plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
@@ -445,7 +445,7 @@ def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
 
 
 def parse_overrides(layouts: Sequence[str]) -> Overrides:
-    """Parse ``PATTERN=LAYOUT``, where a pattern without a colon means a module; raise ValueError for any other text."""
+    """Parse ``PATTERN=LAYOUT``, where a pattern without a colon is for modules; raise ValueError for any other text."""
     overrides = []
     for layout in layouts:
         pattern, equals, wanted = layout.rpartition("=")

@@ -24,7 +24,7 @@ from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, i
 from ..sites import ACTIVATIONS, STATES, VALUE_OF, values_of
 
 FORWARD_OF = {gradient: site for gradient, site in VALUE_OF.items() if gradient in ACTIVATIONS}
-"""The site of the activations for each site of activation gradients."""
+"""For each site of activation gradients, the site of the activations."""
 LABELS = ("root", "module_path", "site", "name", "mode", "phase")
 _CHUNK = ("dtype", "shape", "global_shape", "offsets", "placements", "mesh", "note")
 COLUMNS = (
@@ -226,7 +226,7 @@ class FindingLog:
         site: str = "",
         name: str = "",
     ) -> None:
-        """Add a finding about the row at `position` and its step; without a position the finding is about the run."""
+        """Add a finding about the row at `position` and its step. Without a position, it is about the run."""
         key = (kind, ranks, text) if kind == "partial" else (kind, ranks, text, module_path, site, name)
         index = self._index_of.get(key)
         if index is not None:
@@ -264,7 +264,7 @@ class _StepCuts(NamedTuple):
     activations: dict[object, set[_ShardedDim]]
     """The cuts of activations, by root, rank and shape."""
     uncut: set[object]
-    """Root, rank and shape of the values that no rank has cut."""
+    """Root, rank and shape of the values that are not cut on any rank."""
 
 
 class ShardingInference:
@@ -371,7 +371,7 @@ def _is_of(cut: _ShardedDim, ranks: Ints) -> bool:
 
 
 def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
-    """Return how each axis of a mesh cuts a chunk; empty where an axis does more than cut."""
+    """Return how each axis of a mesh cuts a chunk; empty if an axis does anything else."""
     shape, coordinate, ranks = mesh_of(chunk)
     placements = parse_placements(chunk.placements)
     if not len(shape) == len(coordinate) == len(placements) or (ranks and len(ranks) != math.prod(shape)):

@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class Topology:
-    """What the manifests of all writers of a run together say about the ranks."""
+    """The facts about the ranks from the manifests of all writers of a run."""
 
     def __init__(self, writers: Sequence[RecordedWriter], run_id: str, world_size: int | None) -> None:
         self._writers = writers
@@ -128,7 +128,7 @@ class Topology:
         return [order.index(launch) for launch in self.launches]
 
     def last_step(self, rank: int) -> int:
-        """Return the last step of which a rank left a row; -1 if the rank left none."""
+        """Return the last step with a row of a rank; -1 if it has none."""
         return self._last_steps.get(rank, -1)
 
     @cached_property
@@ -141,7 +141,7 @@ class Topology:
 
     @cached_property
     def _world_sizes(self) -> list[int | None]:
-        """By writer, the world size of its launch, which relaunches may change; None if the run's world size holds."""
+        """By writer, the world size of its launch, which a relaunch may change; None to use the run's world size."""
         if len(set(self.launches)) < 2:
             return [None] * len(self.launches)
         world_sizes: dict[Launch, int] = {}
@@ -172,7 +172,7 @@ class Topology:
         return RankStatement(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
 
     def _ranks(self, named: ParallelRanks | None, world_size: int | None) -> Ranks:
-        """Return the ranks that share a root; none where a manifest names more ranks than the run has."""
+        """Return the ranks that share a root; none if a manifest names more ranks than the run has."""
         largest = world_size or self._world_size or MAX_RANKS
         return named.ranks if named is not None and len(named.ranks) <= largest else ()
 
@@ -211,7 +211,7 @@ class Topology:
         }
 
     def _find_launches(self) -> list[Launch]:
-        """Return each writer's launch. At equal attempt and world size, all ranks' n-th writers are one launch."""
+        """Return each writer's launch. The n-th writers of all ranks, at equal attempt and world size, are a launch."""
         seen: dict[tuple[int | None, int, int], int] = {}
         keys = []
         starts: dict[tuple[int, int, int], int] = {}
@@ -239,7 +239,7 @@ class RankStatement(NamedTuple):
 
     rank: int
     source: str
-    """The `layout_source` of a row of a replica: ``ddp`` or ``fsdp``; empty without a wrapper."""
+    """The `layout_source` of a replica's row: ``ddp`` or ``fsdp``; empty without a wrapper."""
     data: Ranks
     """Ranks that share the model and differ in their batches; empty without a wrapper."""
     model: Ranks
@@ -250,7 +250,7 @@ class DataParallelGroup(NamedTuple):
     """Ranks that share one model and differ in their batches."""
 
     source: str
-    """The `layout_source` of a row of a replica: ``ddp``, ``fsdp``, or ``assumed`` where no wrapper was seen."""
+    """The `layout_source` of a replica's row: ``ddp``, ``fsdp``, or ``assumed`` if no wrapper was recorded."""
     ranks: Ranks
     conflict: str = ""
     """Why the ranks of this root do not make a single group; empty if they do."""
@@ -343,8 +343,8 @@ class OwnParameters:
     """Parameters that each rank has for itself (as experts are), and the modules without other parameters.
 
     A parameter that a wrapper only ignores counts as a rank's own if it differed between ranks at its first record. An
-    ignored parameter that began equal on all ranks is no expert: its gradients are not reduced by mistake. The inputs
-    and outputs of an expert are no part of the rank's own batch, because other ranks have sent their rows.
+    ignored parameter that began equal on all ranks is no expert: that its gradients are not reduced is a mistake. The
+    inputs and outputs of an expert are no part of the rank's own batch, because other ranks have sent their rows.
     """
 
     def __init__(self, writers: Sequence[RecordedWriter]) -> None:
@@ -392,7 +392,7 @@ class OwnParameters:
         return {(root, path) for root, full in names for path in _with_above(_owner(full))} - shared
 
     def has(self, root: str, module_path: str, name: str) -> bool:
-        """Return True if a parameter, or the parameter of a state such as ``weight.exp_avg``, is each rank's own."""
+        """Return True if a parameter, or that of a state such as ``weight.exp_avg``, belongs to one rank alone."""
         return bool(self._claimed) and _is_of(self._names, root, module_path, name)
 
     def began_alike(self, root: str, module_path: str, name: str) -> bool:
@@ -400,7 +400,7 @@ class OwnParameters:
         return bool(self._claimed) and _is_of(self._alike, root, module_path, name)
 
     def works_apart(self, root: str, module_path: str) -> bool:
-        """Return True if a module, or a module around it, has only parameters that each rank has for itself."""
+        """Return True if all parameters of a module, or of a module around it, belong to one rank alone."""
         return bool(self._claimed) and any((root, path) in self._modules for path in _with_above(module_path))
 
 

@@ -172,7 +172,7 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChunk:
-    """The chunk that one rank had of a tensor."""
+    """The chunk of a tensor that one rank had."""
 
     rank: int
     shape: Ints
@@ -321,7 +321,7 @@ def explain(values: GlobalValues, tensor_rows: TensorRows) -> TensorLayout:
 def describe(
     what: str, chunks: list[RankChunk], plan: Plan | NoPlan, *, expected: Ints, differing: Ints = ()
 ) -> TensorLayout:
-    """Describe one value, whose chunks are in the order of the plan; replicas of `differing` ranks differ."""
+    """Describe one value, with chunks in the order of the plan. Replicas of the ranks in `differing` differ."""
     made, refused = (plan, None) if isinstance(plan, Plan) else (None, plan)
     starts: dict[int, Ints | None] = {}
     copies: set[int] = set()

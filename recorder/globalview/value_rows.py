@@ -41,7 +41,7 @@ class _Args(NamedTuple):
 
 
 class RootBatches:
-    """The batches of all calls of all roots; `varies` tells whether ranks ever had different values of an argument."""
+    """The batches of all calls of all roots. `varies` tells whether ranks ever had different values of an argument."""
 
     def __init__(
         self, rows: MetadataRows, counts: npt.NDArray[np.bool_], varies: Callable[[str, str, str], bool]
@@ -213,7 +213,7 @@ class LocalBatches(NamedTuple):
     """The parts of the batch that a value's chunks belong to."""
 
     chunks: tuple[int, ...]
-    """The first chunk of each part of the batch."""
+    """The index of the first chunk of each part of the batch."""
     ranks: tuple[int, ...]
     micro_steps: tuple[int, ...]
     expected: tuple[int, ...]

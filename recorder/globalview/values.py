@@ -29,7 +29,7 @@ _MAX_LOOKED_UP = 100_000
 
 
 def find_counting_rows(rows: MetadataRows, topology: Topology, findings: FindingLog) -> npt.NDArray[np.bool_]:
-    """Flag each row that counts; rows of another run and of a step that a later attempt recorded again do not count."""
+    """Flag each row that counts: not rows of another run, nor of a step that a later attempt recorded again."""
     writers = rows.writer_numbers(np.arange(rows.num_rows, dtype=np.int64))
     counts: npt.NDArray[np.bool_] = ~np.isin(writers, topology.foreign_writers)
     for number in topology.foreign_writers:
@@ -73,7 +73,7 @@ class PlannedValues:
         return [self._plan(number) for number in self._values.order.tolist() if is_wanted[number]]
 
     def _plan(self, number: int) -> GlobalValue:
-        """Plan a value. A gradient is planned with the plan of the value that it belongs to."""
+        """Plan a value. The plan of a gradient depends on the plan of its value."""
         if number not in self._planned:
             forward_key = int(self._values.forward_keys[number])
             forward_number = self._number_of.get(forward_key) if forward_key >= 0 else None
@@ -169,7 +169,7 @@ class GlobalValues:
 
 
 MAX_ROWS = 50_000
-"""Every step is sampled if the rows of all ranks are at most this many, which takes half a second."""
+"""The most rows, over all ranks, with which every step is sampled; they take half a second."""
 _COLUMNS = ("step", "site", "mode", "payload_bytes", "min", "max", "nan_count")
 _SITES = tuple(site for site in ACTIVATIONS if site not in GRADIENTS)
 _NUM_STEPS = 4
@@ -372,7 +372,7 @@ class Sampler:
 
 
 def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int]:
-    """Return the indices of the chunks that `some` names, by default of all; empty where a named chunk is missing."""
+    """Return the indices of the chunks in `some`, by default of all; empty if one of them is missing."""
     if some is None:
         return list(range(len(chunks)))
     at = {(chunk.rank, chunk.micro_step): i for i, chunk in enumerate(chunks)}

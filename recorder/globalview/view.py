@@ -100,7 +100,7 @@ class GlobalView:
         return part_of_writer
 
     def windows(self, max_rows: int = 200_000, max_bytes: int | None = None) -> list[tuple[int, int]]:
-        """Return half-open ranges of steps that together cover every recorded step, in order, by reading indexes alone.
+        """Return half-open ranges of steps that cover all recorded steps, in order. Only indexes are read.
 
         A range of several steps has at most `max_rows` rows over all ranks, and at most `max_bytes` of decoded payload.
         """
@@ -191,7 +191,7 @@ class GlobalView:
 
 
 class GlobalRows:
-    """Rows of the global view; the i-th row of `table` is the i-th row everywhere else."""
+    """Rows of the global view. All methods take the index of a row in `table`."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class GlobalRows:
         findings: Sequence[RowFinding] = (),
         roots: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Made by `GlobalView.rows`. `roots` maps each root that is a pipeline stage to the root of the whole model."""
+        """Take the rows from `GlobalView.rows`. `roots` maps each root that is a pipeline stage to the model's root."""
         self._roots = roots
         self.findings = list(findings)
         """Findings for the reader; a finding that several values share appears once."""

@@ -32,7 +32,7 @@ class BatchGroup(NamedTuple):
 def split(chunks: Sequence[RankChunk], model_groups: Groups, expected: Ints) -> tuple[BatchGroup, ...] | NoPlan | None:
     """Split chunks (in data-parallel order) into groups that share a part of the batch; None for a single level.
 
-    `model_groups` are the ranks that share a part, in data-parallel order, as manifests name them.
+    `model_groups` are the groups of ranks that share a part, from the manifests, in data-parallel order.
     """
     meshes = [_mesh_ranks(chunk, model_groups) for chunk in chunks]
     if (problem := _contradiction(chunks, meshes)) is not None:
@@ -158,7 +158,7 @@ def corresponding(plans: Sequence[Plan]) -> list[Ints] | None:
 
 
 class WholeTensors:
-    """The values of complete tensors that are made of several chunks, compared chunk by chunk."""
+    """The values of complete tensors made of several chunks. They are compared chunk by chunk."""
 
     def __init__(self, wholes: Sequence[Plan], among: Among) -> None:
         self._wholes = wholes
@@ -188,7 +188,7 @@ class WholeTensors:
 
 
 def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
-    """Plan one tensor from several copies, some of which may have holes."""
+    """Plan one tensor from several copies, some of which may lack parts."""
     plans = sorted(plans, key=lambda plan: not plan.is_complete)
     base = plans[0]
     inner = {some[0]: some for plan in plans for some in plan.copies}

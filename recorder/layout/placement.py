@@ -34,7 +34,7 @@ _MAX_TEXT = 1 << 18
 
 
 class Mesh(NamedTuple):
-    """The mesh of ranks that a row's placements refer to."""
+    """The mesh of ranks to which a row's placements refer."""
 
     shape: Ints
     coordinate: Ints
@@ -368,13 +368,13 @@ class Plan(NamedTuple):
     """Further members for the row's `note`."""
 
     across: Plan | None = None
-    """If ranks share a batch, the plan that joins their groups' tensors, each as if of a single rank; else None."""
+    """If ranks share a batch, the plan that joins the groups' tensors, where a group counts as one rank; else None."""
     needs_all: bool = False
     """True if a missing rank might have changed the result, even though the present chunks cover all elements."""
 
     @property
     def is_replica(self) -> bool:
-        """Whether the present chunks make the complete tensor, so that any others are copies."""
+        """Whether the present chunks are the complete tensor, so that any missing ones can only be copies."""
         is_whole = self.is_complete and self.dim is None and not self.needs_all
         return is_whole and all(fill.is_copy for fill in self.fills)
 

@@ -26,7 +26,7 @@ _MAX_COMPARED = 4_000_000
 
 
 class Box(NamedTuple):
-    """A box of the global tensor, and its place in the local tensor."""
+    """A box of the global tensor, and its position in the local tensor."""
 
     start: Ints
     shape: Ints

@@ -27,7 +27,7 @@ _NO_NUMBERS = ("float4_e2m1fn_x2",)
 
 
 class Batch(NamedTuple):
-    """The facts about the batch of a step that layouts depend on."""
+    """The facts about a step's batch on which layouts depend."""
 
     sizes: tuple[int, ...] | None
     """The number of samples of each chunk's rank; None if the root's input was not recorded."""
@@ -68,7 +68,7 @@ class ChunkValues(Protocol):
 
 
 class Unequal:
-    """Values about which nothing is known."""
+    """The answers for values about which nothing is known."""
 
     def replication(self) -> Replication:
         return Replication.DISTINCT
@@ -105,8 +105,8 @@ def decide_activation(
 ) -> Plan | NoPlan:
     """Decide inputs, outputs and taps of data-parallel ranks: a batch joined end to end, or copies.
 
-    A tensor that is equal on ranks with different batches does not depend on the batch, whatever its sizes. Whether it
-    is equal is a property of the tensor, not of a step: see `Replication`.
+    A tensor that is equal on ranks with different batches does not depend on the batch, whatever its sizes. Equality is
+    a property of the tensor over all steps, not of one step: see `Replication`.
     """
     if (decision := _without_rule(chunks, num_expected)) is not None:
         return decision

@@ -49,7 +49,7 @@ class Attachment:
         return "recording" if self.is_attached else "closed"
 
     def flush(self, deadline_s: float = 5.0) -> bool:
-        """Wait until everything seen so far is on disk; return False if that took longer than the deadline."""
+        """Wait until all values observed so far are on disk; return False if that took longer than the deadline."""
         return self._flush(deadline_s)
 
     def close(self) -> None:

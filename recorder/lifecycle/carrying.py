@@ -76,7 +76,7 @@ class Carrier:
             self._events.add("uncarried", f"commands are not carried between nodes: {error}", level=logging.INFO)
 
     def close(self) -> None:
-        """Carry the last commands, and end within a bounded time, cutting off a store that does not answer.
+        """Carry the last commands and end in bounded time; a store that does not answer is cut off.
 
         The thread must end before the interpreter does: a thread that returns from the store later aborts the process.
         """

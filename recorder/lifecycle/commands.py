@@ -62,7 +62,7 @@ class Commands:
         clock: Callable[[], float] = time.monotonic,
         marks: Path | None = None,
     ) -> None:
-        """Look at nothing yet.
+        """Prepare, without reading the directory yet.
 
         Args:
             topology: this rank among all ranks of the job.
@@ -127,7 +127,7 @@ class Commands:
         return [self._answers[number] for number in sorted(self._answers)]
 
     def newest_answers(self) -> list[Answer]:
-        """Return the newest answers, as many as a status has room for. Any thread."""
+        """Return the newest answers, as many as fit in a status. Any thread."""
         return self.answers()[-_MAX_SHOWN:]
 
     def send(self, command: Command) -> Command:
@@ -148,7 +148,7 @@ class Commands:
             self._look(is_told=True)
 
     def poll(self, run_dir: Path | None) -> None:
-        """Look for new commands, if a look is due, and carry them out.
+        """Look for new commands, if it is time to, and carry them out.
 
         Args:
             run_dir: the run's directory; None before there is one.

@@ -40,7 +40,7 @@ def launch(arguments: list[str]) -> NoReturn:
 
 
 def split_assignments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return this process's environment with the leading ``NAME=VALUE`` words in it, and the words after them."""
+    """Return this process's environment with the leading ``NAME=VALUE`` words added, and the words after them."""
     environ = dict(os.environ)
     rest = list(arguments)
     while rest and "=" in rest[0] and rest[0].partition("=")[0].isidentifier():
@@ -50,7 +50,7 @@ def split_assignments(arguments: Sequence[str]) -> tuple[dict[str, str], list[st
 
 
 def prepare(environ: dict[str, str], words: Sequence[str]) -> list[str]:
-    """Change `environ` so that the command is recorded, and return the command that the words mean.
+    """Change `environ` so that the command is recorded, and return the command line.
 
     Raises:
         ConfigError: a setting is wrong, or torch could not start the recorder.

@@ -1,4 +1,4 @@
-"""Finds the model to record: the model around a module, whether the model is trained, and rules that match nothing.
+"""Finds the model to record: the model around a module, whether it is trained, and rules that match nothing.
 
 The search uses the live objects of the process, and optimizers that were made before the first root. Nothing here may
 run a module or read the elements of a tensor.
@@ -90,7 +90,7 @@ def unmatched_rules(rules: Sequence[Rule], model: nn.Module) -> list[str]:
 
 
 def is_only_model(model: nn.Module) -> bool:
-    """Return True if no other model can become a root on any rank, unlike with pipeline stages or in a GAN."""
+    """Return True if no other model can become a root on any rank; False with pipeline stages or in a GAN."""
     num_ranks = topology.read().world_size
     data_parallel = find_data_parallel(model, wrappers_around(model)) if num_ranks > 1 else None
     if num_ranks > 1 and (data_parallel is None or len(data_parallel["ranks"]) < num_ranks):
@@ -112,7 +112,7 @@ class EarlyOptimizers:
     """The optimizers that exist before the first root. Training threads call the methods."""
 
     def __init__(self, events: Events, *, closure_returned: Callable[[Optimizer], None]) -> None:
-        """Look for nothing yet.
+        """Prepare, without a search yet.
 
         Args:
             events: takes a line if an optimizer steps and nothing was recorded.

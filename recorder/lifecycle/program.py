@@ -38,7 +38,7 @@ class ProgramRecorder(Protocol):
 
 
 class ProgramCalls:
-    """The calls of a program: passed to the capture once it exists, and only counted before."""
+    """The calls of a program. They are passed to the capture once it exists; before, they are only counted."""
 
     def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
@@ -128,7 +128,7 @@ class ProgramCalls:
 
 
 def _shown(name: object) -> str:
-    """Return a value from the program for a message: short, and safe even if its class fails to print it."""
+    """Return a value from the program as text for a message: short, and safe even if its class fails to print it."""
     text = one_line(name)
     return f"'{text[:_MAX_SHOWN]}{'...' * (len(text) > _MAX_SHOWN)}'"
 

@@ -52,9 +52,9 @@ from .summary import Estimate, FinalSummary, Summary
 
 _logger = logging.getLogger("recorder")
 _MAX_RENEWALS = 20
-"""The most searches for modules that were added after the first call; a step of unknown parameters starts a search."""
+"""The most searches for modules added after the first call. A step with unknown parameters starts a search."""
 _START_PATIENCE_S = 1.0
-"""How long the first forward waits at most for the writer to make its directory, if the settings allow a wait."""
+"""The longest wait of the first forward for the writer to make its directory, if the settings allow a wait."""
 _LAST_S = 5.0
 """The seconds for which the writer may go on after the third interrupt."""
 _NUM_TRIES = 3
@@ -62,7 +62,7 @@ _NUM_TRIES = 3
 
 
 class Recorder:
-    """One recording: made at ``import torch`` or by `attach`, running from the first root call, then closed."""
+    """One recording: made at ``import torch`` or by `attach`, running from the first root call until it is closed."""
 
     def __init__(
         self, loaded: Loaded, *, version: str, by_flag: bool, on_change: Callable[[Recorder, bool], None]
@@ -333,11 +333,11 @@ class Recorder:
             time.sleep(0.001)
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Ask for the steps around one step to be written; see `Triggers.ask`."""
+        """Request that the steps around one step are written; see `Triggers.ask`."""
         self._ring.ask(kind, reason, step=step)
 
     def ask_for_error(self, error: BaseException) -> None:
-        """Ask for the last steps, because an exception leaves the training."""
+        """Request that the last steps are written, because an exception leaves the training."""
         self.ask("exception", f"{type(error).__name__}: {one_line(error)}")
 
     def _undo_start(self) -> None:
@@ -485,7 +485,7 @@ class Recorder:
             discovery.stop()
 
     def _check_patterns(self, capture: Capture) -> None:
-        """Report rules that match nothing, once for each number of modules, because this may run at every step."""
+        """Report rules that match nothing. As this may run at every step, it checks once for each number of modules."""
         paths = self._module_paths()
         if len(paths) != self._num_judged:
             self._num_judged = len(paths)
@@ -509,7 +509,7 @@ class Recorder:
     # -- what attachments ask --------------------------------------------------------------------------------------
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until everything seen so far is on disk; return False if the deadline came first."""
+        """Wait until all values observed so far are on disk; return False if the deadline came first."""
         if self.capture is not None:
             self.capture.fetch()
         return self._writer is None or bool(self._writer.drain(deadline_s))
@@ -537,7 +537,9 @@ class Recorder:
         self.events.say(is_last=True)
 
     def _at_exit(self) -> None:
-        """End the recording with the interpreter. After a third Ctrl-C, rows that take longer than `_LAST_S` are lost.
+        """End the recording as the interpreter ends.
+
+        After a third Ctrl-C, rows that take longer than `_LAST_S` are lost.
 
         The ledger is closed however often Ctrl-C comes.
         """
@@ -647,7 +649,7 @@ class Recorder:
             self._sum_up(self.capture, report.ledger, until_s)
 
     def _stop_carrying(self) -> None:
-        """Have the carrier bring the last commands to the other nodes, after the writer has sent its last command."""
+        """Let the carrier pass the last commands to the other nodes, after the writer has sent its own last command."""
         if self._carrier is not None:
             self._carrier.close()
 

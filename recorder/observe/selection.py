@@ -167,7 +167,7 @@ class RuleSelection:
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
 
     def keeps_probe_alone(self, *sites: str) -> bool:
-        """Whether of values of some sites nothing but the probe may be kept at this step."""
+        """Whether only the probe may be kept of values of these sites at this step."""
         return not any(
             mask & ~KEEP_PROBE and not set(sites).isdisjoint(rule.site)
             for mask, rule in zip(self._active, self._rules, strict=True)

@@ -125,7 +125,7 @@ class GrowingRun:
         try:
             return list_writers(folder)
         except RunError:
-            if self._store.exists(folder):  # if not, it was removed between the two listings
+            if self._store.exists(folder):  # else the directory was removed between the two listings
                 raise
             return []
 

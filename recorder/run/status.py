@@ -142,7 +142,7 @@ class RunWatch:
                 try:
                     of_rank[rank] = [parent / one for one in list_writers(parent)]
                 except RunError:
-                    if self._store.exists(parent):  # if not, it was removed between the two listings
+                    if self._store.exists(parent):  # else the directory was removed between the two listings
                         raise
         seen = iter(list(self._store.each(self._refresh, [one for sources in of_rank.values() for one in sources])))
         ranks = (self._describe(rank, [next(seen) for _ in sources]) for rank, sources in of_rank.items())

@@ -129,7 +129,7 @@ class _Probe:
         """Find the outermost modules that have the optimizer's parameters, and name those parameters."""
         # `isinstance` is not used: it reads a proxy's `__class__`, which may load the object behind the proxy.
         instances = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
-        modules = [module for module in instances if "_modules" in vars(module)]  # not one that is being made
+        modules = [module for module in instances if "_modules" in vars(module)]  # half-made modules have none
         inner = {id(child) for module in modules for child in module._modules.values()}
         outer = [module for module in modules if id(module) not in inner]
         held = [{id(parameter): name for name, parameter in module.named_parameters()} for module in outer]

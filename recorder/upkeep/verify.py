@@ -235,7 +235,7 @@ def _read_index(rows: ShardRows, metadata: Sequence[str], report: Report) -> tup
         file.check_end()
         report(file.num_bytes)
     except FileNotFoundError:
-        is_missed = rows.path.name.startswith("tensors")  # an index of statistics saves no time
+        is_missed = rows.path.name.startswith("tensors")  # only an index of tensors saves time
         return None, [VerifyResult(False, f"{path}: missing; readers do without, more slowly")] if is_missed else []
     except RunError as error:
         return None, [VerifyResult(True, f"{error}; it is derived: readers go on without it")]

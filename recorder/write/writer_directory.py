@@ -350,7 +350,8 @@ class WriterDirectory:
             self._encoder.is_hurried = share < (_FREE if self._encoder.is_hurried else _CROWDED)
         if self._encoder.has_rested and not self._has_said_rest:
             self._has_said_rest = self._is_manifest_stale = True
-            if self._target is not None and self._target.rank == 0:  # once per run: every manifest has the fact
+            # One log line for each run is enough, because every manifest has the fact.
+            if self._target is not None and self._target.rank == 0:
                 tell(logging.getLogger(__name__), lambda: [_RESTS], 0.0)
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:

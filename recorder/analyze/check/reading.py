@@ -207,7 +207,7 @@ def _dead_share(units: ManyUnits) -> Floats:
 
 
 def _largest(units: ManyUnits) -> Floats:
-    """Return the largest magnitude of any unit, over the median root mean square of the units that are not zero."""
+    """Return the largest magnitude of any unit, relative to the median root mean square of the nonzero units."""
     sizes = np.sqrt(units.sum_sq / np.maximum(units.num_values, 1)[:, None])
     num = np.count_nonzero(sizes, axis=1)
     is_told = (num >= 2) & np.isfinite(sizes).all(axis=1)

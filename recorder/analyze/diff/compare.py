@@ -203,7 +203,7 @@ def _unrounded(values: Array, wide: Array, at: npt.NDArray[np.int64]) -> list[An
 def _steps(a: Array, b: Array, bits: int) -> npt.NDArray[Any]:
     """Count the representable numbers between finite floats of one type, with -0 and 0 as one number."""
     if bits == 64:  # a distance of float64 needs all 64 bits
-        up, down = (np.ascontiguousarray(v).view(np.uint64) & (_MIDDLE - np.uint64(1)) for v in (a, b))  # without sign
+        up, down = (np.ascontiguousarray(v).view(np.uint64) & (_MIDDLE - np.uint64(1)) for v in (a, b))  # no sign bit
         one, two = (np.where(np.signbit(v), _MIDDLE - m, _MIDDLE + m) for v, m in ((a, up), (b, down)))
         return np.where(one > two, one - two, two - one)
     one, two = (_ordered(values, bits) for values in (a, b))

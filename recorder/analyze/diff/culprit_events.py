@@ -45,7 +45,7 @@ class StepEvent(NamedTuple):
     """A mark that equal values of a step share, as far as rows can prove equality; None if the rows cannot."""
     differs: bool
     ranks: tuple[int, ...]
-    """The ranks of the second run whose own values differ; empty if the value belongs to all ranks."""
+    """The ranks of the second run whose own values differ; empty if all ranks share the value."""
     pair: int
     """The index of the pair that differs; -1 if no pair differs."""
     alone: str = ""

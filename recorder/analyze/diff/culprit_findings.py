@@ -151,7 +151,7 @@ class RangeSteps(NamedTuple):
     roots: list[str]
     """The roots of the first run."""
     has_alone: bool
-    """Whether only one run has a value that may be a culprit."""
+    """Whether one of the runs has a value that the other lacks and that may be a culprit."""
 
     @classmethod
     def of(cls, compared: PairedSteps) -> RangeSteps:
@@ -211,7 +211,7 @@ def _told(suspect: Suspect, a: RunSteps, b: RunSteps, pairs: Alignment, kept: In
 def _factor(row: dict[str, Any]) -> float | None:
     if row.get("nonfinite_a") != row.get("nonfinite_b"):
         return None
-    cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None is NaN
+    cosine, one, two = (np.array(row.get(name), np.float64) for name in ("cosine", "l2_a", "l2_b"))  # None: NaN
     factor = float(multiples(cosine, one, two))
     return None if math.isnan(factor) else factor
 
@@ -227,7 +227,7 @@ def _factor_of_norms(row: dict[str, Any]) -> float | None:
 
 
 def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int], list[int]]:
-    """Return the ranks of the second run, and the micro-batches, whose part of a tensor differs; empty if unknown."""
+    """Return the ranks and the micro-batches of the second run whose part of a tensor differs; empty if unknown."""
     if a.table.column("shape")[row_a].as_py() != b.table.column("shape")[row_b].as_py():
         return [], []
     try:
@@ -242,9 +242,9 @@ def _owners(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> tuple[list[int]
 
 
 def _distances_of_statistics(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[int, int], float]:
-    """Return distances by statistics, infinite for a part with NaN or infinities that the first run does not have.
+    """Return the distances of parts by their statistics, if both runs have the same parts.
 
-    Otherwise the distance is that of the parts' statistics, where both runs have the same parts.
+    The distance is infinite for a part with a NaN or an infinity that the first run does not have.
     """
     parts_a, parts_b = (
         {(part["rank"], part["micro_step"]): part for part in side.rows.statistics_of_chunks(at)}
@@ -346,7 +346,7 @@ _MAX_PARAMS = 8
 """The number of parameters whose values are read. For other parameters, means are compared."""
 _MIN_ITEMS = 16
 _REST = {"float16": 2e-2, "bfloat16": 2e-2}
-"""The share of a difference that a guess may leave unexplained, by type."""
+"""By type, the share of a difference that a guess may leave unexplained."""
 _USUAL_REST = 1e-3
 _ROUND = 2e-5
 """The relative distance of a norm from the round number to which it was clipped: float32 and torch's own epsilon."""

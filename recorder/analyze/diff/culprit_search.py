@@ -21,7 +21,7 @@ _OF_A_GROUP = "the learning rate of one group alone"
 PHASES = (FORWARD, RECOMPUTE, BACKWARD, REDUCTION, UPDATE, START)
 _ALIKE_SHARE = 0.9
 _MIN_ALIKE = 3
-"""The least number of parameters (and `_ALIKE_SHARE` of all) that differ at once for no single one to be blamed."""
+"""The least number of parameters (and `_ALIKE_SHARE` of all) that differ at once so that no single one is blamed."""
 MAX_STEPS = 32
 """The number of steps with differences that are searched: after the first steps every difference is inherited."""
 _MAX_FOLLOWING = 256
@@ -324,7 +324,7 @@ def _handed(event: StepEvent) -> str:
 
 
 def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
-    """Yield final gradients that differ although the backward agreed, or is not known to differ."""
+    """Yield final gradients that differ although the backward agreed, or may have agreed."""
     of_local = [event for event in now.events if event.site == "grad" and event.scope == "local"]
     local = {(event.path, event.name) for event in of_local}
     wrong_local = {(event.path, event.name) for event in of_local if event.differs}
@@ -351,7 +351,7 @@ def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
 
 
 def _states(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> Iterator[Suspect]:
-    """Yield parameters, buffers and optimizer states that differ although they and their sources agreed before."""
+    """Yield parameters, buffers and optimizer states that differ although they, and their sources, agreed before."""
     old = before[1] if before else None
     is_next = before is not None and before[0] == step - 1
     for event in now.events:

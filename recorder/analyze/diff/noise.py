@@ -87,7 +87,7 @@ class LoudNoise(NamedTuple):
 def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) -> NoiseMeasure | None:
     """Measure the noise of the pairs that differ; None without noise runs, or if no pair differs.
 
-    `sides` are the same steps of runs that differ from the first run by noise alone.
+    `sides` are the rows of the noise runs at the same steps.
     """
     rows = compared.pairs.a[judged.kinds != ""]
     if not sides or not len(rows):
@@ -173,7 +173,7 @@ class BeyondNoise:
         if not share:
             return
         factor = share / measured.typical_share(rows)
-        if root in self._shown:  # the factor of the forward is the limit
+        if root in self._shown:  # this factor is limited by the forward's
             share_before, times = self._shown[root]
             factor = min(factor, MARGIN * times * share / share_before)
         factor = max(1.0, factor)
@@ -205,7 +205,7 @@ class BeyondNoise:
         if off := self._off.get(root):
             made = rows[pairs.differs[indices[rows]]]
             is_made = (measured.sites[made] == "optim") | (
-                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # else `Drift` judges
+                (measured.sites[made] == "param") & (measured.kinds[made] == "statistics")  # `Drift` judges parameters
             )
             made = made[is_made]
             # To first order, a factor changes squares twice as much.
@@ -352,7 +352,7 @@ class NoiseMeasure:
 
 
 def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
-    """Return the factors between tensors that are multiples of each other, from cosines and norms; NaN for others."""
+    """Return the factor of each pair of tensors, from cosines and norms; NaN if neither is a multiple of the other."""
     with np.errstate(invalid="ignore", divide="ignore"):
         factors = np.where(cosine > 0, 1.0, -1.0) * two / one
         off, rest = np.abs(factors - 1), np.sqrt(np.maximum(0.0, 1 - cosine * cosine))
@@ -361,7 +361,7 @@ def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
 
 
 def _roundings(table: Any) -> Floats:
-    """Return how far roundings move a number of each pair's coarser type, relatively; 0 for whole numbers."""
+    """Return the relative size of roundings in each pair's coarser type; 0 for integers."""
     eps = {dtype: _ROUNDINGS * 2.0**bits for dtype, bits in _BITS.items()}
     of_sides = ([eps.get(dtype, 0.0) for dtype in table.column(f"dtype_{side}").to_pylist()] for side in "ab")
     return np.maximum(*(np.array(values, np.float64) for values in of_sides))

@@ -416,8 +416,8 @@ def align(a: Any, b: Any) -> Alignment:
     """Pair the rows of two tables by all columns that identify a value.
 
     A row of all ranks is paired with a row of all ranks. If the other run has the value only rank by rank (replicas
-    differ, or no layout fits), the row is paired with each rank's row of the same shape. A rank's row beside a row of
-    all ranks says nothing new: it is paired only with the row of a rank that worked on the same part of the batch.
+    differ, or no layout fits), the row is paired with each rank's row of the same shape. If a run has both, the row of
+    a rank is redundant: it is paired only with the row of a rank that worked on the same part of the batch.
     """
     id_a, id_b = common_ids(a, b, VALUE_KEY)
     rank_a, rank_b = (integers(table.column("rank")) for table in (a, b))

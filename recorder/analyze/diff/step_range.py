@@ -122,7 +122,7 @@ class RangeResult:
     num_on_other_parts: int
     """The number of values of single ranks that both runs have, but for different parts of the batch."""
     num_in_other_micro_steps: int
-    """The number of values of the first run whose batch the second run divides into another number of micro-steps."""
+    """The number of values of the first run whose batch has another number of micro-steps in the second run."""
     rows: PairedSteps | None
     """The rows, if they were read in this process; else None."""
 

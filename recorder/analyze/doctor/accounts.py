@@ -26,10 +26,10 @@ _PASSED = 0
 """The cause of missing sequence numbers whose rows were kept in memory only: no trigger asked for their steps."""
 _END = np.iinfo(np.int64).max
 FORWARD, BACKWARD, UPDATE, ANYTIME = range(4)
-"""The phases of a step in which a row gets its number. A tap or a scalar may come at any time."""
+"""The phases of a step in which a row gets its sequence number. A tap or a scalar may come at any time."""
 _WHEN_OF_PHASE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": UPDATE}
 WHEN_OF_SITES = np.array([_WHEN_OF_PHASE[SITE_OF[site].phase] for site in SLOT_SITES])
-"""For each of `SLOT_SITES`, the phase of a step in which its rows come."""
+"""For each of `SLOT_SITES`, the phase of a step in which its rows are made."""
 TOTAL = 3
 """The index in `LostRows.room` of the limit for all three phases together."""
 _MANY = 1 << 40
@@ -209,7 +209,7 @@ def _when(rows: NumberedRows, indices: Integers) -> tuple[Integers, Integers]:
 
 
 def _removed(writer: RecordedWriter, rows: NumberedRows) -> list[tuple[int, int, int]]:
-    """Return ranges of sequence numbers, without their ends, whose shards are damaged or removed by retention."""
+    """Return ranges of sequence numbers, without both ends, whose shards are damaged or removed by retention."""
     removed = []
     limits = _limits(rows, len(writer.all_shards))
     for kind in ("tensors", "stats", PROBE):

@@ -83,7 +83,7 @@ class BoardExport:
     def write(self, path: Path, *, force: bool = False, report: Callable[[int], None] = lambda done: None) -> Exported:
         """Write the folder, which gets its name once it is complete.
 
-        Raises WriteError if something with this name exists, or the folder cannot be written.
+        Raises WriteError if the name is taken, or the folder cannot be written.
         """
         if force:
             raise LookupFailedError(f"--force replaces a file, and {self.to} is a folder: take the old one away first")

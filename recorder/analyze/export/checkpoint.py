@@ -40,7 +40,7 @@ _VERSION = "1.0.0"
 
 
 def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
-    """Write tensors into an empty folder. The metadata file, which makes it a checkpoint, is written last.
+    """Write tensors into an empty folder. The metadata file is written last, because it makes the folder a checkpoint.
 
     Raises UnsupportedError if this torch does not have an element type.
     """

@@ -84,8 +84,8 @@ def write_safetensors(
 ) -> None:
     """Write a safetensors file: 8 bytes of length, a JSON header, then the bytes of the tensors without a gap.
 
-    The header's metadata contain the texts of `about`, and ``origin of NAME`` as JSON, which says of which ranks and
-    how a tensor was made. Raises UnsupportedError if the header would be too large for the format.
+    The header's metadata contain the texts of `about`, and ``origin of NAME`` as JSON, which says from which ranks'
+    values, and how, a tensor was put together. Raises UnsupportedError if the header would be too large for the format.
     """
     in_file_order = widest_first(entries)
     header: dict[str, Any] = {"__metadata__": {"writer": "recorder", **about}}

@@ -179,7 +179,8 @@ def _choose_root(run: Run, what: str, root: str | None) -> str:
 
 
 def _names(known: StateDict, rows: dict[str, Any], *, with_ties: bool) -> dict[str, str]:
-    names = {name: name if name in rows else tied for name, tied in known.names.items()}  # a broken tie has own rows
+    # If a tie was broken later, the name has rows of its own.
+    names = {name: name if name in rows else tied for name, tied in known.names.items()}
     names = names if with_ties else {name: name for name in names.values()}
     taken = set(names.values())
     more = (name for name in rows if name not in taken and name not in known.left_out)

@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 
 
 class Rows:
-    """The selected rows of a run, as the ranks recorded them or of the global view, by ranges of steps."""
+    """The selected rows of a run by ranges of steps: of the ranks' own rows, or of the global view."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
         self._selection = selection
@@ -307,7 +307,7 @@ _DEFAULTS: dict[str, Any] = {
     "micro_step": 0, "call": 0, "repeat": 0, "mode": "train", "root": "model", "scope": None, "rank": None
 }  # fmt: skip
 ROOT = "(root)"
-"""The level that stands for the empty path. A module of this name would be spelled %28root%29."""
+"""The level that represents the empty path. A module of this name would be spelled %28root%29."""
 NAMING = (*_DEFAULTS, "phase", "site", "name", "module_path", "step")
 """The columns from which the name of a tensor is derived."""
 

@@ -353,7 +353,7 @@ class _Enter(torch.autograd.Function):
 
 
 _Inputs = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""By argument name, the leaf that takes the gradient, and the tensor that the module gets."""
+"""For each argument name, the leaf that gets the gradient, and the tensor that is passed to the module."""
 
 
 def _inputs(call: _Call) -> _Inputs:

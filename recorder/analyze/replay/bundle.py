@@ -41,7 +41,7 @@ _ALONE = Path(__file__).with_name("alone.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall:
-    """The rows of one call of a module that can be replayed. No value is read."""
+    """The rows of one call of a module that can be replayed, without the values."""
 
     module_path: str
     step: int
@@ -49,7 +49,7 @@ class RecordedCall:
     key: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
     gradients: Sequence[Mapping[str, Any]]
-    """The rows of gradients that this call alone gave to parameters of the module and of its submodules."""
+    """The rows of the gradients of the module's and its submodules' parameters that come from this call alone."""
 
 
 def recorded_calls(

@@ -1,1 +1,1 @@
-"""Hooks on the modules of a model, which hold a number and nothing else, and their work when they fire."""
+"""The hooks on the modules of a model, which hold only a number, and the work that they do when they fire."""

@@ -28,7 +28,7 @@ from ..groups import ModelParallel
 
 
 class RootCalls(threading.local):
-    """The calls of roots that this thread is inside of."""
+    """The nested calls of roots in which this thread is."""
 
     depth = 0
     outermost: Any = None
@@ -61,7 +61,7 @@ class CaptureForHooks(Observer, Protocol):
 
     @property
     def every_call_is_a_step(self) -> bool:
-        """True in inference, where no optimizer counts the steps."""
+        """True in inference: without an optimizer, every call of a root counts as a step."""
 
     @property
     def is_step_in_force(self) -> bool:
@@ -74,7 +74,7 @@ class CaptureForHooks(Observer, Protocol):
         """Let stagers hand values that have arrived to the writer, as a call of a root begins."""
 
     def forward_without_root(self) -> None:
-        """Advance the step when a module runs although no root was ever seen to run."""
+        """Advance the step when a module runs although no root has ever run."""
 
     def pause(self) -> None:
         """Keep nothing until `resume`."""
@@ -158,12 +158,12 @@ class NumberedHook(Hook):
 
 
 class BeforeForward(NumberedHook):
-    """The forward pre-hook of a module. It is registered last and sees the arguments as the forward sees them."""
+    """The forward pre-hook of a module. It is registered last, so that it gets the arguments as the forward does."""
 
     __slots__ = ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Hand over the arguments; torch passes no `kwargs` if the hook is removed while torch calls hooks."""
+        """Pass on the arguments; torch passes no `kwargs` if the hook is removed while torch calls hooks."""
         try:
             if _is_compiling():
                 return
@@ -181,7 +181,7 @@ class BeforeForward(NumberedHook):
 
 
 class AfterForward(NumberedHook):
-    """The forward hook of a module. It is registered first and sees the output as the forward returned it."""
+    """The forward hook of a module. It is registered first, so that it gets the output as the forward returned it."""
 
     __slots__ = ()
 
@@ -227,7 +227,7 @@ class RootBegins(NumberedHook):
 
 
 class RootEnds(NumberedHook):
-    """The forward hook of a root. It is registered last and called even if the forward raises."""
+    """The forward hook of a root. It is registered last, and is called even if the forward raises."""
 
     __slots__ = ()
 

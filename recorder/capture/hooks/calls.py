@@ -1,4 +1,4 @@
-"""Records the facts that a replay of a module's call needs besides the tensor arguments, where a rule asks for them.
+"""Records, if a rule asks for it, what a replay of a module's call needs besides the tensor arguments.
 
 The rows have the site ``call``. The row with the name ``""`` is a JSON document (FORMAT.md); the other rows are the
 parameters and buffers as the call finds them. Nothing here may open a file, run a module, or change a random state.
@@ -141,9 +141,9 @@ def _facts(module: nn.Module) -> dict[str, Any]:
 
 
 def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
-    """Return the arguments that make an equal module of torch.nn; None where only the program can make the module.
+    """Return the arguments that make an equal module of torch.nn; None if only the program can make the module.
 
-    An argument that the module keeps as an attribute is read there. The parameters show whether there is a bias.
+    Arguments are read from the module's attributes. Whether there is a bias is read from its parameters.
     """
     is_made_of_others = bool(module._modules) and cls is not nn.MultiheadAttention
     if not cls.__module__.startswith("torch.nn.modules.") or is_made_of_others:
@@ -171,7 +171,7 @@ def _constructor(module: nn.Module, cls: type[Any]) -> dict[str, Any] | None:
 
 
 def _setting(value: Any) -> Any:
-    """Return a setting as a JSON value; None for other values and for None, which leaves the default."""
+    """Return a setting as a JSON value. None leaves the constructor's default, and stands for None and other values."""
     if type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, (tuple, list)) and all(type(item) in (bool, int, float, str) for item in value):

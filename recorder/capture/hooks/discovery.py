@@ -59,7 +59,7 @@ class Discovery:
             module_internals._has_any_global_hook = self._has_other_global_hook
 
     def _has_other_global_hook(self) -> bool:
-        """Hide our hook from torch's warning of global hooks when a compiled module is called.
+        """Suppress torch's warning of global hooks for our own hook, when a compiled module is called.
 
         The process may have turned the warning into an error. Torch still warns of the user's own global hooks.
         """

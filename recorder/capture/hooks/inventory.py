@@ -1,10 +1,10 @@
 """The inventory of a root's modules for the manifest, and one warning of modules whose calls no hook sees.
 
-The inventory says what the names of rows do not show: parameters with two names, buffers that a state dict leaves out,
-and hooks of the program that run after a value was recorded. The recorder sees an output as the module's forward
-returned it, before other hooks. The hooks of tensor-parallel styles make a plain tensor of a DTensor, and the plain
-tensor has lost its position in the global tensor. A change that the program's own hooks make to a value is seen only at
-the next module, so a reader who searches for the origin of a value must know of these hooks.
+The inventory has facts that rows lack: parameters with two names, buffers that a state dict leaves out, and hooks of
+the program that run after a value was recorded. The recorder sees an output as the module's forward returned it, before
+other hooks. The hooks of tensor-parallel styles make a plain tensor of a DTensor, and the plain tensor has lost its
+position in the global tensor. A change that the program's own hooks make to a value is seen only at the next module, so
+a reader who searches for the origin of a value must know of these hooks.
 
 Nothing here keeps the model alive, reads a tensor's values, or calls a hook of the program.
 """
@@ -74,7 +74,7 @@ class Inventory:
         self._root = root
         self._began_late = began_late
         self._modules: list[dict[str, Any]] = []
-        """The manifest's entry of each module, without the sites that only graphs show."""
+        """The manifest's entry of each module, without the sites that only taps in graphs record."""
         self._seen_at_taps: dict[str, tuple[str, ...]] = {}
         """The sites, by module path, at which graphs have shown a module whose hooks had not run."""
         self._scripted_with_taps: list[str] = []
@@ -95,7 +95,7 @@ class Inventory:
         ]
 
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
-        """Warn of modules whose calls no hook will see.
+        """Warn of modules whose calls no hook will observe.
 
         Args:
             nodes: all modules.
@@ -167,7 +167,7 @@ class Inventory:
         )
 
     def step_is_over(self, *, has_compiled: bool) -> None:
-        """Warn, after the first step, of modules with hooks that were not seen to run, and say why.
+        """Warn, after the first step, of modules whose hooks never fired, and say why.
 
         If anything was compiled but no part of this model is marked as compiled, a module that has gradients but no
         call ran in the graph of a user's function, without its hooks. If a root never ran although its modules did, the
@@ -218,14 +218,14 @@ class Inventory:
         return {hooked.node_path for hooked in silent}
 
     def reselect(self) -> None:
-        """Note the sites of modules by the present rules; a site that was selected once stays listed."""
+        """Record the sites of modules under the present rules. A site that was selected once stays listed."""
         for i, (described, hooked) in enumerate(zip(self._modules, self._root.modules, strict=False)):
             sites = [site for site, rule_set in hooked.rule_sets.items() if rule_set or site in described["sites"]]
             if sites != described["sites"]:  # a new dict, because the writer thread may be reading the old one
                 self._modules[i] = {**described, "sites": sites}
 
     def disarm(self, path: str, sites: tuple[str, ...], step: int) -> None:
-        """Note that some sites of one module are not recorded from a step on."""
+        """Record that some sites of one module are not recorded from a step on."""
         for i, described in enumerate(self._modules):
             if described["path"] == path:  # a new dict, because the writer thread may be reading the old one
                 self._modules[i] = {
@@ -234,7 +234,7 @@ class Inventory:
                 }
 
     def disarm_all(self, step: int) -> None:
-        """Note that no module is recorded from a step on."""
+        """Record that no module is recorded from a step on."""
         self._modules = [{**described, "disarmed": dict.fromkeys(SITES, step)} for described in self._modules]
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ def find_ties(modules: Iterable[HookedModule], flats: Iterable[FlatParameter]) -
 
 def about_state(module: nn.Module, tied: Mapping[str, str] | None) -> dict[str, Any]:
     """Return a module's manifest entries for its state dict: tied parameters, and buffers that are not saved."""
-    unsaved = getattr(module, "_non_persistent_buffers_set", ())  # modules of scripts and packages may lack it
+    unsaved = getattr(module, "_non_persistent_buffers_set", ())  # TorchScript and torch.package may lack it
     left_out = sorted(name for name in unsaved if name in module._buffers)
     return {**({"tied": dict(tied)} if tied else {}), **({"non_persistent": left_out} if left_out else {})}
 

@@ -23,7 +23,7 @@ from . import callbacks
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INPUTS, EMBEDDINGS = "inputs", "embeddings"
-"""The two kinds of values of a root that can be moved."""
+"""The two kinds of values of a root that `jitter` can perturb."""
 
 
 def jittered(tensor: torch.Tensor, seed: int, eps: float | None = None) -> torch.Tensor:
@@ -69,13 +69,13 @@ def _is_awaited(value: Any) -> bool:
 
 
 def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.Tensor:
-    """Return the moved value that replaces a value.
+    """Return the perturbed copy of a value.
 
     Args:
         value: a value that `_can_move`.
         seed: the seed of the pattern.
-        eps: the fraction of its own value by which each element is moved.
-        is_own: True for a DTensor that nobody else holds yet, which may be changed in place.
+        eps: the relative change of each element.
+        is_own: True for a DTensor that has no other user yet, so that it may be changed in place.
     """
     if not is_dtensor(value):
         return jittered(value, seed, eps)

@@ -89,9 +89,9 @@ class HookedModule:
         self._resting: list[tuple[Any, module_hooks.Hook]] = []
         """The hooks that are off until a step at which they have something to record, with their handles."""
         self.was_called = False
-        """Whether a hook or a tap has ever seen the module run."""
+        """Whether a hook or a tap has ever observed a call of the module."""
         self._tapped_slice: Slice | None = None
-        """The slice in which a graph has shown this call's output; the hook around the graph skips the output."""
+        """The slice in which a tap in a graph recorded this call's output; the hook around the graph skips it."""
         self._number = next(_numbers)
         self._wants_local = self._asks_for_local(self.rule_sets)
         self.is_hidden = not wants_hooks
@@ -112,7 +112,7 @@ class HookedModule:
         return self.capture.settings.local_gradients and has_parameters and bool(rule_sets["grad"])
 
     def _put_hooks(self, module: nn.Module) -> None:
-        """Put on the hooks that some rule needs and that are not on the module yet."""
+        """Register the hooks that some rule needs and that the module does not have yet."""
         needs_before, needs_after = self._needs(self.rule_sets)
         if needs_before and self.pre_hook is None:
             self.pre_hook = callbacks.BeforeForward(self._number)
@@ -124,7 +124,7 @@ class HookedModule:
             module_hooks.keep_first(module._forward_hooks)
 
     def _needs(self, rule_sets: Mapping[str, int]) -> tuple[bool, bool]:
-        """Return whether rule sets need a hook before the module's forward, and whether they need a hook after it."""
+        """Return whether rule sets need a hook before the module's forward, and whether they need one after it."""
         needs_before = bool(rule_sets["input"] or rule_sets["grad_input"] or self._asks_for_local(rule_sets))
         return needs_before, bool(needs_before or rule_sets["output"] or rule_sets["grad_output"])
 
@@ -140,7 +140,7 @@ class HookedModule:
         )
 
     def reselect(self) -> None:
-        """Take the present rules, between two steps, and put on the hooks that these rules need."""
+        """Use the present rules, between two steps, and register the hooks that they need."""
         rule_sets = self._find_rule_sets()
         if rule_sets is self.rule_sets:
             return
@@ -318,10 +318,10 @@ class HookedModule:
         return frozenset(self.rule_sets[site] for site in sites) - {NOTHING}
 
     def rest(self) -> None:
-        """Take the hooks off until `wake`, because torch calls a module without hooks faster than one with any hook.
+        """Remove the hooks until `wake`, because torch calls a module without hooks faster than one with any hook.
 
-        The hooks are taken out of torch's dicts, at a tenth of the cost of handles, because modules may rest at every
-        other step.
+        The hooks are taken out of torch's dicts directly, at a tenth of the cost of handles, because modules may rest
+        at every other step.
         """
         for handle in self._handles:
             registered = handle.hooks_dict_ref()
@@ -398,7 +398,7 @@ class HookedModule:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the module has hooks but was never seen to run."""
+        """Whether the module has hooks that have never fired."""
         return bool(self._handles) and not self.was_called
 
     def remove(self) -> None:

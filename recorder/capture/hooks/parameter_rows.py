@@ -84,7 +84,7 @@ class OriginalSlice(NamedTuple):
     """The chunk of the slice; None if the rank has the complete parameter, or the slice is not contiguous."""
     note: str | None
     local: Chunk | None = None
-    """The chunk of the original itself, where FSDP1 was given a part of a tensor parallel parameter."""
+    """The chunk of the original itself, if FSDP1 was given a part of a tensor parallel parameter."""
 
 
 class _Mesh(NamedTuple):
@@ -248,7 +248,7 @@ class OriginalParameter:
         return self._slice.hooked.root_name
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient; an empty tensor where only other ranks hold elements of the parameter."""
+        """Return the gradient. It is an empty tensor if only other ranks have elements of the parameter."""
         gradient, flat = parameter.grad, self._flat.reference()
         if gradient is not None or flat is None or flat.grad is None or self._slice.begin < self._slice.end:
             return gradient

@@ -113,7 +113,7 @@ class Root:
         self.rank_local: dict[str, str] | None = None
         """The reasons why parameters, by full name, differ on ranks with other batches, for the manifest."""
         self.pipeline: Pipeline | None = None
-        """The stage of a pipeline that this root is, for the manifest; None where no stage was seen to call it."""
+        """The stage of a pipeline that this root is, for the manifest; None if no stage was observed to call it."""
         self._named: set[tuple[str, str]] | None = None
         """The pairs of module path and name under which parameters are recorded; None until the first question."""
         self.jitter: JitterInputs | None = None
@@ -138,13 +138,13 @@ class Root:
         }
 
     def has_moved(self, kind: str, eps: float) -> None:
-        """Note that the setting `jitter` has moved inputs or embeddings by a share `eps` of their values."""
+        """Note that the setting `jitter` has moved inputs or embeddings by the relative change `eps`."""
         if self.moved is None or self.moved.get(kind, 0.0) < eps:
             self.moved = {**(self.moved or {}), kind: eps}
             self.capture.events.has_changed = True
 
     def jitter_failed(self, error: Exception) -> None:
-        """Report an error of the recorder while a value was moved; the value stays as it was."""
+        """Report an error of the recorder while it moved a value; the value stays unchanged."""
         if comes_from_signal_handler(error):
             raise error
         text = f"{self.name}: jitter failed: {type(error).__name__}: {error}"
@@ -212,7 +212,7 @@ class Root:
             return []
 
     def find_wrappers(self) -> None:
-        """Look for wrappers again: a model that was wrapped after it was attached may have other parameters now."""
+        """Look for wrappers again: a model that was wrapped after `attach` may have other parameters now."""
         module = self.module()
         if module is not None:
             self._around = [weakref.ref(wrapper) for wrapper in wrappers_around(module)]
@@ -268,7 +268,7 @@ class Root:
         self.inventory.say_hidden(nodes, compiled, late)
 
     def enter_at(self, module: nn.Module) -> None:
-        """From now on take the outermost calls of a module of this root as calls of the root."""
+        """Treat outermost calls of a module of this root as calls of the root from now on."""
         self._entries.append(weakref.ref(module))
         if self.jitter is not None:
             self._handles.append(module.register_forward_pre_hook(self.jitter, prepend=True, with_kwargs=True))
@@ -278,7 +278,7 @@ class Root:
         self._handles.append(module_hooks.put_on(module.register_forward_hook, ends, always_call=True))
 
     def can_enter_at(self, module: nn.Module) -> bool:
-        """Whether `enter_at` can take a module: it is no entry yet, and its hooks lie inside no graph."""
+        """Whether `enter_at` can take a module: it is no entry module yet, and its hooks are not inside a graph."""
         path = self.path_of(module)
         hooked = self.module_at(path) if path is not None else None
         outermost = self.module()
@@ -313,7 +313,7 @@ class Root:
         return any(one is hooked for one in self.modules_by_tap.values())
 
     def reselect(self, rules: Sequence[Rule]) -> None:
-        """Give new rules to the modules that the rules select, between two steps."""
+        """Apply new rules to the modules that they select, between two steps."""
         for modules in self._with_hooks.values():
             for hooked in modules:
                 hooked.wake()
@@ -358,7 +358,7 @@ class Root:
     def path_of_tap(self, name: str) -> str:
         """Return the path of the module with a tap by hand in a graph; empty where several modules have such a tap.
 
-        The op in the graph knows the name of the tap; no graph remembers the module that called `recorder.tap`.
+        The op in the graph has the name of the tap, but not the module that called `recorder.tap`.
         """
         if name not in self._tap_paths:
             module = self.module()
@@ -381,7 +381,7 @@ class Root:
         self.inventory.add_seen_at_tap(where, path)
 
     def begins(self, module: nn.Module) -> None:
-        """Begin a call of the root; the call enters at one of the root's modules."""
+        """Begin a call of the root, which enters at one of the root's modules."""
         if torch._C._current_graph_task_id() != -1:
             return
         root_calls = self.capture.root_calls
@@ -422,7 +422,7 @@ class Root:
             self.capture.step_changed()
 
     def ends(self, output: Any) -> None:
-        """End a call of the root that has returned, or that has raised (then ``output`` is None)."""
+        """End a call of the root that has returned, or has raised (then ``output`` is None)."""
         root_calls = self.capture.root_calls
         if torch._C._current_graph_task_id() != -1 or root_calls.depth == 0:
             return
@@ -450,7 +450,7 @@ class Root:
 
     @property
     def _is_training(self) -> bool:
-        """The training flag of the module inside all wrappers; the flag of a wrapper may be out of date."""
+        """The training flag of the module inside all wrappers, because a wrapper's flag may be out of date."""
         module = self._innermost()
         return module is None or module.training
 
@@ -488,7 +488,7 @@ class Root:
             self.clock.gradient_arrived(slice_)
 
     def failed(self, error: Exception) -> None:
-        """Count an error of the recorder; remove a root that keeps failing, as it no longer knows the step."""
+        """Count an error of the recorder. A root that keeps failing is removed, as it no longer knows the step."""
         if self.capture.site_failed(Origin(self.name, "", "root", ""), error):
             step = self.capture.clock.step
             self.inventory.disarm_all(step)
@@ -530,9 +530,9 @@ class Root:
         return is_first
 
     def rest_or_wake(self, *, may_rest: bool) -> None:
-        """Take the hooks off modules whose calls the new step does not record, and put them back on other modules.
+        """Remove the hooks of modules whose calls the new step does not record, and put back those of other modules.
 
-        The root's own hooks stay, because they tell of steps, and one of them has called this method.
+        The root's own hooks stay, because steps are counted in them, and one of them has called this method.
         """
         masks = self.capture.selection.masks
         for rule_sets, modules in self._with_hooks.items():

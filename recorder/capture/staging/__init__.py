@@ -1,1 +1,1 @@
-"""The one copy that training pays for: the pool of host memory, the ways into it, and what is measured of a copy."""
+"""The one copy that training pays for: the pool of host memory, the copies into it, and the measuring of copies."""

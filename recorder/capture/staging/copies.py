@@ -45,7 +45,7 @@ _memmove.argtypes, _memmove.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.
 
 
 class MeasurePlan(Protocol):
-    """The plan by which a device measures a tensor whose payload is not kept, before the writer reads the results."""
+    """A plan by which a device measures a tensor whose payload is not kept; the writer reads the results by it."""
 
     nbytes: int
     """The bytes that the results take in the block."""
@@ -220,7 +220,7 @@ class XlaStager(Stager):
 
 
 class _LazyCopy:
-    """A lazy value on its way to the host. Only its record refers to it, so that a dropped value is not computed."""
+    """A lazy value that is not on the host yet. Only its record refers to it: a dropped value is never computed."""
 
     __slots__ = (
         "__weakref__",

@@ -38,7 +38,7 @@ Weights = dict[tuple[tuple[int, int], ...], torch.Tensor]
 
 
 class DeviceMeasure:
-    """The measuring of one tensor on its device: the launch of kernels, and the reading of their results."""
+    """Measures one tensor on its device: launches kernels, and later reads their results."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], keep: int, unit_dim: int = -1) -> None:
         """Plan the measuring.
@@ -180,7 +180,7 @@ def _statistics(values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _merged(results: list[_BoxResult], numel: int) -> Measured:
-    """Merge the results of boxes into statistics of the complete tensor, as `measure` does."""
+    """Merge the results of boxes into statistics of the complete tensor, as `measure` does for chunks."""
     moments = Moments()
     with np.errstate(all="ignore"):
         for result in results:

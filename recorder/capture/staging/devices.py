@@ -29,7 +29,7 @@ class Device(Protocol):
         """Return the stream that takes the work of training on this thread."""
 
     def new_stream(self) -> Any:
-        """Make a stream that does not implicitly wait for other streams."""
+        """Make a stream that never waits implicitly for other streams."""
 
     def new_event(self) -> Any: ...
 
@@ -37,7 +37,7 @@ class Device(Protocol):
         """Record an event that happens once the stream has done all the work that was launched on it so far."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Make later work of the stream begin only after the latest recorded event."""
+        """Make later work on the stream wait for the latest recorded event."""
 
     def is_done(self, event: Any) -> bool:
         """Whether the event has happened. Any thread; raises an earlier error of the device."""
@@ -68,7 +68,8 @@ class CudaDevice(Device):
         driver.cuCtxPushCurrent_v2.argtypes = (ctypes.c_void_p,)
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), index)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)  # torch's context lives as long
+        # Never released: torch keeps the same context for the life of the process.
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
 
     def is_capturing(self) -> bool:
         if torch.cuda.is_current_stream_capturing():

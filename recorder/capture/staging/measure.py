@@ -312,7 +312,7 @@ def _count_complex(data: npt.NDArray[np.uint8], dtype: str) -> Measured:
 
 Bins = npt.NDArray[np.uint64]
 _FLOATS = {"bfloat16": (2, 7), "float32": (4, 23), "float64": (8, 52)}
-"""The bytes of an element, and the number of bits below the exponent, by element type."""
+"""The size in bytes of an element, and the number of bits below the exponent, by element type."""
 _ITEMS = 1 << 15
 
 
@@ -364,7 +364,7 @@ _LANES = 8
 
 
 class UnitSums:
-    """The sums over the finite values of each unit, and the number of values that are zero."""
+    """The sums over the finite values of each unit, and its number of zeros."""
 
     def __init__(self, sides: Sides) -> None:
         self.sides = sides

@@ -77,7 +77,7 @@ class PoolBlock:
         (pool._small if self.size == GRAIN_BYTES else pool._returned).append(self)
 
     def as_tensor(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """Return the block as a tensor in the pool's memory; shape and dtype must fit the block's bytes."""
+        """Return the block as a tensor in the pool's memory; shape and dtype must match the block's bytes."""
         return self._pool.tensor[self.offset : self.offset + self.num_bytes].view(dtype).view(shape)
 
 
@@ -115,7 +115,7 @@ class Pool:
         self._begin(progress_s, clock)
 
     def split(self, nbytes: int) -> Pool:
-        """Cut a part off the end as a second pool in the same memory. Called once, before any block is taken."""
+        """Cut off the end of the pool as a second pool in the same memory. Called once, before any block is taken."""
         part = copy(self)
         part.capacity_bytes = min(nbytes, self.capacity_bytes) // GRAIN_BYTES * GRAIN_BYTES
         self.capacity_bytes -= part.capacity_bytes
@@ -287,7 +287,7 @@ class RingMemory:
     """The share of the pool in which values wait for a trigger. Only the training thread calls the methods."""
 
     def __init__(self, pool: Pool, window: RingWindow, *, is_wanted: Callable[[int], bool]) -> None:
-        """Begin with nothing taken.
+        """Begin with an empty ring.
 
         Args:
             pool: the ring's share of the pool.
@@ -305,7 +305,7 @@ class RingMemory:
 
     def take(self, nbytes: int, moment: Moment) -> PoolBlock | None:
         """Take a block; None where there is no room. There is no wait, because only steps that pass make room."""
-        if not self._is_judged and moment.mode == "train":  # an evaluation before training has another size
+        if not self._is_judged and moment.mode == "train":  # an evaluation is no measure of a training step
             if self._first is None:
                 self._first = moment.step
             if moment.step == self._first:

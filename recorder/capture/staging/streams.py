@@ -120,7 +120,7 @@ class StreamStager:
         """Do nothing: copies are on their way already, and the writer waits for them."""
 
     def close(self) -> None:
-        """Free the memory. If copies are under way, the thread that sees the last copy end frees the memory."""
+        """Free the memory. If copies are under way, the thread that finds the last copy over frees the memory."""
         if os.getpid() != self._pid:
             return
         self._is_closed = True

@@ -141,7 +141,7 @@ class _Logits(_Attention, StreakRule):
         return is_tap or (key.site == "input" and self.is_softmax(key))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
-        """Judge by the maximum of the finite elements, so that a mask of infinities does not count."""
+        """Judge by the largest finite element, so that a mask of infinities does not count."""
         return rows["max"] > self.thresholds["logit"], rows["max"]
 
 

@@ -164,11 +164,11 @@ _SEVERITIES = (Severity.ERROR, Severity.WARNING, Severity.WARNING, Severity.WARN
 """The severity of each condition of `HELD`: replicas that differ are an error."""
 _LEAST_STEPS = 3
 _LEAST_SPAN = 2.0
-"""The least ratio of the widest to the narrowest model among the runs."""
+"""The least ratio between the widths of the widest and the narrowest run."""
 
 
 class BaselineRule(Rule):
-    """The base of rules that compare a run with what was normal in sound runs."""
+    """The base of rules that compare a run with the normal values of sound runs."""
 
     def set_up(self) -> None:
         self.measures = Measures(self.catalog)

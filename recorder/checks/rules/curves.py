@@ -166,7 +166,7 @@ class Rings:
 
 
 class _Recent:
-    """The sizes of values over the last few steps, which show which value moved first."""
+    """The sizes of values over the last few steps, from which the value that moved first is found."""
 
     def __init__(self) -> None:
         self._kept: deque[Rows] = deque()
@@ -314,7 +314,7 @@ class Jump(CurveRule):
 
 
 class LossStuck(CurveRule):
-    """A loss that does not leave its first value, or that has risen far above its first value."""
+    """A loss that stays at its first value, or that has risen far above it."""
 
     name = "loss"
     sentence = "The loss stands still where it began, or rises far above where it began."

@@ -49,7 +49,7 @@ def is_weight(catalog: Catalog, rows: Rows) -> Flags:
 
 
 def template(path: str) -> str:
-    """Return a module path with # for each number in it, which is the same for all layers of a stack."""
+    """Return a module path with # for each number, so that all layers of a stack have the same text."""
     return ".".join("#" if part.isdecimal() else part for part in path.split("."))
 
 

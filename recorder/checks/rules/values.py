@@ -148,7 +148,7 @@ class Skipped(StreakRule):
 
 
 _BATCH = ("mean", "std", "absmax", "l2")
-"""Statistics that two different batches hardly ever have in common."""
+"""The statistics that two different batches hardly ever have in common."""
 _LABELS = re.compile(r"(.*[._\]\[])?(labels?|targets?|y)[\]']*", re.IGNORECASE)
 _LEAST_ELEMENTS = 8
 """The least number of elements of a tensor whose values are hardly ever equal by chance."""
@@ -181,7 +181,7 @@ class Data(Rule):
         self._constant_labels, self._flat = Streaks(reported), Streaks(reported)
 
     def wants(self, key: SeriesKey) -> bool:
-        """Return whether the series is an input of the complete model in training: validations may share samples."""
+        """Return whether the series is an input of the complete model in training, as validations may share samples."""
         return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:

@@ -87,7 +87,7 @@ def command(
 
 
 def _option(item: Field[Any]) -> inspect.Parameter:
-    """Return the command-line option for a setting of the daemon; its default None means that it was not given."""
+    """Return the command-line option for a setting of the daemon. Its default None means that it is not given."""
     doc, metavar, default = item.metadata["doc"], item.metadata["metavar"], item.default
     kind = list[str] if isinstance(default, tuple) else str if metavar else type(default)
     shown = f" ({default:g})" if isinstance(default, (int, float)) and default else f" ({default})" if default else ""

@@ -1,4 +1,4 @@
-"""``recorder dump``: has a run write what its memory holds of the last steps."""
+"""``recorder dump``: has a run write the last steps from its memory."""
 
 from __future__ import annotations
 

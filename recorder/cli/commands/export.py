@@ -1,4 +1,4 @@
-"""``recorder export``: writes statistics or tensors, and says what was written where."""
+"""``recorder export``: writes statistics or tensors, and prints which ones and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recorder first``: names what went wrong first."""
+"""``recorder first``: names the first value that went wrong."""
 
 from __future__ import annotations
 

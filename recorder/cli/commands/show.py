@@ -275,7 +275,7 @@ def _table(
 
 
 def _as_observed(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by step and, within a step, in the order of observation; the ranks of one value stay together."""
+    """Sort rows by step and, within a step, in the order of execution; the ranks of one value stay together."""
     seen: dict[tuple[Any, ...], int] = {}
     positions: dict[tuple[Any, ...], int] = {}
     for row in sorted(rows, key=lambda row: row["seq"]):

@@ -133,7 +133,7 @@ class RunShipper:
 
     @property
     def unshipped(self) -> dict[str, str]:
-        """Why parts of the run cannot be read, by path."""
+        """The reasons why parts of the run cannot be read, by path."""
         own = {f"{self.path}/{RUN_MANIFEST}": self.unreadable} if self.unreadable else {}
         of_writers = {one.path: one.unreadable for one in self.all_writers if one.unreadable}
         return own | self._counts.unshipped | of_writers

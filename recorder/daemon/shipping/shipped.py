@@ -137,7 +137,7 @@ class Shipping:
     counters: Counters = field(default_factory=Counters)
     health: Health = field(default_factory=Health)
     node: str = ""
-    """The name of this node at the destination; the daemon sets it before it ships a run."""
+    """The name of this node at the destination; the daemon sets it before the first upload."""
     is_stopping: Callable[[], bool] = lambda: False
     is_over: Callable[[], bool] = lambda: False
     """True once a stop has waited as long as allowed: the processes of errands must then end at once."""
@@ -164,7 +164,7 @@ class Shipping:
         logger.error("%s; it is not shipped", error)
 
     def failed(self, error: Exception, where: str) -> None:
-        """Count an error of a job and log it once; the job is tried again."""
+        """Count an error of a job and log it once. The job will be tried again."""
         kind = error.kind if isinstance(error, StoreError) else "internal"
         kind = "local" if isinstance(error, (OSError, RunError, RefusedError)) else kind
         self.counters.add("errors", kind)
@@ -267,7 +267,7 @@ class ShippedRun:
         return not self.conflict
 
     def listed(self) -> dict[str, StoredObject]:
-        """List the objects that the destination holds below the run."""
+        """Return the objects below the run at the destination."""
         prefix = f"{self.key}/"
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
 

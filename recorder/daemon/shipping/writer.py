@@ -114,7 +114,7 @@ class WriterShipper:
             return True
 
     def reconciled(self) -> None:
-        """Use the new listing of the destination."""
+        """Take over the new listing of the destination."""
         self.stuck.clear()
         self._opened.reconciled()
 
@@ -346,7 +346,7 @@ def _as_begun(manifest: bytes) -> bytes:
 
 
 def status_says_closed(status: dict[str, Any]) -> bool:
-    """Return True if a status is the last one that its writer wrote."""
+    """Return True if a status is the last one of its writer."""
     return status.get("state") == "closed"
 
 
