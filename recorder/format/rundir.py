@@ -304,7 +304,7 @@ class Members:
         return [Members(one, self._problems, f"{key}[{number}]", self) for number, one in enumerate(objects)]
 
     def plain(self, kind: Any, *but: str) -> dict[str, Any]:
-        """Return the members for a dataclass's fields of plain types, by name, except the fields in `but`."""
+        """Return the members for a dataclass's fields of plain types, by name, without the fields in `but`."""
         return {name: read(self, name) for name, read in _plain_fields(kind) if name not in but}
 
     def _chosen(self, key: str, is_sound: Callable[[Any], bool], expected: str) -> list[Any]:

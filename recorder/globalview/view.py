@@ -254,7 +254,7 @@ class GlobalRows:
         return [(int(ranks[p]), int(micro_steps[p]), fill.region) for p, fill in zip(at, fills, strict=True)]
 
     def statistics_of_chunks(self, i: int) -> list[dict[str, Any]]:
-        """Return rank, micro-step and statistics of each chunk or summand of a global row; empty for a rank's row."""
+        """Return rank, micro-step and statistics of each chunk or partial sum of a global row; none for a rank's."""
         source = self._sources[i]
         if isinstance(source, int) or not isinstance(source.plan, Plan):
             return []

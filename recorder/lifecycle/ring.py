@@ -100,7 +100,7 @@ class RingWatch:
         return self._make_memory(pool, window, writer) if has_ring else None
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Ask for the steps around a step, by default the current one, to be written; see `Triggers.ask`."""
+        """Request that the steps around a step, by default the current one, are written; see `Triggers.ask`."""
         if self._triggers is not None:
             self._triggers.ask(kind, reason, step=self._current_step() if step is None else step)
 
@@ -111,7 +111,7 @@ class RingWatch:
                 self._checks.saw(staged, its)
 
     def look(self, capture: Capture) -> None:
-        """Have the steps that were asked for written, and notify the other ranks. Writer thread."""
+        """Write the requested steps, and notify the other ranks. Writer thread."""
         if self._triggers is not None:
             self._look_whether_off(capture)
             self._triggers.look(capture.clock.step)
@@ -135,7 +135,7 @@ class RingWatch:
         return RingMemory(part, window, is_wanted=writer.is_wanted)
 
     def _found(self, finding: Finding) -> None:
-        """Ask for the steps around a finding of a rule of `recorder check`. Writer thread."""
+        """Request the steps around a finding of a rule of `recorder check`. Writer thread."""
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
@@ -150,7 +150,7 @@ class RingWatch:
 _logger = logging.getLogger("recorder")
 _MAX_TEXT = 200
 _MAX_ASKED = 64
-"""The most triggers that wait for the writer thread, which looks five times a second; any more are counted."""
+"""The most triggers that wait for the writer thread, which looks five times a second. Others are only counted."""
 _DUE = ("exception", "signal", "user")
 """The triggers that are never ignored soon after another trigger, because the process ends or a person asks."""
 _TURNS_PER_S, _LONGEST_TURNS_S, _GOLDEN = 256, 4.0, 0.6180339887
@@ -252,11 +252,11 @@ class Triggers:
         slow."""
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Ask for the steps around a step to be written. Any thread; never waits.
+        """Request that the steps around a step are written. Any thread; never waits.
 
         Args:
             kind: a word of `config.TRIGGERS`, `OWN_RULE`, or ``program`` or ``user`` for a deliberate request.
-            reason: the reason, for people; any object, even one that cannot be shown.
+            reason: the reason, for people; any object, even one that cannot be printed.
             step: the step in question; None for the step under way.
         """
         if kind not in _ALWAYS and kind not in self._words:
@@ -272,7 +272,7 @@ class Triggers:
         self._why_nothing = "the ring is off, because it cannot hold its steps"
 
     def look(self, step: int) -> None:
-        """Determine the windows of the triggers that were asked for, and notify the other ranks. Writer thread.
+        """Determine the windows of the new triggers, and notify the other ranks. Writer thread.
 
         Args:
             step: the step under way.

@@ -26,14 +26,14 @@ _ENDING = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR
 """The signals by which launchers and schedulers announce the end, or request a checkpoint before the end."""
 _STOP = 0
 _MAIN_THREAD_GRACE_S = 0.5
-"""The time in which the main thread may run its handler before the watching thread acts."""
+"""The seconds in which the main thread may run its handler before the watching thread acts."""
 _NAP_S = 0.05
-"""The time that the watching thread sleeps after each wake-up, so that a profiler's timer does not keep it busy."""
+"""The seconds that the watching thread sleeps after each wake-up, so that a profiler's timer cannot keep it busy."""
 _SIGACTION_BYTES = 512
 """A size in bytes, larger than ``struct sigaction`` on any system; the struct begins with the handler."""
 
 _OF_THREADS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP})
-"""The signals that a thread itself causes by a fault; they must not be blocked."""
+"""The signals that a thread causes itself by a fault. They must not be blocked."""
 
 _leftover_pipes: list[_Pipe] = []
 """Pipes of uninstalled handlers. Other code may restore one as wake-up descriptor, so they are reused, never closed."""
@@ -121,7 +121,7 @@ class TerminationWatch:
         trigger: int | None = None,
         triggered: Callable[[], object] = lambda: None,
     ) -> None:
-        """Touch no signal before `install`.
+        """Prepare, without a change to any signal.
 
         Args:
             flush: brings the data in memory to disk, in bounded time; any thread may call it.

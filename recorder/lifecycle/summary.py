@@ -87,7 +87,7 @@ class FinalSummary:
     """Logs the summary once, from whichever thread comes first, and holds the run's name for commands."""
 
     def __init__(self, *, dir_setting: str, is_default: bool) -> None:
-        """Begin without a name of the run.
+        """Prepare, before the name of the run is known.
 
         Args:
             dir_setting: the folder of runs, which is the value of the setting `dir`.
@@ -210,7 +210,7 @@ class Estimate:
         return f"at these rules {self._whose}{how} {at_first}, {' and '.join(until)}; at most {bound}"
 
     def num_bytes(self, first: int, num_steps: int) -> int:
-        """Return the bytes that `num_steps` steps from `first` on write, from the counts of the first step."""
+        """Return the bytes that the `num_steps` steps from `first` on will write, from the counts of the first step."""
 
         @cache
         def times(schedules: frozenset[Schedule]) -> int:

@@ -40,7 +40,7 @@ from .unit import (
 Report = Callable[[int], None]
 """A function that takes the number of bytes merged since its last call."""
 Progress = Callable[[str, int], AbstractContextManager[Report]]
-"""A function that makes a `Report` from a title and the number of bytes to come."""
+"""A function that makes a `Report` from a title and the total number of bytes."""
 
 _SHARDS_PER_UNIT = 200
 """The number of shards per unit of a task: a worker opens the run for each task, at 0.3 ms a shard."""

@@ -36,11 +36,11 @@ _PRIVATE = 0o700
 """The mode of directories: only the owner may enter them, as in a recording."""
 _DISK = Disk()
 _SOURCE = "source"
-"""The name of the writer without rows whose manifest stands for the manifests of the source's writers."""
+"""The name of a writer without rows. Its manifest represents the manifests of the source's writers."""
 
 
 class Output:
-    """The directory of a merged run. A worker passes the `call` of the process that holds the lock."""
+    """The directory of a merged run. A worker passes the `call` of the process that has the lock."""
 
     def __init__(self, path: Path, call: str | None = None) -> None:
         self.path = path
@@ -75,7 +75,7 @@ class Output:
             self.stop_building()
 
     def stop_building(self) -> None:
-        """Make every worker that is building a unit fail."""
+        """Make every worker fail that is building a unit."""
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         with contextlib.suppress(OSError):
             # One rename, because a worker might make new files while other files are removed.
@@ -89,7 +89,7 @@ class Output:
         return folder
 
     def finish(self, folder: Path, unit: str) -> None:
-        """Take over the unit in `folder`, which is complete and synced to the disk."""
+        """Take over the unit in `folder`, which must be complete and synced."""
         _DISK.sync_directory(folder)
         try:
             os.rename(folder, self._merging / unit)
@@ -162,7 +162,7 @@ class Output:
         folder.rmdir()
 
     def _remove(self, folder: Path) -> None:
-        """Remove a published directory, so that readers lose it in one rename."""
+        """Remove a published directory, so that one rename hides all of it from readers."""
         self._merging.mkdir(mode=_PRIVATE, exist_ok=True)
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         os.rename(folder, gone)
@@ -251,7 +251,7 @@ def _find_manifest(path: Path, run: Run) -> dict[str, Any] | None:
 
 
 def _check_links(path: Path) -> None:
-    """Refuse symbolic links, through which files outside the directory might be changed or removed."""
+    """Raise an error for symbolic links, through which files outside the directory might be changed or removed."""
     for folder, folders, files in os.walk(path):
         for where in (os.path.join(folder, name) for name in (*folders, *files)):
             if os.path.islink(where):

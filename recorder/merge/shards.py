@@ -68,7 +68,7 @@ class MergedDirectory:
         self._lanes = {kind: _KindWriter(self, kind) for kind in _LAYOUTS}
 
     def add(self, row: int, part: PayloadPart | None, number: int = 0, why: str | None = None) -> None:
-        """Add a row with part `number` of its payload; a row without a payload has the reason `why` in its note."""
+        """Add a row with part `number` of its payload. A row without a payload gets the reason `why` in its note."""
         is_light = part is None or (part.payload_bytes <= _SMALL_BYTES and self._sites[row].as_py() in NUMBERS)
         self._max_attempt = max(self._max_attempt, int(self._attempts[row]))
         if self.num_rows == 0:

@@ -54,11 +54,11 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A share of a window: the rows of one writer directory of the merged run."""
+    """A part of a window: the rows of one writer directory of the merged run."""
 
     window: Window
     share: int
-    """The index of the share, from 0 to the window's `num_units` - 1."""
+    """The index of this part of the window, from 0 to the window's `num_units` - 1."""
     digest: str
     """A hash of everything that decides the result: the shards of these steps, their writers, the options."""
     payload_bytes: int
@@ -202,7 +202,7 @@ class _Loaded(NamedTuple):
 
 
 class UnitBuilder:
-    """Merges units of one run; `manifest` holds the members that all units' manifests share. Not thread-safe."""
+    """Merges units of one run; `manifest` has the members that all units' manifests share. Not thread-safe."""
 
     def __init__(self, run: Run, view: GlobalView, inputs: Inputs, manifest: Mapping[str, Any]) -> None:
         self._run = run
@@ -213,7 +213,7 @@ class UnitBuilder:
         self._loaded: _Loaded | None = None
 
     def is_as_planned(self, unit: Unit) -> bool:
-        """Return True if the run as opened here has the rows that the unit was planned from, and no further rows."""
+        """Return True if the run, as opened here, has exactly the rows from which the unit was planned."""
         return self._inputs.units(unit.window)[unit.share].digest == unit.digest
 
     def build(self, unit: Unit, folder: Path) -> UnitReport:
@@ -285,12 +285,12 @@ class UnitBuilder:
 
 
 def read_report(manifest: Mapping[str, Any]) -> UnitReport:
-    """Read the report from the manifest of a unit; raise KeyError if it has none, or another version's."""
+    """Return the report in the manifest of a unit; raise KeyError if it has none, or one of another version."""
     return UnitReport(**{name: manifest["merge"][name] for name in UnitReport.__dataclass_fields__})
 
 
 def _share_of_rows(payload_bytes: Any, num_units: int) -> Any:
-    """Return the share that each row belongs to; shares hold consecutive rows, and about equal payloads."""
+    """Return the share to which each row belongs. Shares have consecutive rows, and about equal payloads."""
     weights = np.asarray(payload_bytes, np.int64) + _ROW_WEIGHT
     begins = np.cumsum(weights) - weights
     total = int(weights.sum()) or 1
@@ -328,7 +328,7 @@ Summary = dict[str, Entry]
 
 
 def is_problem(kind: str) -> bool:
-    """Return True if a finding means that the merged run is incomplete, or that training went wrong.
+    """Return True if a finding means that the merged run is incomplete, or that the training was faulty.
 
     Replicas of buffers may differ: each rank keeps its own values until the next forward broadcasts them.
     """
@@ -367,7 +367,7 @@ def _of_run(texts: Sequence[str], count: int, num_problems: int) -> Entry:
 
 
 def combine(summaries: Iterable[Summary]) -> Summary:
-    """Add up summaries; of examples that differ only in their step, the first is kept."""
+    """Add up summaries. Of examples that differ only in their step, the first is kept."""
     total: Summary = {}
     for summary in summaries:
         for kind, entry in summary.items():

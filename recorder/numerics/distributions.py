@@ -22,7 +22,7 @@ from .units import Units
 
 
 class Bins(NamedTuple):
-    """Shares of the values of several tensors by magnitude, in the same bins."""
+    """The shares of the values of several tensors by magnitude, in common bins."""
 
     first: int
     """The exponent of the first bin, whose values begin at 2^first."""
@@ -110,7 +110,7 @@ class UnitsApart(NamedTuple):
     units_apart: int | None
     """The number of units with different sums; None if the values have different numbers of units or unit dims."""
     unit: int | None
-    """The unit whose root mean squares differ most; None if no unit differs."""
+    """The index of the unit whose root mean squares differ most; None if no unit differs."""
     unit_rms_a: float | None
     unit_rms_b: float | None
 

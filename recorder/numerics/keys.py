@@ -24,7 +24,7 @@ SERIES_KEY = tuple(name for name in KEY if name != "step")
 
 
 _NONE = -1
-"""The stage number of a row outside of pipelines."""
+"""The stage index of a row outside of pipelines."""
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
 """The int64 for null where statistics are compared by their bits; as a float64 it is a denormal, which no statistic is.
@@ -149,7 +149,7 @@ def mix(columns: Sequence[npt.NDArray[Any]]) -> Integers:
 
 
 def bits_of(column: Any) -> Integers:
-    """Return a column of numbers as integers that are equal for equal values, also for NaN and null."""
+    """Return a column of numbers as integers that are equal for equal values, including NaN and null."""
     values = (column.fill_null(0) if column.null_count else column).to_numpy()
     bits: Integers = values.view(np.int64).copy()
     if column.null_count:
@@ -178,7 +178,7 @@ class Times(NamedTuple):
     stage: Integers
     """The pipeline stage of the row; -1 outside of pipelines."""
     micro_step: Integers
-    """The micro-batch of a value that belongs to one micro-batch of a pipeline; else 0."""
+    """The index of the micro-batch of a value of a pipeline; 0 for other values."""
     rank: Integers
 
     def order(self) -> Integers:

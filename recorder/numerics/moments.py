@@ -37,7 +37,7 @@ _NEEDS = {"mean": ("sum",), "std": ("sum", "mean"), "l2": ("sum_sq",)}
 
 
 class Moments:
-    """The statistics of a tensor, combined from the statistics of its pieces, one after the other."""
+    """The statistics of a tensor, to which the statistics of its pieces are added one after the other."""
 
     def __init__(self) -> None:
         self.count = self.nan_count = self.inf_count = self.zero_count = 0

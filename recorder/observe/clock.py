@@ -178,7 +178,7 @@ class RootClock:
                 self._by_micro_batch[micro_batch] = current
 
     def begin_trial(self) -> None:
-        """Begin a call of the root that is no part of training. The call gets a slice of its own."""
+        """Begin a call of the root that is no part of training. It gets a slice of its own."""
         self._of_thread.active = Slice(Moment(self._clock.step, None, "train"))
 
     def gradient_arrived(self, slice_: Slice) -> None:

@@ -33,7 +33,7 @@ class Hook:
 
     @property
     def __name__(self) -> str:
-        """Raise where `torch.jit.script` asks for the name, because it cannot compile a hook."""
+        """Raise if `torch.jit.script` asks for the name, because it cannot compile a hook."""
         if sys._getframe(1).f_globals.get("__name__") == "torch.jit._recursive":
             raise RuntimeError(f"recorder: {self._why_not_scripted}")
         return str(type(self).__qualname__)

@@ -50,7 +50,7 @@ class Observer(Protocol):
         note: str | None = None,
         put: Callable[[Staged], None] | None = None,
     ) -> None:
-        """Hand a tensor's values to the writer, or count them as dropped."""
+        """Pass a tensor's values to the writer, or count them as dropped."""
 
     def site_failed(self, origin: Origin, error: Exception) -> bool:
         """Count an error of the recorder at a site of a module; return whether the site is disarmed now."""

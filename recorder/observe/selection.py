@@ -61,7 +61,7 @@ class RuleSelection:
         self.extend(rules)
 
     def extend(self, rules: Sequence[Rule]) -> None:
-        """Add rules after the present rules. Modules take the new rules once they ask for their `rule_sets` again."""
+        """Append rules. Modules use them once they ask for their `rule_sets` again."""
         self._rules = (*self._rules, *rules)
         self._on_rank += [self._rank in rule.rank for rule in rules]
         self._takes_all += [rule.module == rule.cls == ANY and not rule.leaf for rule in rules]

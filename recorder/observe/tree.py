@@ -84,7 +84,7 @@ def _forward(module: nn.Module) -> Any:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called; containers and modules that torch puts into an exported program cannot."""
+    """Whether a module can be called: not containers, and not modules that torch puts into an exported program."""
     if isinstance(module, torch.jit.ScriptModule):
         return bool(module._c._has_method("forward"))
     is_torchs_own = type(module).__name__ == "GuardsFn" and type(module).__module__.startswith("torch.export.")

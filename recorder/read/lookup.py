@@ -22,7 +22,7 @@ from .writers import RecordedWriter
 QUALIFIERS = (
     "site", "step", "name", "rank", "micro_step", "call", "repeat", "mode", "phase", "root", "scope", "attempt",
 )  # fmt: skip
-"""The columns that, with the module path, identify a tensor of a run, in the order in which choices are listed."""
+"""The columns that, with the module path, identify a tensor of a run. Choices are listed in this order."""
 LOOKUP_COLUMNS = (*QUALIFIERS, "module_path", "encoding", "part", *POSITION_COLUMNS)
 _OF_RANKS = ("rank", "attempt")
 """The columns in which the rows of one global tensor may differ. The attempt is chosen earlier."""
@@ -162,7 +162,7 @@ def _of_stage(
 
 
 def several_stages(what: str, numbers: Iterable[int]) -> str:
-    """Return the message for modules of several pipeline stages that have one path, as the stages' own roots do."""
+    """Return the error message for modules of several pipeline stages with the same path, such as the stages' roots."""
     choices = "|".join(map(str, sorted(numbers)))
     return f"{what} is another tensor in each stage of the pipeline; choose stage={choices}"
 

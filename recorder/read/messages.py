@@ -31,7 +31,7 @@ MAX_BATCH_BYTES = 1 << 30
 """
 
 _MAX_RATIO = 128
-"""The most bytes of a compressed batch for each byte on disk; constant columns reach 13, a zip bomb thousands."""
+"""The most bytes of a compressed batch per byte on disk. Constant columns reach 13, a zip bomb thousands."""
 _MIN_DECLARED_BYTES = 1 << 20
 _MAX_PAIRS = 64
 """The most pairs of custom metadata in a message; ours have two. Many pairs could share bytes and be slow to read."""
@@ -87,7 +87,7 @@ class _Table:
         return value
 
     def field(self, index: int) -> int:
-        """Return the position of a field's value; 0 for an absent field."""
+        """Return the position of a field's value; 0 if the field is absent."""
         entry = 4 + 2 * index
         offset = self.unpack("<H", self.vtable + entry) if entry < self.vtable_bytes else 0
         return self.position + offset if offset else 0

@@ -189,11 +189,11 @@ class StepRange(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """The steps of some rows, ascending, with the number of rows and bytes of each."""
+    """The steps of some rows, ascending, with the number of rows and bytes of each step."""
 
     steps: Ints
     rows: Ints
-    """The number of rows of each step; a row with sums of units counts as the rows that take as much memory."""
+    """The number of rows of each step. A row with sums of units counts as several rows, by its memory."""
     bytes: Ints
 
     @classmethod

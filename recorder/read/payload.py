@@ -39,7 +39,7 @@ _Key = tuple[int, int]
 
 
 class Payloads:
-    """Payloads by position in `MetadataRows`, whose `POSITION_COLUMNS` must be loaded."""
+    """The payloads of rows, by position in `MetadataRows`, whose `POSITION_COLUMNS` must be loaded."""
 
     def __init__(self, rows: MetadataRows, num_writers: int = 1) -> None:
         self._rows = rows
@@ -79,7 +79,7 @@ class Payloads:
                 self._shrink()
 
     def encoded(self, position: int) -> EncodedPayload:
-        """Return one row's payload as it is stored, or the payload that its ``ref`` names. RunError: it is damaged."""
+        """Return one row's payload as it is stored, or the one that its ``ref`` names. RunError: it is damaged."""
         source = self._source(position)
         try:
             encoding_of(source["encoding"])

@@ -96,10 +96,10 @@ class RecordedRun:
 
     @property
     def problems(self) -> list[str]:
-        """A message for each thing that is damaged on disk and missing from the rows; each is logged when it is found.
+        """A message for each damage on disk that makes rows missing; each is logged when it is found.
 
-        Manifests and footers are checked on opening, a column when it is first read, a payload when it is asked for
-        (which raises). `recorder verify` reads everything.
+        Manifests and footers are checked on opening, a column when it is first read, a payload when it is read (which
+        raises). `recorder verify` reads everything.
         """
         of_manifest = [self._manifest_problem] if self._manifest_problem else []
         return of_manifest + [problem for writer in self.writers for problem in writer.problems]
@@ -120,13 +120,13 @@ class RecordedRun:
 
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
-        """The names of the values that `jitter` moved, ``inputs`` or ``embeddings``; None if no manifest names them."""
+        """The values that `jitter` moved: ``inputs`` or ``embeddings``; None if no manifest says so."""
         moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
         return tuple(moved) if self._jitter_facts else None
 
     @cached_property
     def jitter_eps(self) -> float:
-        """The largest relative change that `jitter` made to an element; 0 if no manifest has it."""
+        """The largest relative change that `jitter` made to an element; 0 if no manifest says so."""
         return max((fact.eps for fact in self._jitter_facts), default=0.0)
 
     @property
@@ -409,7 +409,7 @@ def dumps_of(writers: Sequence[RecordedWriter]) -> list[RunDump]:
 
 
 class SentCommands(NamedTuple):
-    """The commands of a run by number, and a sentence for each file that should be a command and is not."""
+    """The commands of a run by number, and a sentence for each file with a command's name but no command in it."""
 
     sound: tuple[Command, ...] = ()
     problems: tuple[str, ...] = ()

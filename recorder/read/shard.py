@@ -279,7 +279,7 @@ def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
 def _crcs_without_nulls(
     kind: ColumnKind, num_rows: int, buffers: Sequence[tuple[int, int]], body: memoryview
 ) -> list[int | None] | None:
-    """Compute what `buffer_crcs` does for a column without nulls, in half the time; None where its answer would differ.
+    """Compute the result of `buffer_crcs` for a column without nulls, in half the time; None if it would differ.
 
     `buffers` are the offset in the body and the length of each buffer except the validity bitmap.
     """
@@ -356,7 +356,7 @@ class Salvaged:
     num_trailing_bytes: int = 0
     """The bytes after the last complete batch, neither zeros nor a batch: an unfinished write, or `tail_damage`."""
     damage: list[str] = field(default_factory=list)
-    """A message for each range of bytes that was skipped before the last complete batch."""
+    """A message for each range of bytes that was skipped, because it was damaged, before the last complete batch."""
     tail_damage: str = ""
     """The reason why the trailing bytes are damage; empty if they may be an unfinished write."""
     end: int = 0
@@ -447,7 +447,7 @@ class _Walk:
             )
 
     def _take(self, offset: int) -> int:
-        """Keep the batch at `offset` and return the offset of the next batch."""
+        """Keep the batch at `offset`, and return the offset of the next batch."""
         block, checked = self._read(offset)
         self.found.last_header = checked.header
         if not self.found.is_sealed:

@@ -166,7 +166,7 @@ class RecordedWriter:
 
     @cached_property
     def _status(self) -> dict[str, Any]:
-        """Return the last status of a writer whose manifest does not say that it closed; empty without a status."""
+        """Return the last status of a writer whose manifest does not say that it closed; empty if there is none."""
         if self.manifest.state == "closed":
             return {}
         try:
@@ -208,7 +208,7 @@ class RecordedWriter:
 
     @property
     def problems(self) -> list[str]:
-        """A message for each thing that is damaged and missing from the rows."""
+        """A message for each damage that makes rows missing."""
         of_manifest = [self.manifest_problem] if self.manifest_problem else []
         return of_manifest + [damage for shard in self.all_shards for damage in shard.damage]
 

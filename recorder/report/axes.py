@@ -160,7 +160,7 @@ class Axes:
     last_step: int | None = None
     num_rows: int = 0
     below: str | None = None
-    """The path of a module: only it, the modules below it and scalars are drawn. None draws everything."""
+    """The path of a module: only the module, its submodules and scalars are drawn. None draws everything."""
 
     def numbers_of(self, table: Any) -> Integers:
         """Return for each row of a table the index of its series; -1 where the series is not drawn."""
@@ -224,13 +224,13 @@ MAX_RANKS = 8
 MAX_ODD = 4
 SPREAD = ("low", "median", "high")
 _FAR = 8.0
-"""A value is far from the median of the ranks if the distance is more than this many interquartile ranges."""
+"""The distance from the median of the ranks, in interquartile ranges, beyond which a value is far from it."""
 _LEAST_SHARE = 1e-3
 """The least interquartile range, as a share of the median. Without it, ranks with mere rounding differences would be
 odd.
 """
 _MIN_RANKS = 3
-"""The fewest ranks that are compared: if two ranks differ, either may be the odd one."""
+"""The fewest ranks that are compared. If only two ranks differ, either may be the odd one."""
 
 
 class Lanes:

@@ -40,7 +40,7 @@ class PageBlock:
     """A named part of the data that the page draws."""
 
     name: str
-    """Letters, digits, ``-``, ``.`` and ``/``. The package chooses the name, which never contains a text from a run."""
+    """A name of letters, digits, ``-``, ``.`` and ``/``. The package chooses it, and never uses a text from a run."""
     data: Mapping[str, Any]
     """The part of the block that is sent as JSON; nonfinite numbers become null."""
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ NO_ROW, NO_NUMBER, FIRST = 0, 1, 2
 """The codes of a cell without a row, and of a cell whose row lacks the statistic; numbers have codes from `FIRST` on.
 """
 FINE, COARSE = 65534, 254
-"""The number of values that a two-byte code and a one-byte code can distinguish."""
+"""The numbers of values that a two-byte code and a one-byte code can distinguish."""
 _WIDE = 64.0
 _MAX_SPAN = 1e9
 """A value that is this many times smaller than the largest value of its series is drawn as zero."""
@@ -132,11 +132,11 @@ def planes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 class Cube:
-    """Holds a number for each statistic, series, lane and column."""
+    """Has a number for each statistic, series, lane and column."""
 
     def __init__(self, *, steps: Sequence[int], num_columns: int, num_series: int, num_lanes: int,
                  statistics: Sequence[str]) -> None:  # fmt: skip
-        """Make an empty cube whose columns share the ascending `steps`, of which there are at least `num_columns`."""
+        """Make an empty cube with columns for the ascending `steps`, of which there must be at least `num_columns`."""
         self.steps = np.array(steps, np.int64)
         self.shape = num_series, num_lanes, num_columns
         self._column = np.arange(len(steps)) * num_columns // max(len(steps), 1)
@@ -232,7 +232,7 @@ class GrowingCube(Cube):
         self.changed[self.columns_of(steps)] = self.version
 
     def save_from(self, step: int) -> None:
-        """Begin to add values that are not final, at this step or later; `restore` removes these values."""
+        """Mark the beginning of values that are not final, at this step or later; `restore` removes them."""
         first = int(self.columns_of(np.array([step]))[0])
         values = {name: array[:, :, first:].copy() for name, array in self.values.items()}
         self._saved = first, values, self.has_row[:, :, first:].copy()

@@ -78,7 +78,7 @@ class StepsCollector(ABC, Generic[T]):
         """The collected values by series and step."""
 
     def add(self, table: Any, number_of: Callable[[Any], Integers]) -> None:
-        """Add rows of later steps than all rows before; `number_of` returns the series of each row, or -1."""
+        """Add rows whose steps are later than all earlier rows'; `number_of` returns the series of each row, or -1."""
         some = table.filter(pc.is_valid(table.column(self.column)))
         if self._thinned is not None:
             self._thinned.see(sorted(pc.unique(some.column("step")).to_pylist()))

@@ -24,7 +24,7 @@ _SCRIPTS = (
 """The scripts in the order in which the page holds them; each script uses what earlier scripts define."""
 _STYLES = ("vendor/uPlot.min.css", "page.css")
 BLOCK_TYPE = "application/x-recorder-block"
-"""The type of the script elements that hold data; no browser runs a script of this type."""
+"""The type of the script elements that contain data. Browsers do not run scripts of this type."""
 _LINE_BYTES = 3 << 16
 _SCRIPTS_TYPE = "application/x-recorder-scripts"
 _LOADER = f"""\

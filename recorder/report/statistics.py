@@ -30,7 +30,7 @@ _DEVIATION = "deviation"
 _MAX_CELLS = 1_400_000
 """The most one-byte cells of a page, which bounds the page at 2 MB."""
 _MAX_FINE_CELLS = 250_000
-"""Cells have two bytes if the page has at most this many cells."""
+"""The most cells of a page with which cells have two bytes."""
 _MIN_COLUMNS, _MAX_COLUMNS = 32, 1000
 _MAX_SCALAR_COLUMNS = 2000
 _ENOUGH_COLUMNS = 160
@@ -155,7 +155,7 @@ class StatisticsBlocks:
                 cube.add_steps(more)
 
     def adopt(self, older: StatisticsBlocks) -> None:
-        """Take over the values of `older`, which is also growing, has the same lanes, and knows fewer series."""
+        """Take over the values of `older`, which is growing too, has the same lanes, and has fewer series."""
         pairs = [(self.cube, older.cube), (self.scalar_cube, older.scalar_cube), (self.rank_steps, older.rank_steps)]
         for new, old in pairs:
             if isinstance(new, GrowingCube) and isinstance(old, GrowingCube):

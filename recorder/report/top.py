@@ -53,7 +53,7 @@ class Highlight(NamedTuple):
 
     text: str
     link: Mapping[str, Any]
-    """The members of the page's address that the sentence links to."""
+    """The members of the page's address to which the sentence links."""
     mark: str = "wrong"
     """``wrong``, ``right``, or ``note``."""
     steps: tuple[int, int] | None = None
@@ -175,7 +175,7 @@ def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> Page
 
 
 def _ranges(numbers: Sequence[int]) -> list[int]:
-    """Return sorted integers as the ends of the ranges that they fill: first, last, first, last..."""
+    """Return sorted integers as the ends of their contiguous ranges: first, last, first, last..."""
     if not numbers:
         return []
     values = np.array(numbers, np.int64)

@@ -48,7 +48,7 @@ class ListedRun(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name by which a user may ask for the run."""
+        """All names by which a user may ask for the run."""
         return self.name, self.location.name, self.run_id
 
 

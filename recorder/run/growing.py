@@ -46,7 +46,7 @@ class _ShardsOfKind:
 
     kind: str
     known: dict[int, bool] = field(default_factory=dict)
-    """By number of a shard, whether the shard was open at the last listing."""
+    """By a shard's number, whether the shard was open at the last listing."""
     next_shard: int = 0
     shard: ShardRows | None = None
     waiting: list[int] = field(default_factory=list)

@@ -46,7 +46,7 @@ def proof_state(proof: Proof) -> str:
 
 
 def sent_note(run: Run) -> str | None:
-    """Return the note that a run was sent commands while it was recorded; None if it was sent only dumps."""
+    """Return the note that commands were sent to a run while it was recorded; None if only dumps were sent."""
     if not (num_sent := run.commands.num_beside_dumps):
         return None
     numbers = counted(num_sent, "command")
@@ -206,7 +206,7 @@ def differing_ranks(note: str | None) -> tuple[int, ...]:
 
 
 class MissingRanks:
-    """The numbers of values that lack ranks, added up over tables of rows."""
+    """The numbers of values that lack ranks, summed up over tables of rows."""
 
     def __init__(self) -> None:
         self._num_values = 0
@@ -223,7 +223,7 @@ class MissingRanks:
             self._found[ranks] = known[0] + len(of), min(known[1], int(of.min())), max(known[2], int(of.max()))
 
     def join(self, other: MissingRanks) -> None:
-        """Append the counts that were added to `other`."""
+        """Append these counts to `other`."""
         self._num_values += other._num_values
         for ranks, (num, first, last) in other._found.items():
             known = self._found.get(ranks, (0, first, last))
@@ -320,7 +320,7 @@ def _unknown(*_: object) -> None:
 
 
 class Unsealed(NamedTuple):
-    """Rows in open shards of writers that no longer record."""
+    """The rows in open shards of writers that no longer record."""
 
     num_rows: int
     num_files: int

@@ -106,9 +106,8 @@ class Reply:
     parts: Callable[[], Iterable[Part]]
     """A function that returns sentences and tables for people, in order; each is printed as soon as it is known."""
     exit_code: int | Callable[[], int] = 0
-    """0 if nothing is wrong, 1 if the command found something, 2 if it could not do all that was asked.
-
-    A function if the code is known only after `members` or `parts` has been used up.
+    """0 if nothing is wrong, 1 if the command found something, 2 if it could not do everything. It is a function if the
+    code is known only after `members` or `parts` has been used up.
     """
 
 

@@ -91,7 +91,7 @@ class Run(RecordedRun):
 
     @cached_property
     def proof(self) -> Proof | None:
-        """The verdict of `recorder prove` about the program of the run; None if the command was not used."""
+        """The verdict of `recorder prove` about the program of the run; None if `recorder prove` was not used."""
         store, path = store_of(self.path), self.path / PROOF
         try:
             return Proof.read(store.read_json(path, PROOF_BYTES)) if store.is_file(path) else None
@@ -186,7 +186,7 @@ class Run(RecordedRun):
         rank: int | None = None,
         **more: Unpack[Qualifiers],
     ) -> Histogram:
-        """Return the number of values of a tensor with each sign and power of two, where a rule has kept them.
+        """Return a tensor's histogram by sign and power of two, if a rule has kept histograms.
 
         Arguments are those of `array`; no values are needed. Without `rank` the histogram is that of the global tensor:
         counts of several ranks are added. Print it, ask it for a `quantile`, or add histograms of several steps.
@@ -260,7 +260,7 @@ class Run(RecordedRun):
         check_overrides(layouts, self)
 
     def ended_before(self, step: int) -> str:
-        """Return a sentence about the ranks whose records end by a kill before a step; empty if there are none."""
+        """Return a sentence about ranks whose records were ended by a kill before a step; empty if there are none."""
         return ended_before(self.writers, step)
 
     def __getitem__(self, module_path: str) -> ModuleView:
@@ -350,7 +350,7 @@ class Run(RecordedRun):
 
     @cached_property
     def _may_be_in_chunks(self) -> bool:
-        """Whether several rows may form one tensor: rows of several ranks, or of the micro-batches of a pipeline."""
+        """Whether several rows may form one tensor: rows of several ranks, or of a pipeline's micro-batches."""
         return max(len(self.ranks), self.world_size or 1) > 1 or (not self.is_merged and self._view.has_pipeline)
 
 

@@ -22,7 +22,7 @@ from ..system.text import listed, steps_in_words
 from .run import Run
 
 PER_RANK = ("*=per_rank",)
-"""The layouts of a view in which every row is as its rank recorded it."""
+"""The layouts of a view in which every row stays as its rank recorded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalOptions:
-    """The options that say whether and how the ranks' rows become global tensors; see `Run.view`."""
+    """The options for joining ranks' rows into global tensors; see `Run.view`."""
 
     across_ranks: bool = False
     loss: str = "mean"

@@ -94,16 +94,17 @@ class Status(Lifetime):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNow:
-    """The present state of one rank, according to its newest writer."""
+    """The present state of one rank, from its newest writer."""
 
     rank: int
     state: str
-    """The state in `status`, or ``killed`` (its process is gone), ``silent`` (no news for too long) or ``starting``."""
+    """The state in `status`, or ``killed`` (its process is gone), ``silent`` (no status for too long) or ``starting``.
+    """
     silent_s: float
     """The seconds since the last status."""
     status: Status
     num_writers: int
-    """The number of process lifetimes that this rank has had in the run."""
+    """The number of processes that have written for this rank in the run."""
     num_alive: int
     """The number of these writers that are recording. More than one means that two jobs use the same directory."""
 
@@ -115,7 +116,7 @@ class _StatusFile:
     directory: Location
     status: Status
     is_shown: bool = False
-    """False if only a manifest was found, and no status."""
+    """False if there is only a manifest and no status."""
     changed_ns: int = 0
     inode: int = 0
 
@@ -268,7 +269,7 @@ def _drops(balance: Balance) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The result of testing whether a program trains the same with the recorder as without."""
+    """The result of testing whether a program trains the same with the recorder as without it."""
 
     verdict: str
     """One of `VERDICTS`. A verdict of a later version counts as ``cannot tell`` for exit codes."""

@@ -35,7 +35,7 @@ from .run import RecordedWriter, Run, open_run
 MAX_ROWS = 200_000
 """The most rows in a range, of all ranks together, which bounds the memory for their columns. A step may have more."""
 MAX_BYTES = 256 << 20
-"""The most decoded payload in a range, of all ranks together: a second of work. A single step may have more."""
+"""The most decoded payload bytes in a range, of all ranks together: a second of work. A single step may have more."""
 
 T = TypeVar("T")
 Steps = tuple[int, int]
@@ -60,7 +60,7 @@ class Mapper(Protocol):
 def map_serially(
     make: Callable[..., Callable[..., T]], arguments: tuple[Any, ...], ranges: Iterable[tuple[Any, ...]], /
 ) -> Iterator[T]:
-    """Work on the ranges in this thread, one after the other. This is the mapper without a cluster."""
+    """Work on the ranges in this thread, one after the other. This mapper is used without a cluster."""
     work = make(*arguments)
     for arguments_of_one in ranges:
         yield work(*arguments_of_one)

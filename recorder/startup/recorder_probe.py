@@ -39,7 +39,7 @@ def start() -> None:
 
 
 class _Probe:
-    """Counts the steps of the first optimizer that steps, and writes a line after each step of any optimizer."""
+    """Counts the steps of the first optimizer that steps. After a step of any optimizer it writes a line."""
 
     def __init__(self, folder: str, num_steps: int) -> None:
         self._folder = folder

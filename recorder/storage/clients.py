@@ -55,10 +55,10 @@ class Client:
     def __init__(
         self, scheme: str, bucket: str, *, silence_s: float = _SILENCE_TIMEOUT_S, num_tries: int = _NUM_TRIES
     ) -> None:
-        """Prepare the client, and make no request yet.
+        """Prepare the client, without a request yet.
 
-        `silence_s` is the longest wait for the next byte, and includes the time in which a part is sent. A request
-        without an answer is tried `num_tries` times.
+        `silence_s` is the longest wait for the next byte, including the time for sending a part. A request without an
+        answer is tried `num_tries` times.
         """
         self._silence_s = silence_s
         self._num_tries = num_tries
@@ -185,7 +185,7 @@ def changed(path: object) -> StoreError:
 
 
 def _is_without_credentials(text: str) -> bool:
-    """Return True if the search for credentials has failed, rather than the store itself."""
+    """Return True if the search for credentials has failed, and not the store itself."""
     return (
         re.search(r"MissingAccessKeyId|token request|performing [A-Z]+ \S+/latest/(api/token|meta-data/)", text)
         is not None
@@ -203,7 +203,7 @@ _ASKED_BY_BOTO3 = ("sso_session", "sso_start_url", "credential_process", "role_a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreKind:
-    """The facts about the object stores of one scheme. In a field, spaces separate the names of settings."""
+    """The facts about the object stores of one scheme. A field may list names of settings, separated by spaces."""
 
     client: str
     """The name of the class in `obstore.store`."""
@@ -244,7 +244,7 @@ class StoreKind:
 
 
 class AmazonS3(StoreKind):
-    """S3, whose client reads the environment but no profile, so the profile is read here."""
+    """S3. Its client reads the environment but no profile, so the profile is read here."""
 
     __slots__ = ()
 

@@ -136,7 +136,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 class Refusal(NamedTuple):
-    """A file under the name of a command that holds no valid command."""
+    """A file with the name of a command, but without a valid command in it."""
 
     number: int
     why: str
@@ -160,7 +160,7 @@ class CommandFolder:
 
     @property
     def has_unfinished(self) -> bool:
-        """True if a file was found that may be incomplete yet."""
+        """True if a file was found that may still be incomplete."""
         return bool(self._damaged_since_s)
 
     def look(self, *, is_told: bool = False) -> list[Command | Refusal]:

@@ -198,7 +198,7 @@ class ObjectStore:
         return self.open_sealed(path)
 
     def each(self, function: Callable[[Item], Found], items: Iterable[Item]) -> Iterable[Found]:
-        """Call the function in threads. A nested call runs in the calling thread, or threads would wait for others."""
+        """Call the function in threads. A nested call runs in the calling thread, to avoid a deadlock."""
         items = list(items)
         if len(items) < 2 or getattr(self._threads, "is_ours", False):
             return [function(item) for item in items]

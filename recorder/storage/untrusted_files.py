@@ -61,7 +61,7 @@ class Store(Protocol):
         """Read a manifest, as `format.rundir.read_json` does."""
 
     def open_sealed(self, path: Any) -> ByteSource:
-        """Open a file that nobody changes any more; raise FileNotFoundError if the file is gone."""
+        """Open a file that no longer changes; raise FileNotFoundError if the file is gone."""
 
     def open_growing(self, path: Any) -> ByteSource:
         """Open a file that its writer may still be writing; raise FileNotFoundError if the file is gone."""
@@ -123,7 +123,7 @@ def _raise_if_gone(error: OSError, path: Path | str) -> None:
 
 
 class MappedFile:
-    """A memory-mapped file that nobody changes any more (a sealed shard, an index)."""
+    """A memory-mapped file that no longer changes (a sealed shard, an index)."""
 
     def __init__(self, path: Path) -> None:
         self.where = str(path)

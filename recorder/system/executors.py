@@ -75,7 +75,7 @@ def keep(question: bytes, make: Callable[[], T]) -> T:
 
 
 def drop_all() -> None:
-    """Drop the objects of all threads, because a removed run occupies the disk as long as its shards are mapped."""
+    """Drop the objects of all threads, because a removed run occupies the disk while its shards are mapped."""
     _kept.clear()
     gc.collect()
 

@@ -129,10 +129,10 @@ def _is_configured(logger: logging.Logger) -> bool:
 
 
 class LimitedLog:
-    """A log with at most `max_lines` lines of each kind in five minutes. Only one thread may use it."""
+    """A log with at most `max_lines` lines of each kind per five minutes. Only one thread may use it."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float], *, max_lines: int = 1) -> None:
-        """Begin with no lines logged; at most `max_lines` of one kind are logged in five minutes of the clock."""
+        """Begin with no lines logged. In five minutes of the clock, at most `max_lines` lines of a kind are logged."""
         self._logger = logger
         self._clock = clock
         self._max_lines = max_lines
@@ -154,7 +154,7 @@ class LimitedLog:
         return True
 
     def begin_anew(self, kind: str) -> bool:
-        """Begin the next five minutes of a kind if the last are over; return whether they are over."""
+        """Begin the next five minutes of a kind if the previous ones are over; return whether they are."""
         now = self._clock()
         if now - self._windows.get(kind, (now, 0))[0] < _WINDOW_S:
             return False
@@ -169,7 +169,7 @@ def can_say(logger: logging.Logger, deadline_s: float = 0.0) -> bool:
 
 
 def has_room(stream: Any, deadline_s: float) -> bool:
-    """Whether a short text can be written to a stream without waiting; a pipe with any room takes a page at once."""
+    """Whether a short text can be written to a stream without waiting: a pipe that is not full takes a page at once."""
     if stream is None or getattr(stream, "closed", False):
         return False
     try:
@@ -183,7 +183,7 @@ def has_room(stream: Any, deadline_s: float) -> bool:
 
 
 def _streams(logger: logging.Logger) -> Iterator[Any]:
-    """Yield the streams that a line of `logger` is written to: standard error if `logger` has no handlers."""
+    """Yield the streams to which `logger` writes a line: standard error if it has no handlers."""
     if not logger.hasHandlers():
         yield sys.stderr
     for handler in _handlers(logger):

@@ -144,7 +144,7 @@ _MIN_NS = 250_000_000
 
 
 class CoreShare:
-    """Measures whether the calling thread gets a core when it wants one; works only on Linux."""
+    """Measures whether the calling thread gets a core when it wants one. Works only on Linux."""
 
     def __init__(self) -> None:
         self._ran_ns = self._waited_ns = 0
@@ -242,7 +242,7 @@ def sync_directory(path: Path | str) -> None:
 
 
 def set_malloc(**parameters: int) -> None:
-    """Set parameters of glibc's allocator for this process, by the names that ``mallopt`` has in malloc.h."""
+    """Set parameters of glibc's allocator for this process, by their ``mallopt`` names in malloc.h."""
     numbers = {"M_TRIM_THRESHOLD": -1, "M_MMAP_THRESHOLD": -3, "M_ARENA_MAX": -8}
     import ctypes
 

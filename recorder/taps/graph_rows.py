@@ -20,7 +20,7 @@ from ..sites import GRADIENT_OF
 from .module_taps import Where
 
 _MAX_CALLS = 1024
-"""The number of calls at one tap of one graph whose gradients can be distinguished."""
+"""The most calls at one tap of one graph whose gradients can be distinguished."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
 """The note on the gradient of a tap's result. Unlike a tensor hook's, it leaves out uses of the value in the module."""
@@ -29,7 +29,7 @@ _Key = tuple[str, str, int]
 
 
 class TappedModule(Protocol):
-    """A module under hooks that has a tap."""
+    """A hooked module that has a tap."""
 
     @property
     def node_path(self) -> str: ...
@@ -60,7 +60,7 @@ class TappedRoot(Protocol):
 
     @property
     def modules_by_tap(self) -> Mapping[str, TappedModule]:
-        """The modules with taps, by the text of a `Where`."""
+        """The modules with taps, by the text of their `Where`."""
 
     def has_tap(self, where: str) -> bool:
         """Whether a tap is on a module of this root."""
@@ -175,7 +175,7 @@ class TapRows:
         del calls[:-_MAX_CALLS]
 
     def saw_gradient(self, gradient: torch.Tensor, key: _Key, *, is_total: bool) -> None:
-        """Record a gradient that passes a tap on its way back."""
+        """Record a gradient that passes a tap in the backward."""
         calls = self._calls.get(key)
         if not calls:  # the value passed the tap while nothing was recorded
             return
@@ -227,7 +227,7 @@ class TapRows:
         return watch is not None and watch.is_hidden
 
     def reselect(self) -> None:
-        """Have every tap use the current rules; called between two steps."""
+        """Make every tap use the current rules; called between two steps."""
         for (name, where, _), tap in self._taps.items():
             made = self._make(name, where, tap.root)
             tap.rule_set, tap.gradient_rule_set = made.rule_set, made.gradient_rule_set

@@ -28,7 +28,7 @@ _LISTS_ATTRIBUTES = torch.__version__ >= "2.13"
 
 
 def is_for_graph(value: Any) -> bool:
-    """Whether the code that runs becomes a graph, or is differentiated or batched by `torch.func`."""
+    """Whether the running code is being made into a graph, or is differentiated or batched by `torch.func`."""
     if torch.compiler.is_compiling():
         return ops.is_on or _is_exporting()
     return is_traced() or is_proxy(value) or (ops.is_on and in_functorch()) or _is_made_into_fx()
@@ -40,7 +40,7 @@ def _is_exporting() -> bool:
 
 
 def is_traced() -> bool:
-    """Whether `torch.jit.trace` or `torch.fx` runs the code, to make a graph of it."""
+    """Whether `torch.jit.trace` or `torch.fx` is running the code, to make a graph of it."""
     return _tracing_state() is not None or _is_fx_tracing()
 
 
@@ -50,7 +50,7 @@ def in_functorch() -> bool:
 
 
 def is_proxy(value: Any) -> bool:
-    """Whether a value, or something in it, is a proxy of FX."""
+    """Whether a value is an FX proxy or contains one."""
     if torch.compiler.is_compiling():
         return False
     if isinstance(value, torch.fx.Proxy):

@@ -126,7 +126,7 @@ def _next_level() -> Iterator[None]:
 
 
 class _Tap(_SingleLevelFunction):
-    """The autograd formula of ``recorder::tap``, which the dispatcher calls once for each transform of functorch."""
+    """The autograd formula of ``recorder::tap``, which the dispatcher calls once for each functorch transform."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *key: Any) -> torch.Tensor:

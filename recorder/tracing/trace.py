@@ -236,7 +236,7 @@ class _TracedModuleHooks:
         self._handles.clear()
 
     def _guard(self, site: str, see: Callable[..., None]) -> Callable[..., None]:
-        """Return a hook's function that never raises into the model."""
+        """Return a function for a hook that never raises into the model."""
 
         def seen(module: nn.Module, *values: Any) -> None:
             if module is not self._module or _is_tracing() is not None:
@@ -348,7 +348,7 @@ class _Hook(module_hooks.Hook):
 
 
 class _GradientArrives:
-    """The tensor hook that keeps a gradient but no reference to the trace, whose graph may refer to the hook."""
+    """The tensor hook that keeps a gradient. It has no reference to the trace, whose graph may refer to the hook."""
 
     __slots__ = ("_key", "_values", "handle")
     __torch_unserializable__ = True

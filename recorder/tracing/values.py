@@ -26,7 +26,7 @@ _MAX_ROWS = 40
 _MAX_NOTES = 5
 _MAX_KEY_WIDTH = 72
 _MAX_COMPARED = 2000
-"""The most keys that are compared with a missing key to find the nearest keys."""
+"""The most keys that are compared with a missing key to find the most similar ones."""
 
 
 class Key(NamedTuple):
@@ -66,7 +66,7 @@ class TracedModule:
     num_calls_elsewhere: int = 0
     """The number of calls in other threads."""
     num_recomputed: int = 0
-    """The number of calls within a backward."""
+    """The number of calls that were recomputed within a backward."""
 
 
 class Values(Mapping[Any, torch.Tensor]):
@@ -157,7 +157,7 @@ class Values(Mapping[Any, torch.Tensor]):
     __hash__ = object.__hash__
 
     def key(self, key: Any) -> Key:
-        """Return the complete key that a shortened key stands for.
+        """Return the complete key for a shortened key.
 
         Raises:
             TraceKeyError: there is no such value, or several; the message names the nearest keys and the reason.

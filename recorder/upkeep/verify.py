@@ -46,7 +46,7 @@ _MAX_THREADS = 4
 
 
 class VerifyResult(NamedTuple):
-    """A fault, or a remark for the reader of the report."""
+    """A fault, or a remark for the user."""
 
     is_fault: bool
     """False if the finding is no damage, such as the truncated last write of a killed process, or a missing index."""
@@ -162,7 +162,7 @@ def _read_all(shard: Shard, report: Report) -> Iterator[tuple[int, CheckedBatch 
 
 
 class _SealedFile:
-    """One pass over all bytes of a sealed file, including bytes that no column's checksum covers."""
+    """One pass over all bytes of a sealed file, including the bytes that no column's checksum covers."""
 
     def __init__(self, path: Location, extra: tuple[Any, ...] = (), without: tuple[str, ...] = ()) -> None:
         """Read the beginning and the end of the file. Arguments and errors are those of `open_sealed`."""

@@ -1,1 +1,1 @@
-"""The live page: a small server on this machine that follows runs, and the blocks that it draws of them."""
+"""The live page: a small server on this machine that follows runs, and the blocks that it draws for them."""

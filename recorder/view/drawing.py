@@ -75,7 +75,7 @@ class Drawing:
     """The blocks of one run. One thread calls `refresh`; one lock guards `refresh` and `blocks_since`."""
 
     def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
-        """Remember the run, and read nothing yet.
+        """Prepare, without reading the run yet.
 
         `judge` turns the findings of `recorder check` into sentences; `doctor` says whether a run that has ended is
         complete.

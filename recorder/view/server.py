@@ -57,7 +57,7 @@ _HEADERS = {
 
 
 class Guard:
-    """Refuses requests that come from other sites or lack the token, before any other code sees them."""
+    """Refuses requests that come from other sites or lack the token, before any other code handles them."""
 
     def __init__(self, app: ASGIApp, token: str, host: str) -> None:
         self._app, self._token = app, token
@@ -223,7 +223,7 @@ _STORE_LOOK_S = 5.0
 _OVER_LOOK_S = 5.0
 """The seconds between looks at a run that is over or gone. It may begin again."""
 _AT_MOST = 0.5
-"""The largest share of one core that the thread of a run uses."""
+"""The largest share of one core that a run's thread uses."""
 _CLOSE_S = 0.3
 _MAX_LISTED = 500
 _logger = logging.getLogger("recorder")
@@ -250,13 +250,13 @@ class WatchedRun:
         self._thread.start()
 
     def opened(self) -> None:
-        """Note that one more page shows the run."""
+        """Note that one more page displays the run."""
         with self._lock:
             self._num_watching += 1
             self._wanted.set()
 
     def closed(self) -> None:
-        """Note that one page fewer shows the run."""
+        """Note that one page fewer displays the run."""
         with self._lock:
             self._num_watching -= 1
             if not self._num_watching:
@@ -319,7 +319,7 @@ class WatchedRun:
 
 
 class Watching:
-    """All runs of a folder, or the one run that was asked for."""
+    """All runs of a folder, or the one run that the user named."""
 
     def __init__(self, folder: Location | None, run: Location | None, judge: Judge, doctor: Doctor) -> None:
         self.folder, self.run = folder, run

@@ -1,4 +1,4 @@
-"""The ledger of one writer: observed = written + dropped (by reason) + passed; it also counts rows that were retired.
+"""The ledger of one writer: observed = written + dropped (by reason) + passed; it also counts deleted rows.
 
 `drop` is called from hooks, signal handlers and finalizers, so it takes no lock and never waits. An error of the disk
 becomes a drop reason, a pause before the next attempt, and one log line for each kind of trouble. The log never raises
@@ -29,7 +29,7 @@ NO_MEMORY = "no_memory"
 DUMP_BYTES = "dump_bytes"
 """The reason for rows of a dump that exceed the bound on the bytes of all dumps."""
 WRITE_ERROR = "write_error"
-"""A drop reason; a colon and the name of the errno follow it."""
+"""A prefix of drop reasons; a colon and the name of the errno follow it."""
 
 
 class _Tally:
@@ -50,7 +50,7 @@ class _Tally:
 
 
 class Ledger:
-    """Counts rows until it is closed; from then on its numbers never change, and they balance."""
+    """Counts rows until it is closed. After that its numbers never change, and they add up."""
 
     def __init__(self, observed: Callable[[], int]) -> None:
         """Begin at zero. `observed` returns the number of rows that were numbered so far; any thread may call it."""

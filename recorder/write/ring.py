@@ -23,9 +23,9 @@ _MAX_PASSED = 1 << 16
 _SET_BACK = 3
 """If a record's step is more than this number of steps before the window, the program has set its steps back."""
 _SPARE_SHARE = 0.25
-"""The share of the ring that must stay free while older steps than the window are kept."""
+"""The share of the ring that must be free if steps older than the window are to be kept."""
 _MAX_LISTED = 64
-"""The most steps that a dump lists as missed."""
+"""The most missed steps that a dump lists."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class Dump:
     missed: list[int] = field(default_factory=list)
     """The steps whose values this rank had already given up when it learned of the trigger."""
     has_begun: bool = False
-    """True once the ring has handed over the records that were waiting."""
+    """True once the ring has given the waiting records to the shards."""
     is_over: bool = False
     """True once a record of a later step has come, so that all records of the dump were handed over."""
     num_due: int = 0
-    """The number of records that were handed over and are not written yet."""
+    """The number of records that were given to the shards and are not written yet."""
     is_said: bool = False
     """True once the missed steps were logged."""
 
@@ -122,7 +122,7 @@ class Ring:
         ledger: Ledger,
         clock: Callable[[], float],
     ) -> None:
-        """Begin empty.
+        """Begin with an empty ring.
 
         Args:
             window: the number of steps that are always kept; the caller of `ask` chooses the steps after a trigger.
@@ -160,7 +160,7 @@ class Ring:
         """True once a row was dropped because of the bound on the bytes of all dumps."""
 
     def ask(self, dump: Dump) -> None:
-        """Ask for the steps of a trigger. Any thread; never waits."""
+        """Request the steps of a trigger. Any thread; never waits."""
         self._wanted.append((dump.first_step, dump.last_step))
         self._wanted_until = max(self._wanted_until, dump.last_step)
         self._asked.append(dump)
@@ -187,7 +187,7 @@ class Ring:
         held.last_s = self._clock()
 
     def take_asked(self) -> bool:
-        """Begin the dumps that were asked for since the last call; return True if there were any."""
+        """Begin the dumps that were requested since the last call; return True if there were any."""
         has_begun = False
         while self._asked:
             dump = self._asked.popleft()
@@ -226,7 +226,7 @@ class Ring:
                 yield record.staged
 
     def _begin(self, step: int) -> None:
-        """Begin a new step, so that older steps pass."""
+        """Begin a new step, so that old steps leave the window."""
         now = self._now
         if now is not None and step < now:
             if step >= now - self._before - _SET_BACK:

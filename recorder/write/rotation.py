@@ -257,7 +257,7 @@ class RotatingShards:
         return reason
 
     def _refuse(self, num_bytes: int) -> str | None:
-        """Return why `num_bytes` must not be written, or None; first delete shards for room if retention may do so."""
+        """Return why `num_bytes` must not be written, or None; delete shards for room first if retention allows it."""
         try:
             reason = self._floor.refusal(self._directory, num_bytes)
         except OSError as error:
@@ -346,7 +346,7 @@ class RotatingShards:
             self._leave_shard(self._shard)
 
     def _leave_shard(self, shard: BatchFile) -> None:
-        """Leave the shard open and readable up to its last batch; count rows that cannot be synced as suspect."""
+        """Leave the shard open and readable up to its last batch. Rows that cannot be synced are counted as suspect."""
         self._shard = self._index = self._oldest_unsynced_s = None
         if not shard.is_synced and not shard.is_sick:
             with contextlib.suppress(OSError):

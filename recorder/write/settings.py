@@ -10,9 +10,9 @@ class WriteSettings:
     """How and how much to write. The caller has validated the values."""
 
     flush_interval_s: float = 1.0
-    """The longest time until a row that was taken reaches the kernel; lower it to watch a run live."""
+    """The most seconds until a row reaches the kernel; lower it to watch a run live."""
     sync_interval_s: float = 1.0
-    """The longest time until a row that has reached the kernel reaches the medium; raise it if syncs are slow."""
+    """The most seconds until a row in the kernel reaches the medium; raise it if syncs are slow."""
     shard_bytes: int = 256 << 20
     """The size at which a shard ends; lower it for finer retention."""
     shard_rows: int = 65536
@@ -43,8 +43,8 @@ class WriteSettings:
     direct_io: str = "auto"
     """``auto`` writes past the page cache where the file system can, ``off`` never does."""
     ring_hold_s: float = 2.0
-    """The time for which steps stay in the ring if it has room, so that a trigger of another rank finds them."""
+    """The seconds that steps stay in the ring if it has room, so that a trigger of another rank finds them."""
     dump_max_bytes: int = 4 << 30
     """The most payload bytes that triggers cause to be written; further payloads are dropped to save the disk."""
     close_deadline_s: float = 5.0
-    """The longest time by which the last flush may delay the end of training."""
+    """The most seconds by which the last flush may delay the end of training."""

@@ -55,7 +55,7 @@ _SEAL_SHARE = 0.25
 _LAST_SHARE = 0.125
 """The share of `close`'s deadline that is reserved for the last ledger, after hanging syncs were given up."""
 _MOST_TOGETHER = 256
-"""The most small records that are taken together; their work takes about a millisecond."""
+"""The most small records that are measured together; they take about a millisecond."""
 _SMALL_KEEPS = (KEEP_STATS, KEEP_STATS | KEEP_FINGERPRINT)
 _UNMEASURABLE = Measured(note="no_statistics:error")
 
@@ -207,7 +207,7 @@ class Writer:
         self._writer_directory.dumps = self._ring.dumps
 
     def dump(self, dump: Dump) -> None:
-        """Write the steps of a trigger, both the waiting and the coming ones. Any thread; never waits."""
+        """Write the steps of a trigger, the waiting ones and those still to come. Any thread; never waits."""
         if self._ring is not None:
             self._ring.ask(dump)
 
@@ -221,7 +221,7 @@ class Writer:
         return self._ring is not None and self._ring.is_wanted(step)
 
     def put(self, staged: Staged) -> None:
-        """Hand a record over, with its block. Any thread; never waits."""
+        """Pass a record to the writer, with its block. Any thread; never waits."""
         if self._refusal is None:
             self._queue.put(staged)
             if not self._is_stopped:
@@ -476,7 +476,7 @@ class Writer:
             self._num_failures = 0
 
     def _hold(self, ring: Ring, staged: Staged) -> None:
-        """Make a record wait for a trigger, once its bytes have arrived; its statistics are computed at once."""
+        """Make a record wait for a trigger, once its bytes have arrived. Its statistics are computed at once."""
         is_held = False
         drop_reason = WRITER_ERROR
         try:

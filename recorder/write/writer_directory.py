@@ -38,7 +38,7 @@ from .settings import WriteSettings
 
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 _BATCHES_PER_SHARD = 4
-"""The least number of batches of a shard: a shard may exceed its size by one batch, so batches are kept small."""
+"""The least number of batches per shard. A shard may exceed its size by one batch, so batches are kept small."""
 _ROW_BYTES = 512
 """The approximate bytes that a row takes without its payload."""
 _MAX_NAMES = 20
@@ -48,7 +48,7 @@ _LIGHT_BYTES = 4 << 20
 """The bytes of memory for a batch without payloads; the memory grows if a batch needs more."""
 _RESTS = "tensors are stored without compression while training uses every core (codec=auto)"
 _LOOK_S = 0.2
-"""The time after which the writer checks again whether training uses every core."""
+"""The seconds between checks whether training uses every core."""
 _CROWDED, _FREE = 0.75, 0.9
 """Shares of `CoreShare` below which payloads are stored unencoded, and above which they are encoded again."""
 
@@ -203,7 +203,7 @@ class WriterDirectory:
         self._status.close()
 
     def _claim(self) -> None:
-        """Make a directory that no other process can have made."""
+        """Make a directory that only this process can have made."""
         target = self._target
         assert target is not None, "claim comes first"
         try:
@@ -401,7 +401,7 @@ class WriterDirectory:
                 self._retire(kind, outdated, is_urgent=False)
 
     def _retire_for_room(self, kind: str, held: HeldShard) -> None:
-        """Delete a shard to make room; an earlier writer's shard is deleted only if the manifest could record that."""
+        """Delete a shard to make room. An earlier writer's shard is deleted only if the manifest could record this."""
         if held.earlier is None:
             self._retire(kind, [held], is_urgent=True)
         elif self._note_earlier(held.earlier):

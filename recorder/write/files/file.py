@@ -1,8 +1,8 @@
 """Makes the system calls on files that are being written, and owns the memory that they are written from.
 
-Only this module opens, writes, syncs or renames a shard, so that tests can replace `Disk` to make a disk slow, full or
-sick. Syncs have a thread of their own. Nothing here may copy more than a part of a block of a payload, or write into
-the memory of a payload.
+Only this module opens, writes, syncs or renames a shard, so that tests can replace `Disk` by a disk that is slow, full
+or failing. Syncs have a thread of their own. Nothing here may copy more than a part of a block of a payload, or write
+into the memory of a payload.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GRAIN_BYTES = 4096
 HEAD_BYTES = 2 * GRAIN_BYTES
 """The bytes before an appended part. Arrow writes the schema there, and the previous tail overwrites it."""
 FILE_MODES = {"owner": 0o600, "group": 0o640, "all": 0o644}
-"""The mode of a new file by the setting `permissions`."""
+"""The mode of a new file for each value of the setting `permissions`."""
 _NO_PROGRESS_LIMIT = 3
 _AT_CWD, _NO_REPLACE = -100, 1
 
@@ -132,7 +132,7 @@ class Disk:
         return Descriptor.of(os.open(path, flags, self.file_mode))
 
     def is_linked(self, descriptor: int) -> bool:
-        """Return True if the file still has a name: a file in a removed directory takes writes without an error."""
+        """Return True if the file still has a name, because writes to a file in a removed directory give no error."""
         require_ours(descriptor)
         return os.fstat(descriptor).st_nlink > 0
 
@@ -154,7 +154,7 @@ class Disk:
         os.replace(path, final)
 
     def is_same(self, path: Path, final: Path) -> bool:
-        """Return True if two names belong to one file."""
+        """Return True if two names refer to the same file."""
         return os.path.samestat(os.lstat(path), os.lstat(final))
 
     def sync_directory(self, path: Path) -> None:
@@ -327,7 +327,7 @@ def write_all(disk: Disk, descriptor: int, buffers: Iterable[memoryview], offset
     """Write all buffers one after the other, in as many writes as the disk needs.
 
     Raises:
-        OSError: the disk refused, perhaps after it took some bytes.
+        OSError: the disk refused, perhaps after it has taken some bytes.
     """
     left = [buffer for buffer in buffers if buffer]
     num_stalls = 0
@@ -348,7 +348,7 @@ def publish(disk: Disk, path: Path, final: Path) -> None:
 
     Raises:
         FileExistsError: the final name is taken.
-        OSError: the disk refused; the file has its open name.
+        OSError: the disk refused; the file keeps its open name.
     """
     try:
         has_both_names = name_newly(disk, path, final)
@@ -445,7 +445,7 @@ class SyncThread:
             raise request.error
 
     def stop(self) -> None:
-        """End the thread; a thread that hangs in a sync is left behind."""
+        """End the thread. A thread that hangs in a sync is abandoned."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._work.put(None)

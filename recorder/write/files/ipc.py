@@ -33,7 +33,7 @@ _SLACK_BYTES = 64 << 10
 
 
 class FooterBlock(NamedTuple):
-    """An entry of the footer, which says where a batch lies in its file."""
+    """An entry of the footer, with the position of a batch in its file."""
 
     offset: int
     metadata_bytes: int

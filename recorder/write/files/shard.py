@@ -1,6 +1,6 @@
 """One IPC file with checked batches, from creation to seal: a shard, or the index of a shard.
 
-Nothing here decides what to do about an error: the caller knows whether to begin another file.
+The caller handles errors: it knows whether to begin another file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BatchFile:
         """Create the file at `path`, with its schema in it.
 
         Raises:
-            OSError: nothing is left of the file.
+            OSError: the file was not created, or was removed again.
         """
         self.num_rows = 0
         self._disk = disk
