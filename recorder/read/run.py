@@ -120,7 +120,7 @@ class RecordedRun:
 
     @cached_property
     def jitter_moved(self) -> tuple[str, ...] | None:
-        """The values that `jitter` moved: ``inputs`` or ``embeddings``; None if no manifest says so."""
+        """The values that `jitter` moved, ``inputs`` or ``embeddings``; None if no manifest says so."""
         moved = dict.fromkeys(what for fact in self._jitter_facts for what in fact.moved)
         return tuple(moved) if self._jitter_facts else None
 

@@ -24,7 +24,7 @@ from .untrusted_files import FileFacts, Found, IsPart, Item, check_range
 _NUM_AT_ONCE = 16
 """The most requests at a time. A request takes 20 to 50 ms, and a run of 64 ranks needs about 200."""
 _WHOLE_BYTES = 512 << 10
-"""A smaller object is read in one request, and ranges with a smaller gap are joined: a request takes as long."""
+"""The size up to which objects, and gaps between ranges, are read along, because one more request takes as long."""
 _BLOCK_BYTES = 64 << 10
 """The smallest request: it covers the schema, footer and seal of a shard, or the header of a batch."""
 _INDEX_BLOCK_BYTES = 8 << 20
