@@ -38,8 +38,8 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 _SPARSER = "0:10,10:100:10,100::50"
-"""The steps of the default rules. They are few, because recording all modules makes a small program's step a third
-longer, twice as long at worst.
+"""The steps of the default rules. There are few, as recording all modules makes a small program's step a third longer,
+or twice as long at worst.
 """
 _SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(
@@ -51,8 +51,7 @@ DEFAULT_RULES = parse_rules(
     "site=scalar keep=stats"
 )
 TRIGGERS = ("exception", "signal", "hang", "nonfinite", "spike", "jump")
-"""The triggers that need no request: the end of a process, a step that takes too long, and rules of `recorder check`.
-"""
+"""The triggers that need no request: the end of a process, a step that takes too long, rules of `recorder check`."""
 NO_TRIGGER = "none"
 DEFAULT_TRIGGERS = ",".join(TRIGGERS)
 TRIGGER_SIGNALS = ("SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -367,7 +366,6 @@ def _from_environment(environ: Mapping[str, str], known: Mapping[str, object]) -
 
 
 def _convert(item: Any, raw: object) -> object:
-    """Return the value of one setting from a TOML value, an environment text or an argument."""
     name, default, choices = item.name, item.default, item.metadata["choices"]
     if name == "rules":
         return parse_rules(raw)

@@ -134,7 +134,6 @@ def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
 
 
 def _ends(a: Observed, b: Observed) -> str:
-    """Return how two launches ended differently; empty if they ended alike."""
     if a.ranks.keys() != b.ranks.keys():
         then = named("rank", sorted(b.ranks)) if b.ranks else "none"
         return f"{named('rank', sorted(a.ranks))} trained, then {then} (exit codes {a.exit_code} and {b.exit_code})"

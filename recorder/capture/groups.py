@@ -27,13 +27,11 @@ from .dtensors import spec_of
 from .topology import is_distributed
 
 DataParallel = dict[str, Any]
-"""The keys: ``kind`` (``ddp``, ``fsdp1``, ``fsdp2``); ``ranks``, global, in data-parallel order; ``broadcast_buffers``,
-only for ``ddp``.
+"""The keys: ``kind`` (``ddp``, ``fsdp1``, ``fsdp2``); ``ranks``, in data-parallel order; ``broadcast_buffers``
+(``ddp``).
 """
 ModelParallel = dict[str, Any]
-"""The keys: ``ranks`` are global ranks, row-major in a mesh of ``shape``; ``dim_names`` are the names of the axes, or
-None.
-"""
+"""The keys: ``ranks``, global, row-major in a mesh of ``shape``; ``dim_names``, the names of the axes or None."""
 
 FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 
@@ -254,7 +252,6 @@ def _is_cut(spec: Any, elsewhere: set[int]) -> bool:
 
 
 def _ignored(module: nn.Module, managed: Collection[int]) -> Iterator[nn.Parameter]:
-    """Yield the parameters that a module ignores, if it is a wrapper."""
     fsdp1, fsdp2 = loaded(*FSDP1), loaded("torch.distributed.fsdp", "FSDPModule")
     if isinstance(module, DistributedDataParallel):
         later = {id(parameter) for parameter in module._delay_all_reduce_params}

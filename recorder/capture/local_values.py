@@ -34,8 +34,8 @@ DTYPES: dict[torch.dtype, str] = {
 _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _dispatch_keys = torch._C._dispatch_keys
 _ordinary: set[int] = set()
-"""The dispatch keys, as integers, of host tensors that need no more examination. Some of the examinations let the
-writer thread take the interpreter's lock, which costs both threads more than the rest of a hook.
+"""The dispatch keys, as integers, of host tensors that need no more examination. An examination may let the writer
+thread take the interpreter's lock, which costs both threads more than the rest of a hook.
 """
 
 

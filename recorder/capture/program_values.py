@@ -243,7 +243,6 @@ class LossFinder:
         return scale
 
     def _note(self, scaled: Any, outputs: Any) -> None:
-        """Note the tensors that the scaler has returned for one loss or for several losses."""
         if isinstance(outputs, torch.Tensor):
             scaled, outputs = [scaled], [outputs]
         if not isinstance(outputs, (list, tuple)):

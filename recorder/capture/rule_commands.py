@@ -129,7 +129,6 @@ class RuleCommands:
         return None
 
     def _note(self, command: Command) -> str:
-        """Return a remark on a command that is not refused; empty where there is none."""
         if command.kind != SET:
             return ""
         rules = rules_of(command)
@@ -230,7 +229,6 @@ class RuleChanges:
         return [_answer(taken, in_force.get(taken.command.number), step) for taken in self._taken]
 
     def _steps_in_force(self) -> dict[int, _StepsInForce]:
-        """Return the steps of each command that is not refused, by the command's number."""
         taken = sorted(self._taken, key=lambda one: one.command.number)
         in_force: dict[int, _StepsInForce] = {}
         for one in taken:

@@ -35,8 +35,7 @@ class Statistic(NamedTuple):
     floor: float
     """The least standard deviation that is assumed: another random seed alone causes as much."""
     floor_of_one: float = 0.0
-    """A part of the floor that shrinks with size: for a tensor of n elements, this number over the root of n is added.
-    """
+    """The part of the floor that shrinks with size: for n elements, this number over the root of n is added."""
     only_above: bool = False
     """Whether only numbers above the normal range are findings."""
 

@@ -53,8 +53,7 @@ class Target:
     ranks: Sequence[RankNow]
     """The ranks that may receive a command."""
     store: Destination | None = None
-    """The store in which the run was found, from which daemons carry commands; None if the run is on a disk of its
-    node.
+    """The store in which the run was found, from which daemons carry commands; None if it was found where it records.
     """
     key: bytes = b""
     """The key that signs a command for daemons; empty if daemons require no signature."""

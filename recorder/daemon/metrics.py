@@ -188,7 +188,6 @@ def make_registry(collector: DaemonCollector) -> CollectorRegistry:
 
 
 def _newest(run: RunShipper) -> list[WriterShipper]:
-    """Return the newest writer of each rank; writers of earlier attempts no longer change."""
     newest: dict[int | None, WriterShipper] = {}
     for writer in run.all_writers:
         other = newest.get(writer.rank)

@@ -245,7 +245,7 @@ def closed_to_us(error: PermissionError) -> str:
 
 
 def list_run(folder: Folder) -> tuple[list[tuple[str, str]], dict[str, Stamp], Entries]:
-    """Return the writers of a run as pairs of names, the run's own documents, and the counted entries."""
+    """Return the writers of a run as pairs of names, the run's own documents, and the counts of ignored entries."""
     entries = folder.entries()
     counts = Entries(num_refused=entries.num_refused)
     documents = {name: stamp for name, stamp in entries.files.items() if _ASIDE.fullmatch(name)}

@@ -26,12 +26,9 @@ _SAMPLE_SLICES, _SAMPLE_ITEMS = 8, 256
 _PAYS = 0.92
 """The share of its size below which a sample must shrink, because compression costs over 8 % of a write's time."""
 _MATCHES_PAY = 1.05
-"""The factor by which zstd's result must be smaller than the Huffman code's, because zstd takes at least twice as long.
-"""
+"""The factor by which zstd's result must be smaller than the Huffman code's, as zstd takes at least twice as long."""
 _SAMPLED_EACH = 16
-"""One of this many payloads of a kind is sampled (25 us), while the others' shares differ from its share by under
-`_ALIKE`.
-"""
+"""One of this many payloads of a kind is sampled (25 us), until a share differs from the kind's by `_ALIKE`."""
 _ALIKE = 0.04
 _MAX_KINDS = 1 << 16
 

@@ -60,9 +60,7 @@ class Command:
     created_ns: int = field(default_factory=time.time_ns)
     """The time at which the command was made, by the sender's clock."""
     id: str = field(default_factory=lambda: urandom(8).hex())
-    """The id of the command. A command that was carried to another node may have two numbers; by its id it is done
-    once.
-    """
+    """The id of the command. If it was carried to another node it may have two numbers; by its id it is done once."""
     number: int = 0
     """The command's number in the run, from its file's name; 0 before it is sent."""
 

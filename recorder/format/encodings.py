@@ -151,7 +151,6 @@ def _write_planes(writer: PayloadWriter, data: Bytes, item_bytes: int, out: Byte
 
 
 def _top_and_rest(source: memoryview, payload_bytes: int, item_bytes: int) -> tuple[memoryview, memoryview]:
-    """Return the frames of plane 0, and the other planes, which are stored unencoded."""
     top_bytes, num_items = int.from_bytes(source[:8], "little"), payload_bytes // item_bytes
     expect_bytes("payload", len(source), 8 + top_bytes + payload_bytes - num_items)
     return source[8 : 8 + top_bytes], source[8 + top_bytes :]
@@ -244,8 +243,7 @@ def target_of(name: str, payload: object) -> int | None:
 Bytes = npt.NDArray[np.uint8]
 
 FRAME_BYTES = 1 << 20
-"""The most content bytes of a frame. It bounds the scratch memory, and a piece stays in cache until it is compressed.
-"""
+"""The most content bytes of a frame, which bounds the scratch memory; a piece stays in cache until compressed."""
 _JOIN_ITEMS = 1 << 15
 """The number of elements that are joined at a time, so that they stay within the cache."""
 _UNSIGNED: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}

@@ -20,8 +20,7 @@ from ..numerics.dtypes import flat_boxes
 
 MODULUS = 1 << 64
 _WORD_BYTES = 4
-"""The bytes of a word. Wider elements are split into words: in a 64-bit sum, the sign bits of a negated tensor cancel.
-"""
+"""The bytes of a word. Wider elements are split: in a 64-bit sum, the sign bits of a negated tensor cancel."""
 _BLOCK_ITEMS = 1 << 15
 """The number of elements multiplied at a time; values and weights together stay in the second-level cache."""
 

@@ -85,8 +85,7 @@ class RecordedModule:
     is_compiled: bool = False
     """True if the hooks do nothing, because the module is compiled."""
     disarmed: Mapping[str, int] = field(default_factory=dict)
-    """The first step without the hooks at a site, by site; the recorder removed these hooks because they kept failing.
-    """
+    """By site, the first step without its hooks, which the recorder removed because they kept failing."""
     members: Mapping[str, Any] = field(default_factory=dict)
     """All members of the writer's entry, for code that writes the entry again."""
 

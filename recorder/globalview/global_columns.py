@@ -162,7 +162,6 @@ class GlobalColumns:
         ]
 
     def _units_of(self, i: int, plan: Plan) -> bytes | str | None:
-        """Add up the chunks' sums over units. If that is impossible, return the reason as a text."""
         positions = self._values[i].positions
         terms = [fill.terms[0] for fill in plan.fills]
         at = np.array([positions[term.chunk] for term in terms], np.int64)

@@ -446,7 +446,6 @@ def _owner(full: str) -> str:
 
 
 def _with_above(path: str) -> Iterator[str]:
-    """Yield a path and the paths of the modules around it, except the root."""
     while path:
         yield path
         path = _owner(path)

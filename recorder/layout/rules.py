@@ -47,8 +47,7 @@ class Replication(Enum):
     DISTINCT = "own"
     """The ranks' values differ, and at no step is there evidence that they should be equal."""
     UNKNOWN = "unknown"
-    """The values were not recorded, or are NaN, constant or repeated, so that they may be copies or parts of a batch.
-    """
+    """The values were not recorded, or are NaN, constant or repeated, so that they may be copies or batches."""
 
 
 class ChunkValues(Protocol):

@@ -133,7 +133,6 @@ class Carrier:
         return is_first
 
     def _is_needed(self, store: JobStore) -> bool:
-        """Return True if another rank has a different directory, or if one may still appear."""
         if not self._has_joined:
             self._has_joined = store.add("ranks", 0) >= self._topology.world_size
             num_apart = store.add("directories", 0)
@@ -146,7 +145,6 @@ class Carrier:
         return self._num_apart > 1 or not self._has_joined
 
     def _carry(self, store: JobStore, run_dir: Path, new: Sequence[Command | Refusal]) -> None:
-        """Carry commands both ways; `new` are the commands that have arrived in the directory."""
         commands = [one for one in new if isinstance(one, Command)]
         for command in commands:
             self._numbers.setdefault(command.id, command.number)
@@ -161,7 +159,6 @@ class Carrier:
         return next((one for one, at in self._numbers.items() if at == number), "")
 
     def _take(self, store: JobStore, run_dir: Path) -> None:
-        """Write commands that other ranks have put into the store to this rank's directory."""
         last = min(store.add("last", 0), MAX_COMMANDS)
         while self._next <= last:
             text = store.get(f"text/{self._next}")

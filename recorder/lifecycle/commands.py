@@ -43,8 +43,7 @@ _LOOK_S = 0.2
 _MAX_LOOKS_PER_S = 250
 """The most reads per second of the run's directory, of all nodes together; with 512 nodes each reads it every 2 s."""
 _ALONE_S = 2.0
-"""The seconds between a rank's own reads of the run's directory if no rank reads it for the node; more over 500 ranks.
-"""
+"""The seconds between a rank's own reads of the run's directory if none reads it for the node; more over 500 ranks."""
 _LEADER_GONE_S = 3.0
 """The seconds beyond the interval of reads after which a mark without a new time counts as abandoned."""
 _MAX_SHOWN = 8

@@ -94,7 +94,6 @@ class ProgramCalls:
         recorder.events.add(_EARLY_EVENT, f"{text}; recorder.attach(model) begins it earlier", key=what)
 
     def _failed(self, what: str, error: Exception) -> None:
-        """Count an exception of the recorder in a call by the program; training goes on."""
         if (capture := self._recorder.capture) is not None:
             capture.hook_failed(what, error)
             return

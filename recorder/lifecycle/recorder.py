@@ -390,7 +390,6 @@ class Recorder:
         return self._description.writer(self.capture, self._optimizers, self.events, self.commands)
 
     def _saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Pass on records whose statistics are known. Called on the writer thread."""
         if self.capture is not None:
             self.capture.nonfinite.saw(records, measured)
         if self._estimate is not None:
@@ -456,7 +455,6 @@ class Recorder:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _optimizer_made(self, optimizer: Optimizer) -> None:
-        """Look for roots again, because a new optimizer may train a model that is not known yet."""
         if self.discovery is not None and not self.discovery.is_on and not self._is_closed:
             self.discovery.start()
 
@@ -537,9 +535,7 @@ class Recorder:
         self.events.say(is_last=True)
 
     def _at_exit(self) -> None:
-        """End the recording as the interpreter ends.
-
-        After a third Ctrl-C, rows that take longer than `_LAST_S` are lost.
+        """End the recording as the interpreter ends. After a third Ctrl-C, rows that take over `_LAST_S` are lost.
 
         The ledger is closed however often Ctrl-C comes.
         """
@@ -612,7 +608,6 @@ class Recorder:
             )
 
     def _sum_up(self, capture: Capture, ledger: Mapping[str, Any], until_s: float) -> None:
-        """Log the summary on rank 0, once, from whichever thread comes first."""
         run_dir, description = self.run_dir(), self._description
         if description is None or description.topology.rank != 0 or run_dir is None:
             return

@@ -336,7 +336,6 @@ class Triggers:
         self._unsent.append(_Unsent(now + self._turn_s, command, dump))
 
     def _count(self) -> None:
-        """Count a trigger that writes nothing. Any thread."""
         self._events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
 
     def _send_due(self, now: float) -> None:

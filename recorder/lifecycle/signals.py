@@ -168,7 +168,6 @@ class TerminationWatch:
         return number in self._handlers and _signal.getsignal(number) is self._handlers[number][0]
 
     def _handle(self, number: int) -> None:
-        """End the recording and the process, in the main thread."""
         if number == self._trigger and os.getpid() == self._pid:
             self._triggered()
             return
@@ -320,7 +319,6 @@ def blocked_in_new_threads() -> Iterator[None]:
 
 
 def _release_wakeup(write_end: int) -> bool:
-    """Clear the wake-up descriptor if it belongs to the recorder; return whether it did."""
     current = signal.set_wakeup_fd(-1)
     if current not in (-1, write_end):
         signal.set_wakeup_fd(current)

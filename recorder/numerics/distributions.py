@@ -28,8 +28,8 @@ class Bins(NamedTuple):
     """The exponent of the first bin, whose values begin at 2^first."""
     exponents_per_bin: int
     shares: list[list[float]]
-    """For each tensor, the shares of all its values in each bin. All lists have the same length, 0 if every value is
-    zero or not finite.
+    """For each tensor, the shares of all its values in each bin. The lists are equally long, 0 if all values are zero
+    or not finite.
     """
 
     @property

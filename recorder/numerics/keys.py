@@ -27,8 +27,7 @@ _NONE = -1
 """The stage index of a row outside of pipelines."""
 POSITIVE = np.int64((1 << 63) - 1)
 NULL = np.iinfo(np.int64).min + 7
-"""The int64 for null where statistics are compared by their bits; as a float64 it is a denormal, which no statistic is.
-"""
+"""The int64 for null where statistics are compared by their bits; as a float64 a denormal, which no statistic is."""
 
 
 class Groups(NamedTuple):

@@ -24,12 +24,12 @@ _NO_CONTAINERS = (str, bytes, int, float, complex)
 _MAX_DEPTH = 32
 """The levels of nesting that are searched for tensors; deeper nesting is a cycle or a mistake."""
 _MAX_OBJECTS_DEEP = 3
-"""The most plain objects inside one another that are searched, as in a cache of two caches of layers; deeper nests are
-no data.
+"""The most plain objects inside one another that are searched, as in a cache of two caches of layers; data nests no
+deeper.
 """
 _MAX_ENTERED = 4096
-"""The most containers of one value that are entered before other objects are no longer searched, and the most entries
-of a container inside such an object.
+"""The most containers of a value that are entered before other objects are no longer searched, and the most entries of
+a container in such an object.
 """
 _NO_DATA = (nn.Module, torch.optim.Optimizer, type, types.ModuleType, types.FunctionType, types.MethodType)
 _NO_DATA_IN = ("torch.fx", "torch.distributed", "torch._")
@@ -48,8 +48,8 @@ class Node:
     class_name: str
     is_leaf: bool
     is_callable: bool
-    """False if no hook can observe a call: containers without a forward (ModuleList), scripted modules, and modules
-    that torch puts into an exported program.
+    """False if no hook can observe a call: containers without a forward (ModuleList), scripted modules, and modules in
+    an exported program.
     """
     wrappers: list[nn.Module]
     """The transparent wrappers around the owner, outermost first."""
@@ -103,7 +103,6 @@ def _hidden(module: nn.Module, above: Node | None) -> str | None:
 
 
 def _inner_name(module: nn.Module) -> str | None:
-    """Return the name of the child that a wrapper wraps; None if the module is no wrapper."""
     for name in TRANSPARENT:
         if name in module._modules:
             return name

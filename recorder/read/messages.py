@@ -27,8 +27,7 @@ CONTINUATION = 0xFFFFFFFF
 MAX_METADATA_BYTES = 1 << 20
 """The bound on the bytes before the body of a message; the recorder's messages have less than 20 KiB there."""
 MAX_BATCH_BYTES = 1 << 30
-"""The bound on the bytes of one batch in memory. The recorder's batches have at most 40 MiB of payload, and metadata.
-"""
+"""The bound on the bytes of a batch in memory. The recorder's batches have at most 40 MiB of payload, and metadata."""
 
 _MAX_RATIO = 128
 """The most bytes of a compressed batch per byte on disk. Constant columns reach 13, a zip bomb thousands."""
@@ -37,9 +36,7 @@ _MAX_PAIRS = 64
 """The most pairs of custom metadata in a message; ours have two. Many pairs could share bytes and be slow to read."""
 
 _VERSION_5 = 4
-"""The number of version 5 in Message.fbs, where V1 is 0. Before it, only custom metadata could say that a batch is
-compressed.
-"""
+"""Version 5 in Message.fbs, where V1 is 0. Older versions may note compression in custom metadata alone."""
 SCHEMA_MESSAGE = 1
 BATCH_MESSAGE = 3
 

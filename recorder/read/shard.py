@@ -266,7 +266,6 @@ def read_batch(source: ByteSource, block: MessageBlock, layout: Layout, columns:
 
 
 def _with_nulls(batch: Any, columns: Sequence[str]) -> Any:
-    """Return the batch with exactly these columns; columns that the batch lacks are null."""
     if not columns:
         return batch.select([])
     have = set(batch.schema.names)
@@ -298,7 +297,6 @@ def _crcs_without_nulls(
 
 
 def _check_counts(values: npt.NDArray[Any], name: str, where: str) -> None:
-    """Raise CorruptError for counts that no recorder can have written, before they are used."""
     if not len(values):
         return
     lowest, highest = _BOUNDS[name]
@@ -333,8 +331,7 @@ def _num_buffers(column_type: Any) -> int:
 
 _SCAN_BYTES = 4 << 20
 _MAX_CANDIDATES = 10_000
-"""The most offsets that are tried for a batch after damage. With `_MAX_REREADS` this bounds the cost of hostile bytes.
-"""
+"""The most offsets tried for a batch after damage. With `_MAX_REREADS` this bounds the cost of hostile bytes."""
 _MAX_REREADS = 4
 """The most bytes that may be read in vain after damage, as a multiple of the file's size on the disk."""
 _MAX_PADDING_BYTES = 64
@@ -447,7 +444,6 @@ class _Walk:
             )
 
     def _take(self, offset: int) -> int:
-        """Keep the batch at `offset`, and return the offset of the next batch."""
         block, checked = self._read(offset)
         self.found.last_header = checked.header
         if not self.found.is_sealed:
@@ -467,7 +463,6 @@ class _Walk:
         return message[0], checked
 
     def _next_batch(self, offset: int) -> int | None:
-        """Return the offset of the next complete batch at or after `offset`."""
         for candidate in self._candidates(offset):
             self._candidates_left -= 1
             if self._candidates_left < 0 or self._bytes_left < 0:
@@ -489,7 +484,6 @@ class _Walk:
                 yield start + 8 * int(index)
 
     def _is_zero_from(self, offset: int) -> bool:
-        """Whether the rest of the file is only the zeros of aligned writes."""
         pieces = self._pieces(offset)
         return not any(np.frombuffer(self.source.read(*piece), np.uint8).any() for piece in pieces)
 

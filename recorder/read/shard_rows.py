@@ -220,7 +220,6 @@ class ShardRows:
             self._note(self.tail_damage)
 
     def _batches_of(self, steps: Steps | Ranges | None) -> list[int]:
-        """Return the numbers of the batches that may contain rows of some steps."""
         if steps is None:
             return list(self._rows_of)
         ranges: Ranges = (steps,) if isinstance(steps[0], int) else steps

@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 GLOBAL_DIR = "global"
 _NUM_TRIES = 10
-"""The most attempts to open a shard. Between listing and opening it may be sealed or deleted; if shards are small,
-several times in a row. The next listing has its new name.
+"""The most attempts to open a shard, which may be sealed or deleted between listing and opening; its new name is in the
+next listing.
 """
 _QUIET_S = 60.0
 """The seconds without a change to its files after which a writer on another host counts as dead."""

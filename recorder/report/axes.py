@@ -226,9 +226,7 @@ SPREAD = ("low", "median", "high")
 _FAR = 8.0
 """The distance from the median of the ranks, in interquartile ranges, beyond which a value is far from it."""
 _LEAST_SHARE = 1e-3
-"""The least interquartile range, as a share of the median. Without it, ranks with mere rounding differences would be
-odd.
-"""
+"""The least interquartile range, as a share of the median, so that ranks with mere rounding differences are not odd."""
 _MIN_RANKS = 3
 """The fewest ranks that are compared. If only two ranks differ, either may be the odd one."""
 

@@ -183,8 +183,7 @@ def apart_blocks(a: StatisticsBlocks, b: StatisticsBlocks, pairs: list[int]) -> 
 _MAX_LAYOUTS = 24
 _MAX_CHUNKS = 128
 _MAX_ROWS = 1_000_000
-"""The most rows of a run whose layouts are drawn, because finding them takes long; `recorder show --where` prints them.
-"""
+"""The most rows of a run whose layouts are drawn, as finding them takes long; `recorder show --where` prints them."""
 _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 

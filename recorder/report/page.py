@@ -40,8 +40,7 @@ _LOADER = f"""\
     `This page could not be drawn: ${{error.message}}. It needs a browser of 2023 or later (DecompressionStream).`;
 }});
 """
-"""The script that inflates and runs the scripts of a file. The policy allows these by their hash, like inline scripts.
-"""
+"""The script that inflates and runs the scripts of a file. The policy allows them by hash, like inline scripts."""
 _SERVER_ALONE = "; connect-src 'self'; frame-src 'self'"
 """The part of the policy with which a page from a server may make requests to that server only."""
 

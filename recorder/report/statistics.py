@@ -39,7 +39,7 @@ _MAX_RANK_BINS = 64
 _MAX_GLOBAL_ROWS = 120_000
 """In a run with more rows, values of all ranks together are drawn only at some steps."""
 _MAX_GLOBAL_STEP_ROWS = 20_000
-"""A run with more rows in a step is drawn by single ranks only: to assemble a step of thousands of ranks takes minutes
+"""A run with more rows in a step is drawn by single ranks only: assembling a step of thousands of ranks takes minutes
 and gigabytes.
 """
 _MAX_REASONS = 2000
@@ -189,7 +189,6 @@ class StatisticsBlocks:
                     self._put_deviations(values, spread.deviation)
 
     def _numbers_of(self, table: Any) -> Integers:
-        """Return for each row the index of its series; -1 for a scalar."""
         ids = self._axes.numbers_of(table)
         return np.asarray(np.where(self._is_scalar[ids], -1, self._number[ids]), np.int64)
 

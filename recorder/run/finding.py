@@ -323,7 +323,6 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
 
 
 def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str, Any]:
-    """Return an untrusted summary with members of the right types."""
     dropped, ranks, state = (summary.get(name) for name in ("dropped", "ranks", "state"))
     dropped = dropped if isinstance(dropped, dict) else {}
     state = "unclosed" if state == "recording" and is_stale else state if state in _STATES else "empty"

@@ -191,7 +191,6 @@ def without_numbers(table: Any) -> Any:
 
 
 def _missing(note: str) -> str:
-    """Read the missing ranks from an untrusted note."""
     ranks = note_members(note).get("partial")
     if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
         return ""

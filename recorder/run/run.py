@@ -63,8 +63,7 @@ class Qualifiers(TypedDict, total=False):
     scope: str | None
     attempt: int | None
     stage: int | None
-    """The stage of a pipeline, from 0. Needed if modules of several stages have the same path, as the stages' roots do.
-    """
+    """The stage of a pipeline, from 0; needed for modules of several stages with the same path, such as the roots."""
     partial: bool
     """With ``rank=None``: whether to answer from the present ranks even if some ranks have no such row."""
 
@@ -85,8 +84,8 @@ class Run(RecordedRun):
     """One recorded run, with its writers, rows and tensors, as it was when `open_run` opened it."""
 
     draw_page: Callable[..., InlinePage] | None = None
-    """The function that draws the page of a run for `report` and `ModuleView.plot`. It is in a package above this one,
-    so the caller who opens a run sets the function.
+    """The function that draws the page of a run for `report` and `ModuleView.plot`. It belongs to a package above this
+    one, so the caller who opens a run sets it.
     """
 
     @cached_property

@@ -129,8 +129,7 @@ class GlobalOptions:
     loss: str = "mean"
     layouts: Sequence[str] = ()
     partial: bool = False
-    """True to compute values that lack ranks from the present ranks; otherwise such values are left out, with a note.
-    """
+    """True to compute values that lack ranks from the present ranks; else they are left out, with a note."""
 
     def check(self, *runs: Run) -> None:
         """Raise an error for options without an effect.

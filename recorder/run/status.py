@@ -98,8 +98,7 @@ class RankNow:
 
     rank: int
     state: str
-    """The state in `status`, or ``killed`` (its process is gone), ``silent`` (no status for too long) or ``starting``.
-    """
+    """The state in `status`, or ``killed`` (process is gone), ``silent`` (no status for too long) or ``starting``."""
     silent_s: float
     """The seconds since the last status."""
     status: Status

@@ -167,7 +167,6 @@ def _fill(
     folder: Path, run: Run, ranges: Sequence[Steps], tables: Callable[[Sequence[Any], Steps], Iterator[Any]],
     max_pending_rows: int,
 ) -> bool:  # fmt: skip
-    """Write the tables of all ranges; return False if the disk refuses."""
     starts = np.array([first for first, _ in ranges], np.int64)
     pending: list[Any] = []
     num_pending = 0

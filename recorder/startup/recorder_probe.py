@@ -160,7 +160,6 @@ def _prefix(number: int) -> str:
 
 
 def _canonical(model: Any, name: str) -> str:
-    """Return a name without the parts that wrappers add to it."""
     parts = name.split(".")
     if type(model).__name__ in _WRAPPERS:
         parts = parts[1:]
@@ -175,7 +174,6 @@ def _see_parameter(seen: dict[str, str], name: str, parameter: Any) -> None:
 
 
 def _see(seen: dict[str, str], name: str, value: Any) -> None:
-    """Add a value of the optimizer's state, which may be nested."""
     if isinstance(value, torch.Tensor):
         seen[name] = _digest(value)
     elif isinstance(value, dict):

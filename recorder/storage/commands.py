@@ -32,7 +32,7 @@ from ..system.processes import sync_directory
 _MAX_ENTRIES = 2 * MAX_COMMANDS
 """The most names of a directory that are read; the package never makes more."""
 _UNFINISHED_S = 5.0
-"""The seconds for which a damaged file is read again, not refused: without links, a new command is briefly incomplete.
+"""The seconds for which a damaged file is read again, not refused: without links, new commands are briefly incomplete.
 """
 _FRESH_S = 2.5
 """The seconds after a change for which each look lists the directory: file times may be as coarse as two seconds."""
@@ -82,7 +82,6 @@ def _give_to_owner(path: Path, above: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def _written_beside(folder: Path, name: str, text: bytes) -> Iterator[Path]:
-    """Yield a synced temporary file with the text; the file is removed afterwards."""
     temporary = folder / f"{name}-{os.urandom(4).hex()}.tmp"
     try:
         _create(temporary, text)
@@ -93,7 +92,6 @@ def _written_beside(folder: Path, name: str, text: bytes) -> Iterator[Path]:
 
 
 def _create(path: Path, text: bytes) -> None:
-    """Create a new file with the text and sync it; an error leaves no file."""
     above = os.stat(path.parent)
     mode = 0o600 | (stat.S_IMODE(above.st_mode) & 0o044)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)

@@ -340,7 +340,6 @@ def _widened(byte_range: range, size_bytes: int, least_bytes: int) -> range:
 
 
 def _joined(byte_ranges: Iterable[range]) -> list[range]:
-    """Sort ranges, and join ranges with small gaps."""
     joined: list[range] = []
     for byte_range in sorted(byte_ranges, key=lambda byte_range: byte_range.start):
         if joined and byte_range.start - joined[-1].stop <= _WHOLE_BYTES:

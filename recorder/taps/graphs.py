@@ -74,7 +74,6 @@ def allow_in_graph() -> None:
 
 
 def _stored_names(kind: type[nn.Module]) -> list[str]:
-    """Return the attributes that the code of a class of modules stores."""
     names: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for value in vars(base).values():

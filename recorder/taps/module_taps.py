@@ -31,8 +31,8 @@ from ..system.text import one_line
 from . import graphs, ops
 
 _KEY = 0x7265636F72646572
-"""The key of our hook in a module's dict of hooks. Torch's keys come from a counter and cannot equal this key, so no
-other hook can replace ours when a model is loaded from a file.
+"""The key of our hook in a module's dict of hooks. Torch counts its keys and never reaches this one, so no other hook
+can replace ours when a model is loaded from a file.
 """
 _PREFIX = "recorder_tap_"
 MAX_NAME_LENGTH = 256

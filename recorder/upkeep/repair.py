@@ -338,7 +338,6 @@ def _index_problem(path: Path, shard_bytes: int, metadata: Sequence[str]) -> str
 
 
 def _without_payloads(batch: Any, schema: Any) -> pa.RecordBatch:
-    """Return the batch with its payload columns null, and a note in each row that says so."""
     members = map(note_members, batch.column("note").to_pylist())
     notes = [json.dumps({**note, "no_payload": "damaged"}, separators=(",", ":")) for note in members]
     columns = []

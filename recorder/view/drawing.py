@@ -45,18 +45,14 @@ _WINDOW_ROWS = 20000
 _CUT_ROWS = 40_000
 """The rows in memory while batches of many steps are cut, which needs less memory per row than drawing."""
 _WHOLE_AFTER_S = 1.5
-"""The seconds after which a step counts as complete once a later step came: both kinds of shard are flushed every
-second.
-"""
+"""The seconds after which a step is complete once a later step came: both kinds of shard are flushed every second."""
 _LOOKS_APART = 10
-"""The pause between listings during the first reading, as a multiple of a listing's duration: seconds for 4,096 ranks.
-"""
+"""The pause between listings at first, as a multiple of a listing's duration: seconds for 4,096 ranks."""
 _MAX_OPEN_ROWS = 60_000
-"""The most rows of steps that may be incomplete. With more, a rank is far behind, and its rows are drawn as they come.
-"""
+"""The most rows of steps that may be incomplete. With more, a rank is far behind: its rows are drawn as they come."""
 _MAX_TOGETHER_ROWS = 40_000
-"""Global values are assembled if the batches of a step have at most this many rows over all ranks, because complete
-batches must be read. The small batches of a live run are below the limit, the full batches of a long history are not.
+"""The most rows, over all ranks, of the batches that are read to assemble global values. The small batches of a live
+run are below the limit, the full batches of a long history are not.
 """
 _MAX_GLOBAL_STEP_ROWS = 5_000
 """A run with more rows in a step gets no global values here: assembling them would take longer than a training step."""

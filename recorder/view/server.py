@@ -214,12 +214,10 @@ def _missing() -> Response:
 
 
 _LOOK_S = 0.5
-"""The seconds between looks at a run in a directory: with a flush a second, a step is drawn within two seconds of its
-end.
+"""The seconds between looks at a run in a directory. With a flush a second, a step is drawn two seconds after its end.
 """
 _STORE_LOOK_S = 5.0
-"""The seconds between looks at a run in an object store. A look needs several requests, and each request costs money.
-"""
+"""The seconds between looks at a run in an object store. A look needs several requests, which cost money."""
 _OVER_LOOK_S = 5.0
 """The seconds between looks at a run that is over or gone. It may begin again."""
 _AT_MOST = 0.5

@@ -226,7 +226,6 @@ class Ring:
                 yield record.staged
 
     def _begin(self, step: int) -> None:
-        """Begin a new step, so that old steps leave the window."""
         now = self._now
         if now is not None and step < now:
             if step >= now - self._before - _SET_BACK:

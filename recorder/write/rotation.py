@@ -234,7 +234,6 @@ class RotatingShards:
             self._leave_shard(self._shard)
 
     def _write(self, built: BuiltBatch) -> str | None:
-        """Write a batch; return None, or the reason if its rows must be dropped."""
         reason = self._refuse(
             self._layout.max_message_bytes(built.batch) + (built.payload.nbytes if built.payload else 0)
         )
@@ -273,7 +272,6 @@ class RotatingShards:
         return QUOTA
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Delete shards until the quota has room for `num_bytes`; return True if it has."""
         kind, quota = self._kind, self._quota
         while not quota.fits(kind, num_bytes):
             if self._settings.on_quota != "retire" or not quota.could_fit(kind, num_bytes):

@@ -18,8 +18,7 @@ class WriteSettings:
     shard_rows: int = 65536
     """The number of rows at which a shard ends."""
     seal_stats_s: float = 0.0
-    """The seconds after which a shard of statistics ends; 0: when it is full. Set it if open shards are sent elsewhere.
-    """
+    """The seconds after which a shard of statistics ends; 0: when it is full. Set it if open shards are uploaded."""
     batch_bytes: int = 8 << 20
     """The payload bytes at which a batch is written."""
     codec: str = "auto"

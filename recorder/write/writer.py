@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _SHORT_NAP_S, _LONG_NAP_S = 0.002, 0.02
 """The shortest and longest pause of an idle writer. If it blocked on the queue, each `put` would cost 8 us, not 0.1.
-After small records the writer makes the longer pause, as a thread switch costs as much as several small records.
+After small records it pauses longer, as a thread switch costs as much as several of them.
 """
 _TELL_S = 1.0
 """The seconds between two updates of a dump's progress in the manifest."""
@@ -374,7 +374,6 @@ class Writer:
         self._writer_directory.restart(problem)
 
     def _run_once(self) -> None:
-        """Do the work that is due by the clock, then take one item from the queue."""
         try:
             self._tick()
             if not self._is_stopped:
@@ -614,7 +613,6 @@ class Writer:
             self._writer_directory.set_manifest(manifest)
 
     def _show(self, state: str = "recording") -> None:
-        """Write the status if there is a new one."""
         status, self._status = self._status, None
         if status is None and state == "recording":
             return

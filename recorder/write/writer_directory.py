@@ -355,7 +355,6 @@ class WriterDirectory:
                 tell(logging.getLogger(__name__), lambda: [_RESTS], 0.0)
 
     def _describe(self, *, state: str = "recording", **more: object) -> bool:
-        """Write the manifest; return True if it is on the disk."""
         if self.path is None:
             return False
         own = {

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from ...errors import LookupFailedError
 
 _CHUNK_ITEMS = 1 << 15
-"""The number of elements that are compared at a time. Their intermediate results stay in the processor's cache, which
-is three times as fast as a million elements at a time.
+"""The number of elements compared at a time. Their intermediate results stay in the processor's cache, which is three
+times as fast as a million elements at a time.
 """
 _CHUNK_BYTES = 1 << 18
 _ULP_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
@@ -55,8 +55,8 @@ class Distance(NamedTuple):
     max_abs: float = 0.0
     """The largest |b - a| of all elements."""
     of_max: float = 0.0
-    """`max_abs` relative to the largest magnitude in either array. Unlike `max_rel` and `max_ulp` it hardly depends on
-    elements near zero, which rounding may change by any factor.
+    """`max_abs` relative to the largest magnitude in either array. It hardly depends on elements near zero, in which
+    rounding may change `max_rel` and `max_ulp` by any factor.
     """
     l2_apart: float = 0.0
     """The Euclidean norm of b - a."""

@@ -290,7 +290,7 @@ def _distances(a: RunSteps, b: RunSteps, row_a: int, row_b: int) -> dict[tuple[i
 
 
 def _of_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, ranks: list[int]) -> dict[str, Any]:
-    """Return the distance on the ranks that differ, if they agree on it; a number's row has the mean of all ranks."""
+    """Return the distance of a number on the differing ranks; empty if these ranks disagree within one run."""
     own_a, own_b = _own_rows(a, row_a), _own_rows(b, row_b)
     try:
         before = {float(a.rows.array(own_a[rank]) if rank in own_a else a.array(row_a)) for rank in ranks}
@@ -477,7 +477,6 @@ def _gradients(side: RunSteps, step: int, rank: int | None) -> dict[tuple[str, s
 
 
 def _norm_of_gradients(side: RunSteps, step: int, root: str) -> float:
-    """Return the norm of all gradients that an update used; NaN if it is not known."""
     rows = [row for one, row in _gradients(side, step, None).items() if one[0] == root]
     norms = [side.table.column("l2")[row].as_py() for row in rows]
     return math.nan if None in norms or not norms else math.sqrt(math.fsum(norm**2 for norm in norms))

@@ -176,7 +176,7 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
 
 
 def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Tolerance) -> _Statistics | None:
-    """Compare two sums over ranks rank by rank, by their summands; None if other ranks have statistics in each."""
+    """Compare two sums over ranks by their summands, rank by rank; None if their ranks with statistics differ."""
     tables: list[Any] = []
     ranks: list[list[tuple[int, int]]] = []
     for side, row in ((a, row_a), (b, row_b)):

@@ -83,13 +83,12 @@ class Diff(NamedTuple):
     first: Difference | None
     """The first value that differs, in the order of execution of the first run."""
     culprits: list[Culprit]
-    """The stages that differ although all values that they were computed from agree, in the order of time. All other
+    """The stages that differ although all values that they were computed from agree, in the order of time. Other
     differences are inherited. Only the first steps with differences are searched.
     """
     table: Any
     """`pa.Table` with a row for each value that differs, in the order of execution: value, kind, dtypes, shapes and
-    distances. If rules kept histograms or sums of units, the table also has both runs' histograms and the comparison of
-    the units.
+    distances; if rules kept them, also the histograms of both runs and the comparison of the units.
     """
     modules: Any
     """`pa.Table` with a row for each module that differs, ordered by the first difference."""
@@ -104,8 +103,7 @@ class Diff(NamedTuple):
     num_incomparable: int
     """The number of pairs that could not be compared, because one side lacks the data that the other side has."""
     num_bare: int
-    """The number of pairs for which neither run has values, statistics or fingerprints; such a pair is no difference.
-    """
+    """The number of pairs for which no run has values, statistics or fingerprints. They do not count as different."""
     left_out: list[LeftOut]
     """Further values that could not be compared, grouped by the reason; `num_compared` counts them."""
     unread: dict[str, int]
@@ -129,12 +127,12 @@ class Diff(NamedTuple):
     """Lines proposed for a file of renamed modules, derived from similar modules that only one run has."""
     num_handed_on_a: int = 0
     """The number of rows that stages of the first run pass to each other, if the second run has other stages. They do
-    not count as different.
+    not count.
     """
     num_handed_on_b: int = 0
     num_recomputed_a: int = 0
-    """The number of rows that only the first run recomputed for its backward, at steps at which the second run
-    recomputed nothing. They do not count as different.
+    """The number of rows that only the first run recomputed for its backward, at steps without recomputed rows in the
+    second run. They do not count as different.
     """
     num_recomputed_b: int = 0
     drifted: Drifted | None = None

@@ -91,8 +91,8 @@ class Expectation(NamedTuple):
     problems: list[str]
     """Texts about the parts of manifests that could not be used."""
     unknown: dict[tuple[str, str], int]
-    """The number of rows with a word that only a later version of the format has, by kind (``site``, ``encoding``,
-    ``column``) and word.
+    """By kind (``site``, ``encoding``, ``column``) and word, the number of rows with a word of a later version of the
+    format.
     """
     num_steps_lived: int
     num_steps_expected: int
@@ -102,8 +102,7 @@ class Expectation(NamedTuple):
     num_selected: int
     """The number of modules that have a slot which a rule selects."""
     num_filtered: int
-    """The number of selected modules from which rules want no value at these steps, because of steps, names or calls.
-    """
+    """The number of selected modules without wanted values at these steps, because of steps, names or calls."""
     last_steps: dict[int | None, int | None]
     """The last step of each rank's rows; None for a rank without rows."""
     silent: dict[str, list[tuple[str, str]]]

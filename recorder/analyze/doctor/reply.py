@@ -49,8 +49,7 @@ _EXPLAINING = {reason.key: reason for reason in REASONS if not reason.is_loss}
 _INFORMING = {"before_first_call", "nodes_apart", "trigger_passed"}
 """Kinds of events that cause no missing values."""
 _OF_COMMANDS = {"command_refused", "uncarried"}
-"""Kinds of events about commands that were not carried out: anybody may send an invalid command, and nothing is lost.
-"""
+"""Kinds of events about commands that were not carried out. Anybody may send an invalid command: nothing is lost."""
 _UNKNOWN = {
     "site": "nothing is expected there; a later version of recorder knows what is missing",
     "encoding": "their values cannot be read here; a later version of recorder reads them",

@@ -234,8 +234,7 @@ class RuleMatch(NamedTuple):
     rule: Rule
     slots: Flags
     is_limited: Flags
-    """For each slot, True if the rule wants only some of its names or calls, so only rows show whether it has values.
-    """
+    """For each slot, True if the rule wants only some of its names or calls, as then only rows show if it exists."""
 
 
 def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:

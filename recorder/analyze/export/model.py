@@ -217,8 +217,7 @@ class StateDict(NamedTuple):
     """The names in a model's state dict."""
 
     names: dict[str, str]
-    """The names of the state dict, in order, each with the name used in rows, which differs for tied or shared
-    parameters.
+    """The names of the state dict, in order, each with its name in rows, which differs for tied or shared parameters.
     """
     left_out: set[str]
     """The names of buffers that are not persistent."""

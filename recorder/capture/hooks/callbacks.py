@@ -41,8 +41,7 @@ class CaptureForHooks(Observer, Protocol):
     is_in_stage: bool
     """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
     has_seen_forward: bool
-    """Whether a root has run with gradients. Under `torch.compile` this may stay False: its hooks may be compiled away.
-    """
+    """Whether a root has run with gradients. May stay False under `torch.compile`, which may compile hooks away."""
 
     @property
     def settings(self) -> Settings: ...

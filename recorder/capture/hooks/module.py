@@ -216,7 +216,6 @@ class HookedModule:
             self._see("input", name, tensor, slice_.moment, phase, call, value_mask, graph)
 
     def _record_call(self, moment: Moment, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the facts that a replay of this call needs, where a rule asks for this call."""
         module = self._owner()
         if module is not None and self._signature and self.capture.keep_of(self.rule_sets["input"], call) & KEEP_REPLAY:
             origin = Origin(self.root.name, self.node_path, CALL, "")

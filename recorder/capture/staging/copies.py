@@ -36,8 +36,8 @@ _NO_BOUNDARY = "no_step_boundary"
 _MEMMOVE_BYTES = 1 << 20
 """The size below which memmove (0.3 us a call) beats torch's copy (6 us); above it, torch uses all its threads."""
 _HELD_BYTES = 1 << 22
-"""The size up to which a tensor is measured with the interpreter's lock held, mostly for less than a millisecond,
-because it costs up to five milliseconds to take the lock back from a busy writer.
+"""The size up to which a tensor is measured with the interpreter's lock held, mostly for under a millisecond: it costs
+up to five milliseconds to take the lock back from a busy writer.
 """
 _memmove: Callable[[int, int, int], None] = ctypes.PyDLL(None).memmove
 """A memmove that keeps the interpreter's lock, because `ctypes.memmove` would give the lock to the writer."""
@@ -283,8 +283,8 @@ STAGERS: dict[str, Callable[[Pool, Settings, Callable[[str], None]], Stager]] = 
     "xla": lambda pool, settings, say: XlaStager(pool),
     "cuda": CudaStager,
 }
-"""For each device type, the function that makes a stager from the pool, the settings and a function that logs a line. A
-stager is made once, when the first tensor of its device type is recorded.
+"""For each device type, the function that makes a stager from the pool, the settings and a function that logs a line.
+It is called once, when the first tensor of the device type is recorded.
 """
 
 WHY_LOST = {

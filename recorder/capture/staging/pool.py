@@ -29,8 +29,7 @@ from ...system.processes import private_memory
 from ...system.text import size
 
 GRAIN_BYTES = 1024
-"""The unit of block sizes in bytes: about the size of a record's Python objects, so the pool bounds their memory, too.
-"""
+"""The unit of block sizes in bytes: about the size of a record's Python objects, whose memory is thus bounded, too."""
 _NAP_S = 0.002
 """The seconds between two attempts of a thread that waits for room."""
 

@@ -350,7 +350,6 @@ class Unchanged(StreakRule):
         return Severity.NOTE if self.catalog.about_of(lane).dtype.startswith(_NARROW) else self.severity
 
     def _has_gradient(self, one: Finding) -> bool:
-        """Return whether the gradient of the finding's parameter is larger than a rounding error."""
         rank, least = one.ranks[0] if one.ranks else -1, self._largest * self.thresholds["share"]
         param = one.root, one.module_path, one.name
         for key in self.catalog.series:

@@ -38,9 +38,7 @@ logger = logging.getLogger("recorder.daemon")
 QUIET_LOOK_S = 20.0
 """The seconds between two looks at a writer that cannot be shipped, or may have ended."""
 _QUIET_S = 60.0
-"""The seconds without changes after which a writer on another host may have ended: its open shards are shipped as they
-are.
-"""
+"""The seconds without changes after which a writer on another host may have ended: open shards are then shipped."""
 
 
 class WriterShipper:
@@ -429,7 +427,7 @@ class OpenShards:
         shared.health.succeeded()
 
     def _put_large_prefix(self, name: str, file: LocalFile, end: int, stamp: Stamp) -> None:
-        """Put batches that are too large for one request, about once, as their writer has ended or is quiet."""
+        """Put batches that are too large for one request. It happens about once, as their writer is gone or quiet."""
         destination, key = self._run.shared.destination, f"{self._run.key}/{self._below}{name}"
         file.size_bytes = end
         if name in self._there:

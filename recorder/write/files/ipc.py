@@ -158,7 +158,6 @@ def _batch_fields(message: bytearray) -> tuple[int, int]:
 
 
 def _field(message: bytearray, table: int, number: int) -> int:
-    """Return the position of a field of a flatbuffers table."""
     (vtable_distance,) = struct.unpack_from("<i", message, table)
     (field,) = struct.unpack_from("<H", message, table - vtable_distance + 4 + 2 * number)
     assert field, "Arrow writes each field of a batch that has rows"

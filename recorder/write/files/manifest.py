@@ -81,7 +81,6 @@ def _written_beside(disk: Disk, path: Path, obj: Mapping[str, object], unsynced:
 
 
 def _write(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced | None) -> None:
-    """Create the file `path`, complete and synced, or leave no file."""
     descriptor = disk.create(path)
     try:
         try:
@@ -99,7 +98,6 @@ def _write(disk: Disk, path: Path, obj: Mapping[str, object], unsynced: Unsynced
 
 @contextlib.contextmanager
 def _report_unsynced(unsynced: Unsynced | None) -> Iterator[None]:
-    """Pass an error of a sync to `unsynced`; raise the error if `unsynced` is None."""
     try:
         yield
     except OSError as error:
