@@ -380,7 +380,6 @@ def _is_done(folder: Path) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that this process started. A launcher ends its ranks on SIGTERM."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)

@@ -341,7 +341,7 @@ class Comparison(LeafAcrossSteps):
         return self.equality() is False
 
     def equality(self) -> bool | None:
-        """Return whether chunks are equal: by fingerprints or payloads, else by statistics of floats; None if open."""
+        """Return whether chunks are equal: by fingerprints or payloads, else by float statistics; None if unknown."""
         rows = self._rows if self.numbers is None else [self._rows[i] for i in self.numbers]
         key = tuple(rows)
         if key not in self._equal:

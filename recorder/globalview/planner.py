@@ -236,7 +236,6 @@ class Planner:
 
 
 def _find_differing_copies(plan: Plan | NoPlan, site: str, comparison: Comparison) -> _Differing:
-    """Find the replicas that differ, except copies that were inferred from equal values."""
     are_equal, _ = comparison.known
     if isinstance(plan, NoPlan) or are_equal or (plan.source == "inferred" and site not in STATES):
         return _Differing()

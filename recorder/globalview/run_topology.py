@@ -382,7 +382,6 @@ class OwnParameters:
         return {one for one, owner in owners.items() if owner in known - others}
 
     def _apart(self, names: _Names) -> _Names:
-        """Return the modules whose parameters all have names in this set."""
         shared: _Names = set()
         for writer in self._writers if names else ():
             for root in writer.manifest.roots:

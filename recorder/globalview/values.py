@@ -73,7 +73,6 @@ class PlannedValues:
         return [self._plan(number) for number in self._values.order.tolist() if is_wanted[number]]
 
     def _plan(self, number: int) -> GlobalValue:
-        """Plan a value. The plan of a gradient depends on the plan of its value."""
         if number not in self._planned:
             forward_key = int(self._values.forward_keys[number])
             forward_number = self._number_of.get(forward_key) if forward_key >= 0 else None

@@ -188,7 +188,6 @@ class WholeTensors:
 
 
 def _overlay(plans: Sequence[Plan], source: str) -> Plan | NoPlan:
-    """Plan one tensor from several copies, some of which may lack parts."""
     plans = sorted(plans, key=lambda plan: not plan.is_complete)
     base = plans[0]
     inner = {some[0]: some for plan in plans for some in plan.copies}

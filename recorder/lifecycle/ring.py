@@ -135,7 +135,6 @@ class RingWatch:
         return RingMemory(part, window, is_wanted=writer.is_wanted)
 
     def _found(self, finding: Finding) -> None:
-        """Request the steps around a finding of a rule of `recorder check`. Writer thread."""
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
@@ -352,7 +351,6 @@ class Triggers:
                     self._events.add("trigger_unsent", text, key=str(dump.time_ns))
 
     def _known(self, first: int, last: int) -> Dump | None:
-        """Return the dump whose window includes these steps; None if there is no such dump."""
         return next((dump for dump in self._dumps if dump.first_step <= first and last <= dump.last_step), None)
 
     def _write(self, dump: Dump) -> None:
@@ -367,7 +365,6 @@ class Triggers:
             log.say(_logger, logging.WARNING, "%s: %s: %s (%s)", self._by, said, dump.reason, dump.by)
 
     def _look_at_dumps(self, *, is_last: bool = False) -> None:
-        """Report the result of each dump, once its window is over."""
         for answered in list(self._answered):
             command, dump = answered
             if not dump.has_begun or dump.num_due or not (dump.is_over or is_last):

@@ -361,7 +361,6 @@ def of_unknown_columns(rows_of: Mapping[str, int]) -> Summary:
 
 
 def _of_run(texts: Sequence[str], count: int, num_problems: int) -> Entry:
-    """Summarize findings about the whole run, whose examples have only a text."""
     first = [dict.fromkeys(_FIELDS) | {"ranks": [], "text": text} for text in texts[:MAX_EXAMPLES]]
     return {"count": count, "num_problems": num_problems, "first": first}
 

@@ -176,7 +176,6 @@ class Payloads:
 
 
 def _read(wanted: tuple[_Key, ShardRows]) -> Any:
-    """Return a batch; None for a damaged batch, which `Payloads._fields` reports later."""
     (_, batch), shard = wanted
     try:
         return shard.read(batch, _COLUMNS)

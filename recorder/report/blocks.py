@@ -270,7 +270,6 @@ class GrowingCube(Cube):
         return [_block(prefix, name, values, has_row, FINE, data) for name, values in changed]
 
     def _halve(self) -> None:
-        """Join pairs of columns; a joined column has the more extreme value of the two."""
         assert self._saved is None, "what is not final is taken out first"
         num = len(self.first_steps)
         num_pairs, num_left = num // 2, -(-num // 2)  # with an odd number of columns the last is not joined

@@ -161,7 +161,6 @@ class HistogramCollector(StepsCollector[npt.NDArray[np.float64]]):
 
 
 def _share_codes(shares: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """Return codes of shares by their logarithm; code 0 is an empty bin."""
     with np.errstate(divide="ignore"):
         level = 1 + np.rint((1 - np.log(shares) / np.log(_LEAST_SHARE)) * (_SHARE_LEVELS - 1))
     return np.where(shares > 0, np.clip(level, 1, _SHARE_LEVELS), 0).astype(np.uint8)

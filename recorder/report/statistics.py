@@ -245,7 +245,6 @@ class StatisticsBlocks:
             cube.put(values.series, np.zeros(len(values.series), np.int64), values.steps, values.numbers)
 
     def _note_reasons(self, table: Any, *, is_global: bool) -> None:
-        """Record why series have no numbers; the first reason of a series is kept."""
         lacks = pc.is_null(table.column(MEASURED))
         if is_global:
             lacks = pc.or_(lacks, pc.is_valid(table.column("rank")))

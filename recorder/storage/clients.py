@@ -185,7 +185,6 @@ def changed(path: object) -> StoreError:
 
 
 def _is_without_credentials(text: str) -> bool:
-    """Return True if the search for credentials has failed, and not the store itself."""
     return (
         re.search(r"MissingAccessKeyId|token request|performing [A-Z]+ \S+/latest/(api/token|meta-data/)", text)
         is not None

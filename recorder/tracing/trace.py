@@ -96,7 +96,6 @@ def _rules(select: object) -> tuple[Rule, ...]:
 
 
 def _clauses(select: object) -> Iterator[str]:
-    """Yield the keys of clauses in rules that `parse_rules` has accepted."""
     if isinstance(select, str):
         for text in select.split(";"):
             yield from (word.partition("=")[0] for word in shlex.split(text))

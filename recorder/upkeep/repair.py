@@ -169,7 +169,6 @@ class _Repair:
                     yield self._remove(self._directory / name, "the index of a shard that is gone")
 
     def _end(self, path: Path, final: Path) -> Iterator[Outcome]:
-        """Seal an open shard, or remove it if its sealed shard already exists."""
         num_bytes = path.stat(follow_symlinks=False).st_size
         salvaged = salvage(lambda: GrowingFile(path))
         self._report(num_bytes)

@@ -146,7 +146,6 @@ class RowBatch:
         return True
 
     def _extend(self, cells: list[Any], ends: list[int]) -> None:
-        """Add complete rows; if memory runs out, the batch stays as it was."""
         try:
             self._cells += cells
             self._ends += ends
@@ -290,7 +289,6 @@ def _text_array(values: Sequence[str | None]) -> pa.Array:
 
 
 def _hex_array(values: Sequence[int | None]) -> pa.Array:
-    """Return a column of fingerprints, each as `fingerprint.to_text` writes it."""
     numbers = np.array([value for value in values if value is not None], ">u8")
     return _texts(numbers.tobytes().hex().encode(), (0 if value is None else 16 for value in values), values)
 

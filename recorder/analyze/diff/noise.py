@@ -361,7 +361,6 @@ def multiples(cosine: Floats, one: Floats, two: Floats) -> Floats:
 
 
 def _roundings(table: Any) -> Floats:
-    """Return the relative size of roundings in each pair's coarser type; 0 for integers."""
     eps = {dtype: _ROUNDINGS * 2.0**bits for dtype, bits in _BITS.items()}
     of_sides = ([eps.get(dtype, 0.0) for dtype in table.column(f"dtype_{side}").to_pylist()] for side in "ab")
     return np.maximum(*(np.array(values, np.float64) for values in of_sides))

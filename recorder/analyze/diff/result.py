@@ -175,7 +175,6 @@ def by_module(table: Any, compared: Any) -> Any:
 
 
 def _extreme(function: np.ufunc, values: Floats, order: Integers, starts: Integers) -> Any:
-    """Return the extreme of each group, without its nulls; null for a group of only nulls."""
     extremes = function.reduceat(values[order], starts) if len(starts) else values
     return pa.array(extremes, mask=np.isnan(extremes))
 

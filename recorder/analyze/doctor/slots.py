@@ -280,7 +280,6 @@ def match_rule(slots: Slots, rule: Rule) -> RuleMatch | None:
 
 
 def _leaves(slots: Slots) -> Flags:
-    """Return which modules have no children, under any of their paths."""
     is_leaf = np.ones(len(slots.modules), bool)
     is_leaf[slots.parent_of[slots.parent_of >= 0]] = False
     for module in slots.modules:

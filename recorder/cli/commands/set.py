@@ -81,7 +81,6 @@ def _without_steps(command: Command, steps: int | None) -> Command:
 
 
 def _check(target: Target, made: Command) -> None:
-    """Raise CommandError if a rule matches no module, or if there is no such command to undo."""
     run = open_location(target.run)
     if made.kind == UNDO:
         known = {one.number: one for one in run.commands.sound}

@@ -292,7 +292,6 @@ def _as_observed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _value(row: Row) -> tuple[Any, ...]:
-    """Return the key of a value, which is the same on every rank."""
     return tuple(row[name] for name in (*_MOMENT, *_KEY) if name != "rank")
 
 

@@ -224,7 +224,6 @@ class Index:
         self._waiting.append(sink.getvalue())
 
     def _take_pending(self) -> pa.RecordBatch:
-        """Join the pending batches, at least one, and add the batch and row number of each row."""
         (light,) = pa.Table.from_batches(self._pending).combine_chunks().to_batches()
         sizes = [batch.num_rows for batch in self._pending]
         numbers = np.repeat(np.arange(self._num_batches, self._num_batches + len(sizes), dtype=np.int32), sizes)
