@@ -106,13 +106,13 @@ def first(run: Run) -> First:
             num_superseded += timeline.num_superseded
             seen |= set(timeline.table.column("step")[timeline.num_firsts :].unique().to_pylist())
             del timeline  # frees the rows before the next timeline is made
-    notes = [*nonfinite.notes(), *replicas.notes(), *_hooks_behind(run, nonfinite.first)]
+    notes = [*nonfinite.notes(), *replicas.notes(), *_hooks_behind(run, nonfinite.found())]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
         notes.append(f"{num_superseded} rows of steps that a restart did again were left out")
     notes += [*filter(None, [left_out(run)]), *run.endings]
     return First(
-        nonfinite=nonfinite.first,
+        nonfinite=nonfinite.found(),
         num_nonfinite=nonfinite.num_values,
         num_nonfinite_modules=nonfinite.num_modules,
         num_known=nonfinite.num_known,

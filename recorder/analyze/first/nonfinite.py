@@ -16,9 +16,10 @@ import pyarrow.compute as pc
 
 from ...errors import RunError
 from ...numerics.keys import SERIES_KEY, codes, group, holds
-from ...numerics.moments import count_nonfinite, integers
+from ...numerics.moments import count_nonfinite, integers, numbers
 from ...run.run import Run
-from ...sites import NUMBERS, SKIPPED, is_loss, may_mask
+from ...sites import GRADIENTS, NUMBERS, SKIPPED, is_loss, may_mask
+from ...system.text import steps_in_words
 from .timeline import FirstRows, RecordedValue, Timeline
 
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
@@ -78,6 +79,11 @@ class NonFiniteFinder:
         """The number of rows of which it is known whether they are finite."""
         self._modules: set[tuple[str, str]] = set()
         self._masks: dict[tuple[str, ...], str] = {}
+        self._overflow: NonFiniteTensor | None = None
+        """The first gradient that is not finite at a step whose update GradScaler skipped."""
+        self._overflow_steps: set[int] = set()
+        self._is_skipping = False
+        """Whether GradScaler skipped the last step so far."""
         self._num_unchecked = 0
         self._problems: list[str] = []
 
@@ -98,6 +104,12 @@ class NonFiniteFinder:
         bad = np.flatnonzero(state.bad())
         if first is not None:
             self.first = _describe(timeline, state, first)
+        overflows = np.flatnonzero(state.overflows())
+        if len(overflows):
+            if self._overflow is None:
+                self._overflow = _describe(timeline, state, int(overflows[0]))
+            self._overflow_steps |= set(timeline.table.column("step").take(pa.array(overflows)).to_pylist())
+        self._is_skipping = state.is_skipping(self._is_skipping)
         names = ("root", "module_path")
         modules = group([timeline.codes[name][bad] for name in names])
         self._modules |= timeline.texts(names, bad[modules.firsts])
@@ -109,9 +121,20 @@ class NonFiniteFinder:
         self._problems += state.problems
         return state.firsts()
 
+    def found(self) -> NonFiniteTensor | None:
+        """Return the first value that is not finite.
+
+        A gradient of a step that GradScaler skipped counts only if there is no other, and the last step was skipped,
+        too: a scale that is found by overflows is no fault, and a training that ends in overflows has one.
+        """
+        return self.first or (self._overflow if self._is_skipping else None)
+
     def notes(self) -> list[str]:
         """Return notes on what is not counted and what could not be read."""
         notes = list(self._masks.values())[:_MAX_NOTED]
+        if self._overflow is not None and self.found() is not self._overflow:
+            steps = steps_in_words(sorted(self._overflow_steps))
+            notes.append(f"gradients overflowed at {steps}, whose updates GradScaler skipped; not counted as a finding")
         if len(self._masks) > _MAX_NOTED:
             notes.append(f"{len(self._masks) - _MAX_NOTED} more values are infinite from their first record on")
         if self._num_unchecked:
@@ -146,15 +169,32 @@ class _Counts:
             self.nan[: timeline.num_firsts], self.inf[: timeline.num_firsts] = timeline.firsts[1:]
         self._may_mask = holds(table.column("site"), lambda site: may_mask(site, "")) & ~_is_loss(table)
         series = timeline.series
+        is_skip = holds(table.column("site"), "scalar".__eq__) & holds(table.column("name"), SKIPPED.__eq__)
+        is_skip[: timeline.num_firsts] = False
+        self._skips = np.flatnonzero(is_skip)
+        self._is_skipped = numbers(table.column("mean"))[self._skips] > 0
+        when = timeline.codes["step"] * (timeline.codes["rank"].max(initial=0) + 2) + timeline.codes["rank"]
+        is_gradient = holds(table.column("site"), GRADIENTS.__contains__)
+        self._may_overflow = is_gradient & np.isin(when, when[self._skips[self._is_skipped]])
         self._same_shape = group([series.ids, codes(table.column("shape"))])
         self._begins = series.firsts[series.ids]
         self._begins_in_shape = self._same_shape.firsts[self._same_shape.ids]
 
     def bad(self) -> npt.NDArray[np.bool_]:
-        """Return which rows of these steps are not finite, and are not excused as masks."""
-        bad = ((self.nan > 0) | (self.inf > 0)) & ~self.excused()
+        """Return which rows of these steps are not finite, and are no masks and no overflows."""
+        bad = ((self.nan > 0) | (self.inf > 0)) & ~self.excused() & ~self._may_overflow
         bad[: self._timeline.num_firsts] = False
         return np.asarray(bad)
+
+    def overflows(self) -> npt.NDArray[np.bool_]:
+        """Return which rows of these steps are gradients that are not finite, of updates that GradScaler skipped."""
+        bad = ((self.nan > 0) | (self.inf > 0)) & self._may_overflow
+        bad[: self._timeline.num_firsts] = False
+        return np.asarray(bad)
+
+    def is_skipping(self, was_skipping: bool) -> bool:
+        """Return whether GradScaler skipped the last of these steps; `was_skipping` if nothing says so."""
+        return bool(self._is_skipped[-1]) if len(self._skips) else was_skipping
 
     def firsts(self) -> FirstRows:
         was_infinite = (self.inf > 0) & (self.nan == 0) & self._may_mask
@@ -189,7 +229,8 @@ class _Counts:
             return False
         self.nan[row], self.inf[row] = count_nonfinite(values)
         self.is_known[row] = True
-        return bool(self.nan[row] or self.inf[row]) and not self.excused(slice(row, row + 1))[0]
+        is_bad = bool(self.nan[row] or self.inf[row]) and not self._may_overflow[row]
+        return is_bad and not self.excused(slice(row, row + 1))[0]
 
     def complete(self, rows: npt.NDArray[np.int64]) -> None:
         lacks = rows[np.isin(rows, self._todo)]

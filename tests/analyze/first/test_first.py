@@ -227,6 +227,21 @@ def test_a_step_that_the_scaler_skipped_says_so(tmp_path: Path) -> None:
     assert bad is not None and bad.is_skipped
 
 
+def test_a_gradient_that_overflows_at_a_skipped_step_hides_nothing(tmp_path: Path) -> None:
+    gradients, outputs = steps(0, "up", site="grad"), steps(0, "down")
+    spoil(gradients[1], np.inf)
+    skips = [
+        make_row(10 + step, np.float64(step == 1), step=step, module_path="", site="scalar", name="skipped")
+        for step in range(4)
+    ]
+    result = found(write(tmp_path / "sound", [*gradients, *outputs, *skips]))
+    assert result.nonfinite is None and result.num_nonfinite == 0
+    assert "gradients overflowed at step 1, whose updates GradScaler skipped; not counted as a finding" in result.notes
+    spoil(outputs[3])
+    bad = found(write(tmp_path / "wrong", [*gradients, *outputs, *skips])).nonfinite
+    assert bad is not None and (bad.value.step, bad.value.site) == (3, "output")
+
+
 def test_a_step_done_again_by_a_later_attempt_does_not_count(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", world_size=1)
     for attempt, bad_step in ((0, 2), (1, 3)):
