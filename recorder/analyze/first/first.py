@@ -139,7 +139,11 @@ def _hooks_behind(run: Run, bad: NonFiniteTensor | None) -> list[str]:
         what = "what they make of a value is not recorded there, and first seen here"
         return [f"between the last healthy value and this one ran {hooks}: {what}"]
     listed = run.foreign_hooks
-    return [f"hooks of the program run after what is recorded of their modules: {listed}"] if listed else []
+    return (
+        [f"the program's own hooks may change these modules' values after they were recorded: {listed}"]
+        if listed
+        else []
+    )
 
 
 _LIBRARY = "site-packages/torch/"
