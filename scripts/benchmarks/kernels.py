@@ -3,7 +3,7 @@
     python -m scripts.benchmarks kernels
 
 16 MiB of normally distributed values of each type, the median of 9 runs; the columns of histogram and units hold the
-statistics as well; `time.thread_time`, so that what else the
+statistics as well, and the column of squares is what the probe computes; `time.thread_time`, so that what else the
 machine does costs caches and memory alone. Then what compresses the top plane: zstd and the Huffman code, GB/s of that
 plane and what is left of it; whole payloads with `codec = zstd` and `auto`; and CRC32C, by the package and by the
 library, of 64 MiB, which are more than the caches hold. Exit code 2 where no library was built.
@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from recorder import native
-from recorder.capture.staging.measure import measure
+from recorder.capture.staging.measure import host_measure, measure
 from recorder.format.codec import Encoder, max_encoded_bytes
 from recorder.format.encodings import PayloadWriter
 from recorder.numerics.dtypes import item_bytes
@@ -86,7 +86,9 @@ def main(arguments: list[str]) -> int:
     if native.load() is None:
         print(f"no library: {native.in_force()}; install with a C compiler: pip install -e .", file=sys.stderr)
         return 2
-    print(f"{'':30}{'statistics':>12}{'fingerprint':>12}{'both':>8}{'histogram':>11}{'units':>7}{'payload':>9}   GB/s")
+    print(
+        f"{'':30}{'statistics':>12}{'fingerprint':>12}{'both':>8}{'histogram':>11}{'units':>7}{'squares':>9}{'payload':>9}   GB/s"
+    )
     for name in ("python", *native.LEVELS):
         kernels = None if name == "python" else native.Kernels(level=native.LEVELS.index(name))
         if kernels is not None and kernels.level != name:
@@ -98,9 +100,13 @@ def main(arguments: list[str]) -> int:
             figures = [
                 gb_per_s(partial(measure, data, dtype, shape, None, keep, kernels=kernels), _BYTES) for keep in _KEEPS
             ]
+            plan = host_measure(dtype, shape, KEEP_STATS, -1, kernels) if kernels is not None else None
+            squares = 0.0
+            if kernels is not None and plan is not None:
+                squares = gb_per_s(partial(kernels.sum_of_squares, native.address(data), plan.loops), _BYTES)
             payload = gb_per_s(partial(encoder.encode, data, size, out), _BYTES)
             shown = "".join(f"{rate:{width}.1f}" for rate, width in zip(figures, (12, 12, 8, 11, 7), strict=True))
-            print(f"{name:12}{dtype:18}{shown}{payload:9.1f}")
+            print(f"{name:12}{dtype:18}{shown}{squares:9.1f}{payload:9.1f}")
     levels = ", ".join(native.LEVELS)
     print(f"\n{'top plane':30}{'zstd GB/s':>10}{'left':>8}{f'Huffman GB/s: {levels}':>40}{'left':>8}")
     for name, data, size in top_planes():

@@ -72,6 +72,7 @@ WAYS: dict[str, Way] = {
     "recorder, tensors": _ours("tensor"),
     "recorder, tensors, no codec": _ours("tensor", RECORDER_CODEC="none"),
     "recorder, statistics": _ours("stats"),
+    "recorder, probe": _ours("probe"),
     "recorder, histograms": _ours("histogram"),
     "recorder, units": _ours("units"),
     "recorder, fingerprints": _ours("fingerprint"),
