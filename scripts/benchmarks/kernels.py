@@ -86,9 +86,8 @@ def main(arguments: list[str]) -> int:
     if native.load() is None:
         print(f"no library: {native.in_force()}; install with a C compiler: pip install -e .", file=sys.stderr)
         return 2
-    print(
-        f"{'':30}{'statistics':>12}{'fingerprint':>12}{'both':>8}{'histogram':>11}{'units':>7}{'squares':>9}{'payload':>9}   GB/s"
-    )
+    head = ("statistics", 12), ("fingerprint", 12), ("both", 8), ("histogram", 11), ("units", 7), ("squares", 9)
+    print(f"{'':30}{''.join(f'{name:>{width}}' for name, width in head)}{'payload':>9}   GB/s")
     for name in ("python", *native.LEVELS):
         kernels = None if name == "python" else native.Kernels(level=native.LEVELS.index(name))
         if kernels is not None and kernels.level != name:
