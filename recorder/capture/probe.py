@@ -38,6 +38,7 @@ _MAX_COLUMNS = 1 << 16
 _MAX_PLANS = 4096
 _HELD_BYTES = 1 << 22
 """The size up to which a value is measured with the interpreter's lock held, as `staging.copies` does."""
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _L2, _NUM_NAN, _NUM_INF, _NUMEL = range(4)
 """The rows of a block, for each value."""
 
@@ -84,9 +85,10 @@ class Probe:
         """The elements that each column has seen at the current step."""
         self._bad: dict[int, tuple[int, int]] = {}
         """The NaN and the infinite elements of the columns that have some at the current step."""
-        self._were_bad: set[int] = set()
-        """The columns that were not finite when they were last seen."""
-        self._block = np.zeros((4, 0, BLOCK_STEPS), np.float32)
+        self._were_bad: dict[int, tuple[bool, float]] = {}
+        """For each column that was not finite when it was last seen: whether a NaN was there, and the largest share of
+        infinite elements."""
+        self._block = np.zeros((4, 0, BLOCK_STEPS))
         self._step = 0
         self._has_values = False
         self.seen: list[tuple[int, torch.dtype, int]] | None = None
@@ -102,7 +104,7 @@ class Probe:
     def saw(
         self, origin: Origin, moment: Moment, phase: str, scope: str | None, chunk: Chunk | None, local: torch.Tensor
     ) -> bool:
-        """Measure a value, and return whether the value has just turned non-finite.
+        """Measure a value, and return whether the value has just turned non-finite, or more so than before.
 
         Args:
             origin: root, module, site and name of the value.
@@ -121,13 +123,14 @@ class Probe:
             column = self._add(key, origin, moment, phase, scope, chunk, local)
             if column is None:
                 return False
-        total = self._sum_of_squares(local)
+        local, times = _without_repeats(local)
+        total = times * self._sum_of_squares(local)
         num_nan = num_inf = 0
         if not total < math.inf:
             its = self._statistics(local)
             if its.nan_count is None or its.inf_count is None:
                 return False  # the dtype has no statistics
-            num_nan, num_inf, total = its.nan_count, its.inf_count, its.sum_sq or 0.0
+            num_nan, num_inf, total = times * its.nan_count, times * its.inf_count, times * (its.sum_sq or 0.0)
         if self.seen is not None:
             self.seen.append((column, local.dtype, numel))
         self._sums[column] += total
@@ -135,14 +138,12 @@ class Probe:
         self._has_values = True
         self._step = moment.step
         if not num_nan and not num_inf:
-            if self._were_bad and column not in self._bad:
-                self._were_bad.discard(column)
             return False
         nan_before, inf_before = self._bad.get(column, (0, 0))
         self._bad[column] = nan_before + num_nan, inf_before + num_inf
-        has_turned = column not in self._were_bad
-        self._were_bad.add(column)
-        return has_turned
+        had_nan, share = self._were_bad.get(column, (False, 0.0))
+        self._were_bad[column] = had_nan or num_nan > 0, max(share, num_inf / numel)
+        return self._were_bad[column] != (had_nan, share)
 
     def group(self, seen: list[tuple[int, torch.dtype, int]]) -> ProbedGroup | None:
         """Return the group of values that were `seen`, to be measured with one call; None if the loops cannot."""
@@ -180,8 +181,6 @@ class Probe:
         for total, (column, _, numel) in zip(sums, group.values, strict=True):
             self._sums[column] += total
             self._numels[column] += numel
-        if self._were_bad:
-            self._were_bad.difference_update(column for column, _, _ in group.values)
         self._has_values = True
         self._step = step
         return True
@@ -251,6 +250,10 @@ class Probe:
         with np.errstate(over="ignore"):
             self._block[_L2, :num, at] = np.sqrt(self._sums)
         self._block[_NUMEL, :num, at] = self._numels
+        if self._were_bad:
+            self._were_bad = {
+                column: how for column, how in self._were_bad.items() if column in self._bad or not self._numels[column]
+            }
         for column, counts in self._bad.items():
             self._block[_NUM_NAN : _NUM_INF + 1, column, at] = counts
         self._sums, self._numels, self._bad = [0.0] * num, [0] * num, {}
@@ -276,7 +279,9 @@ class Probe:
             facts = its.facts if every == 1 else its.facts | {"every": every}
             if numel[0] == numel.min() == numel.max() and not numbers[_NUM_NAN : _NUM_INF + 1].any():
                 facts = facts | {"numel": int(numel[0])}
-                values = np.where(is_there, numbers[_L2], np.float32(np.nan))
+                values = np.where(is_there, numbers[_L2], np.nan)
+                if values[is_there].max() < _FLOAT32_MAX:
+                    values = values.astype(np.float32)
             else:
                 values = numbers.copy()
             name = f"{its.origin.site} {its.origin.name}".rstrip()
@@ -292,3 +297,17 @@ class Probe:
             if self._has_values:
                 self._append()
             self._record_block()
+
+
+def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return each element of an expanded tensor once, with its number of repeats; complex elements as their parts."""
+    times = 1
+    if tensor.is_contiguous() and not tensor.is_complex():
+        return tensor, times
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        values = tensor.detach()
+        for dim in reversed(range(values.dim())):
+            if not values.stride(dim) and values.size(dim) > 1:
+                times *= values.size(dim)
+                values = values.select(dim, 0)
+        return (torch.view_as_real(values) if values.is_complex() else values), times

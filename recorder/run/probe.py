@@ -25,7 +25,7 @@ PROBE_SCHEMA = pa.schema(
     [
         *((name, pa.int64()) for name in ("attempt", "rank", "step")),
         *((name, _TEXT) for name in ("root", "module_path", "site", "name", "phase", "mode", "scope", "dtype")),
-        ("l2", pa.float32()),
+        ("l2", pa.float64()),
         *((name, pa.int64()) for name in (*_COUNTS, "global_numel")),
     ]
 )
@@ -48,10 +48,10 @@ def _tables(shard: ShardRows) -> Iterator[Any]:
         rows = pa.Table.from_batches([batch]).to_pylist()
         if not rows:
             continue
-        payloads = shard.read(rows[0]["batch"], ("data",)).column("data")
+        payloads = {number: shard.read(number, ("data",)).column("data") for number in {row["batch"] for row in rows}}
         notes = [note_members(row["note"]) for row in rows]
         blocks = [
-            _numbers(row, payloads[row["row"]].as_buffer(), note, str(shard.path))
+            _numbers(row, payloads[row["batch"]][row["row"]].as_buffer(), note, str(shard.path))
             for row, note in zip(rows, notes, strict=True)
         ]
         lengths = [block.shape[1] for block in blocks]
@@ -67,7 +67,7 @@ def _tables(shard: ShardRows) -> Iterator[Any]:
         values |= {name: [note.get(name) for note in notes] for name in _OF_NOTE}
         numbers = np.concatenate(blocks, axis=1)[:, is_there]
         columns = {name: pa.array(some, PROBE_SCHEMA.field(name).type).take(of_row) for name, some in values.items()}
-        columns |= {"step": pa.array(np.concatenate(steps)[is_there]), "l2": pa.array(numbers[0].astype(np.float32))}
+        columns |= {"step": pa.array(np.concatenate(steps)[is_there]), "l2": pa.array(numbers[0])}
         columns |= {name: pa.array(some.astype(np.int64)) for name, some in zip(_COUNTS, numbers[1:], strict=True)}
         yield pa.table([columns[name] for name in PROBE_SCHEMA.names], schema=PROBE_SCHEMA)
 

@@ -267,7 +267,8 @@ class RotatingShards:
         if self._make_room(num_bytes):
             return None
         self._notices.say(
-            QUOTA, f"{self._directory}: the {self._kind} have used up their part of max_bytes; rows are dropped"
+            QUOTA,
+            f"{self._directory}: the rows of kind {self._kind} have used up their part of max_bytes; rows are dropped",
         )
         return QUOTA
 

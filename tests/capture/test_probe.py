@@ -288,3 +288,66 @@ def test_numbers_are_right_when_what_trains_changes(tmp_path: Path) -> None:
     }
     rows = recording.rows(site="grad", module_path="1", name="bias")
     assert list(rows.step) == [22, 25]
+
+
+def _train_watched(model: nn.Module, inputs: list[Any]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x in inputs:
+        model(x)[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_each_row_is_read_from_its_own_batch(tmp_path: Path) -> None:
+    seen: list[float] = []
+    with flagged(tmp_path, "site=param keep=probe") as recording:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        attachment = recorder.attach(model)
+        for _ in range(40):  # more batches than are read together
+            seen.append(float(model.weight.detach().double().norm()))
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model(torch.ones(1, 2))  # the step is over
+            assert attachment.flush(30)
+    frame = _probe(recording)
+    weight = frame[frame.name == "weight"]
+    assert list(weight.step) == list(range(40))
+    assert list(weight.l2) == pytest.approx(seen, rel=1e-6)
+
+
+class Masked(nn.Module):
+    """Gives scores with a mask, an expanded tensor and a complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return scores + self.weight, torch.ones(3, 1).expand(3, 1 << 34), torch.full((5,), 3 + 4j)
+
+
+def test_a_nan_behind_a_mask_and_a_mask_that_grows_are_told(tmp_path: Path) -> None:
+    masked, more, nan = (torch.zeros(3) for _ in range(3))
+    masked[0] = more[:2] = nan[0] = -torch.inf
+    nan[2] = torch.nan
+    with flagged(tmp_path, "site=output name=0 keep=probe") as recording:
+        model = Masked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for scores in (masked, masked, more, masked, nan, nan):
+            model(scores)[0].nan_to_num().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = recording.rows(site="output")
+    assert list(rows.step) == [0, 2, 4]
+    assert list(rows.nan_count) == [0, 0, 1]
+
+
+def test_repeated_elements_and_complex_ones_count_without_a_copy(tmp_path: Path) -> None:
+    with flagged(tmp_path, "site=output keep=probe") as recording:
+        _train_watched(Masked(), [torch.zeros(3)] * 2)
+    frame = _probe(recording).set_index(["name", "step"])
+    assert frame.l2["1", 0] == pytest.approx((3 * 2.0**34) ** 0.5)
+    assert frame.numel["1", 0] == 3 << 34
+    assert frame.l2["2", 1] == pytest.approx(5**0.5 * 5)

@@ -315,7 +315,12 @@ def _probed(run: Run, bad: RecordedValue) -> ProbedHealth | None:
     if not len(here):
         return None
     last = steps[is_same & is_finite & (steps < bad.step)]
-    (before,) = np.nonzero(is_finite & (steps == bad.step) & (np.arange(len(steps)) < here[0]))
+    is_before = is_finite & (steps == bad.step) & (np.arange(len(steps)) < here[0])
+    if bad.phase == "forward":
+        is_before &= holds(table.column("phase"), "forward".__eq__)
+    if not (is_same & (steps == steps.min())).any():
+        is_before[:] = False  # a value that was first seen later comes last in the table, whenever it runs
+    (before,) = np.nonzero(is_before)
     named = table.slice(int(before[-1]), 1).to_pylist()[0] if len(before) else None
     return ProbedHealth(
         before=None if named is None else (named["module_path"], named["site"], named["name"]),
