@@ -469,7 +469,9 @@ def test_help_says_what_columns_and_tolerances_mean(cli: Cli) -> None:
         "relative to the larger of |a| and |b|" in text and "of max is that difference relative to the largest" in text
     )
     assert "--rtol 1e-4 --atol 1e-6" in text
-    assert "without is how many of these have no statistics" in " ".join(cli("stats", "--help").out.split())
+    assert "the column without counts those of them that have no statistics" in " ".join(
+        cli("stats", "--help").out.split()
+    )
 
 
 def test_a_terminal_gets_tables_with_lines(tmp_path: Path) -> None:
