@@ -347,6 +347,10 @@ def unsealed_note(run: RecordedRun) -> str:
     return f"{rows} in {files}: recorder reads {them}, other readers do not; {seals}"
 
 
+_MAX_STRAYS = 20
+"""The most links, pipes and devices in one directory that are named."""
+
+
 def strays(run: Run) -> Iterator[str]:
     """Yield a sentence for each file whose name ends with ``.arrow`` and that is none of the run's shards.
 
@@ -362,11 +366,25 @@ def strays(run: Run) -> Iterator[str]:
             is_shard = folder in folders and parse_shard_name(name) is not None
             return name.endswith(".arrow") and not is_shard and not (is_later and name.startswith("_"))
 
-        try:
-            files = store.list_directory(folder, directories=False, is_part=is_stray)
-        except NotARunError as error:  # a link, a pipe or a device
-            yield f"{error}; it is none of the run's shards, and who reads the run by *.arrow reads it"
-            files = store.list_directory(folder, directories=False)
+        told: list[str] = []
+
+        def is_new_stray(name: str, told: list[str] = told) -> bool:
+            if name in told or not is_stray(name):
+                return False
+            told.append(name)
+            return True
+
+        for _ in range(_MAX_STRAYS):
+            told_before = len(told)
+            try:
+                store.list_directory(folder, directories=False, is_part=is_new_stray)
+                break
+            except NotARunError as error:  # a link, a pipe or a device, whose name was asked for last
+                yield f"{error}; it is none of the run's shards, and who reads the run by *.arrow reads it"
+                if len(told) == told_before:
+                    break  # the directory itself cannot be listed
+                del told[told_before:-1]
+        files = store.list_directory(folder, directories=False)
         directories = store.list_directory(folder, directories=True)
         named = [name for name in files if is_stray(name)] + [name for name in directories if name.endswith(".arrow")]
         for name in named:

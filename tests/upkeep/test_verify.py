@@ -215,6 +215,19 @@ def test_what_is_no_shard_and_readers_by_name_take_for_one_is_a_fault(
         (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
 
 
+def test_each_of_several_strays_of_a_directory_is_named(run_path: Path) -> None:
+    folder = next(run_path.glob("rank=00000/*/"))
+    os.mkfifo(folder / "a.arrow")
+    (folder / "b.arrow").symlink_to("/etc/hostname")
+    (folder / "c.arrow").touch()
+    (folder / "d.arrow").mkdir()
+    os.mkfifo(folder / "e.arrow")
+    told = faults(run_path)
+    assert len(told) == 5
+    for name in "abcde":
+        assert sum(str(folder / f"{name}.arrow") in fault for fault in told) == 1, name
+
+
 @pytest.mark.parametrize("told_by", ["manifest", "status"])
 def test_synced_rows_that_are_gone_are_a_fault_and_rows_on_their_way_a_note(
     writer: HandmadeWriter, told_by: str
