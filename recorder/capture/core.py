@@ -204,7 +204,7 @@ class Capture:
         self.masks = _NOTHING
 
     def resume(self) -> None:
-        """Keep what the rules select."""
+        """Keep what the rules select, also after `pause`."""
         self.masks = self.selection.masks
 
     def keep_of(self, rule_set: int, call: int) -> int:
@@ -382,7 +382,7 @@ class Capture:
         return local, keep, note
 
     def _inside(self, origin: Origin, tensor: torch.Tensor, chunk: Chunk | None, reason: str) -> list[Inner]:
-        """Return the tensors inside a composite tensor; count a drop or an error where there is none."""
+        """Return the tensors inside a composite tensor. Count a drop if it has none, an error if the search fails."""
         try:
             inside = inner_tensors(origin.name, tensor, chunk)
         except Exception as error:

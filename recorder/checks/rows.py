@@ -373,7 +373,7 @@ class Spells:
     """Finds conditions that hold for a long time, once in each lane, and remembers whether they have ended since."""
 
     def __init__(self, weight: float = 1.0) -> None:
-        """Take a weight: after a report, a record without the condition counts as so many records with it."""
+        """Take `weight`: how many records with a reported condition are cancelled by one record without it."""
         self._streaks, self._was_long = Streaks(), Memory(0.0)
         self._weight = weight
         self._balance = Memory()
@@ -407,7 +407,7 @@ class Spells:
         self._balance[lanes[is_last]] = balance[is_last]
 
     def has_ended(self, lane: int) -> bool:
-        """Return whether, since the report, the weighted records without the condition outnumber the others."""
+        """Return whether the reported condition ended: `weight` times the records without it exceeds those with it."""
         return self._balance.of(lane) < 0
 
 

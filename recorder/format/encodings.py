@@ -72,7 +72,7 @@ class Encoding:
     since: int = 0
     """The minor version of the format that added the encoding."""
     read: Callable[[memoryview, int, int], Bytes] | None
-    """Decodes a payload to `payload_bytes` new, writable bytes, given the size of an element; None for a reference."""
+    """Decodes to `payload_bytes` new, writable bytes, by an element's size; None if a payload refers to another row."""
     check: Callable[[memoryview, int, int], None]
     """Raises CorruptError if the sizes that the payload declares cannot add up to `payload_bytes`."""
     target: Callable[[memoryview], int] | None = None
@@ -351,7 +351,7 @@ def split_planes(data: Bytes, item_bytes: int, planes: range, out: Bytes, kernel
 
 
 def join_planes(runs: Sequence[Bytes], num_items: int, item_bytes: int) -> Bytes:
-    """Return elements from all their planes, the most significant plane first. Each run holds one or more planes."""
+    """Return elements from all their planes, most significant first. Each item of `runs` has one or more in order."""
     planes = [run[start : start + num_items] for run in runs for start in range(0, len(run), num_items or 1)]
     if item_bytes in (2, 4):
         return _join_by_shifts(planes, num_items, item_bytes)

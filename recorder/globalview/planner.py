@@ -57,9 +57,9 @@ class GlobalValue(NamedTuple):
     differing: tuple[int, ...] = ()
     """The ranks whose replica differs from the first rank's replica."""
     batch: Batch = Batch(None)
-    """The batch from which the layout of an activation was decided."""
+    """The `Batch` from which the layout of an activation was decided."""
     leads: tuple[int, ...] = ()
-    """One rank for each part of `batch`."""
+    """One rank for each part of the batch."""
     stage: Stage | None = None
 
     @property

@@ -153,7 +153,7 @@ class GlobalView:
         def items_of(position: int) -> npt.NDArray[Any] | None:
             tensor = assembler.tensor(position)
             if tensor is None or len(tensor.positions) > 1:
-                return None  # `expand` never makes a tensor so large
+                return None  # a tensor of several parts is too large to be the result of `expand`
             try:
                 return as_items(assembler.local(position), tensor.dtype).reshape(tensor.shape)
             except RunError:

@@ -108,7 +108,7 @@ class UnitsApart(NamedTuple):
     units_dead_a: int
     units_dead_b: int
     units_apart: int | None
-    """The number of units with different sums; None if the values have different numbers of units or unit dims."""
+    """How many units differ between the two values; None if the values have different numbers of units or unit dims."""
     unit: int | None
     """The index of the unit whose root mean squares differ most; None if no unit differs."""
     unit_rms_a: float | None

@@ -47,7 +47,7 @@ def sides_of(shape: Sequence[int], dim: int) -> Sides | str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Units:
-    """Sums over the finite values of each unit of a tensor, and its number of zeros. Two `Units` can be added."""
+    """For each unit (index along a dim) of a tensor: sums over finite values, and its number of zeros. Can be added."""
 
     dim: int
     sum: Floats

@@ -28,9 +28,9 @@ _JUDGED_BY = ("l2", "absmax", "mean", "std", "min", "max")
 """The statistics by which ranks may be compared; the first one on the page is used."""
 _DEVIATION = "deviation"
 _MAX_CELLS = 1_400_000
-"""The most one-byte cells of a page, which bounds the page at 2 MB."""
+"""The most cells of a page, which has at most 2 MB if each cell has one byte."""
 _MAX_FINE_CELLS = 250_000
-"""The most cells of a page with which cells have two bytes."""
+"""The cells of a cube have two bytes if they are at most this many; otherwise one byte."""
 _MIN_COLUMNS, _MAX_COLUMNS = 32, 1000
 _MAX_SCALAR_COLUMNS = 2000
 _ENOUGH_COLUMNS = 160

@@ -212,7 +212,7 @@ def _map(descriptor: int) -> Any:
 
 
 def check_range(source: ByteSource, offset: int, num_bytes: int) -> None:
-    """Raise CorruptError if a file has no such range."""
+    """Raise CorruptError if `num_bytes` bytes at `offset` are not all inside the file."""
     if offset < 0 or num_bytes < 0 or offset + num_bytes > source.size_bytes:
         raise CorruptError(
             f"{source.where}: {num_bytes} bytes expected at byte {offset}, but the file ends at {source.size_bytes}"

@@ -23,7 +23,7 @@ _MAX_CALLS = 1024
 """The most calls at one tap of one graph whose gradients can be distinguished."""
 _MAX_TAPS = 65536
 _NOTE = '{"grad":"after_tap"}'
-"""The note on the gradient of a tap's result. Unlike a tensor hook's, it leaves out uses of the value in the module."""
+"""The note on a gradient of a tap's result: without the value's uses in the module, which a tensor hook's includes."""
 _Key = tuple[str, str, int]
 """The name, the `where` and the index of a tap, as the ops receive them."""
 
@@ -49,7 +49,7 @@ class TappedModule(Protocol):
         """Return the dim along which the units of a value lie."""
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
-        """Note that a tap in a graph that contains the module has recorded the module's input or output."""
+        """Remember that the module was called: a tap in the graph around it has recorded its input or output."""
 
 
 class TappedRoot(Protocol):

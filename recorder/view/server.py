@@ -268,7 +268,7 @@ class WatchedRun:
 
     @property
     def now(self) -> str:
-        """The state of a page that has received all news, as a text that changes with all news."""
+        """The state of an up-to-date page, as a text. Each new update changes the text."""
         drawing = self._drawing
         return f"{self._boot}-{drawing.epoch}-{drawing.version}-{self._panes_version}"
 

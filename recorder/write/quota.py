@@ -215,7 +215,7 @@ def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
     writers = []
     for path in _listed(directory.parent, directories=True):
         shards = _shards(path) if path.name != directory.name else []
-        if shards:  # a manifest may be large, and after many restarts most directories have no shards left
+        if shards:  # else skip the manifest, which may be large: after many restarts most directories have no shards
             with contextlib.suppress(RunError):
                 raw = read_json(path / WRITER_MANIFEST)
                 check_version(raw, str(path))

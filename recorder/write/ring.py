@@ -166,7 +166,7 @@ class Ring:
         self._asked.append(dump)
 
     def is_wanted(self, step: int) -> bool:
-        """Return True if a trigger asked for a step. A window of future steps does not include steps before it."""
+        """Return True if a step is in the window of a trigger. A window may begin after the current step."""
         return step <= self._wanted_until and any(first <= step <= last for first, last in self._wanted)
 
     def put(self, staged: Staged, measured: Measured | None) -> None:

@@ -281,8 +281,7 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
         run: the run that was checked.
         checked: the result of the rules.
         typed: the text by which the user named the run on the command line.
-        fails_from: the least severity at which the exit code is 1, as it also is for a damaged run; None for exit code
-            0 in any case.
+        fails_from: a finding of at least this severity or a damaged run makes the exit code 1; if None, it is always 0.
         is_verbose: whether to name each rule that did not judge the run, and what the rule needs.
     """
     worst = max((one.severity for one in checked.findings), default=-1)

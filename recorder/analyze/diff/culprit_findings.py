@@ -346,7 +346,7 @@ _MAX_PARAMS = 8
 """The number of parameters whose values are read. For other parameters, means are compared."""
 _MIN_ITEMS = 16
 _REST = {"float16": 2e-2, "bfloat16": 2e-2}
-"""By type, the share of a difference that a guess may leave unexplained."""
+"""By dtype: the share of a difference that a guessed cause may leave unexplained and still be accepted."""
 _USUAL_REST = 1e-3
 _ROUND = 2e-5
 """The relative distance of a norm from the round number to which it was clipped: float32 and torch's own epsilon."""

@@ -70,7 +70,7 @@ class Drifted(NamedTuple):
     """The first step at which rounding had driven parameters farther apart than in the twins."""
     num_params: int
     of_norm: float
-    """The largest distance of a drifted parameter at the end, as a share of the parameter's norm."""
+    """The largest distance between the two runs' values of a drifted parameter at the end, as a share of its norm."""
     times_noise: float
     """The factor by which values computed from drifted parameters may exceed the twin's distance and still be noise."""
 
@@ -81,7 +81,7 @@ class LoudNoise(NamedTuple):
     step: int
     """The first step at which a noise run differs from the first run."""
     of_norm: float
-    """The median distance of the forward's values, as a share of their norms."""
+    """The median distance of the forward's values between the noise runs and the first run, relative to their norms."""
 
 
 def measure(judged: Verdicts, compared: PairedSteps, sides: Sequence[RunSteps]) -> NoiseMeasure | None:

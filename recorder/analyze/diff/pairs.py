@@ -103,10 +103,12 @@ class Verdicts(NamedTuple):
     differing: Any
     """`pa.Table` of the pairs that differ, in the order of the pairs."""
     counts: Counter[str]
-    """The number of pairs of each class. ``num_pairs``: all. ``by_fingerprint``: equal by fingerprint. ``by_values``
-    and ``by_statistics``: compared by these. ``by_nothing``: one side has values, statistics or a fingerprint, and the
-    other has nothing of the same kind. ``bare``: neither side has any, or one side cannot have any (a partial sum over
-    ranks without values). ``summands``: the bare pairs that are partial sums and for which both runs kept something.
+    """The number of pairs of each class; ``num_pairs`` of all.
+    ``by_fingerprint``: equal by fingerprint.
+    ``by_values``, ``by_statistics``: compared by these.
+    ``by_nothing``: one side has values, statistics or a fingerprint, the other has nothing of the same kind.
+    ``bare``: neither side has any, or one side cannot have any (a partial sum over ranks without values).
+    ``summands``: the bare pairs with such a partial sum.
     ``by_print_alone``: only fingerprints were recorded, and they differ, perhaps by noise.
     """
     partial: Counter[tuple[str, str]]
@@ -439,7 +441,7 @@ def align(a: Any, b: Any) -> Alignment:
     pairs_a = np.concatenate([left[is_same], cross_a[is_alike]])
     pairs_b = np.concatenate([right[is_same], cross_b[is_alike]])
     order = np.lexsort((pairs_b, pairs_a))
-    is_other = _flags(id_a[left[~is_same]], num_ids)  # if some ranks worked on other parts, so did the rest
+    is_other = _flags(id_a[left[~is_same]], num_ids)  # if a rank's part differs in a and b, assume that all ranks' do
     is_said_a = _flags(pairs_a, len(id_a)) | ((rank_a >= 0) & (has_whole_a | is_other)[id_a])
     is_said_b = _flags(pairs_b, len(id_b)) | ((rank_b >= 0) & (has_whole_b | is_other)[id_b])
     is_on_other_part = (rank_a >= 0) & (is_other & ~has_whole_a & ~has_whole_b)[id_a] & ~_flags(pairs_a, len(id_a))

@@ -454,7 +454,7 @@ def _explain_empty_steps(gaps: Gaps, view: RankView, details: dict[int, str], us
 
 
 def _perhaps_dropped(view: RankView, codes: npt.NDArray[np.uint8], usual: npt.NDArray[np.uint8]) -> Flags:
-    """Return slots without values that may not exist, at steps with too few dropped rows to explain all of them."""
+    """Flag slots that have no values and perhaps never existed: rows were dropped, but too few for all such slots."""
     is_empty = ~view.alive & (codes == _CODE["dropped"])
     per_slot = np.where(usual == 0, view.when[:, is_empty].sum(axis=1)[view.code], 0)
     was_seen = np.zeros(len(usual), bool)

@@ -272,7 +272,7 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
 def _healthy(
     timeline: Timeline, state: _Counts, values: dict[str, Any], row: int | None = None
 ) -> tuple[RecordedValue | None, RecordedValue | None, int]:
-    """Find the healthy values before a row, or, without a row, in all rows of a timeline of earlier steps.
+    """Find the healthy values before a row; if `row` is None, in all rows, which are then of earlier steps.
 
     Returns the last healthy value of the row's rank, the last healthy record of the same value at an earlier step, and
     the number of steps at which the same value was healthy.

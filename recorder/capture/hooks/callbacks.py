@@ -79,7 +79,7 @@ class CaptureForHooks(Observer, Protocol):
         """Keep nothing until `resume`."""
 
     def resume(self) -> None:
-        """Keep what the rules select."""
+        """Keep what the rules select, also after `pause`."""
 
     def hook_failed(self, where: str, error: Exception) -> None:
         """Count an exception that the recorder itself has raised."""
@@ -124,7 +124,7 @@ class CalledRoot(Protocol):
         """Whether a slice uses a parameter for the first time; rows identify the parameter by module and name."""
 
     def is_entry(self, module: nn.Module) -> bool:
-        """Whether outermost calls of a module are calls of the root. A copy of such a module is a different module."""
+        """Whether an outermost call of a module counts as a call of the root. False for a copy of an entry module."""
 
     def is_entered_at(self, module: nn.Module) -> bool: ...
 

@@ -183,7 +183,7 @@ class HookedModule:
         return bool(self._open_calls.get(threading.get_ident()))
 
     def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
-        """Note that a tap in a graph that contains the module has recorded the module's input or output."""
+        """Remember that the module was called: a tap in the graph around it has recorded its input or output."""
         self.was_called = True
         if is_output:
             self._tapped_slice = slice_

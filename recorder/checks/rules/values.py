@@ -181,7 +181,7 @@ class Data(Rule):
         self._constant_labels, self._flat = Streaks(reported), Streaks(reported)
 
     def wants(self, key: SeriesKey) -> bool:
-        """Return whether the series is an input of the complete model in training, as validations may share samples."""
+        """Return whether it is an input of the complete model in training; a validation may repeat samples."""
         return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:

@@ -145,7 +145,7 @@ class RunShipper:
 
     @property
     def counted(self) -> list[Entries | WriterFiles]:
-        """The listings whose refused files, and files of no run, are counted."""
+        """The listings that count refused files and files that belong to no run."""
         return [self._counts, *(writer.files for writer in self.all_writers)]
 
     @property

@@ -194,7 +194,7 @@ class PutOver(NamedTuple):
     there: bytes
     e_tag: str
     is_new: bool
-    """False if the document existed before, because it is equal or may not be replaced."""
+    """False if nothing was uploaded, because the document at the destination was equal or may not be replaced."""
 
 
 @dataclass(slots=True)
