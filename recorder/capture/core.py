@@ -158,6 +158,8 @@ class Capture:
         self._step_in_force, step = None, self.clock.step
         if self.probe is not None:
             self._ask_probe(self.probe.step_changes, step)
+            if self.probe.is_blind:
+                self.selection.has_probe = False  # else hooks would stay on at every step, for nothing
         self.scalars.step_changes(step)
         self.rule_commands.step_changes(step)
         if self.ring is not None and (problem := self.ring.judge(step, self.selection.num_ring_steps)) is not None:

@@ -91,6 +91,7 @@ class Probe:
         self._block = np.zeros((4, 0, BLOCK_STEPS))
         self._step = 0
         self._has_values = False
+        self._has_seen_device = False
         self.seen: list[tuple[int, torch.dtype, int]] | None = None
         """If it is a list, column, dtype and elements of each value are appended to it as the value is measured."""
         self._steps: list[int] = []
@@ -115,7 +116,10 @@ class Probe:
             local: the plain values. Only values in host memory are measured.
         """
         numel = local.numel()
-        if phase == "recompute" or scope == "local" or not numel or not local.is_cpu:
+        if phase == "recompute" or scope == "local" or not numel:
+            return False
+        if not _is_on_host(local):
+            self._has_seen_device = True
             return False
         key = (origin, phase, moment.mode)
         column = self._by_key.get(key)
@@ -144,6 +148,11 @@ class Probe:
         had_nan, share = self._were_bad.get(column, (False, 0.0))
         self._were_bad[column] = had_nan or num_nan > 0, max(share, num_inf / numel)
         return self._were_bad[column] != (had_nan, share)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether every value so far was on a device, where nothing is measured."""
+        return self._has_seen_device and not self._columns
 
     def group(self, seen: list[tuple[int, torch.dtype, int]]) -> ProbedGroup | None:
         """Return the group of values that were `seen`, to be measured with one call; None if the loops cannot."""
@@ -297,6 +306,10 @@ class Probe:
             if self._has_values:
                 self._append()
             self._record_block()
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu
 
 
 def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

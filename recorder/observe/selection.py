@@ -57,6 +57,8 @@ class RuleSelection:
         """The masks at the first calls of a slice at the current step, by a key made of rule set and call."""
         self.has_ring = False
         """Whether there is memory for values that wait for a trigger; without it rules keep no value in a ring."""
+        self.has_probe = True
+        """Whether the probe can measure what it is shown; without it rules keep nothing for the probe."""
         self._by_matching: dict[tuple[tuple[int, ...], bool], dict[str, int]] = {}
         self.extend(rules)
 
@@ -158,7 +160,8 @@ class RuleSelection:
 
     def at_step(self, step: int) -> None:
         """Compute the masks of this step."""
-        self._active = [rule.keep if step in rule.steps else 0 for rule in self._rules]
+        keeps = -1 if self.has_probe else ~KEEP_PROBE
+        self._active = [rule.keep & keeps if step in rule.steps else 0 for rule in self._rules]
         self._first_calls.clear()
         self.masks[:] = [self._mask(members) for members in self._members]
 

@@ -351,3 +351,13 @@ def test_repeated_elements_and_complex_ones_count_without_a_copy(tmp_path: Path)
     assert frame.l2["1", 0] == pytest.approx((3 * 2.0**34) ** 0.5)
     assert frame.numel["1", 0] == 3 << 34
     assert frame.l2["2", 1] == pytest.approx(5**0.5 * 5)
+
+
+def test_hooks_rest_where_every_value_is_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recorder.capture.probe._is_on_host", lambda tensor: False)
+    with flagged(tmp_path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
+        model = Net()
+        _train(model, 13)
+        assert not any(module._forward_hooks for module in (model.up, model.norm, model.down))
+    assert recording.run.probe().num_rows == 0
+    assert set(recording.rows(site="param").step) == set(range(11))

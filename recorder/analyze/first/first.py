@@ -11,7 +11,7 @@ from ...run.run import Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import GIVEN, NUMBERS
 from ...system.text import counted, number, steps_in_words
-from .nonfinite import NonFiniteFinder, NonFiniteTensor
+from .nonfinite import NonFiniteFinder, NonFiniteTensor, probed_health
 from .replica_groups import BROADCAST, NEVER, OWN, Differing, RankValue
 from .replicas import FINDINGS, RANGE_ROWS, ReplicaFinder
 from .timeline import FirstRows, RecordedValue, Timeline, whole_rows
@@ -106,13 +106,16 @@ def first(run: Run) -> First:
             num_superseded += timeline.num_superseded
             seen |= set(timeline.table.column("step")[timeline.num_firsts :].unique().to_pylist())
             del timeline  # frees the rows before the next timeline is made
-    notes = [*nonfinite.notes(), *replicas.notes(), *_hooks_behind(run, nonfinite.found())]
+    bad = nonfinite.found()
+    if bad is not None:
+        bad = bad._replace(probed=probed_health(run, bad.value))
+    notes = [*nonfinite.notes(), *replicas.notes(), *_hooks_behind(run, bad)]
     notes += [f"not compared: {problem}" for problem in layout_problems(run) or ()]
     if num_superseded:
         notes.append(f"{num_superseded} rows of steps that a restart did again were left out")
     notes += [*filter(None, [left_out(run)]), *run.endings]
     return First(
-        nonfinite=nonfinite.found(),
+        nonfinite=bad,
         num_nonfinite=nonfinite.num_values,
         num_nonfinite_modules=nonfinite.num_modules,
         num_known=nonfinite.num_known,

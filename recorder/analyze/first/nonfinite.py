@@ -264,7 +264,7 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
         value=timeline.value(row), nan_count=int(state.nan[row]), inf_count=int(state.inf[row]),
         numel=int(timeline.table.column("numel")[row].as_py()), num_before=int(timeline.num_before[row]),
         before=before, last_healthy=last, num_steps_healthy=num_steps, is_skipped=_is_skipped(timeline, row),
-        probed=_probed(timeline.run, timeline.value(row)),
+        probed=None,
         beside=list(_beside(timeline, state, row)),
     )  # fmt: skip
 
@@ -298,7 +298,8 @@ def _healthy(
     )
 
 
-def _probed(run: Run, bad: RecordedValue) -> ProbedHealth | None:
+def probed_health(run: Run, bad: RecordedValue) -> ProbedHealth | None:
+    """Return what the probe saw before a value; None if it did not see the value. Reads all of a rank."""
     try:
         table = run.probe(bad.rank) if bad.rank is not None else None
     except RunError:  # `verify` names the damage, and the answer stands without the probe
