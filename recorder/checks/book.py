@@ -16,7 +16,7 @@ from ..rules import did_you_mean, matches, parse_patterns
 from ..sites import SITES
 from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
-from .rule import Finding, Replicas, Rule, Setting, Severity, StreakRule
+from .rule import CheckRule, Finding, Replicas, Setting, Severity, StreakRule
 from .rules.activations import Attention, Dead, DeadUnits, LowPrecision, OutlierUnits, Saturated
 from .rules.comparing import Invariant, OutlierRank, Replica, RunningStatistics, Unusual, Width
 from .rules.curves import Jump, LossStuck, Overfitting, Spike
@@ -31,14 +31,14 @@ from .rules.parameters import (
 )  # fmt: skip
 from .rules.values import Data, NonFinite, Skipped
 
-RULES: tuple[type[Rule], ...] = (
+RULES: tuple[type[CheckRule], ...] = (
     NonFinite, Skipped, Jump, Spike, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update,
     Initialisation, Dead, Saturated, Attention, Objectives, OutlierRank, Replica, Data, RunningStatistics, DeadUnits,
     OutlierUnits, LowPrecision, Width, Unusual, Invariant,
 )  # fmt: skip
 """All rules that come with the recorder."""
 ENTRY_POINTS = "recorder.checks"
-"""The group of entry points by which an installed package adds rules: each names a subclass of `Rule`."""
+"""The group of entry points by which an installed package adds rules: each names a subclass of `CheckRule`."""
 _OWN = "rule"
 """The key of the TOML tables that define a user's own rules."""
 _OWN_KEYS = ("name", "site", "module", "statistic", "above", "below", "records", "severity")
@@ -70,7 +70,7 @@ class OwnThreshold(StreakRule):
         return np.nan_to_num(values * self.sign, nan=-math.inf) > self.thresholds["limit"] * self.sign, values
 
 
-class _Unmade(Rule):
+class _Unmade(CheckRule):
     """Replaces a rule whose constructor raised an error, and raises the same error at the end of the run."""
 
     sentence = "It could not be made."
@@ -85,7 +85,7 @@ class _Unmade(Rule):
         raise self.error
 
 
-def read_assignment(text: str, rules: Iterable[type[Rule]]) -> tuple[str, str, float]:
+def read_assignment(text: str, rules: Iterable[type[CheckRule]]) -> tuple[str, str, float]:
     """Parse a threshold as a person types it: ``spike.sigmas=8``.
 
     Raises:
@@ -98,13 +98,13 @@ def read_assignment(text: str, rules: Iterable[type[Rule]]) -> tuple[str, str, f
     return rule, setting, _number(f"--set {text}", find_rule(rule, rules), setting, value)
 
 
-def read_table(table: Mapping[str, Any], where: str) -> tuple[Thresholds, list[type[Rule]]]:
+def read_table(table: Mapping[str, Any], where: str) -> tuple[Thresholds, list[type[CheckRule]]]:
     """Parse the thresholds and the user's own rules in a table of a TOML file.
 
     Raises:
         ConfigError: a rule, a setting, a key or a value is wrong; the message names the nearest valid name.
     """
-    own: list[type[Rule]] = []
+    own: list[type[CheckRule]] = []
     for one in _tables(table.get(_OWN, []), where):
         own.append(_own_rule(one, where, {rule.name for rule in (*RULES, *own)}))
     rules = [*RULES, *own]
@@ -121,7 +121,7 @@ def read_table(table: Mapping[str, Any], where: str) -> tuple[Thresholds, list[t
     return thresholds, own
 
 
-def find_rule(name: str, rules: Iterable[type[Rule]], where: str = "") -> type[Rule]:
+def find_rule(name: str, rules: Iterable[type[CheckRule]], where: str = "") -> type[CheckRule]:
     """Return the rule with this name.
 
     Raises:
@@ -134,20 +134,20 @@ def find_rule(name: str, rules: Iterable[type[Rule]], where: str = "") -> type[R
 
 
 def make_rules(
-    rules: Iterable[type[Rule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None,
+    rules: Iterable[type[CheckRule]], catalog: Catalog, thresholds: Thresholds, normal: Normal | None = None,
     other_widths: Sequence[Sizes] = (), replicas: Replicas | None = None,
-) -> list[Rule]:  # fmt: skip
+) -> list[CheckRule]:  # fmt: skip
     """Construct rules, and give them the facts about sound runs, runs of other widths, and the replicas.
 
     A rule that cannot be constructed is replaced by a rule that reports the error.
     """
-    made: list[Rule] = []
+    made: list[CheckRule] = []
     for rule in rules:
         try:
             one = rule(catalog, thresholds.get(rule.name))
             one.normal, one.other_widths, one.replicas = normal, other_widths, replicas
             if not hasattr(one, "why_not_judged"):
-                raise TypeError("its __init__ does not call that of Rule")
+                raise TypeError("its __init__ does not call that of CheckRule")
         except Exception as error:  # a user's rule may raise anything, and the other rules must still run
             unmade: type[_Unmade] = type(rule.name, (_Unmade,), {"name": rule.name})
             one = unmade(catalog)
@@ -156,7 +156,7 @@ def make_rules(
     return made
 
 
-def _number(where: str, rule: type[Rule], setting: str, value: object) -> float:
+def _number(where: str, rule: type[CheckRule], setting: str, value: object) -> float:
     names = [one.name for one in rule.settings]
     if setting not in names:
         near = did_you_mean(setting, names)
@@ -190,7 +190,7 @@ def _tables(value: object, where: str) -> Sequence[Mapping[str, Any]]:
     return value
 
 
-def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> type[Rule]:
+def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> type[CheckRule]:
     for key in table:
         if key not in _OWN_KEYS:
             near = did_you_mean(key, _OWN_KEYS)
@@ -224,7 +224,7 @@ def _own_rule(table: Mapping[str, Any], where: str, taken: Collection[str]) -> t
     return type(name, (OwnThreshold,), {"__doc__": sentence, **members})
 
 
-def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type[Rule]]]:
+def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type[CheckRule]]]:
     """Return the thresholds and the user's own rules in a file.
 
     Raises:
@@ -245,7 +245,7 @@ def read_settings_file(path: str | PathLike[str]) -> tuple[Thresholds, list[type
     return read_table(table, str(path))
 
 
-def check_settings(loaded: Loaded) -> tuple[Thresholds, list[type[Rule]]]:
+def check_settings(loaded: Loaded) -> tuple[Thresholds, list[type[CheckRule]]]:
     """Return the thresholds and rules in the file that the setting `check_settings` names; nothing where it is empty.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..rules import KEEPS
 from .rows import Catalog, Rows, SeriesKey, concatenate
-from .rule import Finding, Rule, Severity
+from .rule import CheckRule, Finding, Severity
 
 _MAX_FINDINGS = 5_000
 """The most findings of one rule that are kept, each for one value on one rank. Further findings are only counted."""
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 class Engine:
     """Passes rows to rules. Call `add` with the rows in the order of steps, and then `finish`."""
 
-    def __init__(self, rules: Sequence[Rule], catalog: Catalog) -> None:
+    def __init__(self, rules: Sequence[CheckRule], catalog: Catalog) -> None:
         self._rules = list(rules)
         self._catalog = catalog
         self._pending: list[Rows] = []
@@ -110,7 +110,7 @@ class Engine:
             if not lacking:
                 self._ask(rule, partial(rule.add, own))
 
-    def _ask(self, rule: Rule, question: Callable[[], Iterable[Finding]]) -> None:
+    def _ask(self, rule: CheckRule, question: Callable[[], Iterable[Finding]]) -> None:
         kept = self._findings[rule.name]
         try:
             for one in question():
@@ -125,14 +125,14 @@ class Engine:
         except Exception as error:  # a user's rule may raise anything, and the other rules must still run
             self._fail(rule, error)
 
-    def _is_wanted(self, rule: Rule, key: SeriesKey) -> bool:
+    def _is_wanted(self, rule: CheckRule, key: SeriesKey) -> bool:
         try:
             return bool(rule.wants(key))
         except Exception as error:  # a user's rule may raise anything here, too
             self._fail(rule, error)
             return False
 
-    def _fail(self, rule: Rule, error: Exception) -> None:
+    def _fail(self, rule: CheckRule, error: Exception) -> None:
         if rule.name not in self._failed:
             self._failed.add(rule.name)
             what = f"the rule raised {type(error).__name__} ({error}), and was left out from there on"

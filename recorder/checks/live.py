@@ -30,11 +30,11 @@ from ..system import log
 from .book import Thresholds, make_rules
 from .engine import Engine
 from .rows import About, Catalog, Rows, SeriesKey
-from .rule import Finding, Rule
+from .rule import CheckRule, Finding
 from .rules.curves import Jump, Spike
 from .rules.values import NonFinite
 
-LIVE_RULES: tuple[type[Rule], ...] = (NonFinite, Spike, Jump)
+LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump)
 """The cheap rules: each costs a few additions for each record, and remembers a few numbers for each value."""
 _ALWAYS = ("nan_count", "inf_count")
 _UNWANTED = -1
@@ -46,8 +46,8 @@ class LiveChecks:
     """Applies rules to the records of one rank, step by step. Only one thread may call it."""
 
     def __init__(
-        self, *, rank: int, on_finding: Callable[[Finding], None], rules: Sequence[type[Rule]] = LIVE_RULES,
-        thresholds: Thresholds | None = None, own: Sequence[type[Rule]] = (),
+        self, *, rank: int, on_finding: Callable[[Finding], None], rules: Sequence[type[CheckRule]] = LIVE_RULES,
+        thresholds: Thresholds | None = None, own: Sequence[type[CheckRule]] = (),
     ) -> None:  # fmt: skip
         """Take the user's own rules (`own`), each a statistic and a limit. Thresholds of unused rules are ignored."""
         made = [*rules, *own]
@@ -76,7 +76,7 @@ class LiveChecks:
             self._turn_off(error)
 
     def finish(self) -> None:
-        """Judge the last step. `Rule.finish` is not called, because it expects a complete run."""
+        """Judge the last step. `CheckRule.finish` is not called, because it expects a complete run."""
         if self._is_off:
             return
         try:

@@ -91,7 +91,7 @@ class Replicas(NamedTuple):
     notes: Sequence[str] = ()
 
 
-class Rule(ABC):
+class CheckRule(ABC):
     """The base of all rules. A subclass fills in the class variables and `add`."""
 
     name: ClassVar[str]
@@ -157,7 +157,7 @@ class Rule(ABC):
         )  # fmt: skip
 
 
-class StreakRule(Rule):
+class StreakRule(CheckRule):
     """A rule that reports a lane once its condition has held for some records in a row.
 
     Each lane is reported at most once.
@@ -211,7 +211,7 @@ class StreakRule(Rule):
             self._most = int(counts.max(initial=self._most))
 
 
-class PartsRule(Rule):
+class PartsRule(CheckRule):
     """A rule made of parts: rules with one name and the same settings that detect the fault in different ways."""
 
     parts: ClassVar[tuple[type[StreakRule], ...]]

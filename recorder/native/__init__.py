@@ -102,7 +102,7 @@ class Weights(ctypes.Structure):
         self.num_words = len(runs) * run_words
 
 
-class Units(ctypes.Structure):
+class UnitAddresses(ctypes.Structure):
     """The addresses of the sums over the values of each unit, as `struct units`."""
 
     _fields_ = (
@@ -272,7 +272,7 @@ class Kernels:
         units = None
         if plan.num_units:
             row = 8 * plan.num_units
-            units = Units(sums, sums + row, sums + 2 * row, sums + 3 * row, plan.num_units, plan.unit_inner)
+            units = UnitAddresses(sums, sums + row, sums + 2 * row, sums + 3 * row, plan.num_units, plan.unit_inner)
         measuring = _MEASURING.pack(
             at,
             plan.items,
@@ -458,7 +458,7 @@ def _check_whole(path: Path) -> None:
         raise ValueError(f"{path} is cut short, to {size} bytes: install again")
 
 
-class Loaded(NamedTuple):
+class LoadedKernels(NamedTuple):
     """The loaded library, or the reason why there is none."""
 
     kernels: Kernels | None
@@ -466,14 +466,14 @@ class Loaded(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def find() -> Loaded:
+def find() -> LoadedKernels:
     """Load the library, once in a process. Never raises."""
     if not LIBRARY.is_file():
-        return Loaded(None, "not built")
+        return LoadedKernels(None, "not built")
     try:
-        return Loaded(Kernels(LIBRARY), "")
+        return LoadedKernels(Kernels(LIBRARY), "")
     except Exception as error:
-        return Loaded(None, f"{type(error).__name__}: {error}")
+        return LoadedKernels(None, f"{type(error).__name__}: {error}")
 
 
 def load(wanted: bool = True) -> Kernels | None:

@@ -69,7 +69,7 @@ struct measuring {
   const struct units *units; /* where the values of each unit are summed; or nothing */
 };
 
-/* Sums over the values of each unit of a dim; `recorder.native.Units` has the same fields. */
+/* Sums over the values of each unit of a dim; `recorder.native.UnitAddresses` has the same fields. */
 struct units {
   double *sums, *squares, *peaks; /* of x, of x^2, and the largest |x|, over finite x */
   int64_t *zeros;

@@ -43,7 +43,7 @@ for level in range(len(native.LEVELS)):
                 kernels.measure(data, size, dtype, table, None, np.zeros(NUM_BINS[dtype], np.uint64))
                 for num in {1, size, min(size, 7)}:
                     inner = 1 if num != 1 else size
-                    units = native.Units(np.zeros((3, num)), np.zeros(num, np.int64), inner)
+                    units = native.UnitAddresses(np.zeros((3, num)), np.zeros(num, np.int64), inner)
                     kernels.measure(data, size, dtype, table, None, None, units)
                 kernels.measure(data, weights.num_words, None, None, weights)
                 if num_bytes > 1:

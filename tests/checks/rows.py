@@ -9,7 +9,7 @@ import numpy as np
 
 from recorder.checks.engine import Engine, Verdict
 from recorder.checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
-from recorder.checks.rule import Rule
+from recorder.checks.rule import CheckRule
 
 Made = list[tuple[int, int, dict[str, float]]]
 
@@ -51,7 +51,7 @@ class Recorded:
         return Rows(self.catalog, steps, lanes, columns)
 
     def judge(
-        self, rule: type[Rule] | Callable[[Catalog], Rule], rows_a_batch: int = 1_000, **thresholds: float
+        self, rule: type[CheckRule] | Callable[[Catalog], CheckRule], rows_a_batch: int = 1_000, **thresholds: float
     ) -> Verdict:
         """What a rule says of all rows, given in batches."""
         made = rule(self.catalog, thresholds) if isinstance(rule, type) else rule(self.catalog)

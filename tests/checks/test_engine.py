@@ -11,13 +11,13 @@ import pytest
 from recorder.checks.book import RULES, find_rule, read_assignment, read_table
 from recorder.checks.engine import Engine
 from recorder.checks.rows import Rows
-from recorder.checks.rule import Finding, Rule, Severity
+from recorder.checks.rule import CheckRule, Finding, Severity
 from recorder.checks.rules.activations import DeadUnits
 from recorder.errors import ConfigError
 from tests.checks.rows import Recorded
 
 
-class Steps(Rule):
+class Steps(CheckRule):
     """Remembers what it was fed."""
 
     name: ClassVar[str] = "steps"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recorder.checks.rule import Finding, Rule, Severity
+from recorder.checks.rule import CheckRule, Finding, Severity
 from recorder.checks.rules.activations import Attention, Dead, Saturated
 from recorder.checks.rules.comparing import OutlierRank, RunningStatistics
 from recorder.checks.rules.curves import Jump, LossStuck, Overfitting, Spike
@@ -33,7 +33,7 @@ def noise(*seed: int, scale: float = 1.0, shape: tuple[int, ...] = (4, 8)) -> An
     return np.random.default_rng(seed).normal(size=shape) * scale
 
 
-def said(recorded: Recorded, rule: type[Rule], **thresholds: float) -> list[Finding]:
+def said(recorded: Recorded, rule: type[CheckRule], **thresholds: float) -> list[Finding]:
     """The findings, which are the same however the rows are cut into batches."""
     first, *others = [recorded.judge(rule, rows, **thresholds).findings for rows in BATCHES]
     for other in others:

@@ -18,11 +18,10 @@ from ...checks.book import ENTRY_POINTS, RULES, Thresholds, find_rule, make_rule
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
-from ...checks.rule import Finding, Replicas, Rule, Setting, Severity
+from ...checks.rule import CheckRule, Finding, Replicas, Setting, Severity
 from ...checks.rules.comparing import Replica, Width
 from ...errors import ConfigError
-from ...rules import Rule as RecordingRule
-from ...rules import parse_rules
+from ...rules import Rule, parse_rules
 from ...run.notes import left_out
 from ...run.reply import Reply, StateLine, Table, table_of
 from ...run.run import Run
@@ -59,7 +58,7 @@ def check(
     run: Run,
     rules: Sequence[str] = (),
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
-    own: Sequence[type[Rule]] = (),
+    own: Sequence[type[CheckRule]] = (),
     baselines: Sequence[Run] = (),
     widths: Sequence[Run] = (),
 ) -> Checked:
@@ -129,14 +128,14 @@ def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
     return told
 
 
-def _selects_all(rule: RecordingRule, wanted: RecordingRule) -> bool:
+def _selects_all(rule: Rule, wanted: Rule) -> bool:
     """Return whether a rule selects everything that `wanted` selects: complete sites at every step and rank."""
     is_asked_for = rule.keep & wanted.keep == wanted.keep and set(wanted.site) <= set(rule.site)
     return is_asked_for and replace(rule, site=wanted.site, keep=wanted.keep) == wanted
 
 
 def _learnt(
-    baselines: Sequence[Run], rules: Sequence[type[Rule]], settings: Mapping[str, dict[str, float]]
+    baselines: Sequence[Run], rules: Sequence[type[CheckRule]], settings: Mapping[str, dict[str, float]]
 ) -> tuple[Normal, list[set[SeriesKey]]]:
     """Return the normal values of sound runs, the rules' findings in them, and the series of each sound run."""
     normal, values = Normal(), []
@@ -202,9 +201,9 @@ def _num_lost(run: Run) -> int:
     return sum(max(written - there, 0) for written, there in balances)
 
 
-def installed_rules() -> tuple[list[type[Rule]], list[str]]:
+def installed_rules() -> tuple[list[type[CheckRule]], list[str]]:
     """Return the rules that installed packages add, and notes on the rules that were left out."""
-    rules: list[type[Rule]] = []
+    rules: list[type[CheckRule]] = []
     notes = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
         try:
@@ -214,10 +213,10 @@ def installed_rules() -> tuple[list[type[Rule]], list[str]]:
     return rules, notes
 
 
-def _load(point: EntryPoint, names: Sequence[str]) -> type[Rule]:
+def _load(point: EntryPoint, names: Sequence[str]) -> type[CheckRule]:
     rule = point.load()
-    if not (isinstance(rule, type) and issubclass(rule, Rule)):
-        raise TypeError("it is no subclass of recorder.checks.rule.Rule")
+    if not (isinstance(rule, type) and issubclass(rule, CheckRule)):
+        raise TypeError("it is no subclass of recorder.checks.rule.CheckRule")
     lacking = [name for name in ("name", "sentence", "sites", "columns", "advice") if not hasattr(rule, name)]
     if lacking:
         raise TypeError(f"it has no {', '.join(lacking)}")
@@ -306,7 +305,7 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
     return Reply(members=members, parts=parts, exit_code=int(is_failure))
 
 
-def rules_reply(rules: Sequence[type[Rule]], thresholds: Thresholds) -> Reply:
+def rules_reply(rules: Sequence[type[CheckRule]], thresholds: Thresholds) -> Reply:
     """Return the reply of `recorder check --list`: each rule, and each threshold in force."""
     titles = ("rule", "setting", "threshold", "unit", "source")
     settings = [

@@ -30,7 +30,7 @@ from ...run.selection import GlobalOptions, Selection
 from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially, writer_step_ranges
 from ...system.text import counted, size
 from .files import published_file, widest_first, write_npz, write_safetensors
-from .tensors import BATCH_BYTES, Entry, RowId, Rows, Tensors, batched, row_spans
+from .tensors import BATCH_BYTES, Entry, RowId, SelectedRows, Tensors, batched, row_spans
 
 FORMATS = ("parquet", "npz", "safetensors")
 _ROWS_A_GROUP = 65_536
@@ -222,7 +222,7 @@ class _RowsWithPayload:
     """Reads rows with their decoded bytes. Rows that lack ranks have no bytes unless the options include them."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions, unreadable: frozenset[RowId]) -> None:
-        self._rows = Rows(run, selection, options)
+        self._rows = SelectedRows(run, selection, options)
         self._takes_partial = options.partial
         self._unreadable = unreadable
 
@@ -330,7 +330,7 @@ _FIRST_STEP, _LAST_STEP = -(1 << 62), 1 << 62
 Integers = npt.NDArray[np.int64]
 
 
-class Catalog(NamedTuple):
+class CatalogFile(NamedTuple):
     """The result of `write_catalog`."""
 
     path: Path
@@ -346,7 +346,7 @@ class Catalog(NamedTuple):
 def write_catalog(
     run: Run, path: str | PathLike[str], *, report: Callable[[int], None] = lambda done: None,
     rows_a_block: int = _ROWS_A_BLOCK,
-) -> Catalog:  # fmt: skip
+) -> CatalogFile:  # fmt: skip
     """Write all rows of a run without their payloads; at each step only the attempt whose rows count.
 
     The file appears once it is complete. `report` is called with the bytes of shards done since the last call. At most
@@ -367,7 +367,7 @@ def write_catalog(
     left_out = [
         f"writer {topology.describe(number)} belongs to another run; left out" for number in topology.foreign_writers
     ]
-    return Catalog(path, num_rows, path.stat().st_size, counting.num_superseded, [*run.problems, *left_out])
+    return CatalogFile(path, num_rows, path.stat().st_size, counting.num_superseded, [*run.problems, *left_out])
 
 
 def _open(file: BinaryIO, run: Run) -> Any:

@@ -65,7 +65,7 @@ class Entry(NamedTuple):
     """The columns of `ORIGIN`, with JSON decoded."""
 
 
-class Rows:
+class SelectedRows:
     """The selected rows of a run by ranges of steps: of the ranks' own rows, or of the global view."""
 
     def __init__(self, run: Run, selection: Selection, options: GlobalOptions) -> None:
@@ -121,7 +121,7 @@ class Choosing:
         self, run: Run, selection: Selection, options: GlobalOptions, columns: Sequence[str], with_values: bool
     ) -> None:
         self._run = run
-        self._rows = Rows(run, selection, options)
+        self._rows = SelectedRows(run, selection, options)
         self._selection = selection
         self._is_global, self._takes_partial = options.across_ranks, options.partial
         self._columns, self._with_values = list(columns), with_values
@@ -159,7 +159,7 @@ class Tensors:
         self._selection = selection
         self._options = options
         self._mapper = mapper
-        self._large = Rows(run, selection, options)
+        self._large = SelectedRows(run, selection, options)
         self.problems = Problems(selection)
         """Contradictions in the part of the global view that was read."""
         self.is_damaged = False
@@ -234,7 +234,7 @@ class Tensors:
             for batch in batches
             if batch[0].payload_bytes <= BATCH_BYTES
         ]
-        read = self._mapper(Rows, (self._run, self._selection, self._options), ranges)
+        read = self._mapper(SelectedRows, (self._run, self._selection, self._options), ranges)
         return InTurn(read, self._read_large)
 
     def _read_large(self, entry: Entry) -> Iterator[Span]:

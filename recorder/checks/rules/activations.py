@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..rows import Flags, Floats, Memory, Rows, SeriesKey, began
-from ..rule import CALIBRATED, PartsRule, Rule, Setting, StreakRule
+from ..rule import CALIBRATED, CheckRule, PartsRule, Setting, StreakRule
 
 _LEAST_ELEMENTS = 8
 _TANH = ("Tanh", "Hardtanh", "Softsign")
@@ -113,7 +113,7 @@ _WEIGHTS = re.compile(_WORD + r"([./_](weights|probs|probabilities))?")
 _MIN_POSITIONS = 4
 
 
-class _Attention(Rule):
+class _Attention(CheckRule):
     """The members that the rule `attention` and its parts have in common."""
 
     name = "attention"
@@ -176,7 +176,7 @@ class Attention(_Attention, PartsRule):
 _SCALE = re.compile(r"(.*[._])?scale(_inv)?")
 
 
-class _Precision(Rule):
+class _Precision(CheckRule):
     """The members that the rule `low_precision` and its parts have in common."""
 
     name = "low_precision"

@@ -12,13 +12,13 @@ import numpy as np
 
 from ..normal import HELD, STATISTICS, Measures, Numbers, Sizes, phase_of, steps_of
 from ..rows import Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, grouped, previous, streaks
-from ..rule import CALIBRATED, Finding, PartsRule, Rule, Setting, Severity, StreakRule, WaitingFindings
+from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, Severity, StreakRule, WaitingFindings
 
 _LEAST_DEVIATION = 0.01
 """The least standard deviation of logarithms that is assumed: peers agree to better than 1 % only by chance."""
 
 
-class Replica(Rule):
+class Replica(CheckRule):
     """Parameters, gradients or optimizer states that ranks share, and that are not bitwise equal."""
 
     name = "replica"
@@ -100,7 +100,7 @@ def medians(groups: Integers, values: Floats) -> Floats:
     return np.asarray(values[order][starts + (counts - 1) // 2])
 
 
-class _Variance(Rule):
+class _Variance(CheckRule):
     """The members that the rule `running_statistics` and its parts have in common."""
 
     name = "running_statistics"
@@ -167,7 +167,7 @@ _LEAST_SPAN = 2.0
 """The least ratio between the widths of the widest and the narrowest run."""
 
 
-class BaselineRule(Rule):
+class BaselineRule(CheckRule):
     """The base of rules that compare a run with the normal values of sound runs."""
 
     def set_up(self) -> None:
@@ -310,7 +310,7 @@ class Invariant(BaselineRule):
                 )  # fmt: skip
 
 
-class Width(Rule):
+class Width(CheckRule):
     """Outputs that grow with the width of the model, so that another width needs another learning rate."""
 
     name = "width"

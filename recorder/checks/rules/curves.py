@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
-from ..rule import CALIBRATED, Finding, Rule, Setting, Severity
+from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
 _LOSS, _NORM = "loss", "norm of all gradients"
 _FADING = 0.97
@@ -49,7 +49,7 @@ class JudgedSample(NamedTuple):
     """The severity of the finding; None for the rule's own severity."""
 
 
-class CurveRule(Rule):
+class CurveRule(CheckRule):
     """The base of rules that judge the loss and the norm of all gradients, step by step."""
 
     sites: ClassVar[tuple[str, ...]] = ("scalar", "grad")

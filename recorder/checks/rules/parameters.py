@@ -30,7 +30,7 @@ from ..rows import (
     grouped,
     previous,
 )  # fmt: skip
-from ..rule import CALIBRATED, Finding, Rule, Setting, Severity, StreakRule, WaitingFindings
+from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule, WaitingFindings
 
 _LASTING = 0.1
 """The share of the steps so far during which a gradient must be zero."""
@@ -360,7 +360,7 @@ class Unchanged(StreakRule):
         return False
 
 
-class Initialisation(Rule):
+class Initialisation(CheckRule):
     """Weights whose elements are all equal at first, or whose scale at first differs from that of other layers."""
 
     name = "initialisation"

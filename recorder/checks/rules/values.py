@@ -21,13 +21,13 @@ from ..rows import (
     grouped,
     previous,
 )  # fmt: skip
-from ..rule import CALIBRATED, Finding, Rule, Setting, Severity, StreakRule
+from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule
 
 _MOST_SKIPPED = 20
 """The number of skipped steps that bring a scale of 2^16 down to 1, at which no further halving can help."""
 
 
-class NonFinite(Rule):
+class NonFinite(CheckRule):
     """NaN or infinities, reported at the module that made them, once for each run of consecutive bad steps."""
 
     name = "nonfinite"
@@ -154,7 +154,7 @@ _LEAST_ELEMENTS = 8
 """The least number of elements of a tensor whose values are hardly ever equal by chance."""
 
 
-class Data(Rule):
+class Data(CheckRule):
     """Batches that cannot teach: two ranks share a batch, a batch is repeated, or all its values are equal."""
 
     name = "data"
