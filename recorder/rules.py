@@ -310,11 +310,7 @@ class _Grammar(NamedTuple):
 
 
 def parse_rules(
-    value: object,
-    *,
-    keys: Sequence[str] = Rule.KEYS,
-    sites: Sequence[str] = SITES,
-    takes_unknown_sites: bool = False,
+    value: object, *, keys: Sequence[str] = Rule.KEYS, sites: Sequence[str] = SITES, takes_unknown_sites: bool = False
 ) -> tuple[Rule, ...]:
     """Read rules from text (``site=output keep=tensor; site=grad``), a table, or a list of either.
 

@@ -17,12 +17,7 @@ import pyarrow.compute as pc
 from ..columns import COUNTS, STATISTICS, note_members
 from ..errors import LookupFailedError, not_installed
 from ..layout.placement import reduce_op
-from ..numerics.distributions import (
-    HISTOGRAM_LEGEND,
-    histogram_lines,
-    histogram_of_row,
-    subnormal_count,
-)
+from ..numerics.distributions import HISTOGRAM_LEGEND, histogram_lines, histogram_of_row, subnormal_count
 from ..numerics.keys import VALUE_KEY, codes, group, group_rows, holds
 from ..numerics.moments import added_by_group, combine_rows
 from ..rules import hint
@@ -367,17 +362,9 @@ def reply_of(
 ) -> Reply:
     """Return the reply of `recorder stats`. The exit code is 1 if something is damaged, missing or contradictory.
 
-    Args:
-        run: the run of the answer.
-        answer: the result of `statistics`, whose histograms, if any, are drawn for people.
-        by: the words that the rows are combined by.
-        across_ranks: whether the statistics are of the global tensors.
-        sort: ``l2`` or ``l2:asc``, ``-l2`` or ``l2:desc``.
-        top: the number of rows to show from the start; 0 for all.
-        last: the number of rows to show from the end; 0 for all.
-
-    Raises:
-        LookupFailedError: `sort` names no column or no direction.
+    `by` are the words that the rows are combined by. `sort` is written ``l2`` or ``l2:asc``, ``-l2`` or ``l2:desc``;
+    LookupFailedError is raised if it names no column or no direction. `top` and `last` are numbers of rows; 0 shows
+    all.
     """
     table, sorted_by = answer.table, ""
     if sort is not None:

@@ -132,13 +132,8 @@ WRAPPED = "RegisterPostBackwardFunctionBackward"
 def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] | None:
     """Return the source before FSDP2 added its node: there the complete gradient arrives, with a residual connection's.
 
-    Args:
-        tensor: the result of FSDP2's node.
-        node: the node of the tensor, of the kind `WRAPPED`.
-
-    Returns:
-        The source where the source is a leaf; else the source's node and the index of the node's output; None where
-        the source is not known.
+    `node` is the tensor's own, of the kind `WRAPPED`. Returned is the source where the source is a leaf; else the
+    source's node and the index of the node's output; None where the source is not known.
     """
     number = tensor.output_nr
     while type(node).__name__ == WRAPPED:

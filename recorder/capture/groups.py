@@ -39,9 +39,7 @@ FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedData
 def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataParallel | None:
     """Return the data-parallel group of a root that is, contains or lies in a wrapper; None for other roots.
 
-    Args:
-        root: the module that is recorded, possibly a wrapper itself.
-        around: the wrappers that are known to contain the root.
+    `around` are the wrappers that are known to contain the root.
     """
     if not is_distributed():
         return None
@@ -58,9 +56,8 @@ def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataPara
 def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | None) -> ModelParallel | None:
     """Return the ranks that work on the same part of the batch as this rank; None where this rank is alone.
 
-    Args:
-        meshes: the meshes over which parameters are laid; the mesh with the most such ranks is used.
-        data_parallel: the ranks that work on other parts; axes of a mesh that lead only to these ranks are left out.
+    Of the meshes over which parameters are laid, the mesh with the most such ranks is used, without the axes that lead
+    only to the ranks of `data_parallel`, which work on other parts.
     """
     elsewhere = set(data_parallel["ranks"]) if data_parallel is not None else set()
     distinct = {id(mesh): mesh for mesh in meshes}.values()
@@ -220,9 +217,7 @@ CUT = "cut_over_batches"
 def find_rank_local(modules: Collection[nn.Module], data_parallel: DataParallel | None) -> dict[int, str]:
     """Return, by the id of a parameter, why the parameter differs between ranks with different batches.
 
-    Args:
-        modules: the modules of the root, and the wrappers around it.
-        data_parallel: the root's data-parallel group.
+    `modules` are the modules of the root, and the wrappers around it.
     """
     elsewhere = set(data_parallel["ranks"]) if data_parallel is not None else set()
     managed = {id(parameter): spec for module in modules for parameter, spec in _managed_by_fsdp2(module)}

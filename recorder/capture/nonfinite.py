@@ -109,9 +109,8 @@ class FirstNonFinite:
     def look(self, command: str | None, *, is_last: bool = False) -> None:
         """Log the warning if there is a value to warn of and the log can take a line.
 
-        Args:
-            command: the command that tells where the value comes from; None where there is no run.
-            is_last: True where no step follows, and the writer thread has ended.
+        `command` tells where the value comes from; None where there is no run. `is_last` is True where no step follows,
+        and the writer thread has ended.
         """
         waiting = self._waiting
         if waiting is not None and (is_last or (not self.is_told_by_rows and self._clock.step > waiting.step)):

@@ -137,13 +137,7 @@ class OptimizerHooks:
     def __init__(
         self, capture: Capture, *, on_step: Callable[[Optimizer], None], on_new: Callable[[Optimizer], None]
     ) -> None:
-        """Put the hooks on.
-
-        Args:
-            capture: takes the values.
-            on_step: called after each optimizer step.
-            on_new: called when an optimizer is made.
-        """
+        """Put the hooks on. `on_step` is called after each optimizer step, and `on_new` when an optimizer is made."""
         self._capture = capture
         self._on_step = on_step
         self._on_new = on_new
@@ -168,10 +162,7 @@ class OptimizerHooks:
         """The last `repeat` in this step, by site and parameter id; all buffers count under the id 0."""
         self._repeats_step = -1
         self.num_steps = 0
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
         self._scaler_step = GradScaler.step
         self._wrapper = self._wrap_scaler(GradScaler.step)
         GradScaler.step = self._wrapper  # type: ignore[method-assign]

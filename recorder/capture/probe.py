@@ -66,12 +66,7 @@ class Probe:
     """The numbers of one rank's values. Training threads call it."""
 
     def __init__(self, observe: Callable[..., None], *, use_native: bool) -> None:
-        """Begin empty.
-
-        Args:
-            observe: records a tensor, as `Capture.observe` does.
-            use_native: whether the compiled loops may be used.
-        """
+        """Begin empty. `observe` records a tensor, as `Capture.observe` does."""
         self._observe = observe
         self._kernels = native.load(use_native)
         self._changing = threading.RLock()

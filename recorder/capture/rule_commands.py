@@ -44,15 +44,7 @@ class RuleCommands:
     def __init__(
         self, own: Sequence[Rule], *, selection: RuleSelection, clock: Clock, roots: Sequence[Root], taps: TapRows
     ) -> None:
-        """Begin without commands.
-
-        Args:
-            own: the rules that the run began with.
-            selection: takes the rules that commands add, and the steps of all rules.
-            clock: the clock that knows the current step.
-            roots: the roots of the recording, now and later.
-            taps: the taps of the recording.
-        """
+        """Begin without commands. `own` are the rules that the run began with; `roots` gets later roots, too."""
         self.changed: Callable[[], None] = lambda: None
         """The function that the training thread calls after rules were added."""
         self._own = own
@@ -200,14 +192,10 @@ class RuleChanges:
         return any(taken.command is command for taken in self._taken)
 
     def take(self, command: Command, next_step: int, rules: tuple[Rule, ...], *, refused: str, note: str) -> None:
-        """Take a command, or note that the command is refused.
+        """Take a command, or note that the command is refused. `next_step` is the first step that has not begun.
 
-        Args:
-            command: the command.
-            next_step: the first step that has not begun.
-            rules: the command's rules that are in the selection, even if the command is then refused.
-            refused: the reason why the command is refused; the rules of a refused command never apply.
-            note: a remark for people.
+        `rules` are the command's rules that are in the selection, even if the command is then `refused` for this
+        reason; the rules of a refused command never apply. `note` is a remark for people.
         """
         self._taken = (*self._taken, _Taken(command, next_step, rules, refused, note))
 

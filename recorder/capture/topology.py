@@ -222,13 +222,10 @@ class JobStore:
 
 
 def open_job_store(prefix: str) -> JobStore | None:
-    """Connect to the store of the process group. May wait, and passes on torch's errors.
+    """Connect to the store of the process group; the names of all keys begin with `prefix`. May wait.
 
-    Args:
-        prefix: the text that the names of all keys begin with.
-
-    Returns:
-        The store; None where the process group has no store on a server, or where waiting for it cannot be bounded.
+    None is returned where the process group has no store on a server, or where waiting for it cannot be bounded.
+    Torch's errors are passed on.
     """
     if not is_distributed():
         return None

@@ -166,7 +166,8 @@ def find_target(path: str | None, key_file: str | None) -> Target:
     seen = watch.look()
     ranks = [rank for rank in seen if rank.state not in ENDED]
     if not ranks:
-        what = "no rank has begun to record it" if not seen else f"it is over (its ranks are {_states(seen)})"
+        states = ", ".join(sorted({rank.state for rank in seen}))
+        what = f"it is over (its ranks are {states})" if seen else "no rank has begun to record it"
         raise CommandError(f"{name}: {what}, so that there is nobody to be told; RECORDER_RULES is for the next run")
     key = b"" if store is None else _key(key_file)
     return Target(run=location, name=name, manifest=manifest, watch=watch, ranks=ranks, store=store, key=key)
@@ -177,10 +178,6 @@ def _key(file: str | None) -> bytes:
     from ..daemon.settings import load_daemon_settings
 
     return read_key(load_daemon_settings(None, {"key_file": file}).key_file)
-
-
-def _states(ranks: Sequence[RankNow]) -> str:
-    return ", ".join(sorted({rank.state for rank in ranks}))
 
 
 def sender() -> str:

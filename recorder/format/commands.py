@@ -199,15 +199,8 @@ class Answer:
 
     def short_members(self) -> dict[str, Any]:
         """Return the answer for a status, which has little room."""
-        members = {
-            "number": self.number,
-            "id": self.id,
-            "kind": self.kind,
-            "state": self.state,
-            "since": self.since,
-            "until": self.until,
-            "why": self.why[:_MAX_TEXT] or None,
-        }
+        names = ("number", "id", "kind", "state", "since", "until")
+        members = {name: getattr(self, name) for name in names} | {"why": self.why[:_MAX_TEXT] or None}
         return {name: value for name, value in members.items() if value is not None}
 
     def is_before(self, other: Answer) -> bool:

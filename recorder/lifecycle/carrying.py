@@ -39,12 +39,9 @@ class Carrier:
     """Carries commands between this rank's directory and the store, unless another rank of the directory does."""
 
     def __init__(self, topology: JobRank, events: Events, *, dir_setting: str) -> None:
-        """Carry nothing yet.
+        """Carry nothing yet. Each command that cannot be carried becomes an event.
 
-        Args:
-            topology: this rank among all ranks of the job.
-            events: takes a line for each command that cannot be carried.
-            dir_setting: the setting `dir`, which separates recordings of one job; all nodes have the same setting.
+        `dir_setting` is the setting `dir`, which separates recordings of one job; all nodes have the same setting.
         """
         self._topology = topology
         self._dir_digest = _digest(dir_setting.encode(errors="surrogateescape"))
@@ -62,11 +59,7 @@ class Carrier:
         self._thread: threading.Thread | None = None
 
     def start(self, run_dir: Path) -> None:
-        """Start the thread once a process group exists; a second call does nothing. A failure to start is logged.
-
-        Args:
-            run_dir: the path of the run's directory on this rank.
-        """
+        """Start the thread once a process group exists; a second call does nothing. A failure to start is logged."""
         if self._thread is not None or self._is_over.is_set() or not is_distributed():
             return
         self._thread = threading.Thread(target=self._run, args=(run_dir,), name="recorder-carrier", daemon=True)
@@ -152,11 +145,8 @@ class Carrier:
         for command in commands:
             if command.id not in self._carried:
                 self._carried.add(command.id)
-                undone = self._id_of(command.undoes)
+                undone = next((one for one, number in self._numbers.items() if number == command.undoes), "")
                 store.put(f"text/{store.add('last', 1)}", undone.encode() + b"\n" + command.encode())
-
-    def _id_of(self, number: int | None) -> str:
-        return next((one for one, at in self._numbers.items() if at == number), "")
 
     def _take(self, store: JobStore, run_dir: Path) -> None:
         last = min(store.add("last", 0), MAX_COMMANDS)

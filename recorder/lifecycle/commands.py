@@ -61,13 +61,9 @@ class Commands:
         clock: Callable[[], float] = time.monotonic,
         marks: Path | None = None,
     ) -> None:
-        """Prepare, without reading the directory yet.
+        """Prepare, without reading the directory yet. Each file that is refused becomes an event.
 
-        Args:
-            topology: this rank among all ranks of the job.
-            events: takes a line for each file that is refused.
-            clock: a monotonic clock in seconds.
-            marks: the directory of the node's mark; None for the node's own memory.
+        `clock` is monotonic, in seconds. `marks` is the directory of the node's mark; None for the node's own memory.
         """
         self.num_refused = 0
         """The number of refused files: their names are those of commands, but they contained no command."""
@@ -102,16 +98,9 @@ class Commands:
     ) -> None:
         """Set the answer to a command, in place of an earlier answer. Any thread, never waits."""
         self._answers[command.number] = Answer(
-            number=command.number,
-            id=command.id,
-            kind=command.kind,
-            state=state,
-            since=since,
-            until=until,
-            why=why,
-            by=command.by,
-            rules=command.rules,
-        )
+            number=command.number, id=command.id, kind=command.kind, state=state, since=since, until=until, why=why,
+            by=command.by, rules=command.rules,
+        )  # fmt: skip
         self.has_changed = True
 
     def answer_all(self, answers: Iterable[Answer]) -> None:
@@ -147,11 +136,7 @@ class Commands:
             self._look(is_told=True)
 
     def poll(self, run_dir: Path | None) -> None:
-        """Look for new commands, if it is time to, and carry them out.
-
-        Args:
-            run_dir: the run's directory; None before there is one.
-        """
+        """Look for new commands, if it is time to, and carry them out. `run_dir` is None before it is made."""
         if run_dir is None:
             return
         if self._folder is None:

@@ -77,10 +77,7 @@ class Description:
 
     def news(self, events: Events, commands: Commands) -> dict[str, Any]:
         """Return the members of `_writer.json` that may still change before the last row is written."""
-        return {
-            "events": events.as_list(),
-            "commands": [answer.members() for answer in commands.answers()],
-        }
+        return {"events": events.as_list(), "commands": [answer.members() for answer in commands.answers()]}
 
     def status(self, capture: Capture, commands: Commands) -> dict[str, Any]:
         """Return the content of `_status.json`, to which the writer adds its own members."""
@@ -100,12 +97,7 @@ class Description:
 
     def _identity(self) -> dict[str, Any]:
         topology = self.topology
-        return {
-            "rank": topology.rank,
-            **self.process,
-            "attempt": topology.attempt,
-            "started_ns": self.started_ns,
-        }
+        return {"rank": topology.rank, **self.process, "attempt": topology.attempt, "started_ns": self.started_ns}
 
 
 def _default_name(started_ns: int) -> str:

@@ -112,11 +112,9 @@ class EarlyOptimizers:
     """The optimizers that exist before the first root. Training threads call the methods."""
 
     def __init__(self, events: Events, *, closure_returned: Callable[[Optimizer], None]) -> None:
-        """Prepare, without a search yet.
+        """Prepare, without a search yet. An optimizer that steps before anything was recorded becomes an event.
 
-        Args:
-            events: takes a line if an optimizer steps and nothing was recorded.
-            closure_returned: called when the closure of a step returns, in which the first root may have run.
+        `closure_returned` is called when the closure of a step returns, in which the first root may have run.
         """
         self.has_stepped = False
         """True once an optimizer has stepped."""

@@ -27,14 +27,21 @@ _MAX_SHOWN = 100
 
 
 class ProgramRecorder(Protocol):
-    """The members of the recorder that calls of a program need; the recorder may not have started."""
+    """The members of the recorder that calls of a program and taps need; the recorder may not have started."""
 
     settings: Settings
     events: Events
     capture: Capture | None
+    by_flag: bool
 
     @property
     def is_over(self) -> bool: ...
+
+    def wants(self, module: nn.Module) -> bool: ...
+
+    def add_root(self, module: nn.Module, name: str | None) -> Root: ...
+
+    def discovery_failed(self, error: Exception) -> None: ...
 
 
 class ProgramCalls:
@@ -117,11 +124,11 @@ class ProgramCalls:
             self.first_step = step
             return
         if step < capture.clock.step:
-            text = f"recorder.step was given {step} after step {capture.clock.step}"
-            more = (
-                "values of a step that is named again have keys that are there already, so nobody can tell them apart"
+            text = (
+                f"recorder.step was given {step} after step {capture.clock.step}: values of a step that is named again "
+                "have keys that are there already, so nobody can tell them apart; give numbers that only grow"
             )
-            self._recorder.events.add("step_went_back", f"{text}: {more}; give numbers that only grow", key="step")
+            self._recorder.events.add("step_went_back", text, key="step")
         capture.clock.name(step)
         capture.step_changed()
 
@@ -132,29 +139,10 @@ def _shown(name: object) -> str:
     return f"'{text[:_MAX_SHOWN]}{'...' * (len(text) > _MAX_SHOWN)}'"
 
 
-class RootMaker(Protocol):
-    """The members of the recorder that taps need; the recorder may not have started."""
-
-    @property
-    def capture(self) -> Capture | None: ...
-
-    @property
-    def by_flag(self) -> bool: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def wants(self, module: nn.Module) -> bool: ...
-
-    def add_root(self, module: nn.Module, name: str | None) -> Root: ...
-
-    def discovery_failed(self, error: Exception) -> None: ...
-
-
 class GraphTaps:
     """Passes values and gradients of taps to the rows of the capture, and finds or makes their root."""
 
-    def __init__(self, recorder: RootMaker) -> None:
+    def __init__(self, recorder: ProgramRecorder) -> None:
         self._recorder = recorder
         self._stand_ins: list[nn.Module] = []
         """Empty modules that stand for the modules of roots whose own calls are not seen."""
@@ -205,12 +193,8 @@ class GraphTaps:
         model = module_taps.model_of(where)
         if model is not None and self._recorder.by_flag:  # without ``RECORDER=1``, `attach` says which models to record
             return self._recorder.add_root(model, None) if self._recorder.wants(model) else None
-        stand_in = nn.Module()
-        used = (
-            {root.name for root in self._recorder.capture.roots + self._recorder.capture.past_roots}
-            if self._recorder.capture is not None
-            else ()
-        )
+        stand_in, capture = nn.Module(), self._recorder.capture
+        used = {root.name for root in capture.roots + capture.past_roots} if capture is not None else set()
         name = module_taps.Where.from_text(where).root if where else None
         root = self._recorder.add_root(stand_in, None if name in used else name)
         self._stand_ins.append(stand_in)

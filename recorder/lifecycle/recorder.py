@@ -67,16 +67,10 @@ class Recorder:
     def __init__(
         self, loaded: Loaded, *, version: str, by_flag: bool, on_change: Callable[[Recorder, bool], None]
     ) -> None:
-        """Start nothing before the first root call.
+        """Start nothing before the first root call. ConfigError: the settings name a file of rules that is wrong.
 
-        Args:
-            loaded: the settings in force.
-            version: the version of the package.
-            by_flag: True if ``RECORDER=1`` asks for the recording, False if the program does.
-            on_change: called when this recorder begins to record (True) and when it is over (False).
-
-        Raises:
-            ConfigError: the settings name a file of rules that is wrong.
+        `by_flag` is True if ``RECORDER=1`` asks for the recording, False if the program does. `on_change` is called
+        when this recorder begins to record (True) and when it is over (False).
         """
         self.loaded = loaded
         self.settings = loaded.settings
@@ -484,7 +478,7 @@ class Recorder:
 
     def _check_patterns(self, capture: Capture) -> None:
         """Report rules that match nothing. As this may run at every step, it checks once for each number of modules."""
-        paths = self._module_paths()
+        paths = [path for root in capture.roots for path in root.inventory.paths]
         if len(paths) != self._num_judged:
             self._num_judged = len(paths)
             problems = capture.selection.unmatched(paths)
@@ -499,10 +493,6 @@ class Recorder:
     def _closure_returned(self, optimizer: Optimizer) -> None:
         if self._optimizers is not None:
             self._optimizers.closure_returned(optimizer)
-
-    def _module_paths(self) -> list[str]:
-        assert self.capture is not None
-        return [path for root in self.capture.roots for path in root.inventory.paths]
 
     # -- what attachments ask --------------------------------------------------------------------------------------
 
@@ -595,17 +585,14 @@ class Recorder:
     def _say_why_nothing(self) -> None:
         """Log why there was no root, on rank 0 of a program that neither failed nor only launched other programs."""
         if self._turned_down[0]:
-            self.events.add(
-                "no_root",
-                f"nothing was recorded: {self._turned_down[1]} ran, but no optimizer trains it; "
-                "RECORDER_ROOTS=any records a process without an optimizer",
-            )
+            why = f"{self._turned_down[1]} ran, but no optimizer trains it"
+            advice = "RECORDER_ROOTS=any records a process without an optimizer"
         elif topology.read().rank == 0 and is_program() and unhandled_exception() is None:
-            self.events.add(
-                "no_root",
-                "nothing was recorded: this process called no torch.nn.Module with parameters; RECORDER=1 records "
-                "models in the process that trains them",
-            )
+            why = "this process called no torch.nn.Module with parameters"
+            advice = "RECORDER=1 records models in the process that trains them"
+        else:
+            return
+        self.events.add("no_root", f"nothing was recorded: {why}; {advice}")
 
     def _sum_up(self, capture: Capture, ledger: Mapping[str, Any], until_s: float) -> None:
         run_dir, description = self.run_dir(), self._description

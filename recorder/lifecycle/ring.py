@@ -67,14 +67,8 @@ class RingWatch:
     ) -> RingMemory | None:
         """Prepare for triggers if a rule keeps a ring on some rank; return this rank's memory for its ring, or None.
 
-        Args:
-            rank: this rank.
-            world_size: the number of ranks.
-            pool: the memory of all records, of which the ring takes a share.
-            writer: keeps the ring's records, and writes them.
-            commands: sends commands to the other ranks, and receives theirs.
-            events: takes a line for each trigger that writes less than it should.
-            current_step: returns the step under way; None before there is one.
+        The ring takes a share of `pool`. `writer` keeps the ring's records, and writes them. A trigger that writes less
+        than it should becomes an event. `current_step` returns the step under way; None before there is one.
         """
         settings = self._settings
         window = ring_window(settings.rules)
@@ -217,17 +211,10 @@ class Triggers:
         events: Events,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without a reason to write anything.
+        """Begin without a reason to write anything. A trigger that writes less than it should becomes an event.
 
-        Args:
-            settings: says which triggers count, and how often.
-            rank: this rank.
-            world_size: the number of ranks; all may find the same reason at the same time.
-            window: the steps around a trigger.
-            channel: the writer, with the ring; None if the rules keep a ring on other ranks only.
-            sender: notifies the other ranks.
-            events: takes a line for each trigger that writes less than it should.
-            clock: a monotonic clock in seconds.
+        `window` are the steps around a trigger. `channel` is the writer, with the ring; None if the rules keep a ring
+        on other ranks only. `sender` notifies the other ranks. `clock` is monotonic, in seconds.
         """
         self._settings = settings
         self._words = settings.trigger_words
@@ -251,12 +238,10 @@ class Triggers:
         slow."""
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Request that the steps around a step are written. Any thread; never waits.
+        """Request that the steps around a step are written; None for the step under way. Any thread; never waits.
 
-        Args:
-            kind: a word of `config.TRIGGERS`, `OWN_RULE`, or ``program`` or ``user`` for a deliberate request.
-            reason: the reason, for people; any object, even one that cannot be printed.
-            step: the step in question; None for the step under way.
+        `kind` is a word of `config.TRIGGERS`, `OWN_RULE`, or ``program`` or ``user`` for a deliberate request. `reason`
+        is for people: any object, even one that cannot be printed.
         """
         if kind not in _ALWAYS and kind not in self._words:
             return
@@ -271,11 +256,7 @@ class Triggers:
         self._why_nothing = "the ring is off, because it cannot hold its steps"
 
     def look(self, step: int) -> None:
-        """Determine the windows of the new triggers, and notify the other ranks. Writer thread.
-
-        Args:
-            step: the step under way.
-        """
+        """Determine the windows of the new triggers, and notify the other ranks. Writer thread; `step` is under way."""
         self._look_for_hang(step)
         while self._asked:
             asked = self._asked.popleft()

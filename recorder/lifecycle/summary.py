@@ -87,12 +87,7 @@ class FinalSummary:
     """Logs the summary once, from whichever thread comes first, and holds the run's name for commands."""
 
     def __init__(self, *, dir_setting: str, is_default: bool) -> None:
-        """Prepare, before the name of the run is known.
-
-        Args:
-            dir_setting: the folder of runs, which is the value of the setting `dir`.
-            is_default: True for the folder that commands search by default.
-        """
+        """Prepare, before the name of the run is known. `is_default`: commands search this folder by default."""
         self._folder = Path(dir_setting)
         self._is_default = is_default
         self._name_in_commands = ""
@@ -116,13 +111,8 @@ class FinalSummary:
 def name_in_commands(run_dir: Path, name: str, folder: Path, *, is_default: bool) -> str:
     """Return the name of a run for a command that is typed where the program was started.
 
-    The result is the run's name, or its path if another run has the same name.
-
-    Args:
-        run_dir: the directory of the run.
-        name: the name of the run.
-        folder: the folder of runs, which is the value of the setting `dir`.
-        is_default: True for the folder that commands search by default.
+    The result is the run's name, or its path if another run in the folder of runs has the same name. `is_default` is
+    True for the folder that commands search by default.
     """
     others = [run_dir.parent / name] + [run_dir.parent.parent / name] * is_default
     if any(path != run_dir and os.path.lexists(path) for path in others):
@@ -189,11 +179,7 @@ class Estimate:
             self._num_bytes[site, KEEP_UNITS] += 0 if isinstance(sides, str) else UNIT_BYTES * sides.num
 
     def look(self, step: int) -> str | None:
-        """Return the estimate, once: after the first step, when no more of its records came since the last call.
-
-        Args:
-            step: the current step.
-        """
+        """Return the estimate, once: after the first step, when no more of its records came since the last call."""
         if self._is_over or self._first is None or step <= self._first:
             return None
         num_rows = self._num_rows.total()

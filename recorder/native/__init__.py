@@ -130,16 +130,12 @@ class LoopsPlan:
         num_units: int = 0,
         unit_inner: int = 0,
     ) -> None:
-        """Store the results that are to be computed.
+        """Store the results that are to be computed. `dtype` is one of `KINDS`.
 
-        Args:
-            items: the number of elements.
-            dtype: one of `KINDS`.
-            table: the value of each bit pattern, for float16 and floats of 8 bits.
-            weights: weights of the fingerprint, or None without a fingerprint.
-            num_bins: the length of `numerics.histogram.NUM_BINS` if values are counted for the histogram, else 0.
-            num_units: the number of units whose values are summed, or 0.
-            unit_inner: the number of adjacent elements of one unit.
+        `table` has the value of each bit pattern, for float16 and floats of 8 bits. `weights` are those of the
+        fingerprint, or None without one. `num_bins` is the length of `numerics.histogram.NUM_BINS` if values are
+        counted for the histogram, else 0. `unit_inner` is the number of adjacent elements of one unit; without units
+        `num_units` is 0.
         """
         self.items, self.kind, self.item_bytes = items, KINDS[dtype], item_bytes(dtype)
         self.num_bins, self.num_units, self.unit_inner = num_bins, num_units, unit_inner
@@ -310,11 +306,8 @@ class Kernels:
     ) -> list[float]:
         """Return the sum of the squares of each of many tensors, as `sum_of_squares` does, with one call.
 
-        Args:
-            at: the address of each tensor.
-            tensors: the elements of each tensor.
-            num_threads: as for `measure_at`.
-            held_bytes: the interpreter's lock is held if the tensors have at most this size together.
+        `at` has the address, and `tensors` the elements of each tensor. The interpreter's lock is held if the tensors
+        have at most `held_bytes` together.
         """
         tensors.measuring["at"] = at
         run = parallel_region() if num_threads > 1 and os.getpid() == _PID else 0
@@ -330,13 +323,8 @@ class Kernels:
         """Return statistics of many tensors in one call, with the fingerprint at the origin for tensors with weights.
 
         The interpreter's lock is held meanwhile, so the tensors should have about `HELD_BYTES` together. Only the
-        arguments are made with a Python statement for each tensor.
-
-        Args:
-            at: the address of each tensor.
-            items: the number of elements of each tensor.
-            dtypes: the dtype of each tensor, one of `KINDS` and none of `TABLE_KINDS`.
-            weights: the weights of each tensor's fingerprint; None for a tensor without a fingerprint.
+        arguments are made with a Python statement for each tensor. `at` are the addresses, and `items` the numbers of
+        elements. Each dtype is one of `KINDS` and none of `TABLE_KINDS`.
         """
         measuring = np.zeros(len(at), _MEASURING_ITEMS)
         measuring["at"], measuring["items"], measuring["kind"] = at, items, [KINDS[dtype] for dtype in dtypes]

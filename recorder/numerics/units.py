@@ -145,12 +145,9 @@ class Units:
 
 
 def packed(dim: int, sums: Floats, zeros: Ints) -> bytes:
-    """Return the bytes of units for the column.
+    """Return the bytes of units, which lie along `dim`, for the column.
 
-    Args:
-        dim: the dim along which the units lie.
-        sums: shape (3, units): sums, sums of squares, largest magnitudes.
-        zeros: shape (units,): how many values are zero.
+    `sums` has the shape (3, units): sums, sums of squares, largest magnitudes. `zeros` counts the zeros of each unit.
     """
     largest = int(zeros.max(initial=0))
     width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4 if largest < 1 << 32 else 8

@@ -214,8 +214,7 @@ class RuleSelection:
     def without_parameters(self, modules: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return a sentence for each rule that is only for parameters, but selects only modules without own parameters.
 
-        Args:
-            modules: the manifest's entries of the modules of a model.
+        `modules` are the manifest's entries of the modules of a model.
         """
         problems = []
         for rule in self._rules:
@@ -256,12 +255,8 @@ _SECOND = 1
 def unit_dim_of(selection: RuleSelection, rule_set: int, module: nn.Module | None, site: str, name: str) -> int:
     """Return the dim along which a value has units; a negative dim counts from the last dim.
 
-    Args:
-        selection: the rules of the recording.
-        rule_set: the rules that select the value; a dim that one of them names takes precedence.
-        module: the module that the value belongs to; None if it is not known.
-        site: the site of the value.
-        name: the name of the value.
+    A dim that one of the rules of the rule set names takes precedence. `module` is None if the value's module is not
+    known.
     """
     if not selection.keeps_units(rule_set):
         return LAST

@@ -138,9 +138,7 @@ def unwrapped(module: nn.Module) -> list[nn.Module]:
 def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False) -> list[Node]:
     """Return every path of the model once, parents first, in ``named_modules()`` order. Shared modules become aliases.
 
-    Args:
-        model: the module whose path is empty.
-        skips: returns whether a module is left out, with all modules below it.
+    `skips` returns whether a module is left out, with all modules below it.
     """
     nodes: list[Node] = []
     seen: dict[int, Node] = {}

@@ -54,20 +54,13 @@ class StatisticsBlocks:
         self, run: Run, axes: Axes, *, asked: Sequence[str] = (), steps: Sequence[int] | None = None,
         share: float = 1.0, prefix: str = "", is_growing: bool = False, has_global: bool | None = None,
     ) -> None:  # fmt: skip
-        """Make room for the statistics, and read nothing yet.
+        """Make room for the statistics, and read nothing yet. LookupFailedError: `asked` names an unknown statistic.
 
-        Args:
-            run: the run to draw.
-            axes: the series and steps of the run.
-            asked: the statistics to draw; by default as many as there is room for.
-            steps: the steps of the columns; by default the steps of this run, which a second run may not share.
-            share: the share of the page's room that these statistics may use.
-            prefix: the prefix of the block names.
-            is_growing: any number of steps may follow; odd ranks then have no lanes of their own.
-            has_global: whether to assemble values of all ranks together; by default only if that does not take minutes.
-
-        Raises:
-            LookupFailedError: `asked` names an unknown statistic.
+        Without `asked` there are as many statistics as the room allows, of which `share` is theirs. `steps` are the
+        steps of the columns; by default the steps of this run, which a second run may not share. `prefix` begins the
+        block names. `is_growing` means that any number of steps may follow; odd ranks then have no lanes of their own.
+        `has_global` says whether to assemble values of all ranks together; by default only if that does not take
+        minutes.
         """
         self._run, self._axes, self._prefix = run, axes, prefix
         if has_global is None:

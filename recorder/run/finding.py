@@ -61,12 +61,7 @@ def find_run(path: str | os.PathLike[str] | Location | None = None) -> tuple[Loc
 
 
 def typed_for(location: Location, name: str) -> str:
-    """Return the shortest text that identifies a run here, unquoted: its name, FOLDER/NAME, or else its path.
-
-    Args:
-        location: the directory of the run.
-        name: the name of the run.
-    """
+    """Return the shortest text that identifies a run here, unquoted: its name, FOLDER/NAME, or else its path."""
     for typed in (name, location.parent / name):
         with suppress(RecorderError, OSError):
             if is_same_folder(_meant(typed, warn=lambda *words: None), location):

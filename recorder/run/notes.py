@@ -109,10 +109,7 @@ class SentCommand(NamedTuple):
 def sent_commands(run: Run, *, with_dumps: bool = False, shown: Sequence[RankNow] = ()) -> Iterator[SentCommand]:
     """Yield the commands that a run was sent, by number. Dumps, which have rows, are left out unless asked for.
 
-    Args:
-        run: the run.
-        with_dumps: whether to yield dumps, too.
-        shown: the ranks' statuses, which are newer than their manifests while a run is recorded.
+    `shown` are the ranks' statuses, which are newer than their manifests while a run is recorded.
     """
     newest = {writer.rank: writer.manifest for writer in run.writers if writer.manifest.members}
     for command in run.commands.sound:

@@ -59,16 +59,10 @@ def table_of(
 ) -> Table:
     """Return a table whose columns are described by their titles.
 
-    Args:
-        titles: the title of each column.
-        rows: the cells.
-        numbers: titles of columns of numbers.
-        whole: titles of columns that are never folded.
-        prose: titles of columns that are folded between words.
-        drops: titles of columns that a narrow terminal leaves out, the first one first.
-        dull: by title, the text that makes a column not worth showing if all its cells are this text.
-        title: the line above the table.
-        subtitle: the line below the title.
+    `numbers`, `whole`, `prose` and `drops` list titles of columns: those of numbers, those that are never folded, those
+    that are folded between words, and those that a narrow terminal leaves out, the first one first. `dull` has, by
+    title, the text that makes a column not worth showing if all its cells are this text. `title` is the line above the
+    table, and `subtitle` the line below the title.
     """
     columns = [
         TableColumn(

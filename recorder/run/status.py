@@ -16,14 +16,7 @@ from typing import Any
 from ..errors import RunError
 from ..format.commands import Answer
 from ..format.manifest import Balance, Lifetime
-from ..format.rundir import (
-    RUN_MANIFEST,
-    STATUS,
-    STATUS_BYTES,
-    WRITER_MANIFEST,
-    Members,
-    encode_manifest,
-)
+from ..format.rundir import RUN_MANIFEST, STATUS, STATUS_BYTES, WRITER_MANIFEST, Members, encode_manifest
 from ..read.writers import list_writers, size_of, writer_folders
 from ..storage.locations import Location, store_of
 

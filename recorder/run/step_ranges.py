@@ -314,11 +314,8 @@ def spread_over(executor: Executor, num_workers: int) -> Mapper:
 
     If a worker finds a run changed, because the run is being recorded, the range is worked on in this process. Warnings
     of workers are logged here, each text once. Besides the errors of a range, the mapper raises ClusterError if a
-    worker finds no run or another one, has other versions, or was lost.
-
-    Args:
-        executor: the executor, which is not shut down.
-        num_workers: the number of calls that the executor works on at once.
+    worker finds no run or another one, has other versions, or was lost. The executor works on `num_workers` calls at
+    once; it is not shut down.
     """
 
     def spread(

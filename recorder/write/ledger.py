@@ -133,12 +133,9 @@ class Notices(LimitedLog):
     """A log in which each kind of trouble appears at most once in five minutes. Writer thread only."""
 
     def failed(self, problem: str, error: BaseException, *, is_aside: bool = False) -> None:
-        """Log that something failed, once for each kind of failure.
+        """Log that something failed, and the consequence, once for each kind: of an OSError, for each errno.
 
-        Args:
-            problem: the thing that failed, and the consequence.
-            error: the cause; an OSError is classified by its errno alone.
-            is_aside: True if no rows are lost. A line about such an error must not suppress a line about lost rows.
+        `is_aside` is True if no rows are lost. A line about such an error must not suppress a line about lost rows.
         """
         kind = f"{drop_reason(error)} {is_aside}" if isinstance(error, OSError) else problem
         self.say(kind, f"{problem} ({type(error).__name__}: {error})")

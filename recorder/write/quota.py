@@ -203,14 +203,9 @@ class Content(NamedTuple):
 
 
 def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
-    """Return the shards of all processes of this rank that have ended, oldest first.
+    """Return the shards of all processes of this rank that have ended, oldest first; OSError if they cannot be listed.
 
-    Args:
-        directory: the directory of the calling writer, next to the directories of the other writers.
-        attempt: the attempt of the calling writer.
-
-    Raises:
-        OSError: the directories cannot be listed.
+    `directory` is that of the calling writer, next to the directories of the other writers.
     """
     writers = []
     for path in _listed(directory.parent, directories=True):

@@ -122,15 +122,11 @@ class Ring:
         ledger: Ledger,
         clock: Callable[[], float],
     ) -> None:
-        """Begin with an empty ring.
+        """Begin with an empty ring. `ledger` counts records that leave the ring unwritten.
 
-        Args:
-            window: the number of steps that are always kept; the caller of `ask` chooses the steps after a trigger.
-            room: the memory that records use.
-            hold_s: the time for which steps before the window are kept, too, if there is room.
-            max_bytes: the bound on the bytes of all dumps.
-            ledger: counts records that leave the ring unwritten.
-            clock: a monotonic clock in seconds.
+        `window` is the number of steps that are always kept; the caller of `ask` chooses the steps after a trigger.
+        Earlier steps are kept for `hold_s`, too, if there is `room`. All dumps together have at most `max_bytes`.
+        `clock` is monotonic, in seconds.
         """
         self.due: deque[Due] = deque()
         """The records that are to be written before any other record."""

@@ -76,15 +76,10 @@ class RowBatch:
         max_rows: int = MAX_ROWS,
         is_payload_apart: bool = True,
     ) -> None:
-        """Begin empty.
+        """Begin empty. The batch is full at `batch_bytes` of payload or at `max_rows` rows.
 
-        Args:
-            attempt: the value of the column `attempt`.
-            rank: the value of the column `rank`.
-            encoder: encodes the payloads.
-            batch_bytes: the bytes of payload at which the batch is full.
-            max_rows: the number of rows at which the batch is full.
-            is_payload_apart: True if a built batch leaves the payload in its own memory.
+        `attempt` and `rank` are the values of these columns. `is_payload_apart` is True if a built batch leaves the
+        payload in its own memory.
         """
         self._constants = {"attempt": attempt, "rank": rank}
         self._encoder = encoder

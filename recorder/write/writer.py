@@ -519,14 +519,9 @@ class Writer:
         return refusal
 
     def _record(self, staged: Staged, due: Due | None = None) -> bool:
-        """Take one record into the batch of its kind of shard, and write the batch if it is full.
+        """Take one record into the batch of its kind of shard, write a full batch; return whether all rows were taken.
 
-        Args:
-            staged: the record.
-            due: the record as the ring returned it, measured and passed to `saw`; None if it was not in the ring.
-
-        Returns:
-            Whether all rows of the record were taken.
+        `due` is the record as the ring returned it, measured and passed to `saw`; None if it was not in the ring.
         """
         kind = kind_of(staged.keep, staged.origin.site)
         num_left = staged.num_parts

@@ -274,14 +274,10 @@ _OTHER = "something else"
 
 
 def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, is_verbose: bool) -> Reply:
-    """Return the reply of `recorder check`.
+    """Return the reply of `recorder check`. `typed` is the text by which the user named the run on the command line.
 
-    Args:
-        run: the run that was checked.
-        checked: the result of the rules.
-        typed: the text by which the user named the run on the command line.
-        fails_from: a finding of at least this severity or a damaged run makes the exit code 1; if None, it is always 0.
-        is_verbose: whether to name each rule that did not judge the run, and what the rule needs.
+    A finding of at least the severity `fails_from` or a damaged run makes the exit code 1; if it is None, the exit code
+    is always 0. With `is_verbose` the reply names each rule that did not judge the run, and what the rule needs.
     """
     worst = max((one.severity for one in checked.findings), default=-1)
     is_failure = fails_from is not None and (worst >= fails_from or bool(run.problems))

@@ -107,14 +107,10 @@ class Timeline:
         self, run: Run, attempts: Attempts, steps: tuple[int, int] | None = None, firsts: FirstRows | None = None,
         tables: Iterable[Any] | None = None,
     ) -> None:  # fmt: skip
-        """Load the rows.
+        """Load the rows of the steps from the first up to, but not including, the last; None means all steps.
 
-        Args:
-            run: the complete run.
-            attempts: the attempts of the run, which have seen all writers' rows of these steps, or see them now.
-            steps: from the first up to, but not including, the last; None means all.
-            firsts: the first records of values at earlier steps.
-            tables: what `whole_rows` gives for these steps and some writers; None for all writers.
+        `attempts` have seen all writers' rows of these steps, or see them now. `firsts` are the first records of values
+        at earlier steps. `tables` are what `whole_rows` gives for these steps and some writers; None for all writers.
         """
         self.run, self.attempts, self.steps = run, attempts, steps
         self.firsts = firsts

@@ -67,9 +67,7 @@ class Inventory:
     def __init__(self, root: DescribedRoot, *, began_late: bool) -> None:
         """Begin empty; `describe` fills the inventory.
 
-        Args:
-            root: the root whose modules these are.
-            began_late: whether anything, perhaps this root, had been compiled when the root got its hooks.
+        `began_late` says that anything, perhaps this root, had been compiled when the root got its hooks.
         """
         self._root = root
         self._began_late = began_late
@@ -97,10 +95,7 @@ class Inventory:
     def say_hidden(self, nodes: Sequence[tree.Node], compiled: list[str], late: list[str]) -> None:
         """Warn of modules whose calls no hook will observe.
 
-        Args:
-            nodes: all modules.
-            compiled: the paths of modules that are compiled.
-            late: the paths of modules that were compiled before they had hooks.
+        `compiled` and `late` are the paths of modules that are compiled, and that were compiled before they had hooks.
         """
         untapped: list[str] = []
         self._late = late

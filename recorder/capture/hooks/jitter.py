@@ -69,13 +69,9 @@ def _is_awaited(value: Any) -> bool:
 
 
 def _moved(value: Any, seed: int, eps: float, *, is_own: bool = False) -> torch.Tensor:
-    """Return the perturbed copy of a value.
+    """Return the perturbed copy of a value that `_can_move`. `eps` is the relative change of each element.
 
-    Args:
-        value: a value that `_can_move`.
-        seed: the seed of the pattern.
-        eps: the relative change of each element.
-        is_own: True for a DTensor that has no other user yet, so that it may be changed in place.
+    `is_own` is True for a DTensor that has no other user yet, so that it may be changed in place.
     """
     if not is_dtensor(value):
         return jittered(value, seed, eps)

@@ -122,11 +122,9 @@ class FlatParameter:
     """
 
     def __init__(self, wrapper: Any, module_of: Callable[[nn.Module], HookedModule | None]) -> None:
-        """Read the metadata of a wrapper that has flattened parameters.
+        """Read the metadata of a FullyShardedDataParallel wrapper that has flattened parameters.
 
-        Args:
-            wrapper: the FullyShardedDataParallel module.
-            module_of: returns the hooked module of a module, or None where the module is not under the root.
+        `module_of` returns the hooked module of a module, or None where the module is not under the root.
         """
         handle = wrapper._handle
         flat = handle.flat_param

@@ -68,15 +68,11 @@ class Root:
         is_elsewhere: Callable[[Root, nn.Module], bool],
         inner_roots: Sequence[Root] = (),
     ) -> None:
-        """Put hooks on a module.
+        """Put hooks on the outermost module of a model.
 
-        Args:
-            capture: takes the values.
-            module: the outermost module.
-            name: the name of the root.
-            clock: the clock of an earlier root with this name; its counts continue, so that no row's key is used twice.
-            is_elsewhere: returns whether a module belongs to another root, which records it under a path of its own.
-            inner_roots: the roots that the module contains; their calls share the slices of this root's calls.
+        `clock` is that of an earlier root with this name; its counts continue, so that no row's key is used twice.
+        `is_elsewhere` returns whether a module belongs to another root, which records it under a path of its own.
+        `inner_roots` are the roots that the module contains; their calls share the slices of this root's calls.
         """
         self.capture = capture
         self.name = name
@@ -368,11 +364,7 @@ class Root:
         return self._tap_paths[name]
 
     def step_is_over(self, *, has_compiled: bool) -> None:
-        """Report, after the first step, which modules never ran.
-
-        Args:
-            has_compiled: whether anything was compiled in this process.
-        """
+        """Report, after the first step, which modules never ran. `has_compiled`: this process has compiled anything."""
         self.say_if_nothing_moved()
         self.inventory.step_is_over(has_compiled=has_compiled)
 
@@ -466,8 +458,7 @@ class Root:
     def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
         """Return the slice and phase of a tapped value; where the root's hooks are compiled away, taps begin its calls.
 
-        Args:
-            with_grad: whether gradients were enabled around the tap; compiled code always runs with gradients disabled.
+        `with_grad` is given by the tap, because compiled code always runs with gradients disabled.
         """
         is_hidden = self.num_calls == 0 and self.capture.root_calls.depth == 0
         if not is_hidden or self.module() is None or torch._C._current_graph_task_id() != -1:

@@ -41,13 +41,9 @@ class DeviceMeasure:
     """Measures one tensor on its device: launches kernels, and later reads their results."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], keep: int, unit_dim: int = -1) -> None:
-        """Plan the measuring.
+        """Plan the measuring of tensors with elements, of a dtype that `can_measure` knows.
 
-        Args:
-            dtype: a dtype that `can_measure` knows.
-            shape: the shape of the tensor, which has elements.
-            keep: bits of KEEP_STATS, KEEP_UNITS and KEEP_FINGERPRINT.
-            unit_dim: the dim along which units lie; a negative dim counts from the last dim.
+        `keep` are bits of KEEP_STATS, KEEP_UNITS and KEEP_FINGERPRINT. A negative `unit_dim` counts from the last dim.
         """
         self._item_bytes = dtype.itemsize
         self._keep = keep
@@ -58,14 +54,10 @@ class DeviceMeasure:
         """Bytes of the results."""
 
     def launch(self, tensor: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Launch the kernels on the current stream.
+        """Launch the kernels on the current stream, for a contiguous tensor as planned, which is not changed.
 
-        Args:
-            tensor: contiguous, of the dtype and shape that were planned; it is not changed.
-            weights: the weights of earlier calls on the same stream; this call adds new weights.
-
-        Returns:
-            The results on the device, as a flat int64 tensor: the results of each box, then the sums of the units.
+        `weights` are those of earlier calls on the same stream; this call adds new weights. Returned are the results on
+        the device, as a flat int64 tensor: the results of each box, then the sums of the units.
         """
         flat = tensor.reshape(-1)
         nothing = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -49,17 +49,9 @@ def measure(
 ) -> Measured:
     """Compute the results whose bits are in `keep`: statistics, histogram, sums of each unit, fingerprint.
 
-    Args:
-        data: the tensor's bytes.
-        dtype: the tensor's element type.
-        shape: the tensor's shape.
-        chunk: the tensor's position in a global tensor.
-        keep: bits of KEEP_*.
-        unit_dim: the dim along which units lie; a negative dim counts from the last dim.
-        kernels: the compiled loops, where they are to be used.
-
-    Raises:
-        UnsupportedError: the dtype is unknown.
+    `data` are the tensor's bytes, and `chunk` its position in a global tensor. A negative `unit_dim` counts from the
+    last dim. `kernels` are the compiled loops, where they are to be used. UnsupportedError is raised if the dtype is
+    unknown.
     """
     is_run = chunk is not None and chunk.flat_start is not None
     by_loops = keep & ~(KEEP_FINGERPRINT | KEEP_UNITS) if is_run else keep
@@ -147,12 +139,7 @@ class HostMeasure:
 def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, kernels: Kernels) -> HostMeasure | None:
     """Return a plan to measure a tensor that has elements with the compiled loops; None if Python must measure it.
 
-    Args:
-        dtype: the tensor's element type.
-        shape: the tensor's shape.
-        keep: bits of KEEP_*; without `KEEP_STATS` the result is None.
-        unit_dim: the dim along which units lie; a negative dim counts from the last dim.
-        kernels: the compiled loops.
+    Without `KEEP_STATS` in `keep` the result is None. A negative `unit_dim` counts from the last dim.
     """
     if not keep & KEEP_STATS or dtype not in KINDS:
         return None
@@ -162,9 +149,7 @@ def host_measure(dtype: str, shape: tuple[int, ...], keep: int, unit_dim: int, k
 def measure_small(records: Sequence[Staged], *, kernels: Kernels | None = None) -> list[Measured]:
     """Measure records of few bytes as `measure` does, most of these records with one call of the compiled loops.
 
-    Args:
-        records: records whose statistics are kept, and perhaps their fingerprints.
-        kernels: the compiled loops, where they are to be used.
+    Statistics of the records are kept, and perhaps their fingerprints.
     """
     may_join = [
         kernels is not None and s.chunk is None and s.dtype in _TOGETHER_KINDS and s.block.num_bytes > 0
@@ -197,11 +182,7 @@ def _weights(staged: Staged) -> Weights:
 
 
 def _fingerprint(
-    data: npt.NDArray[np.uint8],
-    item_bytes: int,
-    shape: tuple[int, ...],
-    chunk: Chunk | None,
-    kernels: Kernels | None,
+    data: npt.NDArray[np.uint8], item_bytes: int, shape: tuple[int, ...], chunk: Chunk | None, kernels: Kernels | None
 ) -> int:
     if chunk is None:
         return fingerprint(data, item_bytes, shape, None, kernels)
@@ -317,12 +298,9 @@ _ITEMS = 1 << 15
 
 
 def count(data: npt.NDArray[np.uint8], dtype: str, decoded: Iterable[npt.NDArray[Any]]) -> Bins:
-    """Count the values of a tensor by sign and power of two, for its histogram.
+    """Count the values of a tensor by sign and power of two, for its histogram. The dtype is one of `NUM_BINS`.
 
-    Args:
-        data: the tensor's bytes.
-        dtype: the tensor's element type, one of `NUM_BINS`.
-        decoded: the tensor's values chunk by chunk, float16 as float32; only float16 and integers are read from it.
+    `decoded` are the tensor's values chunk by chunk, float16 as float32; only float16 and integers are read from it.
     """
     bins = np.zeros(NUM_BINS[dtype], np.uint64)
     if dtype in BY_PATTERN:

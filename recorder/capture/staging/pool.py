@@ -86,19 +86,11 @@ class Pool:
     So the blocks in use stay at the low end, and the pages behind them stay untouched.
     """
 
-    def __init__(
-        self,
-        capacity_bytes: int,
-        *,
-        progress_s: Callable[[], float],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, capacity_bytes: int, *, progress_s: Callable[[], float], clock: Callable[[], float]) -> None:
         """Reserve address space; the operating system provides a page when it is first used.
 
-        Args:
-            capacity_bytes: the size of the pool.
-            progress_s: returns the time on `clock` at which the writer last finished a batch.
-            clock: a monotonic clock in seconds.
+        `progress_s` returns the time on `clock`, a monotonic clock in seconds, at which the writer last finished a
+        batch.
         """
         self.capacity_bytes = capacity_bytes - capacity_bytes % GRAIN_BYTES
         try:
@@ -286,12 +278,9 @@ class RingMemory:
     """The share of the pool in which values wait for a trigger. Only the training thread calls the methods."""
 
     def __init__(self, pool: Pool, window: RingWindow, *, is_wanted: Callable[[int], bool]) -> None:
-        """Begin with an empty ring.
+        """Begin with an empty ring in its share of the pool.
 
-        Args:
-            pool: the ring's share of the pool.
-            window: the steps around a trigger that the ring is to keep.
-            is_wanted: returns whether a trigger has asked for a step, so that its values are on their way to the disk.
+        `is_wanted` returns whether a trigger has asked for a step, so that its values are on their way to the disk.
         """
         self.pool = pool
         self.window = window
@@ -314,9 +303,8 @@ class RingMemory:
     def judge(self, step: int, num_steps: Callable[[int, int], int]) -> str | None:
         """Return, once the first step is over, why the window does not fit into the ring; None where it fits.
 
-        Args:
-            step: the step that begins.
-            num_steps: takes a first step and a number of steps; returns at how many of them rules keep ring values.
+        `step` is the step that begins. `num_steps` takes a first step and a number of steps, and returns at how many of
+        them rules keep ring values.
         """
         if self._is_judged or self._first is None or step <= self._first:
             return None

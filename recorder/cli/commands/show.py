@@ -13,13 +13,7 @@ import typer
 from ...analyze.stats import REASON_COLUMNS, WHY, inner_leaves, with_why
 from ...columns import COUNTS, STATISTICS, parse_shape
 from ...errors import LookupFailedError, RunError
-from ...numerics.distributions import (
-    HISTOGRAM_LEGEND,
-    NOT_FINITE,
-    histogram_lines,
-    histogram_of_row,
-    spark_line,
-)
+from ...numerics.distributions import HISTOGRAM_LEGEND, NOT_FINITE, histogram_lines, histogram_of_row, spark_line
 from ...numerics.units import Units
 from ...rules import hint
 from ...run.notes import dump_members, dump_note, jitter_note, sent_note

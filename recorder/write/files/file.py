@@ -250,12 +250,9 @@ class AppendFile:
         self.append(len(data))
 
     def append_around(self, lead: bytes, values: npt.NDArray[np.uint8], trail: bytes) -> None:
-        """Append a part with values in its middle, which are written from their own memory.
+        """Append a part with `values` in its middle, which are written from their own memory.
 
-        Args:
-            lead: the bytes before the values, with the `gap`, so that values begin at a multiple of `GRAIN_BYTES`.
-            values: the values, whose address in memory is also a multiple of `GRAIN_BYTES`.
-            trail: the bytes after the values.
+        The values begin at a multiple of `GRAIN_BYTES` in memory and, as `lead` includes the `gap`, in the file.
         """
         assert address(values) % GRAIN_BYTES == 0, "direct writes refuse such values"
         self._require_linked()

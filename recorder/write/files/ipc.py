@@ -89,22 +89,13 @@ class IpcFormat:
         return FooterBlock(0, metadata_bytes, message_bytes - metadata_bytes)
 
     def write_around(
-        self,
-        batch: pa.RecordBatch,
-        metadata: Mapping[bytes, bytes],
-        payload: Payload,
-        gap_behind: Callable[[int], int],
+        self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], payload: Payload, gap_behind: Callable[[int], int]
     ) -> tuple[bytes, bytes, FooterBlock]:
         """Make the message of a batch around its payload, which is appended without a copy.
 
-        Args:
-            batch: a batch whose column `data` is empty in all rows.
-            metadata: the `custom_metadata` of the batch.
-            payload: the values of `data`.
-            gap_behind: `AppendFile.gap` of the file.
-
-        Returns:
-            The bytes before the values, the bytes after the values, and the block, with its offset from the first byte.
+        The column `data` of the batch is empty in all rows, and `payload` has its values. `gap_behind` is
+        `AppendFile.gap` of the file. Returned are the bytes before the values, the bytes after the values, and the
+        block, with its offset from the first byte.
         """
         sink = pa.BufferOutputStream()
         pa.ipc.new_stream(sink, self.schema, options=self._options).write_batch(batch, custom_metadata=metadata)
@@ -129,12 +120,7 @@ class IpcFormat:
         return lead, trail, FooterBlock(0, metadata_bytes, body_bytes + more)
 
     def ending(self, blocks: Sequence[FooterBlock], crc: int) -> bytes:
-        """Return everything after the last batch, with the checksum of the complete file.
-
-        Args:
-            blocks: the blocks of all batches.
-            crc: the CRC32C of all bytes before.
-        """
+        """Return everything after the last batch, with the checksum of the complete file; `crc` is of all before."""
         footer = bytearray(self._footer)
         field = _footer_batches_field(footer)
         footer += bytes((4 - len(footer)) % 8)  # the length takes 4 bytes, and blocks are aligned to 8

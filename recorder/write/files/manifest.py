@@ -25,14 +25,8 @@ Unsynced = Callable[[OSError], None]
 def replace_manifest(disk: Disk, path: Path, obj: Mapping[str, object], *, unsynced: Unsynced | None = None) -> None:
     """Replace `path` by a manifest of `obj`, so that a reader sees the old file or the new one, even after a crash.
 
-    Args:
-        disk: the disk.
-        path: the path of the manifest.
-        obj: the content of the manifest.
-        unsynced: takes the error of a failed sync; None to leave the old file and raise.
-
-    Raises:
-        OSError: the disk refused; the old file is unchanged, or the new file exists and may not be durable.
+    `unsynced` takes the error of a failed sync; None to leave the old file and raise. An OSError means that the disk
+    refused: the old file is unchanged, or the new file exists and may not be durable.
     """
     with _written_beside(disk, path, obj, unsynced) as temporary:
         disk.replace(temporary, path)

@@ -90,11 +90,8 @@ class BatchFile:
     ) -> None:
         """Write one batch, which must not be a slice. After an OSError the file may be longer than before.
 
-        Args:
-            batch: the rows.
-            ledger: the accounts, with this batch included.
-            crcs: the checksums of the batch, if they are already known.
-            payload: the values of `data`, if the batch itself has none.
+        `ledger` includes this batch. `crcs` are the checksums of the batch, if they are already known. `payload` has
+        the values of `data`, if the batch itself has none.
         """
         metadata = batch_metadata(batch, number=self.num_batches, ledger=ledger, crcs=crcs)
         self._append(batch, metadata, payload)
@@ -103,10 +100,7 @@ class BatchFile:
     def append_around(self, batch: pa.RecordBatch, ledger: Mapping[str, object], memory: PageMemory) -> None:
         """Append a batch that contains its payload, in the layout of a writer's batches.
 
-        Args:
-            batch: the rows.
-            ledger: the accounts, with this batch included.
-            memory: the memory to copy the payload to, which must not be the file's own.
+        `ledger` includes this batch. The payload is copied to `memory`, which must not be the file's own.
         """
         data_field = batch.schema.get_field_index("data")
         validity, offsets, values = batch.column(data_field).buffers()
@@ -154,12 +148,7 @@ class BatchFile:
         with contextlib.suppress(OSError):
             self._disk.unlink(self._file.path)
 
-    def _append(
-        self,
-        batch: pa.RecordBatch,
-        metadata: Mapping[bytes, bytes],
-        payload: Payload | None = None,
-    ) -> None:
+    def _append(self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], payload: Payload | None = None) -> None:
         offset = self._file.end
         if payload is None:
             start = self._file.next_start(self._layout.max_message_bytes(batch))
