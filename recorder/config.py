@@ -179,7 +179,6 @@ class Settings:
 
     @property
     def trigger_words(self) -> tuple[str, ...]:
-        """Return the words of `triggers`."""
         words = tuple(word.strip() for word in self.triggers.split(",") if word.strip())
         return () if words == (NO_TRIGGER,) else words
 
@@ -233,7 +232,6 @@ class Loaded:
     sources: Mapping[str, str]
 
     def explain(self) -> list[Explained]:
-        """Return every setting with its value and its source."""
         rows = []
         for item in fields(Settings):
             value = getattr(self.settings, item.name)

@@ -271,7 +271,6 @@ class Rule:
         )
 
     def matches_name(self, name: str, expressions: Expressions = matches_expression) -> bool:
-        """Whether the rule selects the leaf of this name."""
         return matches(self.name, name, expressions)
 
     @property

@@ -66,7 +66,6 @@ class FirstNonFinite:
         self._skipped.append(step)
 
     def saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
-        """Check the statistics of records."""
         for staged, its in zip(records, measured, strict=True):
             if its.nan_count or its.inf_count or self._waiting is not None or staged.origin.site == "scalar":
                 self._saw(staged, its)

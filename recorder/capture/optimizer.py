@@ -270,7 +270,6 @@ class OptimizerHooks:
         return self._repeats[site]
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        """Whether steps of this optimizer advance the step count."""
         if self._counting is None or self._counting() is None:  # no optimizer counts yet, or it was deleted
             wanted = self._capture.settings.step_optimizer
             if wanted and wanted not in (self.name_of(optimizer), type(optimizer).__name__):

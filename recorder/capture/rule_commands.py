@@ -212,7 +212,6 @@ class RuleChanges:
         return schedules
 
     def answers(self, step: int) -> list[Answer]:
-        """Return the state of each command at a step. Any thread."""
         in_force = self._steps_in_force()
         return [_answer(taken, in_force.get(taken.command.number), step) for taken in self._taken]
 

@@ -198,7 +198,6 @@ class JobStore:
         return int(self._client.add(self._prefix + key, amount))
 
     def put(self, key: str, value: bytes) -> None:
-        """Set the value at a key."""
         self._client.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes | None:
@@ -216,7 +215,6 @@ class JobStore:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection."""
         self._client = None
         self._connection.close()
 

@@ -225,7 +225,6 @@ class Normal:
         return [key for key, number in self._number_of.items() if self._num_runs_with[number] == self.num_runs]
 
     def add(self, series: Integers, numbers: Numbers, steps: Integers) -> None:
-        """Learn a statistic of rows of a sound run."""
         at = series, np.full(len(series), numbers.statistic), phase_of(steps)
         for which, values in ((_COUNT, 1.0), (_SUM, numbers.values), (_SQUARE, numbers.values**2)):
             np.add.at(self._sums[which], at, values)

@@ -186,7 +186,6 @@ class Rows:
 
     @property
     def names(self) -> list[str]:
-        """The names of the columns that the run has."""
         return list(self._numbers)
 
     @property

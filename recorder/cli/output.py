@@ -267,7 +267,6 @@ class LineHandler(logging.Handler):
     """Prints each warning and each note of the library as one line on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one log record."""
         text = printable_line(record.getMessage())
         word = getattr(record, "word", record.levelname.lower())
         print(f"recorder: {word}: {text}", file=sys.stderr)

@@ -106,7 +106,6 @@ class Daemon:
         self.shared.destination.check()
 
     def run(self) -> int:
-        """Upload until SIGTERM or SIGINT, and return the exit code."""
         with self._locked(), self._signals():
             settings = self.shared.settings
             server = None

@@ -237,7 +237,6 @@ class Bucket:
             return None
 
     def head(self, key: str) -> StoredObject | None:
-        """Return the facts of an object; None if there is none."""
         try:
             return self._ask(key, lambda store: _held(store.head(self._prefix + key)))
         except FileNotFoundError:

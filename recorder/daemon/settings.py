@@ -77,7 +77,6 @@ class DaemonSettings:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of `listen`."""
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isdigit() or not 0 <= int(port) < 65536:
             raise ConfigError(f"listen = {self.listen!r}: expected HOST:PORT, such as 127.0.0.1:9436")

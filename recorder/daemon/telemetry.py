@@ -28,7 +28,6 @@ class Counters:
             self._sums.setdefault(name, Counter())[word] += amount
 
     def of(self, name: str) -> dict[str, int]:
-        """Return the sums of a name by their labels."""
         with self._lock:
             return dict(self._sums.get(name, ()))
 
@@ -51,7 +50,6 @@ class Requests:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Count a request from its beginning to its end."""
         key = object()
         with self._lock:
             self._began_s[key] = self._clock()
@@ -85,7 +83,6 @@ class Health:
 
     @property
     def is_open(self) -> bool:
-        """True if requests are allowed now."""
         return self._clock() >= self._until_s
 
     def succeeded(self) -> None:

@@ -211,7 +211,6 @@ class Answer:
 
     @classmethod
     def read(cls, members: Members) -> Answer:
-        """Return the answer in untrusted JSON."""
         answer = cls(**members.plain(cls))
         return replace(answer, why=answer.why[:_MAX_TEXT], by=answer.by[:_MAX_TEXT])
 

@@ -40,7 +40,6 @@ class PayloadWriter:
         return len(data)
 
     def put_frames(self, data: Bytes, out: Bytes) -> int:
-        """Write bytes as Zstandard frames."""
         num_written = 0
         for start in range(0, len(data), FRAME_BYTES):
             frame = np.frombuffer(self.compress(data[start : start + FRAME_BYTES]), np.uint8)
@@ -49,7 +48,6 @@ class PayloadWriter:
         return num_written
 
     def put_plane(self, data: Bytes, item_bytes: int, plane: int, out: Bytes) -> int:
-        """Write one plane as Zstandard frames."""
         num_written = 0
         for start in range(0, len(data), item_bytes * FRAME_BYTES):
             piece = data[start : start + item_bytes * FRAME_BYTES]

@@ -319,7 +319,6 @@ class RingDump:
 
     @classmethod
     def read(cls, members: Members) -> RingDump:
-        """Return the dump in untrusted JSON."""
         missed = members.raw.get("missed")
         steps = [step for step in missed if type(step) is int and step >= 0] if isinstance(missed, list) else []
         return cls(

@@ -217,7 +217,6 @@ class Members:
         self._above = above
 
     def text(self, key: str) -> str:
-        """Return the text of a member; empty by default."""
         value: Any = self.raw.get(key)
         if isinstance(value, str):
             return value
@@ -233,7 +232,6 @@ class Members:
         return self.optional_count(key) or 0
 
     def optional_count(self, key: str) -> int | None:
-        """Return a member as `count` does, but None by default."""
         value: Any = self.raw.get(key)
         if type(value) is int and 0 <= value < 1 << 63:
             return value
@@ -249,7 +247,6 @@ class Members:
         return 0.0
 
     def flag(self, key: str) -> bool:
-        """Return a member that is true or false; false by default."""
         value: Any = self.raw.get(key)
         if not isinstance(value, bool):
             self._refuse(key, value, "true or false")
@@ -262,7 +259,6 @@ class Members:
         return value if isinstance(value, bool) else None
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return the texts of a member that is a list."""
         return tuple(self._chosen(key, lambda one: isinstance(one, str), "a list of texts"))
 
     def counts_of(self, key: str) -> dict[str, int]:

@@ -122,7 +122,6 @@ class Assembler:
             yield PayloadPart(encoded.encoding, [memoryview(encoded.data)], encoded.payload_bytes, start)
 
     def parts(self, plan: Plan, positions: Sequence[int]) -> Iterator[PayloadPart]:
-        """Yield the payload of a global tensor, part by part."""
         in_order = _as_runs(plan)
         if in_order is None:
             self._payloads.prepare(self._sources(plan, positions))

@@ -64,7 +64,6 @@ class GlobalValue(NamedTuple):
 
     @property
     def is_between_stages(self) -> bool:
-        """True if the value is passed between pipeline stages."""
         return isinstance(self.plan, NoPlan) and self.plan.kind == HANDED_ON
 
 

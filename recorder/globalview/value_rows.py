@@ -222,7 +222,6 @@ class LocalBatches(NamedTuple):
 
     @property
     def has_micro_batches(self) -> bool:
-        """True if the parts are micro-batches of a pipeline."""
         return any(self.micro_steps)
 
 

@@ -118,7 +118,6 @@ class GlobalValues:
 
     @property
     def findings(self) -> list[RowFinding]:
-        """Return the findings about the values that were planned so far."""
         return self._log.findings
 
     def values(self, positions: Positions | None = None) -> Iterator[GlobalValue]:

@@ -41,7 +41,6 @@ class Description:
     """True if ``RECORDER=1`` asked for the recording, False if the program did."""
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """Return the content of `_run.json`."""
         return {
             "run_id": run_id,
             "name": self.loaded.settings.name or _default_name(self.started_ns),

@@ -78,7 +78,6 @@ class ProgramCalls:
         return None
 
     def scalar(self, name: str, value: Any) -> None:
-        """Record a number for `recorder.scalar`."""
         if torch.compiler.is_compiling():
             return
         try:
@@ -148,7 +147,6 @@ class GraphTaps:
         """Empty modules that stand for the modules of roots whose own calls are not seen."""
 
     def tapped(self, value: torch.Tensor, name: str, where: str, number: int, with_grad: bool) -> None:
-        """Record a value that passes a tap in a graph."""
         if self._recorder.is_over or is_traced():
             return
         try:
@@ -162,7 +160,6 @@ class GraphTaps:
     def tapped_gradient(
         self, gradient: torch.Tensor, name: str, where: str, number: int, *, is_total: bool = False
     ) -> None:
-        """Record a gradient that passes a tap in a graph."""
         if self._recorder.is_over or self._recorder.capture is None:
             return
         try:

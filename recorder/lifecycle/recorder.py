@@ -119,7 +119,6 @@ class Recorder:
     # -- what discovery asks --------------------------------------------------------------------------------------
 
     def is_inside_root(self) -> bool:
-        """Return True if this thread is inside a root's call."""
         return self.capture is not None and self.capture.root_calls.depth > 0
 
     def wants(self, module: nn.Module) -> bool:
@@ -327,7 +326,6 @@ class Recorder:
             time.sleep(0.001)
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
-        """Request that the steps around one step are written; see `Triggers.ask`."""
         self._ring.ask(kind, reason, step=step)
 
     def ask_for_error(self, error: BaseException) -> None:

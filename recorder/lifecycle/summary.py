@@ -158,7 +158,6 @@ class Estimate:
         self._is_over = False
 
     def saw(self, records: Sequence[Staged]) -> None:
-        """Count records that are about to be written."""
         if self._is_over:
             return
         if self._first is None:

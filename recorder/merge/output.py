@@ -75,7 +75,6 @@ class Output:
             self.stop_building()
 
     def stop_building(self) -> None:
-        """Make every worker fail that is building a unit."""
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         with contextlib.suppress(OSError):
             # One rename, because a worker might make new files while other files are removed.

@@ -127,7 +127,6 @@ class Inputs:
         ]
 
     def shards_of(self, window: Window) -> list[Any]:
-        """Return the shards that have rows of a window's steps."""
         begin, end = np.searchsorted(self._step, window[:2])
         return [self.shards[number] for number in np.unique(self._shard[begin:end]).tolist()]
 

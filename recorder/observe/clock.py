@@ -187,7 +187,6 @@ class RootClock:
         self._modes_of_gradients.add(slice_.moment.mode)
 
     def end(self) -> None:
-        """End the call of the root, which has returned or raised."""
         self._of_thread.active = None
 
     def current(self, *, with_grad: bool, training: bool) -> Slice:

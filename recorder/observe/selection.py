@@ -159,7 +159,6 @@ class RuleSelection:
         return mask & ~KEEP_RING if mask & KEEP_TENSOR or not self.has_ring else mask
 
     def at_step(self, step: int) -> None:
-        """Compute the masks of this step."""
         keeps = -1 if self.has_probe else ~KEEP_PROBE
         self._active = [rule.keep & keeps if step in rule.steps else 0 for rule in self._rules]
         self._first_calls.clear()

@@ -271,7 +271,6 @@ class Signature:
         self._first = self._positional[0] if self._positional else f"{self._rest}.0"
 
     def name_at(self, index: int) -> str:
-        """Return the name of the positional argument at an index."""
         known = len(self._positional)
         return self._positional[index] if index < known else f"{self._rest}.{index - known}"
 

@@ -98,11 +98,9 @@ class MetadataRows:
                 self._forget()
 
     def column(self, name: str) -> Any:
-        """Return a loaded column as `pa.ChunkedArray`."""
         return self._columns[name]
 
     def numbers(self, name: str) -> npt.NDArray[np.int64]:
-        """Return an integer column as numpy."""
         if name not in self._numbers:
             column = self._columns[name]
             filled = column.fill_null(NONE) if column.null_count else column

@@ -202,7 +202,6 @@ class ShardRows:
             return self._span(number)
 
     def only(self, numbers: Sequence[int]) -> ShardRows:
-        """Return a view that has only some of the batches."""
         part = copy.copy(self)
         part._rows_of = {number: self._rows_of[number] for number in numbers if number in self._rows_of}
         return part

@@ -213,7 +213,6 @@ class RecordedWriter:
         return of_manifest + [damage for shard in self.all_shards for damage in shard.damage]
 
     def newest_shards(self) -> Iterator[ShardRows]:
-        """Yield the last shard of each kind."""
         seen = set()
         for shard in reversed(self.all_shards):
             kind = shard.path.name.lstrip("_").partition("-")[0]

@@ -285,11 +285,9 @@ class ImageFinder:
 
     @property
     def has_any(self) -> bool:
-        """True if at least one tensor may be a picture."""
         return bool(self._found)
 
     def block(self, run: Run) -> PageBlock:
-        """Return the block of the pictures."""
         images: list[dict[str, Any]] = []
         arrays: dict[str, npt.NDArray[np.uint8]] = {}
         num_bytes = 0

@@ -256,14 +256,12 @@ class StatisticsBlocks:
         return any(bool((~np.isnan(self.cube.values[name])).any()) for name in (*self.names, MEASURED))
 
     def blocks(self, modules: Mapping[str, int]) -> Iterator[PageBlock]:
-        """Yield all blocks of the statistics."""
         for cube in (self.cube, self.scalar_cube):
             cube.keep_lanes(len(self.lanes.described))
         yield from self.step_blocks(modules)
         yield from self.further_blocks()
 
     def step_blocks(self, modules: Mapping[str, int]) -> Iterator[PageBlock]:
-        """Yield the blocks that change with every step."""
         yield self._axes_block(modules)
         yield from self.cube.blocks(f"{self._prefix}values", _MAX_FINE_CELLS)
         if self.scalars:

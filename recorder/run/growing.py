@@ -284,7 +284,6 @@ class GrowingRun:
         return tuple(sorted(writers, key=order))
 
     def done(self, step: int) -> None:
-        """Forget the rows of all steps before `step`."""
         self.done_before = max(self.done_before, step)
         for followed in self._followed.values():
             for one in followed.pending:

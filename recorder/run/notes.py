@@ -219,7 +219,6 @@ class MissingRanks:
             self._found[ranks] = known[0] + len(of), min(known[1], int(of.min())), max(known[2], int(of.max()))
 
     def join(self, other: MissingRanks) -> None:
-        """Append these counts to `other`."""
         self._num_values += other._num_values
         for ranks, (num, first, last) in other._found.items():
             known = self._found.get(ranks, (0, first, last))
@@ -276,7 +275,6 @@ class Problems:
         self._found |= dict.fromkeys([*stages, *self._selection.narrow(table).column("text").to_pylist()])
 
     def join(self, other: Problems) -> None:
-        """Append these contradictions to `other`."""
         self._found |= other._found
 
     def __bool__(self) -> bool:

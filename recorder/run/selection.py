@@ -88,11 +88,9 @@ class Selection:
         return table
 
     def modules(self, paths: Sequence[str]) -> list[str]:
-        """Return the module paths that are selected, out of `paths`."""
         return choose(ANY if self.module is None else _patterns("module", self.module), paths)
 
     def ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Return the ranks that are selected, out of `ranks`."""
         return list(ranks) if self.rank is None else _within(_schedule("rank", self.rank), list(ranks))
 
     def explain_nothing(self, table: Any, what: str) -> LookupFailedError:

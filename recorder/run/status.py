@@ -279,12 +279,10 @@ class Proof:
     """The time of the verdict, in nanoseconds since the epoch."""
 
     def encode(self) -> bytes:
-        """Return the text of the file."""
         return encode_manifest({**asdict(self), "notes": list(self.notes)})
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> Proof:
-        """Return the proof in a file's object, which is untrusted."""
         members = Members(raw)
         notes = raw.get("notes")
         return cls(

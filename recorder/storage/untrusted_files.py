@@ -182,7 +182,6 @@ class GrowingFile:
         return pa.py_buffer(out)
 
     def data_ranges(self, start: int) -> Iterator[range]:
-        """Yield the data ranges that the file system reports now."""
         return _data_ranges(self._descriptor, start, self.size_bytes)
 
     def __enter__(self) -> Self:

@@ -290,7 +290,6 @@ class Events:
                 self._say_rest(kind, held)
 
     def as_list(self) -> list[dict[str, Any]]:
-        """Return all events, as entries for the manifest."""
         return [dict(event) for event in list(self._kept.values())]
 
     def _say_rest(self, kind: str, held: _HeldBack) -> None:

@@ -138,7 +138,6 @@ class TapRows:
         self._step = -1
 
     def saw(self, value: torch.Tensor, key: _Key, root: TappedRoot, *, with_grad: bool) -> None:
-        """Record a value that passes a tap."""
         capture = self._capture
         tap = self._tap(key[0], key[1], root)
         with_grad = with_grad or torch.is_grad_enabled()
@@ -175,7 +174,6 @@ class TapRows:
         del calls[:-_MAX_CALLS]
 
     def saw_gradient(self, gradient: torch.Tensor, key: _Key, *, is_total: bool) -> None:
-        """Record a gradient that passes a tap in the backward."""
         calls = self._calls.get(key)
         if not calls:  # the value passed the tap while nothing was recorded
             return

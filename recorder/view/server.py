@@ -123,7 +123,6 @@ class ViewServer:
         self.address = f"http://{name}:{listener.getsockname()[1]}{base}/"
 
     def serve(self) -> None:
-        """Serve until Ctrl-C or `stop`."""
         try:
             self._server.run(sockets=[self._listener])
         except KeyboardInterrupt:
@@ -248,20 +247,17 @@ class WatchedRun:
         self._thread.start()
 
     def opened(self) -> None:
-        """Note that one more page displays the run."""
         with self._lock:
             self._num_watching += 1
             self._wanted.set()
 
     def closed(self) -> None:
-        """Note that one page fewer displays the run."""
         with self._lock:
             self._num_watching -= 1
             if not self._num_watching:
                 self._wanted.clear()
 
     def close(self) -> None:
-        """End the thread."""
         self._stopped.set()
         self._wanted.set()
         self._thread.join(_CLOSE_S)
@@ -369,7 +365,6 @@ class Watching:
         }  # fmt: skip
 
     def close(self) -> None:
-        """End the threads of all runs."""
         for run in self._watched.values():
             run.close()
 

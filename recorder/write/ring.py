@@ -57,14 +57,12 @@ class Dump:
 
     @property
     def missed_text(self) -> str:
-        """The missed steps as text."""
         if len(self.missed) == 1:
             return f"step {self.missed[0]}"
         whole = self.missed[-1] - self.missed[0] + 1 == len(self.missed)
         return f"steps {self.missed[0]} to {self.missed[-1]}" + ("" if whole else f" ({len(self.missed)} of them)")
 
     def members(self) -> dict[str, Any]:
-        """Return the dump's entry for the manifest."""
         return {
             "first_step": self.first_step,
             "last_step": self.last_step,

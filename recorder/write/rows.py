@@ -106,7 +106,6 @@ class RowBatch:
         return self._ends[-1] + self._detail_bytes >= self._batch_bytes or self._num_rows >= self.max_rows
 
     def add(self, staged: Staged, measured: Measured) -> None:
-        """Add a row without a payload."""
         self._extend([*measured, *staged, *_NO_PAYLOAD], [self._ends[-1]])
         self._detail_bytes += 0 if measured.units is None else len(measured.units)
 

@@ -109,13 +109,11 @@ class WriterDirectory:
 
     @property
     def last_written_step(self) -> int | None:
-        """The highest step of a row that was written."""
         steps = [shards.last_written_step for shards in self.shards_by_kind.values()]
         return max((step for step in steps if step is not None), default=None)
 
     @property
     def num_pending_rows(self) -> int:
-        """The number of rows that wait to be written."""
         return sum(shards.num_pending_rows for shards in self.shards_by_kind.values())
 
     def claim(self, target: RunTarget) -> None:

@@ -173,7 +173,6 @@ class CulpritSearch:
             self._previous[root] = step, None
 
     def step(self, step: int, events: Sequence[StepEvent]) -> list[Suspect]:
-        """Return the culprits of a step."""
         self._num_steps += 1
         suspects: list[Suspect] = []
         for root in dict.fromkeys(event.root for event in events):

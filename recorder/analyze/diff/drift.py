@@ -43,7 +43,6 @@ class Pairs:
         return self._compared()
 
     def of_step(self, step: int) -> Integers:
-        """Return the indices of the pairs of a step."""
         return np.flatnonzero(integers(self.rows.a.table.column("step"))[self.rows.pairs.a] == step)
 
     def arrays(self, number: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:

@@ -73,7 +73,6 @@ class RunSteps(NamedTuple):
         return int(self.rows.payload_bytes[integers(self.table.column("at"))[np.unique(rows)]].sum())
 
     def array(self, row: int) -> npt.NDArray[Any]:
-        """Return the tensor of a row of `table`."""
         tensor: npt.NDArray[Any] = self.rows.array(self.table.column("at")[row].as_py())
         return tensor
 

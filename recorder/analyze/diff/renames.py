@@ -128,7 +128,6 @@ class RenameHint(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The text of the line."""
         return " = ".join(path or "''" for path in (self.old, self.new))
 
 
@@ -163,7 +162,6 @@ class UnpairedModules:
 
     @property
     def sites(self) -> set[str]:
-        """The sites at which these modules have tensors."""
         return {site for tensors in self._tensors.values() for site, _, _ in tensors}
 
     def by_look(self, sites: set[str]) -> dict[frozenset[Any], list[str]]:

@@ -144,7 +144,6 @@ class RangeComparer:
         self._options, self._own_names, self._report = options, own_names, report
 
     def rows(self, first: int | None, last: int | None) -> PairedSteps:
-        """Return the paired rows of a range of steps."""
         return self._read(first, last)[0]
 
     def __call__(self, first: int | None, last: int | None) -> RangeResult:

@@ -208,7 +208,6 @@ class RankView:
         self.last_step: int | None = None
 
     def add(self, rows: SlotRows) -> None:
-        """Add the rows of one writer."""
         axis, step = self.axis, rows.step
         if not len(step):
             return

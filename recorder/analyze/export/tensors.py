@@ -211,7 +211,6 @@ class Tensors:
         return entries
 
     def explain_nothing(self) -> LookupFailedError:
-        """Return the error for a selection that matches nothing."""
         names = ["module_path", "site", "name", "step", "rank"]
         return self._selection.explain_nothing(self._run.table(names), f"run {self._run.name}")
 

@@ -129,7 +129,6 @@ class ReplicaGroups:
         self._by = np.where(layouts, "shape", np.where(by_print, "fingerprint", "statistics")).astype(object)
 
     def is_of(self, sites: tuple[str, ...]) -> npt.NDArray[np.bool_]:
-        """Return which groups belong to one of these sites."""
         return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
 
     def search(self, asked: npt.NDArray[np.bool_]) -> int | None:

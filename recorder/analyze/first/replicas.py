@@ -59,7 +59,6 @@ class ReplicaFinder:
         self._problems: list[str] = []
 
     def add(self, timeline: Timeline) -> None:
-        """Add the next range of steps."""
         replicas = ReplicaGroups(self._run, timeline, self._equal, reads_payloads=self._reads_payloads)
         is_buffer = replicas.is_of(("buffer",))
         if self.first is None and (first := replicas.search(~is_buffer)) is not None:

@@ -173,7 +173,6 @@ class Timeline:
         return set(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
     def value(self, row: int) -> RecordedValue:
-        """Return the value that a row of the timeline records."""
         return self.value_in(self.table, row)
 
     def value_in(self, table: Any, row: int) -> RecordedValue:

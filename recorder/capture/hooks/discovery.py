@@ -51,7 +51,6 @@ class Discovery:
         self.start()
 
     def start(self) -> None:
-        """Register the hook."""
         self.reconsider()
         self._handle = register_module_forward_pre_hook(self._before_any_forward)  # type: ignore[arg-type]  # it may return arguments
         self._ask_torch: Any = getattr(module_internals, "_has_any_global_hook", None)
@@ -101,7 +100,6 @@ class Discovery:
         return self._handle is not None
 
     def stop(self) -> None:
-        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None

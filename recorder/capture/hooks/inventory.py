@@ -81,7 +81,6 @@ class Inventory:
 
     @property
     def paths(self) -> list[str]:
-        """Return the paths of all modules."""
         return [described["path"] for described in self._modules]
 
     def describe(self, nodes: Sequence[tree.Node], flats: Sequence[FlatParameter]) -> None:

@@ -401,7 +401,6 @@ class HookedModule:
         return bool(self._handles) and not self.was_called
 
     def remove(self) -> None:
-        """Take the hooks off again."""
         callbacks.MODULES.pop(self._number, None)  # this comes first because `wake` checks the entry
         for handle in self._handles:
             handle.remove()

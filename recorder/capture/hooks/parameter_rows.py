@@ -97,7 +97,6 @@ class _Mesh(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the mesh as JSON text for the column ``mesh``."""
         return compact(self._asdict() | {"ranks": written_ranks(self.ranks, self.shape)})
 
     def with_axes(self, more: Any) -> _Mesh:

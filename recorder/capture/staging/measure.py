@@ -351,7 +351,6 @@ class UnitSums:
         self.zeros = np.zeros(sides.num, np.int64)
 
     def add_all(self, chunks: Iterable[npt.NDArray[Any]]) -> None:
-        """Add a complete tensor, chunk by chunk."""
         first = 0
         for values in chunks:
             self.add(values, first)

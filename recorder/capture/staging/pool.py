@@ -139,7 +139,6 @@ class Pool:
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes that records use now."""
         free_bytes = GRAIN_BYTES * len(self._small) + sum(block.size for block in list(self._returned))
         return self._used_bytes - free_bytes
 

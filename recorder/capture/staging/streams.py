@@ -93,7 +93,6 @@ class StreamStager:
         return DeviceMeasure(tensor.dtype, tuple(tensor.shape), keep, unit_dim)
 
     def copy(self, tensor: torch.Tensor, block: PoolBlock) -> Ready | None:
-        """Copy the tensor's bytes into the block."""
         if not block.num_bytes:
             return None
         if tensor.dtype == torch.float4_e2m1fn_x2:
@@ -101,7 +100,6 @@ class StreamStager:
         return self._copies_of(tensor).stage(tensor, block, None)
 
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: DeviceMeasure) -> Ready:
-        """Measure the tensor, and copy the results into the block."""
         try:
             return self._copies_of(tensor).stage(tensor, block, plan)
         except (LostError, torch.OutOfMemoryError):

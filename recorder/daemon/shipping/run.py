@@ -140,7 +140,6 @@ class RunShipper:
 
     @property
     def is_recording(self) -> bool:
-        """True if a writer is recording."""
         return any(writer.state == "alive" for writer in self.all_writers)
 
     @property
@@ -216,7 +215,6 @@ class RunShipper:
         return num_bytes, False
 
     def look_again(self) -> None:
-        """Look at the run at the next pass."""
         self._next_look_s = 0.0
         self.is_settled = False
         for writer in self.all_writers:

@@ -88,12 +88,10 @@ class ShippedLedger:
         return confirmed is not None and confirmed.size_bytes == stamp.size_bytes
 
     def names(self) -> dict[str, Confirmed]:
-        """Return all confirmations by file name."""
         with self._lock:
             return dict(self._files)
 
     def add(self, name: str, size_bytes: int, how: str) -> None:
-        """Record that the store has a file."""
         with self._lock:
             self._files[name] = Confirmed(size_bytes, how)
             self._write([name])
@@ -154,7 +152,6 @@ class Shipping:
         return min(LOOK_S, self.settings.fresh_s / 5)
 
     def uploaded(self, kind: str, num_bytes: int) -> None:
-        """Count an object that was put."""
         self.counters.add("uploads", kind)
         self.counters.add("uploaded_bytes", kind, num_bytes)
 
@@ -267,7 +264,6 @@ class ShippedRun:
         return not self.conflict
 
     def listed(self) -> dict[str, StoredObject]:
-        """Return the objects below the run at the destination."""
         prefix = f"{self.key}/"
         return {key[len(prefix) :]: held for key, held in self.shared.destination.listing(prefix)}
 

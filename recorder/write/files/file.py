@@ -59,7 +59,6 @@ class Disk:
                 os.chmod(path, mode)
 
     def remove_directory(self, path: Path) -> None:
-        """Remove an empty directory."""
         os.rmdir(path)
 
     def create(self, path: Path) -> int:
@@ -154,7 +153,6 @@ class Disk:
         os.replace(path, final)
 
     def is_same(self, path: Path, final: Path) -> bool:
-        """Return True if two names refer to the same file."""
         return os.path.samestat(os.lstat(path), os.lstat(final))
 
     def sync_directory(self, path: Path) -> None:
@@ -219,7 +217,6 @@ class AppendFile:
 
     @property
     def is_direct(self) -> bool:
-        """True if writes go past the page cache."""
         return self._grain > 1
 
     def next_start(self, nbytes: int) -> int:

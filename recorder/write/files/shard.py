@@ -63,17 +63,14 @@ class BatchFile:
 
     @property
     def is_direct(self) -> bool:
-        """True if writes go past the page cache."""
         return self._file.is_direct
 
     @property
     def is_synced(self) -> bool:
-        """True if every appended byte has been synced."""
         return self._file.synced_end == self._file.end
 
     @property
     def is_sick(self) -> bool:
-        """True if a sync has failed."""
         return self._file.is_sick
 
     @property
@@ -142,7 +139,6 @@ class BatchFile:
         return StoredShard(self._file.path, self.num_rows, self.num_bytes)
 
     def discard(self) -> None:
-        """Stop writing and remove the file."""
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):
