@@ -158,9 +158,11 @@ class EarlyOptimizers:
         return wrap_closure(args, kwargs, lambda: self._closure_returned(optimizer))
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._handles or os.getpid() != self._pid:
+        if self.has_stepped or not self._handles or os.getpid() != self._pid:
             return
-        self.has_stepped = True
+        if all(not group["lr"] for group in optimizer.param_groups):
+            return  # no step of the program's: `get_state_dict` of torch makes the state of an optimizer by such a step
+        self.has_stepped = True  # the hooks stay: torch is going through them, and raises if one is removed meanwhile
         self._events.add(
             "no_root",
             f"not recording: {type(optimizer).__name__} stepped, but no module with its parameters was seen to run "
@@ -169,4 +171,3 @@ class EarlyOptimizers:
             "cannot be recorded, not even with recorder.scalar: make its tensors the parameters of a module",
         )
         self._events.say()
-        self.unwatch_steps()

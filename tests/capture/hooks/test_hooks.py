@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import recorder
 from recorder.capture.core import Capture
@@ -285,6 +286,23 @@ def test_a_model_compiled_in_place_is_not_seen_and_one_line_says_what_to_do(
         train(model, list(model.parameters()))
     (line,) = [r.getMessage() for r in caplog.records if r.name == "recorder"]
     assert "SGD stepped, but no module with its parameters was seen to run" in line and "attach" in line
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.1])
+def test_a_step_before_the_first_forward_raises_nothing_in_hooks_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lr: float
+) -> None:
+    """`get_state_dict` of torch makes such a step, with a learning rate of 0, before it loads a checkpoint."""
+    steps: list[object] = []
+    with flagged(tmp_path):
+        handle = register_optimizer_step_post_hook(lambda *words: steps.append(words))
+        weight = nn.Parameter(torch.ones(2))
+        weight.grad = torch.zeros(2)
+        torch.optim.SGD([weight], lr).step()
+        handle.remove()
+    assert len(steps) == 1
+    lines = [r.getMessage() for r in caplog.records if r.name == "recorder"]
+    assert ["SGD stepped, but no module" in line for line in lines] == [True] * (lr > 0)
 
 
 @pytest.mark.filterwarnings("error")
