@@ -11,7 +11,6 @@ imported pipelining. Nothing here may issue a collective, or keep a wrapper, a p
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -22,7 +21,7 @@ import numpy as np
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..system.processes import instances_of, loaded
+from ..system.processes import live_instances, loaded
 from .dtensors import spec_of
 from .topology import is_distributed
 
@@ -91,11 +90,10 @@ def wrappers_around(root: nn.Module) -> list[nn.Module]:
         return []
     fsdp1 = loaded(*FSDP1)
     kinds = (DistributedDataParallel,) if fsdp1 is None else (DistributedDataParallel, fsdp1)
-    live = gc.get_objects()
     return [
         item
         for kind in kinds
-        for item in instances_of(kind, live)
+        for item in live_instances(kind)
         if "_modules" in vars(item)  # without `_modules`, its `__init__` still runs
         and any(inner is root for inner in item.modules())
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import sys
 import types
@@ -21,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..records import Moment
-from ..system.processes import instances_of
+from ..system.processes import live_instances
 from .core import Capture
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
@@ -33,7 +32,7 @@ _is_compiling = torch.compiler.is_compiling
 
 def find_live() -> list[Optimizer]:
     """Return every live optimizer of this process. Only types are read, so that no lazy object is loaded."""
-    return instances_of(Optimizer, gc.get_objects())
+    return live_instances(Optimizer)
 
 
 def last_step(optimizers: list[Optimizer]) -> int | None:

@@ -24,7 +24,7 @@ from ..observe import tree
 from ..observe.selection import RuleSelection
 from ..rules import Rule
 from ..system.log import Events
-from ..system.processes import instances_of
+from ..system.processes import live_instances
 
 
 @contextlib.contextmanager
@@ -47,17 +47,16 @@ def model_around(module: nn.Module) -> nn.Module:
     stage. If two such models contain the module, the result is `module` itself. Transparent wrappers change no path and
     are skipped.
     """
-    live = gc.get_objects()
     trained = {
         id(p)
-        for optimizer in instances_of(Optimizer, live)
+        for optimizer in live_instances(Optimizer)
         for group in getattr(optimizer, "param_groups", ())  # its __init__ may still be running
         for p in group["params"]
     }
     if not trained or isinstance(module, torch.jit.ScriptModule):
         return module
     holders: dict[int, list[nn.Module]] = {}
-    for item in instances_of(nn.Module, live):
+    for item in live_instances(nn.Module):
         if not isinstance(item, torch.jit.ScriptModule):
             for child in vars(item).get("_modules", {}).values():
                 holders.setdefault(id(child), []).append(item)
@@ -100,8 +99,8 @@ def is_only_model(model: nn.Module) -> bool:
     trained = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     if not trained or not known.issuperset(trained):
         return False
-    live_modules = instances_of(nn.Module, gc.get_objects())
-    return all(id(p) in known for module in live_modules for p in module._parameters.values() if p is not None)
+    modules = live_instances(nn.Module)
+    return all(id(p) in known for module in modules for p in module._parameters.values() if p is not None)
 
 
 _MAX_LIVE_SCANS = 5

@@ -219,7 +219,7 @@ class Recorder:
         with self._lock:
             if self.capture is None:
                 try:
-                    self._start()
+                    self._start(module)
                 except Exception:
                     self._undo_start()
                     raise
@@ -234,7 +234,7 @@ class Recorder:
                 self._optimizers.rescan()
             return root
 
-    def _start(self) -> None:
+    def _start(self, module: nn.Module) -> None:
         from ..capture.staging.measure import measure, measure_small
         from ..write.writer import Writer
 
@@ -289,9 +289,12 @@ class Recorder:
         for kind in (SET, UNDO, PAUSE, RESUME):
             commands.on(kind, rule_commands.tell)
         live = self._early.take()  # the recorder then holds only weak references to the optimizers
+        self.capture.every_call_is_a_step = self.settings.roots == "any" and not live
+        if not self.by_flag:  # an earlier training of the process may have left its optimizer, whose steps are its own
+            parameters = {id(p) for p in module.parameters()}
+            live = [o for o in live if any(id(p) in parameters for group in o.param_groups for p in group["params"])]
         for optimizer in live:
             self._optimizers.name_of(optimizer)
-        self.capture.every_call_is_a_step = self.settings.roots == "any" and not live
         clock = self.capture.clock
         resumed = last_step(live)
         if resumed is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import itertools
 import mmap
 import os
@@ -18,7 +19,7 @@ import resource
 import signal
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,15 +112,18 @@ def loaded(module_name: str, name: str) -> Any:
     return getattr(sys.modules.get(module_name), name, None)
 
 
-def instances_of(kind: type[_T], objects: Sequence[Any]) -> list[_T]:
-    """Return the instances of a class and its subclasses, found by type alone, so that no lazy object is loaded.
+def live_instances(kind: type[_T]) -> list[_T]:
+    """Return the live instances of a class and its subclasses, by type alone, so that no lazy object is loaded.
 
-    The interpreter runs no Python for each object, so that 361,000 objects take 0.02 s and not 0.1 s.
+    The interpreter runs no Python for each object, so that 361,000 objects take 0.02 s and not 0.1 s. The list of all
+    objects must stay in this function and out of any closure: a list that contains its own cell is a cycle, which
+    keeps every object of the program alive until the collector's next full pass.
     """
     kinds: list[type] = [kind]
     for one in kinds:
         kinds += type.__subclasses__(one)
     numbers = set(map(id, kinds))  # a metaclass may forbid hashing
+    objects = gc.get_objects()
     return list(itertools.compress(objects, map(numbers.__contains__, map(id, map(type, objects)))))
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.rigs import jobs
+from tests.rigs.capturing import Tiny, batch, flagged
 from tests.rigs.jobs import SCRIPTS, Finished
 
 from .conftest import Train
@@ -48,6 +54,25 @@ def test_ranks_stand_in_data_parallel_order(finished: Finished, name: str) -> No
 
 def test_a_model_without_a_wrapper_says_nothing(finished: Finished) -> None:
     assert facts(finished, "plain") == [None] * 4
+
+
+def test_an_object_of_the_program_outlives_the_search_for_wrappers_no_longer_than_without_it(tmp_path: Path) -> None:
+    """The search looks at all live objects."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        model, bystander = Tiny(), Tiny()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with flagged(tmp_path) as recording:
+            model(batch()).sum().backward()
+        dropped = weakref.ref(bystander)
+        del bystander
+        assert dropped() is None
+    finally:
+        gc.enable()
+        dist.destroy_process_group()
+    assert recording.rows(site="output", module_path="").step.tolist() == [0]
+    del optimizer
 
 
 @pytest.mark.parametrize(("layout", "kind"), [("ddp", "ddp"), ("fsdp1", "fsdp1"), ("fsdp2", "fsdp2")])

@@ -255,6 +255,20 @@ def test_a_resumed_optimizer_gives_the_first_step(tmp_path: Path) -> None:
     assert recording.manifest["step_source"] == "optimizer"
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["its optimizer first", "attached first"])
+def test_the_steps_of_another_model_are_not_the_first_step_of_this_one(tmp_path: Path, is_first: bool) -> None:
+    before = Tiny()
+    done = torch.optim.AdamW(before.parameters())
+    for i in range(7):
+        train_step(before, done, i)
+    model = Tiny()
+    optimizer = torch.optim.AdamW(model.parameters()) if is_first else None
+    with recorder.attach(model, enabled=True, dir=tmp_path, rules="site=output") as attachment:
+        train_step(model, optimizer or torch.optim.AdamW(model.parameters()))
+    assert attachment.run_dir is not None
+    assert set(recorder.open_run(attachment.run_dir).to_pandas()["step"]) == {0}
+
+
 def test_a_step_named_by_hand_overrules(tmp_path: Path) -> None:
     with flagged(tmp_path) as recording:
         model = Tiny()
