@@ -23,11 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..system.processes import live_instances, loaded
 from .dtensors import spec_of
+from .marks import marked_data_parallel
 from .topology import is_distributed
 
 DataParallel = dict[str, Any]
-"""The keys: ``kind`` (``ddp``, ``fsdp1``, ``fsdp2``); ``ranks``, in data-parallel order; ``broadcast_buffers``
-(``ddp``).
+"""The keys: ``kind`` (``ddp``, ``fsdp1``, ``fsdp2``, ``megatron``); ``ranks``, in data-parallel order;
+``broadcast_buffers`` (``ddp``).
 """
 ModelParallel = dict[str, Any]
 """The keys: ``ranks``, global, row-major in a mesh of ``shape``; ``dim_names``, the names of the axes or None."""
@@ -49,7 +50,7 @@ def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataPara
         group = _data_parallel(module)
         if group is not None:
             return group
-    return None
+    return marked_data_parallel()
 
 
 def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | None) -> ModelParallel | None:

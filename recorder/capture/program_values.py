@@ -150,7 +150,7 @@ class TapsByHand:
         if not keep:
             return
         origin = Origin(root.name, path, "tap", name, unit_dim_of(capture.selection, rule_set, None, "tap", name))
-        is_in_region = root.model_parallel is not None and has_owner(tensor)
+        is_in_region = root.is_over_meshes and has_owner(tensor)
         chunk = capture.aliases.chunk_of_alias(tensor) if is_in_region else None
         capture.observe(origin, slice_.moment, phase, call, 0, keep, tensor, chunk=chunk)
         if graph is not None and requires_gradient(tensor):

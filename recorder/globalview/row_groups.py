@@ -383,6 +383,8 @@ def _cuts_of(chunk: RankChunk) -> list[_ShardedDim]:
         kind, dim = placement.get("kind"), placement.get("dim")
         if kind == "Replicate" or num == 1:
             continue
+        if kind == "StridedShard" and len(placements) == 1:
+            return []  # the ranks' parts lie among each other, not end to end
         if kind not in ("Shard", "StridedShard") or type(dim) is not int or chunk.global_shape is None:
             return []
         if not 0 <= dim < len(chunk.global_shape):

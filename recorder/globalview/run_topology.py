@@ -166,7 +166,8 @@ class Topology:
         return {key: group for key, group in groups.items() if group is not None}
 
     def _statement(self, writer: RecordedWriter, root: RecordedRoot, world_size: int | None) -> RankStatement:
-        source = "ddp" if root.data_parallel and root.data_parallel.kind == "ddp" else "fsdp"
+        kind = root.data_parallel.kind if root.data_parallel else ""
+        source = {"ddp": "ddp", "megatron": "marked"}.get(kind, "fsdp")
         of_data, of_model = (self._ranks(one, world_size) for one in (root.data_parallel, root.model_parallel))
         rank = -1 if writer.rank is None else writer.rank
         return RankStatement(rank, source if of_data else "", of_data, of_model if rank in of_model else ())
@@ -239,7 +240,7 @@ class RankStatement(NamedTuple):
 
     rank: int
     source: str
-    """The `layout_source` of a replica's row: ``ddp`` or ``fsdp``; empty without a wrapper."""
+    """The `layout_source` of a replica's row: ``ddp``, ``fsdp`` or ``marked``; empty if nothing names the ranks."""
     data: Ranks
     """Ranks that share the model and differ in their batches; empty without a wrapper."""
     model: Ranks
@@ -250,7 +251,7 @@ class DataParallelGroup(NamedTuple):
     """Ranks that share one model and differ in their batches."""
 
     source: str
-    """The `layout_source` of a replica's row: ``ddp``, ``fsdp``, or ``assumed`` if no wrapper was recorded."""
+    """The `layout_source` of a replica's row: ``ddp``, ``fsdp``, ``marked``, or ``assumed``."""
     ranks: Ranks
     conflict: str = ""
     """Why the ranks of this root do not make a single group; empty if they do."""

@@ -161,7 +161,8 @@ _MAX_MESHES = 4
 _MAX_CHARACTERS = 100
 _GUESSED = "that the batch is dim 0 is a guess, for no call of this tensor has the root's input beside it"
 _SOURCES = {
-    "dtensor": "rows name their positions (DTensor)",
+    "dtensor": "rows name their positions (DTensor, or the framework's marks)",
+    "marked": "replicas, by the framework's process groups",
     "fsdp": "rows name their positions (FSDP), or replicas that FSDP keeps",
     "ddp": "replicas that DDP keeps",
     "single": "one rank has it",

@@ -18,6 +18,7 @@ import torch
 
 from ..capture.core import Capture
 from ..capture.hooks.root import Root
+from ..capture.marks import process_groups
 from ..capture.optimizer import OptimizerHooks
 from ..capture.topology import JobRank
 from ..config import Loaded
@@ -69,6 +70,7 @@ class Description:
             "pool_peak_bytes": sum(pool.peak_bytes for pool in capture.pools),
             "waited_s": round(capture.pool.waited_s, 3),
             "roots": [_describe_root(root) for root in capture.past_roots + capture.roots],
+            **({"groups": groups} if (groups := process_groups()) else {}),
             "optimizers": optimizers.names() if optimizers is not None else [],
             **self.news(events, commands),
             "autoload": self.by_flag,

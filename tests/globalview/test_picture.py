@@ -25,7 +25,7 @@ def test_a_tensor_over_a_mesh_is_drawn_with_its_ranks(tmp_path: Path) -> None:
     assert [(p.rank, p.coordinate, p.offsets, p.shape) for p in layout.pieces][2] == (2, (1, 0), (3, 0), (3, 4))
     assert str(layout).splitlines() == [
         "'layers.0' site='param' step=0 name='weight': [6, 8]",
-        "  dtensor: rows name their positions (DTensor)",
+        "  dtensor: rows name their positions (DTensor, or the framework's marks)",
         "",
         "mesh [2, 2], Shard(0) Shard(1)",
         "  0 1",

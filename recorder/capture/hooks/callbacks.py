@@ -24,7 +24,6 @@ from ...system.log import Events
 from ...taps.graphs import in_functorch, is_traced
 from ...taps.module_taps import is_tapped
 from ..aliases import WRAPPED, Aliases, made_of, wrapped
-from ..groups import ModelParallel
 
 
 class RootCalls(threading.local):
@@ -115,7 +114,12 @@ class CalledRoot(Protocol):
     def name(self) -> str: ...
 
     @property
-    def model_parallel(self) -> ModelParallel | None: ...
+    def marked_ranks(self) -> tuple[int, ...]:
+        """The ranks over which a framework's marks cut the root's plain parameters; empty without such marks."""
+
+    @property
+    def is_over_meshes(self) -> bool:
+        """Whether parameters are, or were, DTensors, so that plain tensors may share memory with DTensors."""
 
     def slice_now(self) -> tuple[Slice, str]:
         """Return the slice and phase for a value that is recorded now."""

@@ -24,6 +24,7 @@ from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..dtensors import is_dtensor
 from ..local_values import requires_gradient
+from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, tensor_ranks
 from . import callbacks
 from .callbacks import GradientArrives, watch_argument_gradient, watch_gradient
 from .calls import record_call
@@ -39,6 +40,7 @@ class HookedModule:
 
     __slots__ = (
         "_call_key",
+        "_cut",
         "_disarmed",
         "_handles",
         "_has_after",
@@ -65,8 +67,12 @@ class HookedModule:
         "was_called",
     )
 
-    def __init__(self, root: callbacks.CalledRoot, node: tree.Node, *, wants_hooks: bool) -> None:
+    def __init__(
+        self, root: callbacks.CalledRoot, node: tree.Node, *, wants_hooks: bool, cut: CutCalls | None = None
+    ) -> None:
         self.capture = root.capture
+        self._cut = cut
+        """How the module's attributes say that its calls are cut over ranks; None where they say nothing."""
         self.root = root
         self.root_name = root.name
         self.node_path = node.path
@@ -228,7 +234,9 @@ class HookedModule:
             if is_plain and self.root.is_first_use(self.node_path, name, parameter, slice_):
                 origin, rule_set = self._leaf("grad", name)
                 if keep := self.capture.keep_of(rule_set, 0):
-                    watch_gradient(parameter, GradientArrives(self.capture, origin, slice_.moment, 0, keep, "local"))
+                    hook = GradientArrives(self.capture, origin, slice_.moment, 0, keep, "local")
+                    hook.chunk = self.marked_chunk(parameter, parameter)
+                    watch_gradient(parameter, hook)
 
     def after_forward(self, output: Any) -> None:
         """Record the output that the module's forward has returned."""
@@ -265,9 +273,14 @@ class HookedModule:
         graph: tuple[int, int] | None,
     ) -> None:
         capture = self.capture
-        chunk = waiting = None
-        if self.root.model_parallel is not None:
+        chunk = of_gradient = waiting = None
+        if self.root.marked_ranks and type(tensor) is nn.Parameter:
+            chunk, of_gradient = chunks_of_given(tensor, self.root.marked_ranks)
+        elif self._cut is not None:
+            chunk, of_gradient = self._cut.chunks(site, tensor)
+        elif self.root.is_over_meshes:
             chunk, waiting = self._chunk_or_wait(tensor)
+            of_gradient = None if chunk is None else chunk_of_gradient(chunk)
         try:
             if value_mask:
                 origin, rule_set = self._leaf(site, name)
@@ -282,9 +295,8 @@ class HookedModule:
                         watch_argument_gradient(tensor, hook)
                     else:
                         watch_gradient(tensor, hook)
-                        if chunk is not None:
-                            hook.chunk = chunk_of_gradient(chunk)
-                        elif waiting is not None:
+                        hook.chunk = of_gradient
+                        if waiting is not None:
                             waiting.hook = hook
         finally:
             if waiting is not None:
@@ -358,7 +370,12 @@ class HookedModule:
             return
         for name, tensor in self.own("_parameters" if site == "param" else "_buffers"):
             if id(tensor) not in without:
-                self.record(site, name, tensor, moment, phase, repeat)
+                self.record(site, name, tensor, moment, phase, repeat, chunk=self.marked_chunk(tensor, tensor))
+
+    def marked_chunk(self, parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
+        """Return the chunk of an own parameter, its gradient or its state by the parameter's marks; None without."""
+        module = self._owner()
+        return None if module is None else chunk_of_parameter(parameter, tensor, tensor_ranks(module))
 
     def record(
         self,

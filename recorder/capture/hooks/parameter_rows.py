@@ -64,7 +64,9 @@ class ModuleParameter:
         if getattr(tensor, "placements", None) is not None:
             return dtensor_chunk(tensor)
         parameter = self.reference()
-        return None if parameter is None else localized_chunk(parameter, tensor)
+        if parameter is None:
+            return None
+        return localized_chunk(parameter, tensor) or self._module.marked_chunk(parameter, tensor)
 
 
 class OriginalSlice(NamedTuple):

@@ -36,6 +36,7 @@ from ..groups import (
     wrappers_around,
 )
 from ..local_values import requires_gradient
+from ..marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, marked_ranks
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
 from .inventory import Inventory, full_name, ids_of
@@ -106,6 +107,10 @@ class Root:
         """The ranks that split the batch, for the manifest; None where no wrapper names such ranks."""
         self.model_parallel: ModelParallel | None = None
         """The ranks with the same part of the batch, for the manifest; None where no parameter names such ranks."""
+        self.marked_ranks: tuple[int, ...] = ()
+        """The ranks over which a framework's marks cut plain parameters; empty without such marks."""
+        self.is_over_meshes = False
+        """Whether parameters are, or were, DTensors, so that plain tensors may share memory with DTensors."""
         self.rank_local: dict[str, str] | None = None
         """The reasons why parameters, by full name, differ on ranks with other batches, for the manifest."""
         self.pipeline: Pipeline | None = None
@@ -161,7 +166,10 @@ class Root:
             around = [*module.modules(), *self._wrappers_around()]
             meshes = [mesh for parameter in module.parameters() if (mesh := mesh_of(parameter)) is not None]
             meshes += meshes_of_flat(around)
-            self.model_parallel = find_model_parallel(meshes, self.data_parallel) or self.model_parallel
+            of_meshes = find_model_parallel(meshes, self.data_parallel)
+            self.is_over_meshes |= of_meshes is not None
+            self.marked_ranks = marked_ranks(module)
+            self.model_parallel = of_meshes or marked_model_parallel(self.marked_ranks) or self.model_parallel
             reasons = find_rank_local(around, self.data_parallel)
             self.rank_local = {
                 full_name(hooked.node_path, name): reasons[id(parameter)]
@@ -236,11 +244,14 @@ class Root:
     def _add_hooks(self, module: nn.Module, nodes: list[tree.Node]) -> None:
         compiled: list[str] = []
         late: list[str] = []
+        cut_below: dict[str, CutCalls | None] = {}
         for node in nodes:
             wrapper = node.module is not node.owner
             inside = any(node.path == path or path == "" or node.path.startswith(path + ".") for path in compiled)
             wants_hooks = node.is_callable and not inside and (wrapper or not node.is_compiled)
-            self.modules.append(HookedModule(self, node, wants_hooks=wants_hooks))
+            cut_below[node.path] = cut_inside(node.owner)
+            cut = cut_calls(node.owner) or cut_below.get(node.path.rpartition(".")[0])
+            self.modules.append(HookedModule(self, node, wants_hooks=wants_hooks, cut=cut))
             if node.is_compiled:
                 compiled.append(node.path)
                 if not inside and has_compiled(node.owner, node.module):
@@ -421,7 +432,7 @@ class Root:
         root_calls.depth -= 1
         if root_calls.depth:
             return
-        if self.model_parallel is not None:
+        if self.is_over_meshes:
             self.capture.aliases.end()
         current = self.clock.active
         self.clock.end()

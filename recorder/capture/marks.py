@@ -1,0 +1,273 @@
+"""Reads how a framework marks plain tensors that it cuts over ranks, as Megatron-Core's tensor parallel layers do.
+
+Such tensors carry no placements. What is read are attributes: of parameters (`tensor_model_parallel`, `partition_dim`,
+`partition_stride`, `allreduce`), of modules (`output_size_per_partition` and its like), and of `megatron.core.
+parallel_state` if the program has loaded it. Nothing here may import or call a framework, read a value, issue a
+collective, or keep a module, a tensor or a process group.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..records import Chunk
+from .dtensors import compact, written_ranks
+from .topology import is_distributed
+
+_STATE = "megatron.core.parallel_state"
+_MAX_KNOWN = 256
+
+
+def group_ranks(name: str) -> tuple[int, ...]:
+    """Return the ranks of a process group that Megatron's `parallel_state` names; empty without such a group."""
+    return _ranks_of(getattr(sys.modules.get(_STATE), f"_{name}_GROUP", None))
+
+
+def process_groups() -> list[dict[str, Any]]:
+    """Return the process groups of this process, in the order of their making, for the manifest. Any thread."""
+    if not is_distributed():
+        return []
+    import torch.distributed as dist
+
+    groups = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if ranks := _ranks_of(group):
+            name, backend = getattr(group, "group_desc", "") or group.group_name, dist.get_backend(group)
+            groups.append({"name": name, "ranks": written_ranks([*ranks], (len(ranks),)), "backend": backend})
+    return groups
+
+
+def _ranks_of(group: object) -> tuple[int, ...]:
+    if not is_distributed():
+        return ()
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ()
+
+
+def marked_data_parallel() -> dict[str, Any] | None:
+    """Return the ranks that split the batch, as `groups.find_data_parallel` does; None where nothing names them."""
+    ranks = group_ranks("DATA_PARALLEL")
+    return {"kind": "megatron", "ranks": list(ranks)} if ranks else None
+
+
+def marked_ranks(root: nn.Module) -> tuple[int, ...]:
+    """Return the ranks over which modules below a root are cut by their marks; empty where none is."""
+    ranks = max((tensor_ranks(module) for module in root.modules()), key=len)
+    return ranks if len(ranks) > 1 else ()
+
+
+def marked_model_parallel(ranks: tuple[int, ...]) -> dict[str, Any] | None:
+    """Return the ranks with the same part of the batch, as `groups.find_model_parallel` does; None for this one alone.
+
+    Ranks of context parallel have the same samples, of which each rank has a slice.
+
+    Args:
+        ranks: what `marked_ranks` returns of the root.
+    """
+    name = "tensor"
+    if len(wider := group_ranks("TENSOR_AND_CONTEXT_PARALLEL")) > len(ranks):
+        ranks, name = wider, "tensor_context"
+    return {"ranks": list(ranks), "shape": [len(ranks)], "dim_names": [name]} if len(ranks) > 1 else None
+
+
+def tensor_ranks(module: nn.Module) -> tuple[int, ...]:
+    """Return the ranks over which a module cuts its tensors; empty for a module that cuts nothing."""
+    is_cut = any(is_marked(parameter) for parameter in module._parameters.values())
+    if not is_cut and not any(isinstance(getattr(module, size, None), int) for size in _SIZES):
+        return ()
+    return _ranks_of(getattr(module, "tp_group", None)) or group_ranks("TENSOR_MODEL_PARALLEL")
+
+
+_SIZES = (
+    "output_size_per_partition",
+    "input_size_per_partition",
+    "num_embeddings_per_partition",
+    "num_attention_heads_per_partition",
+)
+"""The attributes in which Megatron's modules name the sizes of a rank's part."""
+
+
+def is_marked(parameter: object) -> bool:
+    """Whether a parameter is marked as one rank's part of a larger one."""
+    return getattr(parameter, "tensor_model_parallel", False) is True
+
+
+def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Chunk | None:
+    """Return the chunk of a marked parameter, its gradient or its state; None where nothing is marked.
+
+    An expert's parameters have no chunk: which ranks share an expert is not marked.
+
+    Args:
+        parameter: the parameter, which is cut over the ranks if it is marked.
+        tensor: the parameter, its gradient, or a state of an optimizer.
+        ranks: what `tensor_ranks` returns of the parameter's module.
+    """
+    if not is_marked(parameter) or tensor.shape != parameter.shape:
+        return None
+    dim = getattr(parameter, "partition_dim", -1)
+    is_cut = isinstance(dim, int) and 0 <= dim < parameter.dim() and getattr(parameter, "allreduce", True)
+    return _cut(tensor.shape, dim, ranks, _stride(parameter)) if is_cut and len(ranks) > 1 else None
+
+
+def _stride(parameter: object) -> int:
+    stride = getattr(parameter, "partition_stride", 1)
+    return stride if isinstance(stride, int) and stride > 1 else 1
+
+
+def _cut(shape: Sequence[int], dim: int, ranks: tuple[int, ...], stride: int = 1) -> Chunk | None:
+    """Return this rank's chunk of a tensor that ranks cut evenly along a dim.
+
+    With a stride the dim is that many blocks one after another, and each rank has a part of every block, as of the gate
+    and the up projection of a gated MLP: DTensor calls that a strided shard.
+    """
+    at = _index(ranks)
+    if at is None:
+        return None
+    kind: dict[str, Any] = {"kind": "Shard", "dim": dim}
+    if stride > 1:
+        kind = {"kind": "StridedShard", "dim": dim, "split_factor": stride}
+    whole = tuple(size * len(ranks) if d == dim else size for d, size in enumerate(shape))
+    offsets = tuple(size * at if d == dim else 0 for d, size in enumerate(shape)) if stride == 1 else None
+    return _chunk(whole, offsets, kind, ranks, at)
+
+
+def _chunk(
+    shape: tuple[int, ...], offsets: tuple[int, ...] | None, placement: dict[str, Any], ranks: tuple[int, ...], at: int
+) -> Chunk:
+    mesh = {
+        "shape": [len(ranks)],
+        "dim_names": ["tensor"],
+        "coordinate": [at],
+        "ranks": written_ranks([*ranks], (len(ranks),)),
+    }
+    return Chunk(shape, offsets, compact([placement]), compact(mesh), "marked")
+
+
+def _index(ranks: tuple[int, ...]) -> int | None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    return ranks.index(rank) if rank in ranks else None
+
+
+class Seen(NamedTuple):
+    """The chunks of a value and of its gradient; each is None where nothing is marked."""
+
+    value: Chunk | None = None
+    gradient: Chunk | None = None
+
+
+_NOTHING = Seen()
+
+
+def chunks_of_given(parameter: torch.Tensor, ranks: tuple[int, ...]) -> Seen:
+    """Return the chunks of a parameter that one module gives another, as a bias, and of the gradient arriving there.
+
+    Of a parameter that is used with each rank's slice of a sequence, each rank has a summand of the gradient.
+    """
+    chunk, at = chunk_of_parameter(parameter, parameter, ranks), _index(ranks)
+    if chunk is not None or at is None or getattr(parameter, "sequence_parallel", False) is not True:
+        return Seen(chunk, chunk)
+    summand = {"kind": "Partial", "reduce_op": "sum"}
+    return Seen(None, _chunk(tuple(parameter.shape), None, summand, ranks, at))
+
+
+class CutCalls:
+    """How a module cuts what it takes and gives over ranks."""
+
+    def __init__(
+        self, ranks: tuple[int, ...], sizes: Mapping[tuple[str, int], tuple[int, ...]], stride: int, sequence: str
+    ) -> None:
+        """Take what the module's attributes say.
+
+        Args:
+            ranks: the ranks over which the module cuts.
+            sizes: for a site and a dim, the sizes that a rank's part of a tensor may have there; -1 is the last dim of
+                a tensor, and the other dims are those of tensors of four.
+            stride: the number of blocks that are cut one by one along the dims in `sizes`.
+            sequence: the site at which the module's tensors are cut along dim 0, as sequence parallel does; or empty.
+        """
+        self._ranks, self._sizes, self._stride, self._sequence = ranks, sizes, stride, sequence
+        self._known: dict[tuple[str, torch.Size], Seen] = {}
+
+    def chunks(self, site: str, tensor: torch.Tensor) -> Seen:
+        """Return the chunks of a tensor that the module takes or gives, and of the gradient that arrives at it."""
+        if not tensor.is_floating_point():
+            return _NOTHING
+        key = site, tensor.shape
+        if key not in self._known:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = self._find(site, tensor.shape)
+        return self._known[key]
+
+    def _find(self, site: str, shape: torch.Size) -> Seen:
+        for (where, dim), sizes in self._sizes.items():
+            at = len(shape) - 1 if dim < 0 else dim
+            if where == site and shape and (dim < 0 or len(shape) == 4) and shape[at] in sizes:
+                chunk = _cut(shape, at, self._ranks, self._stride)
+                return Seen(chunk, chunk)
+        if site != self._sequence or len(shape) < 3:
+            return _NOTHING
+        chunk = _cut(shape, 0, self._ranks)
+        return Seen(chunk, chunk)
+
+
+def cut_calls(module: nn.Module) -> CutCalls | None:
+    """Return how a module of Megatron-Core cuts what it takes and gives; None for every other module.
+
+    A size counts only where the size of the whole, which the module or its configuration names too, is as many times
+    larger as there are ranks.
+    """
+    ranks = tensor_ranks(module)
+    if len(ranks) < 2 or getattr(module, "is_expert", False):
+        return None
+
+    def size(part: str, whole: str) -> int:
+        own, of_all = getattr(module, part, None), getattr(module, whole, None)
+        is_part = isinstance(own, int) and isinstance(of_all, int) and own * len(ranks) == of_all
+        return own if is_part and isinstance(own, int) else 0
+
+    is_sequence = bool(getattr(module, "sequence_parallel", False))
+    if outputs := size("output_size_per_partition", "output_size"):
+        stride = _stride(getattr(module, "weight", None))
+        return CutCalls(ranks, {("output", -1): (outputs,)}, stride, "input" if is_sequence else "")
+    if inputs := size("input_size_per_partition", "input_size"):
+        sizes = {("input", -1): (inputs,)} if getattr(module, "input_is_parallel", False) else {}
+        return CutCalls(ranks, sizes, 1, "output" if is_sequence else "")
+    if size("num_embeddings_per_partition", "num_embeddings"):
+        return CutCalls(ranks, {}, 1, "output" if getattr(module, "reduce_scatter_embeddings", False) else "")
+    hidden = getattr(module, "hidden_size_per_partition", None)
+    if (heads := _heads(module, ranks)) and isinstance(hidden, int):  # the core of attention
+        return CutCalls(ranks, {("input", 2): heads, ("output", -1): (hidden,)}, 1, "")
+    return None
+
+
+def cut_inside(module: nn.Module) -> CutCalls | None:
+    """Return how modules inside an attention cut what they take and give, where they do not say it themselves.
+
+    Inside the core that are the scores [batch, heads, sequence, sequence], elsewhere single heads [sequence, batch,
+    heads, size of a head].
+    """
+    ranks = tensor_ranks(module)
+    heads = _heads(module, ranks) if len(ranks) > 1 else ()
+    dim = 1 if isinstance(getattr(module, "hidden_size_per_partition", None), int) else 2
+    return CutCalls(ranks, {("input", dim): heads, ("output", dim): heads}, 1, "") if heads else None
+
+
+def _heads(module: nn.Module, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the numbers of query heads and of key heads of a rank; empty where ranks share a key head."""
+    config = getattr(module, "config", None)
+    names = {
+        "num_attention_heads_per_partition": "num_attention_heads",
+        "num_query_groups_per_partition": "num_query_groups",
+    }
+    sizes = [(getattr(module, own, None), getattr(config, of_all, None)) for own, of_all in names.items()]
+    is_whole = all(isinstance(own, int) and own * len(ranks) == of_all for own, of_all in sizes)
+    return tuple(own for own, _ in sizes if isinstance(own, int)) if is_whole else ()

@@ -1,0 +1,232 @@
+"""A transformer whose plain tensors are cut over ranks and marked as Megatron-Core marks them; none of it is imported.
+
+What is marked was read in Megatron-LM, commit d98e8a6, below `megatron/core`:
+`set_tensor_model_parallel_attributes` and the three layers in `tensor_parallel/layers.py`, the core of attention in
+`transformer/dot_product_attention.py`, the stride of a gated MLP in `transformer/mlp.py`, and the groups in
+`parallel_state.py`.
+
+Each word of the command line is a training of the same global model and batch, recorded into a folder of its name.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import recorder
+from tests.rigs.leaving import leave
+
+SEQUENCE, BATCH, DIM, HEADS, HIDDEN, WORDS, STEPS = 6, 4, 12, 4, 20, 10, 2
+
+
+def gathered(x: Tensor, group: Any) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def own_part(x: Tensor, group: Any) -> Tensor:
+    part: Tensor = x.chunk(group.size())[group.rank()]
+    return part.contiguous()
+
+
+def scattered_sum(x: Tensor, group: Any) -> Tensor:
+    return own_part(summed(x, group), group)
+
+
+def identity(x: Tensor, group: Any) -> Tensor:
+    return x.view_as(x)
+
+
+class Mapped(torch.autograd.Function):
+    """One function on the way forward, and another on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Any, backward: Any, group: Any) -> Tensor:
+        ctx.backward_of, ctx.group = backward, group
+        return forward(x, group)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.backward_of(gradient, ctx.group), None, None, None
+
+
+def mapped(x: Tensor, forward: Any, backward: Any, group: Any) -> Tensor:
+    return Mapped.apply(x, forward, backward, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Cut(nn.Module):
+    """What the three tensor parallel layers have in common."""
+
+    def __init__(self, group: Any, is_sequence: bool) -> None:
+        super().__init__()
+        self.tp_group, self.sequence_parallel = group, is_sequence
+
+    def part(self, whole: Tensor, dim: int, stride: int = 1) -> nn.Parameter:
+        """Return this rank's part of a whole parameter, marked."""
+        pieces = whole.chunk(stride * self.tp_group.size(), dim)[self.tp_group.rank() :: self.tp_group.size()]
+        parameter = nn.Parameter(torch.cat(pieces, dim))
+        marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
+        for name, value in marks.items():
+            setattr(parameter, name, value)
+        return parameter
+
+
+class ColumnParallelLinear(Cut):
+    def __init__(self, group: Any, is_sequence: bool, size: int, output_size: int, stride: int = 1) -> None:
+        super().__init__(group, is_sequence)
+        self.output_size, self.output_size_per_partition = output_size, output_size // group.size()
+        self.weight = self.part(torch.randn(output_size, size) / 4, 0, stride)
+        self.bias = self.part(torch.randn(output_size) / 4, 0, stride)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        forward, backward = (gathered, scattered_sum) if self.sequence_parallel else (identity, summed)
+        return nn.functional.linear(mapped(x, forward, backward, self.tp_group), self.weight, self.bias), None
+
+
+class RowParallelLinear(Cut):
+    input_is_parallel = True
+
+    def __init__(self, group: Any, is_sequence: bool, input_size: int, size: int) -> None:
+        super().__init__(group, is_sequence)
+        self.input_size, self.input_size_per_partition = input_size, input_size // group.size()
+        self.weight = self.part(torch.randn(size, input_size) / 4, 1)
+        self.bias = nn.Parameter(torch.randn(size))
+        self.bias.sequence_parallel = is_sequence  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        forward, backward = (scattered_sum, gathered) if self.sequence_parallel else (summed, identity)
+        return mapped(nn.functional.linear(x, self.weight), forward, backward, self.tp_group), self.bias
+
+
+class VocabParallelEmbedding(Cut):
+    def __init__(self, group: Any, is_sequence: bool, num_embeddings: int, size: int) -> None:
+        super().__init__(group, is_sequence)
+        self.reduce_scatter_embeddings = is_sequence
+        self.num_embeddings, self.num_embeddings_per_partition = num_embeddings, num_embeddings // group.size()
+        self.weight = self.part(torch.randn(num_embeddings, size), 0)
+
+    def forward(self, words: Tensor) -> Tensor:
+        start = self.tp_group.rank() * self.num_embeddings_per_partition
+        own = words - start
+        is_own = (own >= 0) & (own < self.num_embeddings_per_partition)
+        found = self.weight[own.clamp(0, self.num_embeddings_per_partition - 1)] * is_own[..., None]
+        forward, backward = (scattered_sum, gathered) if self.sequence_parallel else (summed, identity)
+        return mapped(found, forward, backward, self.tp_group)
+
+
+class DotProductAttention(nn.Module):
+    def __init__(self, group: Any, config: Any) -> None:
+        super().__init__()
+        self.config, self.tp_group = config, group
+        self.hidden_size_per_partition = DIM // group.size()
+        self.num_attention_heads_per_partition = self.num_query_groups_per_partition = HEADS // group.size()
+        self.softmax = nn.Softmax(-1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take and give [sequence, batch, heads, size of a head]; the scores are [batch, heads, sequence, sequence]."""
+        weights = self.softmax(torch.einsum("sbnh,tbnh->bnst", q, k))
+        return torch.einsum("bnst,tbnh->sbnh", weights, v).flatten(2)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, group: Any, is_sequence: bool, config: Any) -> None:
+        super().__init__()
+        self.config, self.tp_group = config, group
+        self.num_attention_heads_per_partition = self.num_query_groups_per_partition = HEADS // group.size()
+        self.qkv = ColumnParallelLinear(group, is_sequence, DIM, 3 * DIM)
+        self.head_norm = nn.LayerNorm(DIM // HEADS)
+        self.core = DotProductAttention(group, config)
+        self.proj = RowParallelLinear(group, is_sequence, DIM, DIM)
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.qkv(x)[0].unflatten(-1, (-1, 3, DIM // HEADS)).unbind(3)
+        return self.proj(self.core(self.head_norm(q), k, v))
+
+
+class Block(nn.Module):
+    def __init__(self, group: Any, is_sequence: bool, config: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        for parameter in self.norm.parameters():
+            parameter.sequence_parallel = is_sequence  # type: ignore[attr-defined]
+        self.attention = SelfAttention(group, is_sequence, config)
+        self.up = ColumnParallelLinear(group, is_sequence, DIM, 2 * HIDDEN, stride=2)
+        self.down = RowParallelLinear(group, is_sequence, HIDDEN, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed, bias = self.attention(self.norm(x))
+        x = x + mixed + bias
+        gate, up = self.up(x)[0].chunk(2, -1)
+        out, bias = self.down(gate.sigmoid() * up)
+        return x + out + bias  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self, group: Any, is_sequence: bool) -> None:
+        super().__init__()
+        config = types.SimpleNamespace(num_attention_heads=HEADS, num_query_groups=HEADS)
+        self.embedding = VocabParallelEmbedding(group, is_sequence, WORDS, DIM)
+        self.block = Block(group, is_sequence, config)
+        self.out = ColumnParallelLinear(group, is_sequence, DIM, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Take words [batch, sequence], and give a number for each; in between the sequence is dim 0."""
+        scores, _ = self.out(self.block(self.embedding(words.t())))
+        group = self.out.tp_group
+        return mapped(scores.square().sum(-1), summed, identity, group).t()
+
+
+def train(name: str, group: Any, replicas: Any) -> None:
+    is_sequence = "sp" in name
+    torch.manual_seed(0)
+    net = Net(group, is_sequence)
+    of_heads = [] if name == "fault" else [*net.block.attention.head_norm.parameters()]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    with recorder.attach(net, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
+        for step in range(STEPS):
+            words = torch.randint(WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step))
+            loss = net(own_part(words, replicas)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                is_summand = is_sequence and getattr(parameter, "sequence_parallel", False)
+                if is_summand or any(parameter is one for one in of_heads):
+                    parameter.grad = summed(parameter.grad, group)
+                parameter.grad = summed(parameter.grad, replicas) / replicas.size()
+            optimizer.step()
+
+
+def main() -> None:
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cut = min(size, 2)
+    state = types.ModuleType("megatron.core.parallel_state")
+    sys.modules[state.__name__] = state
+    tensor = [
+        dist.new_group([*range(r, r + cut)], group_desc="TENSOR_MODEL_PARALLEL_GROUP") for r in range(0, size, cut)
+    ]
+    data = [dist.new_group([*range(r, size, cut)], group_desc="DATA_PARALLEL_GROUP") for r in range(cut)]
+    group, replicas = tensor[rank // cut], data[rank % cut]
+    vars(state).update(_TENSOR_MODEL_PARALLEL_GROUP=group, _TENSOR_AND_CONTEXT_PARALLEL_GROUP=group)
+    vars(state).update(_DATA_PARALLEL_GROUP=replicas)
+    for name in sys.argv[1:]:
+        train(name, group, replicas)
+
+
+if __name__ == "__main__":
+    main()
+    leave()

@@ -1,0 +1,67 @@
+"""Plain tensors that are cut over ranks and marked as Megatron-Core marks them are one model, without an option."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import recorder
+from recorder.analyze.check.check import check
+from recorder.analyze.first.first import first
+from tests.rigs import jobs
+from tests.rigs.jobs import SCRIPTS
+
+OF_TWO, OF_FOUR = ("tp", "sp", "fault"), ("ddp_tp", "ddp_sp")
+SOUND = ("tp", "sp", *OF_FOUR)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
+    folder = tmp_path_factory.mktemp("marked")
+    for num, names in ((1, ("whole",)), (2, OF_TWO), (4, OF_FOUR)):
+        jobs.succeeded(jobs.ranks(folder, SCRIPTS / "marked.py", *names, num=num))
+    return {name: recorder.open_run(folder / name) for name in ("whole", *OF_TWO, *OF_FOUR)}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, recorder.Run], name: str) -> None:
+    found = recorder.diff(runs["whole"], runs[name], rtol=1e-9, atol=1e-12)
+    assert found.verdict == "equal" and found.num_compared > 180
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_runs_have_no_finding(runs: dict[str, recorder.Run], name: str) -> None:
+    assert not first(runs[name]).is_found
+    assert not check(runs[name]).findings
+
+
+def test_a_gradient_that_nobody_added_up_is_named(runs: dict[str, recorder.Run]) -> None:
+    """Each rank normalizes its own heads with one weight, whose gradients are then to be summed: q_layernorm's bug."""
+    replica = first(runs["fault"]).replica
+    assert replica is not None and not replica.is_assumed
+    assert (replica.value.module_path, replica.value.site, replica.groups) == (
+        "block.attention.head_norm",
+        "grad",
+        [[0], [1]],
+    )
+    culprit = recorder.diff(runs["whole"], runs["fault"], rtol=1e-9, atol=1e-12).culprits[0]
+    assert (culprit.module_path, culprit.phase) == ("block.attention.head_norm", "reduction")
+
+
+def test_the_parts_of_a_gated_mlp_lie_among_each_other(runs: dict[str, recorder.Run]) -> None:
+    frame = runs["tp"].to_pandas()
+    rows = frame[(frame["module_path"] == "block.up") & (frame["site"].isin(["param", "output", "grad_output"]))]
+    assert set(rows["placements"]) == {
+        json.dumps([{"kind": "StridedShard", "dim": dim, "split_factor": 2}], separators=(",", ":")) for dim in (0, 2)
+    }
+    assert set(rows["layout_source"]) == {"marked"}
+
+
+def test_the_manifest_names_every_process_group(runs: dict[str, recorder.Run]) -> None:
+    for rank, writer in enumerate(runs["ddp_tp"].writers):
+        groups = {group["name"]: (group["ranks"], group["backend"]) for group in writer.manifest.members["groups"]}
+        first_of_pair = rank - rank % 2
+        assert groups["TENSOR_MODEL_PARALLEL_GROUP"] == ([first_of_pair, first_of_pair + 1], "gloo")
+        assert groups["DATA_PARALLEL_GROUP"] == ([rank % 2, rank % 2 + 2], "gloo")
+        assert ([0, 1, 2, 3], "gloo") in groups.values()
