@@ -117,7 +117,7 @@ LayoutOption = Annotated[
         metavar="PATTERN=LAYOUT",
         help="How the ranks' values of some leaves lie, whatever was inferred: PATTERN is written like modules, and "
         "matches module_path:site:name; LAYOUT is shard(DIM), replicate, partial(sum), "
-        "partial(avg) or per_rank. Repeatable.",
+        "partial(avg) or per_rank. Repeatable; of several that fit a value the last holds.",
     ),
 ]
 PartialOption = Annotated[

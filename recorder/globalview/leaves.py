@@ -151,6 +151,16 @@ class Leaves:
             )
         return self._varying[key]
 
+    def inputs_vary(self, root: str, mode: str) -> bool:
+        """Return True if ranks ever got different values for any argument of a root."""
+        sample, _, _ = self._load()
+        names = {
+            leaf.name
+            for leaf in (sample.leaves if sample is not None else ())
+            if (leaf.root, leaf.mode, leaf.module_path, leaf.site) == (root, mode, "", "input")
+        }
+        return any(self.varies(root, mode, name) for name in names)
+
     def _load(self) -> tuple[Sample | None, Flags, Flags]:
         if self._loaded is None:
             sample, nothing = self._make(), np.zeros(0, bool)

@@ -6,6 +6,7 @@ comparisons, without rows. Payloads are compared only if the rows do not tell wh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,9 +40,15 @@ from .row_groups import FORWARD_OF, FindingLog, GroupedRows, Wanted
 from .run_topology import BEGAN_ALIKE, NOT_OF_BATCH, NOT_SHARED
 from .value_rows import NO_BATCH, ValueReader, ValueRows
 
+_logger = logging.getLogger("recorder")
 _ADDED_UP = (
     "its rows say that they are summands, and they are equal to the last bit, as if they had been added up in place: "
     "--layout '...=replicate' if so, '...=partial(sum)' if not"
+)
+_OTHER_INPUTS = (
+    "ranks {ranks} have parameters over one mesh, and were given different inputs: the mesh may be that of experts, "
+    "whose ranks have batches of their own, and neither DDP nor FSDP was seen, which would tell; "
+    "--layout '...=shard(DIM)' or '...=per_rank' can"
 )
 _ASSUMED = " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '...=per_rank' if they are not)"
 
@@ -170,6 +177,9 @@ class Planner:
         if not isinstance(dim, NoPlan):
             text = f"taken for pieces along dim {dim}, by their shapes alone; --layout '...=per_rank' if they are none"
             self._add_finding("inferred", value, tuple(chunk.rank for chunk in chunks), text)
+        elif value.group.source == "assumed" and self._reader.leaves.inputs_vary(value.key.root, value.key.mode):
+            ranks = listed(sorted({chunk.rank for chunk in chunks}))
+            return NoPlan("per_rank", _OTHER_INPUTS.format(ranks=ranks))
         return dim
 
     def _fit_into_pipeline(
@@ -359,6 +369,12 @@ def _overridden(question: Question, override: Override) -> Plan | NoPlan:
     plan = decide_override(chunks, override.wanted, override.rule)
     if question.is_gradient and isinstance(plan, Plan) and plan.dim is not None:  # no layout says how the loss scales
         batch, loss = question.batches[0], question.loss
+        own = tuple(chunk.shape[plan.dim] for chunk in chunks)
+        is_assumed = question.value.group.source == "assumed"
+        if is_assumed and plan.dim and batch.sizes is not None and batch.sizes != own:
+            # Only an assumption made these ranks data-parallel, and the layout says that they cut another dim than the
+            # batch: then there is one loss.
+            return plan
         plan = decide_gradient(chunks, plan, batch=batch, loss=loss, num_expected=num_expected)
         plan = plan._replace(source="override") if isinstance(plan, Plan) else plan
     return plan
@@ -424,7 +440,10 @@ _LEAF = ["module_path", "site", "name"]
 
 
 def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
-    """Raise LookupFailedError for a layout that is not ``PATTERN=LAYOUT``, or that matches no value of any run."""
+    """Raise LookupFailedError for a layout that is not ``PATTERN=LAYOUT``, or that matches no value of any run.
+
+    Two different layouts that match one value are a warning in the log.
+    """
     try:
         overrides = parse_overrides(layouts)
     except (ValueError, AttributeError, TypeError) as error:
@@ -433,13 +452,30 @@ def check_overrides(layouts: Sequence[str], *runs: RecordedRun) -> None:
         return
     leaves = [leaf for run in runs for leaf in run.table(_LEAF).group_by(_LEAF).aggregate([]).to_pylist()]
     there = list(dict.fromkeys(":".join(leaf[name] or "" for name in _LEAF) for leaf in leaves))
+    fitting: dict[str, Override] = {}
+    replaced: dict[tuple[str, str], list[str]] = {}
     for patterns, wanted in overrides:
-        if not any(matches(patterns, leaf) for leaf in there):
-            pattern = ",".join(patterns)
+        pattern = ",".join(patterns)
+        fits = [leaf for leaf in there if matches(patterns, leaf)]
+        if not fits:
             near = hint(patterns[0], there)
             raise LookupFailedError(
                 f"--layout '{pattern}={wanted}': no value fits {pattern!r}, patterns over module_path:site:name{near}"
             )
+        for leaf in fits:
+            earlier = fitting.get(leaf)
+            if earlier is not None and earlier.wanted != wanted:
+                replaced.setdefault((earlier.rule, f"{pattern}={wanted}"), []).append(leaf)
+            fitting[leaf] = Override(wanted, f"{pattern}={wanted}")
+    for (earlier_rule, rule), leaves_of_both in replaced.items():
+        _logger.warning(
+            "--layout '%s' and --layout '%s' both fit %d values, such as %s: of several that fit a value, the last one "
+            "that was given holds",
+            earlier_rule,
+            rule,
+            len(leaves_of_both),
+            leaves_of_both[0],
+        )
 
 
 def parse_overrides(layouts: Sequence[str]) -> Overrides:

@@ -444,3 +444,55 @@ def test_files_without_the_ranks_of_a_mesh_are_read_as_before(tmp_path: Path) ->
     facts = {rank: {"data_parallel": {"kind": "fsdp2", "ranks": [rank % 2, rank % 2 + 2]}} for rank in range(4)}
     mesh_run(tmp_path / "run", rows, facts)
     assert same(open_run(tmp_path / "run").array("layers.0", site="param", step=0), weight)
+
+
+class TestLayoutsThatAreGiven:
+    """`--layout` of plain tensors of two ranks that no wrapper was seen around."""
+
+    def run(self, path: Path, *, facts: dict[int, dict[str, Any]] | None = None) -> tuple[Run, Array]:
+        """Two ranks with one input and a `head` that is cut along its last dim, as the gradient that arrives there."""
+        x, whole = values(4, 2), values(4, 6)
+        cut = np.split(whole, 2, axis=1)
+        rows = {
+            rank: [
+                root_input(0, x),
+                plain(1, cut[rank].copy(), module_path="head"),
+                plain(2, cut[rank].copy(), **(BACK | {"module_path": "head"})),
+            ]
+            for rank in (0, 1)
+        }
+        return mesh_run(path, rows, facts or {0: {}, 1: {}}), whole
+
+    def test_a_gradient_that_is_cut_along_another_dim_than_the_batch_is_not_divided(self, tmp_path: Path) -> None:
+        run, whole = self.run(tmp_path / "run")
+        view = run.view(layouts=["head=shard(1)"]).rows()
+        (i,) = (i for i, one in enumerate(view.table.to_pylist()) if one["site"] == "grad_output")
+        assert same(view.array(i), whole)
+
+    def test_under_a_wrapper_each_rank_has_a_loss_of_its_own(self, tmp_path: Path) -> None:
+        facts = {rank: {"data_parallel": {"kind": "ddp", "ranks": [0, 1]}} for rank in (0, 1)}
+        run, whole = self.run(tmp_path / "run", facts=facts)
+        view = run.view(layouts=["head=shard(1)"]).rows()
+        (i,) = (i for i, one in enumerate(view.table.to_pylist()) if one["site"] == "grad_output")
+        assert same(view.array(i), whole / 2)
+
+    def test_of_two_layouts_that_fit_the_last_holds_and_a_warning_names_both(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        run, _ = self.run(tmp_path / "run")
+        layouts = ["*=per_rank", "head=shard(1)"]
+        run.check_layouts(layouts)
+        said = "--layout '*:*=per_rank' and --layout 'head:*=shard(1)' both fit 2 values, such as head:"
+        assert said in caplog.text and "the last one that was given holds" in caplog.text
+        caplog.clear()
+        run.check_layouts(["head=shard(1)", "head:output:=shard(1)"])
+        assert not caplog.records
+
+
+def test_ranks_of_one_mesh_that_got_different_inputs_are_not_said_to_share_a_batch(tmp_path: Path) -> None:
+    """Experts over a mesh, without a wrapper: nothing but the mesh says that these ranks belong together."""
+    rows = {rank: [root_input(0, values(4, 2)), plain(1, values(4, 6))] for rank in (0, 1)}
+    run = mesh_run(tmp_path / "run", rows, {rank: grid_facts([0, 1], rank) for rank in (0, 1)})
+    texts = [finding.text for finding in run.view().rows().findings]
+    assert len(texts) == 2 and not any("share a batch" in text for text in texts)
+    assert all("ranks 0, 1 have parameters over one mesh, and were given different inputs" in text for text in texts)
