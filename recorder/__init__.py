@@ -8,6 +8,7 @@ Importing this module loads neither torch nor pyarrow.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
@@ -16,6 +17,7 @@ from .errors import RecorderError as RecorderError
 if TYPE_CHECKING:
     from torch import nn
 
+    from .analyze.align.align import align as align
     from .analyze.check.check import check as check
     from .analyze.diff.diff import diff as diff
     from .analyze.export.export import export as export
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "RecorderError",
     "Run",
+    "align",
     "attach",
     "check",
     "decode",
@@ -50,6 +53,7 @@ __all__ = [
     "step",
     "strip",
     "tap",
+    "tokens",
     "trace",
     "trigger",
 ]
@@ -61,6 +65,7 @@ _armed: Any = None
 """The recorder that ``RECORDER=1`` has made, until it begins to record; set by `lifecycle.active`."""
 
 _LAZY = {
+    "align": "analyze.align.align",
     "open_run": "report.report",
     "Run": "run.run",
     "check": "analyze.check.check",
@@ -133,6 +138,19 @@ def step(number: int) -> None:
     recorder = _active or _armed
     if recorder is not None:
         recorder.program.name_step(number)
+
+
+def tokens(*, sample_ids: Any = None, positions: Any = None) -> AbstractContextManager[None]:
+    """Say whose tokens the model's call inside ``with recorder.tokens(...):`` is given, for ``recorder align``.
+
+    It is needed only where the model's own arguments do not say it, or where samples have names. Never raises.
+
+    Args:
+        sample_ids: the name of the sample of each row of the batch, or of each sequence of a packed row: text, numbers.
+        positions: the position of each token in its sample, in the shape of the tokens: a tensor, or lists.
+    """
+    recorder = _active or _armed
+    return nullcontext() if recorder is None else recorder.program.tokens(sample_ids, positions)
 
 
 def trigger(reason: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +32,16 @@ class RootCalls(threading.local):
     depth = 0
     outermost: Any = None
     """The `Root` of the outermost call, or of the last one."""
+
+
+class SaidTokens(threading.local):
+    """What `recorder.tokens` says of the call of the model that this thread is about to make."""
+
+    rows: Mapping[str, torch.Tensor] = {}
+    """The values, by the name of their rows at the site ``input`` of the root."""
+
+
+SAID_TOKENS = SaidTokens()
 
 
 class CaptureForHooks(Observer, Protocol):

@@ -220,6 +220,8 @@ class HookedModule:
         graph = graph if gradient_mask else None
         for name, tensor in self._signature.leaves(args, kwargs):
             self._see("input", name, tensor, slice_.moment, phase, call, value_mask, graph)
+        for name, tensor in callbacks.SAID_TOKENS.rows.items() if self.node_path == "" else ():
+            self._see("input", name, tensor, slice_.moment, phase, call, value_mask, None)
 
     def _record_call(self, moment: Moment, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self._owner()
