@@ -69,11 +69,18 @@ PRESETS = {
         "leaf=yes site=output,grad_output call=0:4 keep=ring; module='' site=input call=0:4 keep=ring;"
         "site=grad keep=ring; site=scalar keep=stats"
     ),
+    "rollout": parse_rules(
+        "module='' site=input,output name='!past_key_values*' keep=tensor;"
+        "class=*Embedding site=input keep=tensor;"
+        "leaf=yes site=output name='!past_key_values*' steps=0:4,4::16 call=0:4 keep=tensor;"
+        "site=param steps=::64 keep=stats,fingerprint"
+    ),
     "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram,units"),
     "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),
 }
 """The rules of each preset: for the least cost, to find the first NaN at its step, to write the steps before a trigger,
-to record everything, and to make `diff` most certain.
+for `align` (tokens and logits of each call, modules and weights now and then), to record everything, and to make `diff`
+most certain.
 """
 
 

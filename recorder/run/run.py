@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from ..errors import LookupFailedError, RunError, UnsupportedError
+from ..format.fingerprint import moved as moved
 from ..format.manifest import Balance as Balance
 from ..format.manifest import RecordedModule as RecordedModule
 from ..format.manifest import RecordedRoot as RecordedRoot

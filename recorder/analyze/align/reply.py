@@ -1,0 +1,130 @@
+"""Makes the reply of `recorder align`: the answer in one sentence, and tables of modules, positions and weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from ...run.reply import Reply, StateLine, Table, plain, table_of
+from ...run.run import Run
+from ...system.text import counted, number
+from .align import CLIP, Aligned
+from .search import Parting, TokenAt, ValueApart
+from .weights import EQUAL, UNKNOWN, WRONG, WeightState, told_weight, version_of
+
+_FEW = 8
+
+
+def reply_of(trainer: Run, engine: Run, found: Aligned, *, limit: int | None, of_weights: bool) -> Reply:
+    """Return the reply. The exit code is 1 if the two part, or if tokens or weights differ."""
+    most = _FEW if limit is None else limit or None
+    is_wrong = any(state.state in WRONG for state in found.weights) if of_weights else not found.is_fine
+    return Reply(
+        members=lambda: _members(trainer, engine, found),
+        parts=lambda: _weight_parts(found, most) if of_weights else _parts(trainer, engine, found, most),
+        exit_code=int(is_wrong),
+    )
+
+
+def _members(trainer: Run, engine: Run, found: Aligned) -> dict[str, Any]:
+    members = {one.name: plain(getattr(found, one.name)) for one in fields(found)}
+    return {"trainer": str(trainer.path), "engine": str(engine.path), "is_fine": found.is_fine, **members}
+
+
+def _parts(trainer: Run, engine: Run, found: Aligned, most: int | None) -> Iterator[str | StateLine | Table]:
+    yield f"trainer: {trainer.path}, step {found.step}"
+    yield f"engine: {engine.path}"
+    what = (
+        f"{counted(found.num_tokens, 'token')} of {counted(found.num_samples, 'sample')}, joined by {found.joined_by}"
+    )
+    if found.parting is not None:
+        yield from _told(found.parting)
+    elif found.values:
+        within = [value for value in found.values if not value.num_beyond]
+        worst = max(within or found.values, key=lambda value: value.largest / (value.bound or 1))
+        text = f"{counted(len(found.values), 'value')} of the modules agree within noise; the farthest is {worst.text}"
+        yield StateLine("ok", f"{text}, by up to {worst.largest:.2g} (bound {worst.bound:.2g})")
+    yield f"compared: {what}; bounds are {found.bounds}"
+    for one in found.tokens[:most]:
+        yield StateLine("fault" if one.is_finding else "note", one.text)
+    if (apart := found.logprobs) is not None:
+        yield (
+            f"log-probabilities of {counted(apart.num_tokens, 'token')}, trainer minus engine: mean "
+            f"{number(apart.mean)}, mean magnitude {number(apart.mean_abs)}, largest {number(apart.largest.apart)} at "
+            f"{_at(apart.largest)}; KL (k3) {number(apart.k3)}; {apart.clipped:.1%} of the ratios are beyond {CLIP:g}"
+        )
+    yield _weights_line(found)
+    for hint in found.parting.hints if found.parting is not None else ():
+        yield f"hint: {hint}"
+    if found.num_unknown:
+        yield StateLine("note", f"the tokens of {counted(found.num_unknown, 'call')} are not known: left out")
+    for note in found.notes:
+        yield StateLine("note", note)
+    if found.parting is not None:
+        yield _values_table(found.values, found.parting.value, most)
+        rows = [
+            (f"{one.first} to {one.last}", str(one.num_tokens), f"{one.mean:.2g}") for one in found.parting.positions
+        ]
+        titles = ("positions", "tokens", "mean apart")
+        yield table_of(titles, rows, numbers=titles, title=f"{found.parting.value.text} by position")
+
+
+def _told(parting: Parting) -> Iterator[str | StateLine]:
+    value, (bad, prompts), (bad_decoded, decoded) = parting.value, parting.at_once, parting.one_by_one
+    kind = f" ({parting.class_name})" if parting.class_name else ""
+    apart = f"by up to {value.largest:.2g}, where noise explains {value.bound:.2g}"
+    yield StateLine("fault", f"they part at {value.text}{kind}, {apart}: {parting.text}")
+    where = f"{bad} of {prompts} tokens that the engine ran at once, {bad_decoded} of {decoded} that it decoded"
+    yield f"where: {where}; first {_at(parting.first)}; worst {_at(parting.worst)}"
+
+
+def _at(token: TokenAt) -> str:
+    of = f" (token {token.token})" if token.token >= 0 else ""
+    return f"{token.sample}, position {token.position}{of}"
+
+
+def _weights_line(found: Aligned) -> StateLine:
+    states = Counter(state.state for state in found.weights)
+    if not found.weights or states[UNKNOWN] == len(found.weights):
+        why = "are not on both sides" if not found.weights else "are of two types, and their values were not kept"
+        return StateLine("note", f"weights were not compared: they {why} (record site=param keep=fingerprint)")
+    wrong = [state for state in found.weights if state.state in WRONG]
+    if not wrong:
+        return StateLine("ok", f"weights: {states[EQUAL]} of {len(found.weights)} parameters are the trainer's")
+    version = version_of(found.weights)
+    of = "no recorded step" if version is None else f"step {version}"
+    text = f"{len(wrong)} of {len(found.weights)} parameters are not those of step {found.step}"
+    return StateLine("fault", f"weights: {text}; most of the engine's are of {of}; first: {told_weight(wrong[0])}")
+
+
+def _weight_parts(found: Aligned, most: int | None) -> Iterator[str | StateLine | Table]:
+    yield _weights_line(found)
+    order = sorted(found.weights, key=lambda state: state.state not in WRONG)
+    titles = ("parameter", "state", "of step", "behind", "slice of")
+    numbers = ("of step", "behind")
+    yield table_of(
+        titles, list(map(_weight_row, order[:most])), numbers=numbers, whole=("parameter",), dull={"slice of": ""}
+    )
+
+
+def _weight_row(state: WeightState) -> tuple[str, ...]:
+    numbers = ("" if one is None else str(one) for one in (state.step, state.behind))
+    return (state.name, state.state, *numbers, state.fused)
+
+
+def _values_table(values: Sequence[ValueApart], first: ValueApart, most: int | None) -> Table:
+    at = values.index(first)
+    shown = [*values[max(0, at - 2) : at], *values[at:][:most]]
+    rows = [
+        (repr(one.module_path), f"{one.site} {one.name}".strip(), f"{one.num_beyond}/{one.num_tokens}",
+         f"{one.median:.2g}", f"{one.largest:.2g}", f"{one.bound:.2g}", one.dtype_trainer, one.dtype_engine)
+        for one in shown
+    ]  # fmt: skip
+    titles = ("module", "value", "beyond", "median", "largest", "bound", "trainer", "engine")
+    title = f"values in the order of execution, from just before the first that parts ({len(shown)} of {len(values)})"
+    numbers = ("beyond", "median", "largest", "bound")
+    return table_of(
+        titles, rows, numbers=numbers, whole=("module",), drops=("median", "trainer", "engine"), title=title
+    )

@@ -1,0 +1,331 @@
+"""The first value at which a trainer and an engine part beyond what noise explains, at which token, and why.
+
+Every value that both sides have is compared token by token, in the order of execution. The reasons for the first one
+beyond its bound are tried in turn: weights, inputs (positions and other whole numbers), dtype, then the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .tokens import Array, Integers, Side, ValueName, is_compared
+from .weights import WRONG, WeightState, told_weight
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+BOUNDS = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
+"""How far a token's values may be apart, relatively, without a measured noise. What rounds once per value (the 16-bit
+types) is a dozen roundings; float32 adds up in another order, too, which is some hundred roundings."""
+_TIMES_NOISE = 10.0
+"""A difference counts that is more than so many times what a second run of the engine shows at the value."""
+_FLOOR = 0.1
+"""With a measured noise the bound is at least this share of the one without: a repeat may hit no noise by luck."""
+_SMALL = 0.01
+"""A token whose values are smaller than this share of the median token's counts as so large."""
+_MAX_AGREEING = 16
+"""What parts is followed by another value that parts within so many outputs: those of one layer of a transformer, since
+the norm of the first residual may hide a scale from all of attention."""
+_NUM_BINS = 8
+
+
+class TokenAt(NamedTuple):
+    """One token of one sample."""
+
+    sample: str
+    position: int
+    """The position in the sample, from 0; padding does not count."""
+    token: int
+    apart: float
+    """How far the value, or the log-probability, is apart there."""
+
+
+class LogprobsApart(NamedTuple):
+    """The log-probabilities of the tokens, the trainer's minus the engine's."""
+
+    num_tokens: int
+    mean: float
+    mean_abs: float
+    k3: float
+    """The k3 estimate of the divergence KL(engine | trainer): the mean of (r - 1) - log r, r the trainer's probability
+    over the engine's (Schulman, "Approximating KL divergence", 2020)."""
+    clipped: float
+    """The share of tokens whose r is farther from 1 than 0.2."""
+    largest: TokenAt
+
+
+class ValueApart(NamedTuple):
+    """How far one value of the two sides is apart, over all tokens that both have."""
+
+    module_path: str
+    site: str
+    name: str
+    dtype_trainer: str
+    dtype_engine: str
+    num_tokens: int
+    num_beyond: int
+    """The tokens that are farther apart than `bound`."""
+    median: float
+    largest: float
+    bound: float
+
+    @property
+    def text(self) -> str:
+        """The value as people know it."""
+        return " ".join(filter(None, (repr(self.module_path), self.site, self.name)))
+
+
+class PositionsApart(NamedTuple):
+    """How far a value is apart in a range of positions."""
+
+    first: int
+    last: int
+    num_tokens: int
+    mean: float
+
+
+class Parting(NamedTuple):
+    """The first value beyond its bound, and why."""
+
+    value: ValueApart
+    class_name: str
+    """The class of the module in the trainer."""
+    first: TokenAt
+    """The first token beyond the bound, by position."""
+    worst: TokenAt
+    at_once: tuple[int, int]
+    """Of the tokens that the engine ran at once, as it does with a prompt: how many are beyond the bound, of how many.
+    """
+    one_by_one: tuple[int, int]
+    """The same of the tokens for which the engine went on from its cache."""
+    positions: list[PositionsApart]
+    reason: str
+    """``weights``, ``inputs``, ``dtype`` or ``module``."""
+    text: str
+    """The reason as a sentence."""
+    hints: list[str]
+
+
+class ValuePair(NamedTuple):
+    """One value on both sides, one row a token."""
+
+    slots: Integers
+    """The numbers of the tokens."""
+    trainer: Floats
+    engine: Floats
+    dtype_trainer: str
+    dtype_engine: str
+
+
+class _Compared(NamedTuple):
+    name: ValueName
+    slots: Integers
+    apart: Floats
+    is_beyond: Flags
+
+
+class JoinedTokens:
+    """The tokens that both sides have, each with a number (its slot), in the order of the trainer's samples."""
+
+    def __init__(self, trainer: Side, engine: Side) -> None:
+        ours, theirs = _by_key(trainer), _by_key(engine)
+        common = sorted((key for key in ours if key in theirs), key=lambda key: ours[key][:2])
+        self.slots = {key: number for number, key in enumerate(common)}
+        self._trainer, self._engine = trainer, engine
+        columns = np.array([ours[key] for key in common], np.int64).reshape(len(common), 6).T
+        self._samples, self.positions, self._tokens, _, _, steps = columns
+        self.num_samples = len(set(self._samples.tolist()))
+        self.step = int(steps.min()) if common else 0
+        self.given = np.array([(ours[key][3], theirs[key][3]) for key in common], np.int64).reshape(-1, 2)
+        """The positions that the model was given on both sides; -1 where it was given none that was recorded."""
+        self.is_continued = np.array([theirs[key][4] for key in common], bool)
+        """Whether the engine went on from its cache."""
+
+    def at(self, slot: int, apart: float) -> TokenAt:
+        """Return a token as people know it."""
+        sample = self._trainer.name_of(int(self._samples[slot]))
+        return TokenAt(sample, int(self.positions[slot]), int(self._tokens[slot]), apart)
+
+    def pair(self, name: ValueName) -> ValuePair | None:
+        """Return the rows of a value at the tokens at which both sides have it; None if there are none."""
+        ours, theirs = self._trainer.pick(name, self.slots), self._engine.pick(name, self.slots)
+        if ours is None or theirs is None or ours[0].shape[1] != theirs[0].shape[1]:
+            return None
+        slots, at, at_theirs = np.intersect1d(ours[1], theirs[1], return_indices=True)
+        if not slots.size:
+            return None
+        return ValuePair(slots, wide(ours[0][at]), wide(theirs[0][at_theirs]), ours[2], theirs[2])
+
+
+def _by_key(side: Side) -> dict[int, tuple[int, ...]]:
+    """Return where a side has each token first: sample, position, token, given position, is it continued, step."""
+    found: dict[int, tuple[int, ...]] = {}
+    for key, call in side.calls.items():
+        columns = (call.samples, call.positions, call.tokens, call.given)
+        for token, *one in zip(call.keys.tolist(), *(column.tolist() for column in columns), strict=True):
+            found.setdefault(token, (*one, int(call.is_continued), key.step))
+    return found
+
+
+class Search:
+    """Compares value after value, and finds the first that parts."""
+
+    def __init__(
+        self, trainer: Side, engine: Side, noise: Sequence[Side], joined: JoinedTokens, weights: Sequence[WeightState]
+    ) -> None:
+        self._trainer, self._engine, self._noise = trainer, engine, noise
+        self._joined = joined
+        self._weights = weights
+        self.values: list[ValueApart] = []
+        self.notes: list[str] = []
+        self._coarsest = 0.0
+        """The largest bound of the types so far: what a coarse type has rounded stays in all that follows."""
+
+    def find(self) -> Parting | None:
+        """Compare all values, and return the first that parts and that others follow; None if none does."""
+        compared = []
+        for name, rows in self._trainer.values.items():
+            if not is_compared(name, next(iter(rows.values()))) or (pair := self._joined.pair(name)) is None:
+                continue
+            apart, bound = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
+            compared.append(_Compared(name, pair.slots, apart, apart > bound))
+            self.values.append(
+                ValueApart(
+                    *name[:3], pair.dtype_trainer, pair.dtype_engine, num_tokens=len(apart), bound=bound,
+                    num_beyond=int((apart > bound).sum()), median=float(np.median(apart)), largest=float(apart.max()),
+                )
+            )  # fmt: skip
+        if not self.values:
+            self.notes.append("no module's values are on both sides: record site=output keep=tensor of both")
+        elif all(value.dtype_trainer != value.dtype_engine for value in self.values):
+            types = (
+                f"the trainer computes in {self.values[0].dtype_trainer}, the engine in {self.values[0].dtype_engine}"
+            )
+            self.notes.append(f"{types}: what the narrower type rounds is noise")
+        cancelled = []
+        for number, one in enumerate(compared):
+            if self._begins_type(number) or (one.is_beyond.any() and self._is_followed(number)):
+                return self._parting(number, one)
+            if one.is_beyond.any():
+                cancelled.append(self.values[number])
+        if cancelled:
+            text = f"{cancelled[0].text} differs by up to {cancelled[0].largest:.2g}, and what follows agrees"
+            more = f" (so do {len(cancelled) - 1} more values)" if len(cancelled) > 1 else ""
+            self.notes.append(f"{text}{more}: positions that are shifted for whole samples cancel so")
+        return None
+
+    def _bound(self, name: ValueName, pair: ValuePair) -> float:
+        types = pair.dtype_trainer, pair.dtype_engine
+        self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in types))
+        measured = []
+        for side in self._noise:
+            other = side.pick(name, self._joined.slots)
+            if other is not None and other[0].shape[1] == pair.engine.shape[1]:
+                _, here, there = np.intersect1d(pair.slots, other[1], return_indices=True)
+                if here.size:
+                    measured.append(float(apart_by_token(pair.engine[here], wide(other[0][there])).max()))
+        return max(_TIMES_NOISE * max(measured), _FLOOR * self._coarsest) if measured else self._coarsest
+
+    def _begins_type(self, number: int) -> bool:
+        """Whether the two sides compute in two types from this value on, and in one type before it."""
+        is_other = [value.dtype_trainer != value.dtype_engine for value in self.values[: number + 1]]
+        return number > 0 and is_other[-1] and not any(is_other[:-1])
+
+    def _is_followed(self, number: int) -> bool:
+        """Whether one of the modules that run next parts, too: else nothing uses what parts, or it cancels."""
+        path = self.values[number].module_path
+        later = [one for one in self.values[number + 1 :] if one.site == "output" and one.module_path != path]
+        return not later or any(one.num_beyond for one in later[:_MAX_AGREEING])
+
+    def _parting(self, number: int, one: _Compared) -> Parting:
+        positions = self._joined.positions[one.slots]
+        beyond = np.flatnonzero(one.is_beyond if one.is_beyond.any() else one.apart >= 0)
+        first, worst = int(beyond[np.argmin(positions[beyond])]), int(np.argmax(one.apart))
+        first_at, worst_at = (self._joined.at(int(one.slots[at]), float(one.apart[at])) for at in (first, worst))
+        continued = self._joined.is_continued[one.slots]
+        at_once, one_by_one = ((int(one.is_beyond[how].sum()), int(how.sum())) for how in (~continued, continued))
+        edges = np.unique(np.linspace(0, positions.max() + 1, _NUM_BINS + 1).astype(np.int64))
+        bins = [
+            PositionsApart(low, high - 1, int(inside.sum()), float(one.apart[inside].mean()))
+            for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+            if (inside := (positions >= low) & (positions < high)).any()
+        ]
+        reason, text = self._reason(number, one.name, one.slots[beyond])
+        info = self._trainer.run.modules.get((self._trainer.root, one.name.module_path))
+        hints = list(self._hints(one.name, self.values[number].bound)) if reason == "module" else []
+        return Parting(
+            self.values[number], info.class_name if info else "", first_at, worst_at, at_once, one_by_one, bins,
+            reason, text, hints,
+        )  # fmt: skip
+
+    def _reason(self, number: int, name: ValueName, beyond: Integers) -> tuple[str, str]:
+        """Try the reasons in turn: weights, inputs, dtype; what is left is the module itself."""
+        value, path = self.values[number], name.module_path
+        if name.site == "input":
+            path = path.rpartition(".")[0]
+        compared = {one.module_path for one in self.values[:number]}
+        inside = [one for one in self._weights if one.module_path == path or one.module_path.startswith(f"{path}.")]
+        wrong = [one for one in inside if one.state in WRONG and one.module_path not in compared - {path}]
+        if wrong:
+            return "weights", "weights differ: " + "; ".join(map(told_weight, wrong[:3]))
+        for what, slots, ours, theirs in self._whole_inputs(path, beyond):
+            if (differs := np.flatnonzero(ours != theirs)).size:
+                at = int(differs[0])
+                token = self._joined.at(int(slots[at]), 0.0)
+                text = f"{what} {int(ours[at])} in the trainer and {int(theirs[at])} in the engine"
+                return "inputs", f"inputs differ: {text} for {token.sample}, position {token.position}"
+        if value.dtype_trainer != value.dtype_engine:
+            types = f"{value.dtype_trainer} in the trainer, {value.dtype_engine} in the engine"
+            return "dtype", f"the type of the values differs: {types}"
+        of_weights = "its weights and " if any(one.module_path == path for one in inside) else ""
+        before = f"{of_weights}what runs before it agree" if number else "nothing that runs before it was compared"
+        if name.site == "input":
+            return "module", f"{before}, so {path or 'the root'!r} hands on something else in its own code"
+        if not any(one.module_path == path and one.site == "input" for one in self.values):
+            return "module", f"{before}, so it is the module itself, or what it is handed: its inputs were not compared"
+        return "module", f"{before}, so the module itself computes something else"
+
+    def _whole_inputs(self, path: str, beyond: Integers) -> Iterator[tuple[str, Integers, Array, Array]]:
+        """Yield positions and other whole numbers that a module was given at tokens: their slots, and both sides."""
+        given = self._joined.given[beyond]
+        known = (given >= 0).all(axis=1)
+        yield "the model was given the position", beyond[known], given[known, 0], given[known, 1]
+        for name in self._trainer.values:
+            pair = self._joined.pair(name) if (name.module_path, name.site) == (path, "input") else None
+            if pair is not None and "int" in pair.dtype_trainer and pair.trainer.shape[1] == 1:
+                at = np.isin(pair.slots, beyond)
+                yield f"{path!r} was given", pair.slots[at], pair.trainer[at, 0], pair.engine[at, 0]
+
+    def _hints(self, name: ValueName, bound: float) -> Iterator[str]:
+        pair = self._joined.pair(name)
+        assert pair is not None
+        a, b = pair.trainer, pair.engine
+        factor = float((a * b).sum() / max((b * b).sum(), np.finfo(np.float64).tiny))
+        if abs(factor - 1) > bound and factor and float(np.median(apart_by_token(a, factor * b))) <= bound:
+            yield f"the trainer's values are {factor:.4g} times the engine's: a scale or a temperature on one side?"
+        for word, side in (("trainer", self._trainer), ("engine", self._engine)):
+            if any(key.mode == "train" for key in side.values[name]):
+                yield f"the {word} ran in training mode: is a dropout on?"
+
+
+def apart_by_token(a: Floats, b: Floats) -> Floats:
+    """Return how far two values are apart at each token: the norm of the difference over the larger norm of the two.
+
+    A token is infinitely far apart where one side has a NaN or an infinity that the other has not.
+    """
+    is_finite = np.isfinite(a) & np.isfinite(b)
+    is_other = ~is_finite & (a != b) & ~(np.isnan(a) & np.isnan(b))
+    a, b = np.where(is_finite, a, 0.0), np.where(is_finite, b, 0.0)
+    sizes = np.maximum(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+    floor = max(_SMALL * float(np.median(sizes)), np.finfo(np.float64).tiny)
+    apart: Floats = np.linalg.norm(a - b, axis=1) / np.maximum(sizes, floor)
+    apart[is_other.any(axis=1)] = np.inf
+    return apart
+
+
+def wide(values: Array) -> Floats:
+    """Return values in float64, in which they are compared."""
+    return np.asarray(values.astype(np.float64))

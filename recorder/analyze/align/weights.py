@@ -1,0 +1,205 @@
+"""Which parameters of an engine are the trainer's, of which step, and which are not: by fingerprints, else by numbers.
+
+A parameter that an engine has fused out of several (`qkv_proj`, `gate_up_proj`) is held against the sum of the
+fingerprints of its slices, each at its place, so that a slice that is stale is named without a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...numerics.dtypes import ITEM_BYTES
+from ...run.run import moved
+from ...system.text import counted
+from .tokens import Side, TokenRow
+
+EQUAL, STALE, DIFFERS, UNKNOWN = "equal", "stale", "differs", "not comparable"
+TRAINER_ONLY, ENGINE_ONLY = "in the trainer alone", "in the engine alone"
+WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY)
+_MODULUS = 1 << 64
+_MAX_TRIED = 100_000
+"""The most combinations of older slices that are tried for a fused parameter."""
+_ROUNDED = 2e-3
+"""How far the norms of a tensor in two types may be apart, relatively: a quarter of a rounding of bfloat16."""
+
+
+class WeightState(NamedTuple):
+    """What one parameter of the two sides is."""
+
+    name: str
+    """The full name in the trainer; in the engine alone, its name there."""
+    state: str
+    """One of the constants of this module."""
+    step: int | None
+    """The step of the trainer whose value the engine has; None if it is of no recorded step."""
+    behind: int | None
+    """By how many updates the engine's value is older than the one that the trainer computed with."""
+    fused: str
+    """The engine's fused parameter that this is a slice of; empty if it is a parameter of its own."""
+
+    @property
+    def module_path(self) -> str:
+        """The path of the module that has the parameter."""
+        return self.name.rpartition(".")[0]
+
+
+class _Parameter(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    rows: Mapping[int, TokenRow]
+    """The newest row of each step."""
+
+    def at(self, step: int) -> int:
+        """Return the newest recorded step up to `step`, else the first."""
+        return max((one for one in self.rows if one <= step), default=min(self.rows))
+
+
+def compare_weights(trainer: Side, engine: Side, step: int | None) -> list[WeightState]:
+    """Return the state of each parameter, in the order of the trainer's model, then those of the engine alone.
+
+    Args:
+        trainer: the run with the history of the parameters.
+        engine: its last recorded value of each parameter counts.
+        step: the step at which the trainer computed what is compared; None: its last.
+    """
+    ours, theirs = _parameters(trainer), _parameters(engine)
+    now = max((max(one.rows) for one in ours.values()), default=0) if step is None else step
+    fused = {state.name: state for state in _fused(ours, theirs, now)}
+    parts = {state.fused for state in fused.values()}
+    states = []
+    for name, one in ours.items():
+        if name in theirs:
+            states.append(_state(trainer, engine, name, one, theirs[name], now))
+        elif name in fused or not _is_tied(one, name, ours):
+            states.append(fused.get(name) or WeightState(name, TRAINER_ONLY, None, None, ""))
+    rest = [name for name in theirs if name not in ours and name not in parts]
+    rest = [name for name in rest if not _is_tied(theirs[name], name, theirs)]
+    return states + [WeightState(name, ENGINE_ONLY, None, None, "") for name in rest]
+
+
+def version_of(states: Sequence[WeightState]) -> int | None:
+    """Return the trainer's step whose values most of the engine's parameters have; None if there is none."""
+    steps = Counter(state.step for state in states if state.step is not None)
+    return steps.most_common(1)[0][0] if steps else None
+
+
+def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
+    """Whether a parameter is recorded under another name, too, which is the name on the other side."""
+    newest = one.rows[max(one.rows)].fingerprint
+    prints = {other.rows[max(other.rows)].fingerprint for path, other in own.items() if path != name}
+    return newest is not None and newest in prints
+
+
+def _parameters(side: Side) -> dict[str, _Parameter]:
+    rows: dict[str, dict[int, TokenRow]] = {}
+    for row in side.parameters:
+        rows.setdefault(".".join(filter(None, (row.module_path, row.name))), {})[row.step] = row
+    newest = {name: own[max(own)] for name, own in rows.items()}
+    return {name: _Parameter(row.shape, row.dtype, rows[name]) for name, row in newest.items()}
+
+
+def _state(trainer: Side, engine: Side, name: str, one: _Parameter, two: _Parameter, now: int) -> WeightState:
+    theirs = two.rows[max(two.rows)]
+    at = one.at(now)
+    if one.shape != two.shape:
+        return WeightState(name, DIFFERS, None, None, "")
+    if one.dtype == two.dtype and theirs.fingerprint is not None:
+        steps = [step for step, row in one.rows.items() if row.fingerprint == theirs.fingerprint]
+        return _told(name, steps, at)
+    ours = one.rows[at]
+    if ours.encoding is not None and theirs.encoding is not None:
+        a, b = trainer.array(ours), engine.array(theirs)
+        narrow = b.dtype if b.dtype.itemsize <= a.dtype.itemsize else a.dtype
+        return _told(name, [at] if np.array_equal(a.astype(narrow), b.astype(narrow)) else [], at)
+    if ours.l2 is None or theirs.l2 is None:
+        return WeightState(name, UNKNOWN, None, None, "")
+    is_near = math.isclose(ours.l2, theirs.l2, rel_tol=_ROUNDED)
+    return WeightState(name, UNKNOWN if is_near else DIFFERS, None, None, "")
+
+
+def _told(name: str, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
+    """Return the state of a parameter that equals the trainer's of these steps, where `now` is the step that counts."""
+    if now in steps:
+        return WeightState(name, EQUAL, now, 0, fused)
+    if not steps:
+        return WeightState(name, DIFFERS, None, None, fused)
+    nearest = min(steps, key=lambda step: abs(step - now))
+    return WeightState(name, STALE, nearest, now - nearest, fused)
+
+
+def _fused(ours: Mapping[str, _Parameter], theirs: Mapping[str, _Parameter], now: int) -> Iterator[WeightState]:
+    """Yield the state of each of the trainer's parameters that the engine has as a slice of a fused one."""
+    for name, whole in theirs.items():
+        if name in ours or not whole.shape:
+            continue
+        parent, own = name.rpartition(".")[0].rpartition(".")[0], name.rpartition(".")[2]
+        siblings = [
+            other for other, one in ours.items()
+            if other not in theirs and one.shape and one.shape[1:] == whole.shape[1:] and one.dtype == whole.dtype
+            and other.rpartition(".")[2] == own and other.rpartition(".")[0].rpartition(".")[0] == parent
+        ]  # fmt: skip
+        if slices := _adding_up(siblings, ours, whole.shape[0]):
+            yield from _slices(name, slices, ours, whole, now)
+
+
+def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) -> Sequence[str]:
+    """Return neighbours, in the order of the model, whose first dims add up to `size`; none if no neighbours do."""
+    for first in range(len(names)):
+        for last in range(first + 2, len(names) + 1):
+            if sum(ours[name].shape[0] for name in names[first:last]) == size:
+                return names[first:last]
+    return ()
+
+
+def _slices(
+    fused: str, names: Sequence[str], ours: Mapping[str, _Parameter], whole: _Parameter, now: int
+) -> Iterator[WeightState]:
+    wanted = whole.rows[max(whole.rows)].fingerprint
+    offsets = np.cumsum([0, *(ours[name].shape[0] for name in names)]).tolist()
+    places = [
+        {
+            step: moved(int(row.fingerprint, 16), ITEM_BYTES[whole.dtype], (offset, *[0] * (len(whole.shape) - 1)))
+            for step, row in ours[name].rows.items() if row.fingerprint is not None
+        }
+        for name, offset in zip(names, offsets, strict=False)
+    ]  # fmt: skip
+    at = [ours[name].at(now) for name in names]
+    if wanted is None or not all(step in own for step, own in zip(at, places, strict=True)):
+        yield from (WeightState(name, UNKNOWN, None, None, fused) for name in names)
+        return
+    found = _versions(places, at, int(wanted, 16))
+    for number, name in enumerate(names):
+        yield _told(name, [] if found is None else [found[number]], at[number], fused)
+
+
+def _versions(places: Sequence[Mapping[int, int]], at: Sequence[int], wanted: int) -> list[int] | None:
+    """Return the step of each slice so that the fingerprints add up; None if no tried combination does.
+
+    All slices of `at` are tried first, then one older slice, then the slices of one older step together.
+    """
+    tries = [list(at)]
+    tries += [[*at[:i], step, *at[i + 1 :]] for i, own in enumerate(places) for step in own]
+    tries += [[step] * len(at) for step in places[0] if all(step in own for own in places)]
+    for steps in tries[:_MAX_TRIED]:
+        if sum(own[step] for own, step in zip(places, steps, strict=True)) % _MODULUS == wanted:
+            return steps
+    return None
+
+
+def told_weight(state: WeightState) -> str:
+    """Return what is wrong with a parameter, as a sentence."""
+    name = f"{state.name} (a slice of {state.fused})" if state.fused else state.name
+    if state.state == STALE:
+        behind = state.behind or 0
+        how = f"stale by {counted(behind, 'update')}" if behind > 0 else "later than what is compared"
+        return f"{name} is the trainer's of step {state.step}: {how}"
+    return {
+        DIFFERS: f"{name} is the trainer's of no recorded step",
+        TRAINER_ONLY: f"{name} is in the trainer alone (an adapter that was not merged?)",
+        ENGINE_ONLY: f"{name} is in the engine alone (a tie that was lost?)",
+    }.get(state.state, f"{name}: {state.state}")

@@ -1,0 +1,341 @@
+"""What `recorder align` says of sound pairs, of samples that differ, and of weights that are behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recorder
+from recorder.analyze.align.align import align
+from recorder.errors import LookupFailedError
+from tests.rigs.command_line import Cli
+from tests.rigs.rollouts import (
+    BOS,
+    NUM_NEW,
+    PAD,
+    RULES,
+    aligned,
+    gpt2,
+    llama,
+    prompts,
+    score,
+    whole_mask,
+    write,
+)  # fmt: skip
+
+
+def _right_padded(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [ids[here.bool()] for ids, here in zip(sequences, mask, strict=True)]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    lengths = torch.tensor([len(row) for row in rows])
+    return padded, (torch.arange(padded.shape[1]) < lengths[:, None]).long()
+
+
+def _sound(folder: Path, sequences: torch.Tensor, mask: torch.Tensor, pair: str) -> None:
+    """Record a trainer that computes the same in another way."""
+    if pair == "padded on the left":
+        score(folder, llama(), sequences, mask)
+    elif pair == "padded on the right":
+        score(folder, llama(), *_right_padded(sequences, mask))
+    elif pair == "without position ids":
+        score(folder, llama(), sequences, mask, position_ids=None)
+    elif pair == "in another order":
+        score(folder, llama(), sequences.flip(0), mask.flip(0))
+    elif pair == "one sample a call":
+        with recorder.attach(model := llama(), enabled=True, dir=str(folder), roots="any", rules=RULES):
+            for ids, here in zip(sequences, mask, strict=True):
+                model(input_ids=ids[here.bool()][None])
+    elif pair == "packed":
+        rows = [ids[here.bool()] for ids, here in zip(sequences, mask, strict=True)]
+        positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+        score(folder, llama(), torch.cat(rows)[None], None, position_ids=positions, use_cache=False)
+    elif pair == "in bfloat16":
+        score(folder, llama().bfloat16(), sequences, mask)
+    else:
+        raise AssertionError(pair)
+
+
+PAIRS = ("padded on the left", "padded on the right", "without position ids", "in another order", "one sample a call",
+         "packed", "in bfloat16")  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_sound_pair_has_no_finding(pair: str, tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids, mask)
+    _sound(tmp_path / "trainer", sequences, whole_mask(mask), pair)
+    found = aligned(tmp_path)
+    assert found.is_fine, found.parting or found.tokens or found.weights
+    # Nobody computes on what is written last, and all samples begin with one token, which counts once.
+    assert found.num_tokens == int(whole_mask(mask).sum()) - len(ids) - (len(ids) - 1)
+    assert found.num_samples == len(ids) and not found.num_unknown
+    assert found.logprobs is not None and found.logprobs.num_tokens == len(ids) * NUM_NEW
+    is_rounded = pair == "in bfloat16"
+    assert abs(found.logprobs.largest.apart) < (0.3 if is_rounded else 1e-4)
+    assert any("what the narrower type rounds is noise" in note for note in found.notes) == is_rounded
+    assert all(state.state == ("not comparable" if is_rounded else "equal") for state in found.weights)
+
+
+def test_the_log_probabilities_are_those_of_torch(tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids, mask)
+    trainer = llama()
+    with torch.no_grad():
+        trainer.model.norm.weight.mul_(1.3)
+    score(tmp_path / "trainer", trainer, sequences, whole_mask(mask))
+    found = aligned(tmp_path).logprobs
+    assert found is not None
+    chosen = []
+    for model in (trainer, llama()):
+        positions = (whole_mask(mask).cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=sequences, attention_mask=whole_mask(mask), position_ids=positions).logits
+        told = logits.double().log_softmax(-1)[:, :-1].gather(2, sequences[:, 1:, None])[:, -NUM_NEW:, 0]
+        chosen.append(told.detach())
+    apart = (chosen[0] - chosen[1]).flatten()
+    ratio = apart.exp()
+    expected = (apart.mean(), apart.abs().mean(), (ratio - 1 - apart).mean(), ((ratio - 1).abs() > 0.2).double().mean())
+    assert found[1:5] == pytest.approx([float(one) for one in expected], abs=1e-4)
+    assert found.largest.apart == pytest.approx(float(apart[apart.abs().argmax()]), abs=1e-4)
+
+
+def _cut(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return sequences[:, :-3], mask[:, :-3]
+
+
+def _without_bos(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return sequences, mask & (sequences != BOS)
+
+
+def _unmasked(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return sequences, torch.ones_like(mask)
+
+
+def _one_other(sequences: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    changed = sequences.clone()
+    changed[1, 7] = 63 - changed[1, 7]
+    return changed, mask
+
+
+SAMPLES: dict[str, tuple[Callable[..., tuple[torch.Tensor, torch.Tensor]], str, int]] = {
+    "truncated": (_cut, "the trainer's ends after 8 tokens, and the engine's has 2 more (truncated?)", 8),
+    "another BOS": (_without_bos, "the engine alone has 1 token in front: [1] (another tokenizer's BOS?)", 0),
+    "padding without a mask": (_unmasked, "the trainer alone has 2 tokens in front: [0, 0] (padding", 0),
+    "another token": (_one_other, "the token at position 6 is", 6),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_that_differ_are_named_with_the_first_token(name: str, tmp_path: Path) -> None:
+    change, words, position = SAMPLES[name]
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids, mask)
+    score(tmp_path / "trainer", llama(), *change(sequences, whole_mask(mask)))
+    if name == "another BOS":
+        with pytest.raises(LookupFailedError, match="no token in common") as raised:
+            aligned(tmp_path)
+        assert words in str(raised.value)
+        return
+    found = aligned(tmp_path)
+    told = [one for one in found.tokens if words in one.text]
+    assert told and told[0].is_finding and told[0].position == position and not found.is_fine, found.tokens
+
+
+def test_positions_that_padding_shifts_are_named_where_they_are_learned(tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", gpt2(), ids, mask)
+    score(tmp_path / "trainer", gpt2(), sequences, whole_mask(mask), position_ids=None)
+    found = aligned(tmp_path).parting
+    assert found is not None and found.reason == "inputs"
+    assert (
+        found.value.text == "'transformer.wpe' output"
+        and "was given the position 2 in the trainer and 1 in the engine for sample 1" in found.text
+    )
+
+
+def _named(folder: Path, model: Any, names: list[str], sequences: torch.Tensor, positions: torch.Tensor) -> None:
+    attached = recorder.attach(model, enabled=True, dir=str(folder), roots="any", rules=RULES)
+    with attached, recorder.tokens(sample_ids=names, positions=positions):
+        model(input_ids=sequences)
+
+
+def test_samples_with_names_are_joined_by_them_and_a_wrong_order_is_named(tmp_path: Path) -> None:
+    ids = torch.randint(3, 64, (3, 6), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(6).expand(3, 6)
+    _named(tmp_path / "engine", llama(), ["a", "b", "c" * 60], ids, positions)
+    _named(tmp_path / "trainer", llama(), ["b", "a", "c" * 60], ids[[1, 0, 2]], positions)
+    _named(tmp_path / "wrong" / "trainer", llama(), ["a", "b", "c" * 60], ids[[1, 0, 2]], positions)
+    found = aligned(tmp_path)
+    assert found.is_fine and found.joined_by == "names" and found.num_tokens == 18
+    wrong = align(recorder.open_run(tmp_path / "wrong" / "trainer"), recorder.open_run(tmp_path / "engine"))
+    assert "these are the tokens of the trainer's sample 'b'" in wrong.tokens[0].text and not wrong.is_fine
+
+
+def test_a_repeat_of_the_engine_in_another_batch_measures_the_noise(tmp_path: Path) -> None:
+    ids, mask = prompts()
+    model = llama()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1 + 1e-5)
+    sequences = write(tmp_path / "engine", llama(), ids, mask)
+    write(tmp_path / "again", llama(), ids[:1], mask[:1])
+    score(tmp_path / "trainer", model, sequences, whole_mask(mask))
+    assert aligned(tmp_path).parting is None
+    found = aligned(tmp_path, noise=[recorder.open_run(tmp_path / "again")])
+    assert found.parting is not None and found.parting.value.text == "'model.norm' output"
+
+
+def _train(folder: Path, model: Any, num_steps: int, on_step: Callable[[int], object] = lambda step: None) -> None:
+    ids, mask = prompts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rules = f"{RULES}; site=input module='' keep=tensor"
+    with recorder.attach(model, enabled=True, dir=str(folder), rules=rules):
+        for step in range(num_steps):
+            on_step(step)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            model(input_ids=ids, attention_mask=mask, position_ids=positions, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _fused(model: Any) -> nn.Module:
+    """A module of an engine that fuses three projections into one parameter, as vLLM and SGLang do."""
+    attention = model.model.layers[0].self_attn
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    attention.qkv_proj = nn.Linear(parts[0].shape[1], sum(len(part) for part in parts), bias=False)
+    attention.qkv_proj.weight = nn.Parameter(torch.cat(parts).detach().clone())
+    return attention.qkv_proj  # type: ignore[no-any-return]
+
+
+def test_weights_say_which_tensor_is_stale_and_by_how_many_updates(tmp_path: Path, cli: Cli) -> None:
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    model = llama()
+    _train(tmp_path / "trainer", model, 4, lambda step: kept.update({step: _copied(model)}))
+    ids, mask = prompts()
+    for name, change in {
+        "synced": {},
+        "missed": {key: kept[1][key] for key in kept[1]},
+        "one": {"model.layers.1.mlp.up_proj.weight": kept[2]["model.layers.1.mlp.up_proj.weight"]},
+    }.items():
+        engine = llama()
+        engine.load_state_dict({**kept[3], **change})
+        write(tmp_path / name / "engine", engine, ids, mask)
+        found = align(recorder.open_run(tmp_path / "trainer"), recorder.open_run(tmp_path / name / "engine"), step="3")
+        behind = {state.name: state.behind for state in found.weights if state.state != "equal"}
+        assert set(behind.values()) == {"synced": set(), "missed": {2}, "one": {1}}[name]
+        assert (found.parting is None) == (name == "synced")
+        if name == "one":
+            assert list(behind) == ["model.layers.1.mlp.up_proj.weight"] and found.parting is not None
+            assert found.parting.value.text == "'model.layers.1.mlp.up_proj' output"
+            assert "up_proj.weight is the trainer's of step 2: stale by 1 update" in found.parting.text
+    printed = cli("align", tmp_path / "trainer", tmp_path / "one" / "engine", "--weights", "--step", "3")
+    assert printed.exit_code == 1 and "stale by 1 update" in printed.out and "up_proj.weight" in printed.out
+
+
+def _copied(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_slice_of_a_fused_parameter_that_is_stale_is_named(tmp_path: Path) -> None:
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    model = llama()
+    _train(tmp_path / "trainer", model, 3, lambda step: kept.update({step: _copied(model)}))
+    ids, mask = prompts()
+    for name, stale in {"synced": {}, "stale": {"k_proj": 0}}.items():
+        engine = llama()
+        engine.load_state_dict(kept[2])
+        for part, step in stale.items():
+            path = f"model.layers.0.self_attn.{part}"
+            engine.get_submodule(path).weight = nn.Parameter(kept[step][f"{path}.weight"])
+        _fused(engine)
+        for part in ("q_proj", "k_proj", "v_proj"):
+            projection = engine.model.layers[0].self_attn.get_submodule(part)
+            projection.data = projection.weight.detach()
+            del projection.weight
+            projection.forward = lambda x, of=projection: nn.functional.linear(x, of.data)
+        write(tmp_path / name / "engine", engine, ids, mask)
+        run = recorder.open_run(tmp_path / name / "engine")
+        weights = {state.name: state for state in align(recorder.open_run(tmp_path / "trainer"), run, step="2").weights}
+        of = {part: weights[f"model.layers.0.self_attn.{part}.weight"] for part in ("q_proj", "k_proj", "v_proj")}
+        assert {state.fused for state in of.values()} == {"model.layers.0.self_attn.qkv_proj.weight"}
+        assert [state.behind for state in of.values()] == ([0, 0, 0] if name == "synced" else [0, 2, 0])
+
+
+def test_a_tie_that_was_lost_is_named(tmp_path: Path) -> None:
+    _train(tmp_path / "trainer", llama(tie_word_embeddings=True), 1)  # which updates the tied parameter once, as one
+    trainer = recorder.open_run(tmp_path / "trainer")
+    write(tmp_path / "tied", llama(tie_word_embeddings=True), *prompts())
+    tied = align(trainer, recorder.open_run(tmp_path / "tied"))
+    assert tied.parting is None and {state.state for state in tied.weights} == {"equal"}
+    engine = llama(tie_word_embeddings=True)
+    engine.lm_head.weight = nn.Parameter(engine.lm_head.weight.detach() * 1.01)
+    write(tmp_path / "lost", engine, *prompts())
+    found = align(trainer, recorder.open_run(tmp_path / "lost")).parting
+    assert found is not None and found.value.text == "'lm_head' output" and found.reason == "weights"
+    assert "lm_head.weight is in the engine alone (a tie that was lost?)" in found.text
+
+
+def test_an_adapter_that_was_not_merged_is_named(tmp_path: Path) -> None:
+    class Adapted(nn.Module):
+        def __init__(self, inner: nn.Linear) -> None:
+            super().__init__()
+            self.weight = inner.weight
+            self.lora_A = nn.Parameter(torch.randn(2, inner.in_features) / 8)
+            self.lora_B = nn.Parameter(torch.randn(inner.out_features, 2) / 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight) + x @ self.lora_A.T @ self.lora_B.T
+
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids, mask)
+    trainer = llama()
+    trainer.model.layers[1].self_attn.v_proj = Adapted(trainer.model.layers[1].self_attn.v_proj)
+    score(tmp_path / "trainer", trainer, sequences, whole_mask(mask))
+    found = aligned(tmp_path).parting
+    assert found is not None and found.value.text == "'model.layers.1.self_attn.v_proj' output"
+    assert "v_proj.lora_A is in the trainer alone (an adapter that was not merged?)" in found.text
+
+
+def test_the_command_answers_in_a_sentence_and_in_json(tmp_path: Path, cli: Cli) -> None:
+    ids, mask = prompts()
+    engine = llama()
+    with torch.no_grad():
+        engine.model.layers[1].self_attn.q_proj.weight.mul_(1.05)
+    sequences = write(tmp_path / "engine", engine, ids, mask)
+    score(tmp_path / "trainer", llama(), sequences, whole_mask(mask))
+    printed = cli("align", tmp_path / "trainer", tmp_path / "engine")
+    assert printed.exit_code == 1
+    assert "they part at 'model.layers.1.self_attn.q_proj' output (Linear), by up to 0.048" in printed.out
+    assert "q_proj.weight is the trainer's of no recorded step" in printed.out
+    printed = cli("align", tmp_path / "trainer", tmp_path / "engine", "--json")
+    members = printed.json
+    assert members["parting"]["value"]["module_path"] == "model.layers.1.self_attn.q_proj"
+    assert members["parting"]["reason"] == "weights" and not members["is_fine"]
+
+
+def test_the_preset_keeps_enough_to_name_a_fault_at_few_bytes(tmp_path: Path) -> None:
+    ids, mask = prompts()
+    engine = llama()
+    with torch.no_grad():
+        engine.model.layers[1].mlp.up_proj.weight.mul_(1.05)
+    preset = {"rules": "", "preset": "rollout"}
+    sequences = write(tmp_path / "engine", engine, ids, mask, **preset)
+    score(tmp_path / "trainer", llama(), sequences, whole_mask(mask), settings=preset)
+    found = aligned(tmp_path)
+    assert found.parting is not None and found.parting.value.text == "'model.layers.1.mlp.up_proj' output"
+    assert found.parting.reason == "weights" and found.logprobs is not None
+    rows = recorder.open_run(tmp_path / "engine").table(["name", "site", "module_path", "step"]).to_pylist()
+    assert not any(row["name"].startswith("past_key_values") for row in rows)
+    assert {row["step"] for row in rows if row["site"] == "output" and row["module_path"]} == {0, 1, 2, 3, 4}
+
+
+def test_runs_without_tokens_are_refused_with_what_to_record(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    for side in ("trainer", "engine"):
+        with recorder.attach(model, enabled=True, dir=str(tmp_path / side), rules="site=output keep=tensor"):
+            model(torch.randn(2, 4))
+    with pytest.raises(LookupFailedError, match="no call of the model has its tokens; record the model's inputs"):
+        aligned(tmp_path)
