@@ -78,7 +78,7 @@ def align(
         for side in sides:
             side.use_names()
     told = compare_tokens(ours, theirs, by_name=by_name)
-    joined = JoinedTokens(ours, theirs)
+    joined = JoinedTokens(ours, theirs, sides[2:])
     if not joined.slots:
         why = next((one.text for one in told), "one of them shows no tokens")
         raise LookupFailedError(f"{trainer.name} and {engine.name} have no token in common: {why}")

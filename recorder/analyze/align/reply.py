@@ -101,6 +101,8 @@ def _weights_line(found: Aligned) -> StateLine:
 
 def _weight_parts(found: Aligned, most: int | None) -> Iterator[str | StateLine | Table]:
     yield _weights_line(found)
+    if not found.weights:
+        return
     order = sorted(found.weights, key=lambda state: state.state not in WRONG)
     titles = ("parameter", "state", "of step", "behind", "slice of")
     numbers = ("of step", "behind")

@@ -130,10 +130,12 @@ class _Compared(NamedTuple):
 class JoinedTokens:
     """The tokens that both sides have, each with a number (its slot), in the order of the trainer's samples."""
 
-    def __init__(self, trainer: Side, engine: Side) -> None:
+    def __init__(self, trainer: Side, engine: Side, noise: Sequence[Side] = ()) -> None:
         ours, theirs = _by_key(trainer), _by_key(engine)
         common = sorted((key for key in ours if key in theirs), key=lambda key: ours[key][:2])
         self.slots = {key: number for number, key in enumerate(common)}
+        for side in (trainer, engine, *noise):
+            side.number(self.slots)
         self._trainer, self._engine = trainer, engine
         columns = np.array([ours[key] for key in common], np.int64).reshape(len(common), 6).T
         self._samples, self.positions, self._tokens, _, _, steps = columns
@@ -151,7 +153,7 @@ class JoinedTokens:
 
     def pair(self, name: ValueName) -> ValuePair | None:
         """Return the rows of a value at the tokens at which both sides have it; None if there are none."""
-        ours, theirs = self._trainer.pick(name, self.slots), self._engine.pick(name, self.slots)
+        ours, theirs = self._trainer.pick(name), self._engine.pick(name)
         if ours is None or theirs is None or ours[0].shape[1] != theirs[0].shape[1]:
             return None
         slots, at, at_theirs = np.intersect1d(ours[1], theirs[1], return_indices=True)
@@ -222,7 +224,7 @@ class Search:
         self._coarsest = max(self._coarsest, *(BOUNDS.get(dtype, 0.0) for dtype in types))
         measured = []
         for side in self._noise:
-            other = side.pick(name, self._joined.slots)
+            other = side.pick(name)
             if other is not None and other[0].shape[1] == pair.engine.shape[1]:
                 _, here, there = np.intersect1d(pair.slots, other[1], return_indices=True)
                 if here.size:
@@ -283,7 +285,10 @@ class Search:
         of_weights = "its weights and " if any(one.module_path == path for one in inside) else ""
         before = f"{of_weights}what runs before it agree" if number else "nothing that runs before it was compared"
         if name.site == "input":
-            return "module", f"{before}, so {path or 'the root'!r} hands on something else in its own code"
+            return (
+                "module",
+                f"{before}, so {repr(path) if path else 'the root'} hands on something else in its own code",
+            )
         if not any(one.module_path == path and one.site == "input" for one in self.values):
             return "module", f"{before}, so it is the module itself, or what it is handed: its inputs were not compared"
         return "module", f"{before}, so the module itself computes something else"
@@ -306,9 +311,9 @@ class Search:
         factor = float((a * b).sum() / max((b * b).sum(), np.finfo(np.float64).tiny))
         if abs(factor - 1) > bound and factor and float(np.median(apart_by_token(a, factor * b))) <= bound:
             yield f"the trainer's values are {factor:.4g} times the engine's: a scale or a temperature on one side?"
-        for word, side in (("trainer", self._trainer), ("engine", self._engine)):
-            if any(key.mode == "train" for key in side.values[name]):
-                yield f"the {word} ran in training mode: is a dropout on?"
+        ours, theirs = ({key.mode for key in side.values[name]} for side in (self._trainer, self._engine))
+        if "train" in ours and "train" not in theirs:
+            yield "the trainer ran in training mode, and the engine did not: is a dropout on?"
 
 
 def apart_by_token(a: Floats, b: Floats) -> Floats:

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...system.text import counted
-from .tokens import SampleTokens, Side
+from .tokens import Side
 
-_MAX_SAMPLES = 64
-"""The most samples without a partner that are looked at."""
-_MAX_SHIFT = 64
-"""The most tokens that one side may have in front of the other's."""
-_MIN_SHARE = 0.5
-"""Two samples with fewer tokens in common, as a share of the shorter one, are two samples."""
+_MAX_SAMPLES = 32
+"""The most samples without a partner that are looked at, and eight times as many of the trainer's beside each."""
+_MAX_SHIFT = 4
+_NUM_LOOKED_AT = 64
+"""The first tokens of two samples by which they are found to be one."""
 
 
 class TokensApart(NamedTuple):
@@ -26,80 +25,57 @@ class TokensApart(NamedTuple):
     """The first position at which the tokens differ."""
 
 
-class _Match(NamedTuple):
-    """How well a sample of the trainer fits one of the engine."""
-
-    num_same: int
-    shift: int
-    """The tokens that the trainer has in front of the engine's first; negative: the engine has more in front."""
-    number: int
-
-
 def compare_tokens(trainer: Side, engine: Side, *, by_name: bool) -> list[TokensApart]:
     """Return what is to say about samples that differ; nothing where the engine's samples are the trainer's."""
-    pairs = _named_pairs(trainer, engine) if by_name else _unnamed_pairs(trainer, engine)
-    told = [one for number, match in pairs for one in _told(trainer, engine, number, match)]
-    absent = [number for number, match in pairs if match is None]
-    if absent and len(absent) < len(engine.samples):
-        text = f"{counted(len(absent), 'sample')} of the engine's {len(engine.samples)} are not in the trainer"
-        told.append(TokensApart(text, is_finding=False))
-    elif absent:
-        text = f"none of the engine's {counted(len(absent), 'sample')} is in the trainer"
-        told.append(TokensApart(text, is_finding=True))
+    if by_name:
+        by_names = {sample.name: (number, 0) for number, sample in enumerate(trainer.samples)}
+        matches = [by_names.get(sample.name) for sample in engine.samples]
+    else:
+        matches = _by_tokens(trainer, engine)
+    told = [one for number, match in enumerate(matches) if match for one in _told(trainer, engine, number, *match)]
+    if absent := matches.count(None):
+        text = f"{absent} of the engine's {counted(len(engine.samples), 'sample')} are not in the trainer"
+        told.append(TokensApart(text, is_finding=absent == len(matches)))
     return told
 
 
-def _named_pairs(trainer: Side, engine: Side) -> list[tuple[int, _Match | None]]:
-    by_name = {sample.name: number for number, sample in enumerate(trainer.samples)}
-    return [
-        (number, None if sample.name not in by_name else _Match(0, 0, by_name[sample.name]))
-        for number, sample in enumerate(engine.samples)
-    ]
-
-
-def _unnamed_pairs(trainer: Side, engine: Side) -> list[tuple[int, _Match | None]]:
+def _by_tokens(trainer: Side, engine: Side) -> list[tuple[int, int] | None]:
+    """Return for each sample of the engine the trainer's, and how many more tokens that has in front; None without."""
     ends = {one: number for number, sample in enumerate(trainer.samples) for one in sample.hashes}
-    pairs: list[tuple[int, _Match | None]] = []
-    num_tried = 0
-    for number, sample in enumerate(engine.samples):
-        if sample.hashes and sample.hashes[-1] in ends:
-            pairs.append((number, _Match(len(sample.tokens), 0, ends[sample.hashes[-1]])))
-            continue
-        num_tried += 1
-        pairs.append((number, _nearest(trainer.samples, sample) if num_tried <= _MAX_SAMPLES else None))
-    return pairs
-
-
-def _nearest(samples: Sequence[SampleTokens], sample: SampleTokens) -> _Match | None:
-    """Return the trainer's sample that shares most tokens with one of the engine, perhaps shifted; None without any."""
-    best = max(
-        (
-            _Match(_num_same(one.tokens, sample.tokens, shift), -abs(shift), number)._replace(shift=shift)
-            for number, one in enumerate(samples)
-            for shift in sorted(range(-_MAX_SHIFT, _MAX_SHIFT + 1), key=abs)
-        ),
-        key=lambda match: (match.num_same, -abs(match.shift)),
-        default=None,
-    )
-    if best is None:
-        return None
-    shorter = min(len(samples[best.number].tokens), len(sample.tokens))
-    return best if best.num_same >= max(2, _MIN_SHARE * shorter) else None
+    equal = [ends.get(sample.hashes[-1]) if sample.hashes else None for sample in engine.samples]
+    rest = [number for number in range(len(trainer.samples)) if number not in equal][: 8 * _MAX_SAMPLES]
+    looked_at = [number for number, other in enumerate(equal) if other is None][:_MAX_SAMPLES]
+    found: list[tuple[int, int] | None] = [None if number is None else (number, 0) for number in equal]
+    for number in looked_at:
+        theirs = engine.samples[number].tokens
+        tries = [
+            (_num_same(ours, theirs, shift), -abs(shift), -other, shift)
+            for other in rest
+            for ours in (trainer.samples[other].tokens,)
+            for shift in {*range(-_MAX_SHIFT, _MAX_SHIFT + 1), _num_alike(ours), -_num_alike(theirs)}
+            if 2 * _num_same(ours, theirs, shift) >= max(4, min(len(ours), len(theirs), _NUM_LOOKED_AT))
+        ]
+        if tries:
+            found[number] = -max(tries)[2], max(tries)[3]
+    return found
 
 
 def _num_same(ours: Sequence[int], theirs: Sequence[int], shift: int) -> int:
-    pairs = zip(ours[max(shift, 0) :], theirs[max(-shift, 0) :], strict=False)
-    return sum(a == b for a, b in pairs)
+    ours, theirs = ours[max(shift, 0) :][:_NUM_LOOKED_AT], theirs[max(-shift, 0) :][:_NUM_LOOKED_AT]
+    return sum(a == b for a, b in zip(ours, theirs, strict=False))
 
 
-def _told(trainer: Side, engine: Side, number: int, match: _Match | None) -> Iterator[TokensApart]:
-    if match is None:
-        return
-    theirs, ours = engine.samples[number].tokens, trainer.samples[match.number].tokens
-    name = trainer.name_of(match.number)
-    if match.shift:
-        side, longer = ("trainer", ours) if match.shift > 0 else ("engine", theirs)
-        front = longer[: abs(match.shift)]
+def _num_alike(tokens: Sequence[int]) -> int:
+    """Return how many tokens in front are one and the same, as padding is."""
+    return next((number for number, token in enumerate(tokens) if token != tokens[0]), 0)
+
+
+def _told(trainer: Side, engine: Side, number: int, of_trainer: int, shift: int) -> Iterator[TokensApart]:
+    theirs, ours = engine.samples[number].tokens, trainer.samples[of_trainer].tokens
+    name = trainer.name_of(of_trainer)
+    if shift:
+        side, longer = ("trainer", ours) if shift > 0 else ("engine", theirs)
+        front = longer[: abs(shift)]
         why = "padding that no mask names" if len(set(front)) == 1 and len(front) > 1 else "another tokenizer's BOS"
         text = f"{name}: the {side} alone has {counted(len(front), 'token')} in front: {front[:8]} ({why}?)"
         yield TokensApart(text, is_finding=True, sample=name, position=0)

@@ -190,36 +190,37 @@ class Side:
             keys = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") for text in texts]
             self.calls[key] = call._replace(keys=np.array(keys, np.uint64))
 
-    def pick(self, name: ValueName, slots: Mapping[int, int]) -> tuple[Array, Integers, str] | None:
-        """Return the rows of a value that belong to tokens.
+    def number(self, slots: Mapping[int, int]) -> None:
+        """Give tokens the numbers (slots) that they have by their keys; `pick` returns these tokens alone."""
+        self._slots = {
+            key: np.array([slots.get(token, -1) for token in call.keys.tolist()], np.int64)
+            for key, call in self.calls.items()
+        }
+        self._is_taken = np.zeros(len(slots), bool)
 
-        Args:
-            name: the value.
-            slots: by the key of a token, its number.
+    def pick(self, name: ValueName) -> tuple[Array, Integers, str] | None:
+        """Return a value, one row a token; the slot of the token of each row; the dtype.
 
-        Returns:
-            The value, one row a token; the number of the token of each row; the dtype. Of a token that several calls
-            have shown it is the first. None if no call has the value with its elements.
+        Of a token that several calls have shown it is the first. None if no call has the value with its elements.
         """
-        taken: dict[int, None] = {}
+        self._is_taken[:] = False
         pieces: list[Array] = []
+        taken: list[Integers] = []
         trailing: tuple[int, ...] | None = None
         dtype = ""
         for key, row in self.values.get(name, {}).items():
             call = self.calls.get(key)
             found = call.rows_of(row.shape) if call is not None and row.encoding is not None else None
-            if call is None or found is None or (trailing is not None and found[0] != trailing):
+            if found is None or (trailing is not None and found[0] != trailing):
                 continue
-            wanted = []
-            for token, at in zip(call.keys.tolist(), found[1].tolist(), strict=True):
-                slot = slots.get(token)
-                if slot is not None and slot not in taken and at >= 0:
-                    taken[slot] = None
-                    wanted.append(at)
-            if wanted:
+            slots, first = np.unique(np.where(found[1] >= 0, self._slots[key], -1), return_index=True)
+            is_new = (slots >= 0) & ~self._is_taken[slots]
+            if is_new.any():
                 trailing, dtype = found[0], row.dtype
-                pieces.append(self.array(row).reshape(-1, math.prod(trailing))[wanted])
-        return (np.concatenate(pieces), np.array(list(taken)), dtype) if pieces else None
+                self._is_taken[slots[is_new]] = True
+                taken.append(slots[is_new])
+                pieces.append(self.array(row).reshape(-1, math.prod(trailing))[found[1][first[is_new]]])
+        return (np.concatenate(pieces), np.concatenate(taken), dtype) if pieces else None
 
     def _first_with_tokens(self, rows: Sequence[TokenRow]) -> TokenRow:
         """Return a row of the outermost module that was given the tokens."""
