@@ -135,7 +135,6 @@ class Staged(NamedTuple):
     shape: tuple[int, ...]
     chunk: Chunk | None
     keep: int
-    """The bits of KEEP_*."""
     block: Block
     ready: Ready | None
     """The pending copy; None if the copy is complete already."""
@@ -169,9 +168,7 @@ class Measured(NamedTuple):
     note: str | None = None
     """The reason why statistics are missing, such as ``no_statistics:complex64``."""
     histogram: bytes | None = None
-    """The bytes of the column `histogram`."""
     units: bytes | None = None
-    """The bytes of the column `units`."""
 
 
 class Measure(Protocol):

@@ -48,7 +48,6 @@ HISTOGRAM = "histogram"
 WHY = "why"
 """The column that says why a row has no statistics or no global tensor; null if it has both."""
 REASON_COLUMNS = ("note", "placements", "nan_count", "mean", "numel")
-"""The columns that `with_why` reads."""
 _HAS_ALL, _HAS_COUNTS, _IS_EMPTY, _HAS_NONE = range(4)
 _OTHER_REASONS = tuple(name for name in REASON_COLUMNS if name not in (*_VALUE, *_NUMBERS))
 _MAX_NAMED = 3

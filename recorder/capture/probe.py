@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .staging.measure import HostMeasure
 
 BLOCK_STEPS = 64
-"""The most steps of a block."""
 _BLOCK_S = 30.0
 """The time after which a block ends, in seconds; a process that is killed loses the numbers of at most this time."""
 _MAX_COLUMNS = 1 << 16
@@ -90,7 +89,6 @@ class Probe:
         self.seen: list[tuple[int, torch.dtype, int]] | None = None
         """If it is a list, column, dtype and elements of each value are appended to it as the value is measured."""
         self._steps: list[int] = []
-        """The steps of the block."""
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
         from .staging.measure import host_measure, measure  # they load pyarrow, and `import torch` need not wait

@@ -57,7 +57,6 @@ class Engine:
         self._findings: dict[str, list[Finding]] = {rule.name: [] for rule in rules}
         self._num_more: dict[str, int] = {}
         self.last_step = -1
-        """The last step that the rules have judged."""
 
     def add(self, rows: Rows) -> None:
         """Take the next rows, ordered by step. The rows of the last step wait until a row of a later step comes."""

@@ -75,7 +75,6 @@ class Catalog:
         self._number_of: dict[SeriesKey, int] = {}
         self._lane_of: dict[int, int] = {}
         self.series_of: Integers = np.zeros(0, np.int64)
-        """The number of the series of each lane."""
         self.rank_of: Integers = np.zeros(0, np.int64)
         """The rank of each lane; -1 for a value of all ranks."""
         self.part_of: Integers = np.zeros(0, np.int64)

@@ -231,16 +231,10 @@ class Bucket:
             is_damaged = claimed is not None and claimed != f"{crc32c(content):08x}"
             return b"" if is_damaged else content, bare_e_tag(answer.meta[self._tag])
 
-        try:
-            return self._ask(key, ask)
-        except FileNotFoundError:
-            return None
+        return self._ask_if_there(key, ask)
 
     def head(self, key: str) -> StoredObject | None:
-        try:
-            return self._ask(key, lambda store: _held(store.head(self._prefix + key)))
-        except FileNotFoundError:
-            return None
+        return self._ask_if_there(key, lambda store: _held(store.head(self._prefix + key)))
 
     def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
         wanted = (self._prefix + prefix).strip("/")
@@ -251,8 +245,7 @@ class Bucket:
     def delete(self, keys: list[str]) -> None:
         for start in range(0, len(keys), 1000):
             paths = [self._prefix + key for key in keys[start : start + 1000]]
-            with contextlib.suppress(FileNotFoundError):
-                self._ask(keys[start], lambda store, paths=paths: store.delete(paths))  # type: ignore[misc]
+            self._ask_if_there(keys[start], lambda store, paths=paths: store.delete(paths))  # type: ignore[misc]
 
     def _is_same(self, key: str, file: LocalFile, e_tag: str) -> bool:
         held = self.head(key)
@@ -261,13 +254,10 @@ class Bucket:
         return held.e_tag == e_tag or self._reads_same(key, file)
 
     def _claims(self, key: str, crc: int) -> bool:
-        try:
-            answer = self._ask(
-                key, lambda store: dict(store.get(self._prefix + key, options={"head": True}).attributes)
-            )
-        except FileNotFoundError:
-            return False
-        return answer.get(_CRC_KEY) == f"{crc:08x}"
+        def ask(store: Any) -> dict[str, str]:
+            return dict(store.get(self._prefix + key, options={"head": True}).attributes)
+
+        return (self._ask_if_there(key, ask) or {}).get(_CRC_KEY) == f"{crc:08x}"
 
     def _reads_same(self, key: str, file: LocalFile) -> bool:
         def ask(store: Any) -> bool:
@@ -279,10 +269,14 @@ class Bucket:
                 offset += len(content)
             return offset == file.size_bytes
 
+        return bool(self._ask_if_there(key, ask, is_long=True))
+
+    def _ask_if_there(self, key: str, question: Callable[[Any], Answer], *, is_long: bool = False) -> Answer | None:
+        """Return what `_ask` returns; None if there is no such object."""
         try:
-            return self._ask(key, ask, is_long=True)
+            return self._ask(key, question, is_long=is_long)
         except FileNotFoundError:
-            return False
+            return None
 
     def _ask(self, key: str, question: Callable[[Any], Answer], *, is_long: bool = False) -> Answer:
         from obstore.exceptions import AlreadyExistsError, PreconditionError

@@ -306,9 +306,7 @@ def plan_prune(
     runs = list_runs(destination)
     for name in names:
         if name not in {run.key for run in runs}:
-            raise LookupFailedError(
-                f"{destination.url}/{name}: no such run; `recorder ls {destination.url}` lists them"
-            )
+            raise _no_such_run(destination, name)
     left_bytes = sum(run.num_bytes for run in runs)
     plans = []
     for run in runs:
@@ -330,6 +328,10 @@ def plan_prune(
             left_bytes -= run.num_bytes
             plans.append(PrunePlan(run, True, why))
     return plans
+
+
+def _no_such_run(destination: Destination, key: str) -> LookupFailedError:
+    return LookupFailedError(f"{destination.url}/{key}: no such run; `recorder ls {destination.url}` lists them")
 
 
 def prune(destination: Destination, run: KeptRun) -> bool:
@@ -362,7 +364,7 @@ def find_key(destination: Destination, typed: str) -> str:
     matches = [run for run in runs if name in run.names]
     matches = matches or [run for run in runs if any(one.startswith(name) for one in run.names)]
     if not matches:
-        raise LookupFailedError(f"{destination.url}/{typed}: no such run; `recorder ls {destination.url}` lists them")
+        raise _no_such_run(destination, typed)
     keys = [f"{folder}/{run.location.name}" if folder else run.location.name for run in matches]
     if len(keys) > 1:
         raise LookupFailedError(
@@ -374,7 +376,7 @@ def find_key(destination: Destination, typed: str) -> str:
 def set_keep(destination: Destination, key: str, *, is_kept: bool) -> None:
     """Put or remove the mark that protects a run from every prune; raise LookupFailedError for an unknown run."""
     if destination.get(f"{key}/{RUN_MANIFEST}") is None:
-        raise LookupFailedError(f"{destination.url}/{key}: no such run; `recorder ls {destination.url}` lists them")
+        raise _no_such_run(destination, key)
     if is_kept:
         with contextlib.suppress(TakenError):  # the run is already marked
             destination.put_if(f"{key}/{KEEP}", b"", None)

@@ -46,7 +46,6 @@ class _Known:
         self.share = share
         """The encoded size as a share of the payload's bytes."""
         self.num_left = _SAMPLED_EACH - 1
-        """The number of payloads until the next sample."""
 
 
 class Encoder:

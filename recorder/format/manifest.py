@@ -150,11 +150,7 @@ class RecordedRoot:
 def _ranks(members: Members | None) -> ParallelRanks | None:
     if members is None:
         return None
-    return ParallelRanks(
-        ranks=members.ranks("ranks", MAX_RANKS, _MAX_RANK),
-        kind=members.text("kind"),
-        broadcast_buffers=members.optional_flag("broadcast_buffers"),
-    )
+    return ParallelRanks(**members.plain(ParallelRanks), ranks=members.ranks("ranks", MAX_RANKS, _MAX_RANK))
 
 
 def _stage(members: Members | None) -> Stage | None:
@@ -254,7 +250,7 @@ class RunManifest:
             name=name if name is not None and RUN_NAME.fullmatch(name) else None,
             world_size=members.optional_count("world_size") or None,
             created_ns=members.optional_count("created_ns"),
-            merged_from=None if source is None else MergedFrom(run_id=source.text("run_id"), path=source.text("path")),
+            merged_from=None if source is None else MergedFrom(**source.plain(MergedFrom)),
             members=raw,
             problems=tuple(problems),
         )

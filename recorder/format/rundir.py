@@ -337,6 +337,7 @@ _READERS: dict[Any, Callable[[Members, str], Any]] = {
     "int | None": Members.optional_count,
     "bool": Members.flag,
     "bool | None": Members.optional_flag,
+    "float": Members.number,
     "tuple[str, ...]": Members.texts,
 }
 """The function, by a field's annotation, that reads the member for a dataclass's field."""

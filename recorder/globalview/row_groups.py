@@ -205,7 +205,6 @@ class RowFinding(NamedTuple):
     ranks: tuple[int, ...]
     text: str
     num_rows: int = 1
-    """The number of values that have this finding."""
 
 
 class FindingLog:

@@ -199,7 +199,6 @@ class ValueRows(NamedTuple):
     indices: list[int]
     """Indices of the value's rows among the grouped rows."""
     codes: tuple[int, ...]
-    """For each row, the index of its chunk."""
     chunks: list[RankChunk]
     ranks: tuple[int, ...]
     positions: tuple[int, ...]

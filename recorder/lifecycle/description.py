@@ -32,7 +32,6 @@ class Description:
     """The facts that a recording keeps from its start, and the manifests made from these facts."""
 
     version: str
-    """The version of the package."""
     topology: JobRank
     loaded: Loaded
     process: Mapping[str, Any]

@@ -116,7 +116,6 @@ class EarlyOptimizers:
         `closure_returned` is called when the closure of a step returns, in which the first root may have run.
         """
         self.has_stepped = False
-        """True once an optimizer has stepped."""
         self.live: list[Optimizer] = []
         """The optimizers that the last scan has found; empty after `take`."""
         self._events = events

@@ -35,9 +35,7 @@ class Summary:
     """The name of the run in a command, quoted for a shell."""
     world_size: int
     last_step: int | None
-    """The last step with a written row."""
     ledger: Mapping[str, Any]
-    """The final ledger."""
     nonfinite: tuple[int, str, str] | None
     """Step, value and kind of the first nonfinite value of rank 0."""
     written_bytes: int

@@ -180,7 +180,6 @@ class UnitReport:
     num_rows: int
     source_bytes: int
     written_bytes: int
-    """Bytes of shards and indexes, without manifests."""
     findings: Summary
     damage: list[str]
     """Messages about damage in the source's shards that hold these steps."""

@@ -140,7 +140,6 @@ class LoopsPlan:
         self.items, self.kind, self.item_bytes = items, KINDS[dtype], item_bytes(dtype)
         self.num_bins, self.num_units, self.unit_inner = num_bins, num_units, unit_inner
         self.num_bytes = _STATISTICS.size + 8 * num_bins + 32 * num_units
-        """The bytes of the results."""
         self.table_address = 0 if table is None else table.ctypes.data
         self.weights_address = 0 if weights is None else weights.address
         self._kept = table, weights

@@ -54,7 +54,6 @@ _MAX_BATCHES = 1 << 31
 
 
 ARROW_ERRORS = (pa.ArrowException, OSError, EOFError, StopIteration, UnicodeDecodeError)
-"""The exceptions that pyarrow raises for damaged bytes."""
 
 
 class CheckedBatch(NamedTuple):

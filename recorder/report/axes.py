@@ -250,7 +250,6 @@ class Lanes:
         else:
             self._add("rank", self.ranks)
         self.most = len(self.described) + MAX_ODD * self.has_spread
-        """The most lanes that the run may have."""
         if self.is_merged:
             self._lane_of_rank[-1] = 0  # a value of all ranks together has rank -1
 

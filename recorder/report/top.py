@@ -59,7 +59,6 @@ class Highlight(NamedTuple):
     steps: tuple[int, int] | None = None
     """The first and the last step of the finding; None if the finding belongs to no step."""
     paths: tuple[str, ...] = ()
-    """The modules that the sentence names."""
     lasts: bool = False
     """True if the finding is a state that lasts from its first step on, such as a dead layer, and no event."""
 

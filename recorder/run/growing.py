@@ -80,13 +80,11 @@ class GrowingRun:
     def __init__(self, location: Location, manifest: RunManifest) -> None:
         self.location, self.manifest = location, manifest
         self.ranks: list[RankNow] = []
-        """The last known state of each rank."""
         self._store = store_of(location)
         self._watch = RunWatch(location)
         self._followed: dict[Location, _Followed] = {}
         self._shared = Shared()
         self.num_rows = 0
-        """The number of rows found so far."""
         self.has_again = False
         """True if a rank restarted at steps that were done: a drawing of these steps must begin anew."""
         self.done_before = 0

@@ -115,7 +115,6 @@ def plain(value: Any) -> Any:
 
 
 HEIGHT_PIXELS = 720
-"""The height of a page inside a notebook."""
 MAX_LISTED = 50
 
 

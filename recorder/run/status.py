@@ -44,7 +44,6 @@ class Status(Lifetime):
     """The latest status that a writer wrote about itself."""
 
     interval_s: float = 0.0
-    """The planned interval between two statuses, in seconds."""
     step: int = 0
     has_step: bool = True
     """False if step and counts have no meaning, as the writer has left no status, or only the one from its start."""
@@ -56,7 +55,6 @@ class Status(Lifetime):
     """The bytes on the disk now, which are fewer than were written if retention has removed shards."""
     max_bytes: int = 0
     free_bytes: int | None = None
-    """The free bytes of the file system."""
     pool_bytes: int = 0
     pool_used_bytes: int = 0
     pool_peak_bytes: int = 0
@@ -68,7 +66,6 @@ class Status(Lifetime):
     recent_steps: int = 0
     recent_bytes: int = 0
     commands: tuple[Answer, ...] = ()
-    """The outcomes of the newest commands."""
     num_commands_refused: int = 0
     """The number of files among the commands that the writer refused as invalid."""
 
@@ -93,7 +90,6 @@ class RankNow:
     state: str
     """The state in `status`, or ``killed`` (process is gone), ``silent`` (no status for too long) or ``starting``."""
     silent_s: float
-    """The seconds since the last status."""
     status: Status
     num_writers: int
     """The number of processes that have written for this rank in the run."""
@@ -208,23 +204,14 @@ class RunWatch:
 
 def _parse(writer: str, raw: dict[str, Any]) -> Status:
     members, identity = Members(raw), _identity(writer, raw)
-    recent, balance = members.inner("recent") or Members({}), Balance.read(members)
-    interval_s = members.number("interval_s")
-    counts: dict[str, Any] = {name: members.count(name) for name in (
-        "step", "written_bytes", "used_bytes", "max_bytes", "pool_bytes", "pool_used_bytes", "pool_peak_bytes",
-        "queue_length",
-    )}  # fmt: skip
+    others = ("has_step", "recent_s", "recent_steps", "recent_bytes", "num_commands_refused")
+    read = members.plain(Status, *identity, *others)
+    recent = members.inner("recent") or Members({})
     return Status(
         **identity,
-        **counts,
-        interval_s=interval_s,
-        has_step=bool(interval_s) or identity["state"] in ENDED,
-        observed=balance.observed,
-        written=balance.written,
-        dropped=_drops(balance),
-        free_bytes=members.optional_count("free_bytes"),
-        waited_s=members.number("waited_s"),
-        longest_wait_s=members.number("longest_wait_s"),
+        **read,
+        has_step=bool(read["interval_s"]) or identity["state"] in ENDED,
+        dropped=_drops(Balance.read(members)),
         recent_s=recent.number("seconds"),
         recent_steps=recent.count("steps"),
         recent_bytes=recent.count("bytes"),
@@ -268,9 +255,7 @@ class Proof:
     text: str
     """The verdict as a sentence."""
     steps: int = 0
-    """The number of optimizer steps that were compared."""
     ranks: int = 0
-    """The number of ranks that were compared."""
     first_step: int | None = None
     """The first step that differs, counted from 0 at the start of the program; None if no step differs."""
     notes: tuple[str, ...] = ()
@@ -283,17 +268,8 @@ class Proof:
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> Proof:
-        members = Members(raw)
-        notes = raw.get("notes")
-        return cls(
-            verdict=members.text("verdict") or UNKNOWN,
-            text=members.text("text"),
-            steps=members.count("steps"),
-            ranks=members.count("ranks"),
-            first_step=members.optional_count("first_step"),
-            notes=tuple(note for note in notes if isinstance(note, str)) if isinstance(notes, list) else (),
-            time_ns=members.count("time_ns"),
-        )
+        read = Members(raw).plain(cls)
+        return cls(**read | {"verdict": read["verdict"] or UNKNOWN})
 
 
 def keep_proof(proof: Proof, run: Path) -> None:

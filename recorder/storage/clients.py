@@ -286,7 +286,6 @@ KINDS = {
         "AZURE_USE_AZURE_CLI=true",
     ),
 }  # fmt: skip
-"""The kind of store for each scheme."""
 SCHEMES = ", ".join(f"{scheme}://" for scheme in KINDS)
 """The schemes as messages list them."""
 DESTINATIONS = SCHEMES.replace("://", "://BUCKET/PREFIX", 1)

@@ -127,7 +127,6 @@ class ObjectStore:
         self._runs: set[str] = set()
         """The keys of the runs that are listed completely."""
         self._folders: dict[str, _Folder] = {}
-        """The listed folders by their keys."""
         self._manifests: dict[str, FileFacts | None] = {}
         """The facts of runs' manifests, by the keys of the runs; None if there is no manifest."""
         self._kept: OrderedDict[str, list[_Block]] = OrderedDict()

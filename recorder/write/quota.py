@@ -46,7 +46,6 @@ class HeldShard(NamedTuple):
     last_step: int
     """The largest step of its rows; 0 for an earlier writer's shard, whose rows were not read."""
     is_kept: bool
-    """True if retention must never delete the shard."""
     earlier: EarlierShard | None = None
     """The shard of an earlier process; None for a shard of this writer."""
 

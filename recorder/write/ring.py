@@ -25,7 +25,6 @@ _SET_BACK = 3
 _SPARE_SHARE = 0.25
 """The share of the ring that must be free if steps older than the window are to be kept."""
 _MAX_LISTED = 64
-"""The most missed steps that a dump lists."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +52,6 @@ class Dump:
     num_due: int = 0
     """The number of records that were given to the shards and are not written yet."""
     is_said: bool = False
-    """True once the missed steps were logged."""
 
     @property
     def missed_text(self) -> str:
@@ -143,7 +141,6 @@ class Ring:
         self._clock = clock
         self._asked: deque[Dump] = deque()
         self._open: list[Dump] = []
-        """The dumps whose last step has not passed."""
         self._steps: dict[int, _HeldStep] = {}
         """The steps in the order in which they began."""
         self._now: int | None = None

@@ -78,7 +78,6 @@ class RotatingShards:
         self._is_kept = False
         """True if retention never deletes the steps of the batch and the shard."""
         self._step: int | None = None
-        """The step of the last added row."""
         self._num_unsynced_rows = 0
         self._oldest_row_s = 0.0
         self._oldest_unsynced_s: float | None = None

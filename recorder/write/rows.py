@@ -44,7 +44,6 @@ _CELLS = (*_OF_MEASURED, *Staged._fields, *_OF_PAYLOAD)
 """The values, by column, of a row that waits for its batch."""
 _NO_PAYLOAD = (0, 0, None, None)
 MAX_ROWS = 4096
-"""The most rows of a batch."""
 
 
 def max_payload_bytes(batch_bytes: int) -> int:
@@ -60,7 +59,6 @@ class BuiltBatch(NamedTuple):
     payload: Payload | None
     """The values of `data`, if the batch itself has none. They are borrowed, and must be written before `clear`."""
     steps: Sequence[int]
-    """The step of each row."""
 
 
 class RowBatch:

@@ -24,7 +24,6 @@ class WriteSettings:
     codec: str = "auto"
     """``auto``, ``none`` or ``zstd``; see `format.codec`."""
     codec_level: int = 1
-    """The compression level of zstd."""
     max_bytes: int = 16 << 30
     """The bytes of disk that the rank may use, including earlier writers; a quarter of them is for statistics."""
     keep_newest: int = 0

@@ -73,7 +73,6 @@ class WriterDirectory:
         self, settings: WriteSettings, ledger: Ledger, disk: Disk, notices: Notices, clock: Callable[[], float]
     ) -> None:
         self.path: Path | None = None
-        """The writer's own directory, once it is claimed."""
         self.shards_by_kind: dict[str, RotatingShards] = {}
         """The shards by their kind, once the directory is claimed."""
         self._settings = settings

@@ -44,7 +44,6 @@ class Checked(NamedTuple):
     """The rules that could not judge the run, each with what it needs."""
     num_rules: int
     num_rows: int
-    """The number of rows that were judged."""
     steps: list[int]
     notes: list[str]
     """Notes on the rows and rules that were left out."""
@@ -329,7 +328,6 @@ class ToldFindings(NamedTuple):
     worst: Finding
     paths: list[str]
     names: list[str]
-    """The names of the values at the site."""
     first_step: int
     """The first step at which any of the findings holds."""
     last_step: int

@@ -36,7 +36,6 @@ _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")
 _TEXTS = (*_KEY, *_ABOUT)
 _NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
-"""The columns that are read for every rule."""
 _ORDER = ("step", "rank", "attempt", "seq")
 _EVERY = (-MAX_COUNT, MAX_COUNT)
 """The range of all steps, for which no row's step has to be compared."""
@@ -76,9 +75,7 @@ class RunRows:
             {key: ModuleFacts(info.class_name, info.sites) for key, info in run.modules.items()}
         )
         self.num_rows = 0
-        """The number of rows yielded so far."""
         self.steps: set[int] = set()
-        """The steps of the rows yielded so far."""
         self.num_superseded = 0
         """The number of rows left out because a restart did their steps again."""
         self._view = run.view()

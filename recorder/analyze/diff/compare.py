@@ -53,13 +53,11 @@ class Distance(NamedTuple):
     num_outside: int = 0
     """The number of elements that differ by more than the tolerance. NaN equals NaN, and an infinity equals itself."""
     max_abs: float = 0.0
-    """The largest |b - a| of all elements."""
     of_max: float = 0.0
     """`max_abs` relative to the largest magnitude in either array. It hardly depends on elements near zero, in which
     rounding may change `max_rel` and `max_ulp` by any factor.
     """
     l2_apart: float = 0.0
-    """The Euclidean norm of b - a."""
     max_rel: float = 0.0
     """The largest |b - a| / max(|a|, |b|) of all elements, from 0 to 2."""
     max_ulp: int | None = 0

@@ -147,7 +147,6 @@ class RangeSteps(NamedTuple):
     """The facts about a range of steps that are known without the rows."""
 
     paired: list[int]
-    """The steps with pairs, ascending."""
     roots: list[str]
     """The roots of the first run."""
     has_alone: bool

@@ -112,7 +112,6 @@ class _Forward:
     def __init__(self, events: Sequence[StepEvent]) -> None:
         self.called = {event.path for event in events}
         self.stage_of = {event.path: event.stage for event in events if event.path}
-        """The pipeline stage of each module, by path."""
         self.wrong = _Paths(event for event in events if event.differs)
         self.has_inputs = any(event.site == "input" and event.path for event in events)
         self._outputs = [event for event in events if event.site == "output"]

@@ -42,7 +42,6 @@ class DiffOptions:
     """The options of a comparison."""
 
     selection: Selection
-    """The values that are compared."""
     tolerance: Tolerance
     """The distances up to which elements count as equal."""
     global_view: GlobalOptions
@@ -61,7 +60,6 @@ class SideTotals:
     def __init__(self, selection: Selection, own_names: Mapping[str, str]) -> None:
         self.problems = Problems(selection)
         self.steps: set[int] = set()
-        """The steps of the selected values."""
         self.unpaired = UnpairedModules(own_names)
         self.only: list[Any] = []
         """Tables of values that the other run does not have, as `by_value` makes them."""

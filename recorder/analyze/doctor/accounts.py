@@ -115,7 +115,6 @@ class _Gaps(NamedTuple):
     """The step of the row before each range; `last` has the step of the row after it."""
     last: Integers
     size: Integers
-    """The number of missing rows in each range."""
     earliest: Integers
     """For each range, the earliest phase of a step in which its rows can have been numbered."""
     latest: Integers

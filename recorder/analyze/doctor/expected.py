@@ -113,7 +113,6 @@ class Expectation(NamedTuple):
     """The number of tensors of which some parts were dropped."""
     is_merged: bool
     absent: list[int]
-    """The ranks without a writer."""
 
 
 class _Rank(NamedTuple):

@@ -203,7 +203,6 @@ class RankView:
         self.recorded_with_grad = np.zeros(0, np.int64)
         self.called_ever = np.zeros(num_modules, bool)
         self.graded_ever = np.zeros(num_modules, bool)
-        """Whether each module ran with gradients."""
         self.first_step: int | None = None
         self.last_step: int | None = None
 

@@ -135,7 +135,6 @@ class Slots:
                     rows += [(number, SLOT_SITES.index(site), code) for site in sites]
         module, site, names_of = np.array(rows, np.int64).reshape(-1, 3).T
         self.module: Integers = np.ascontiguousarray(module)
-        """For each slot, the number of its module."""
         self.site: Integers = np.ascontiguousarray(site)
         """For each slot, the index of its site in `SLOT_SITES`."""
         self.name: Integers = np.ascontiguousarray(names_of)

@@ -43,7 +43,6 @@ _COLUMNS = tuple(dict.fromkeys((*NAMING, *_STATISTICS, *_COUNTS, "zero_count", "
 
 Picture = npt.NDArray[np.uint8]
 Step = Mapping[str, "float | Histogram | Picture"]
-"""The values of one step, by tag."""
 
 
 class Board(Protocol):

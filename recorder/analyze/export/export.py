@@ -49,7 +49,6 @@ class Exported(NamedTuple):
     num_bytes: int
     """The size of the file."""
     notes: list[str]
-    """Notes on values that lack some ranks."""
     problems: list[str]
     """Global tensors whose ranks contradict each other, so that the file has the ranks' rows instead; and values that
     cannot be read and are not in the file."""

@@ -30,7 +30,6 @@ from ...sites import SITE_OF
 ORIGIN = ("ranks_present", "ranks_expected", "scale", "layout_source", "note")
 """The columns that say from which ranks' values, and how, a tensor was put together."""
 BATCH_BYTES = 32 << 20
-"""The most bytes that are read at once."""
 _BATCH_ITEMS = 65_536
 
 T = TypeVar("T")
@@ -60,7 +59,6 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     payload_bytes: int
     naming: dict[str, Any]
-    """The columns of `NAMING`."""
     origin: dict[str, Any]
     """The columns of `ORIGIN`, with JSON decoded."""
 
@@ -106,7 +104,6 @@ class Chosen(NamedTuple):
     """The number of selected rows, including rows without values that were left out afterwards."""
     partial: MissingRanks
     problems: Problems
-    """Contradictions in the global view."""
     is_damaged: bool
     """Whether anything that was read is damaged, here or in a worker process."""
 
@@ -249,10 +246,7 @@ class InTurn:
         self._waiting: deque[list[Span]] = deque()
 
     def spans(self, entry: Entry) -> Iterator[Span]:
-        """Yield the bytes of the next tensor.
-
-        Raises CorruptError if the bytes are not those that were written.
-        """
+        """Yield the bytes of the next tensor. Raises CorruptError if the bytes are not those that were written."""
         if entry.payload_bytes > BATCH_BYTES:
             return whole(entry, self._read_large(entry))
         if not self._waiting:

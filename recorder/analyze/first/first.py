@@ -25,14 +25,12 @@ class First(NamedTuple):
     nonfinite: NonFiniteTensor | None
     """The first NaN or infinity; None where all values are finite."""
     num_nonfinite: int
-    """The number of values that are not finite."""
     num_nonfinite_modules: int
     num_known: int
     """The number of recorded values of which it is known whether they are finite."""
     has_masks: bool
     """Whether some values are infinite from their first record on, as masks are, and so are not counted."""
     steps: list[int]
-    """The steps of the recorded values."""
     replica: Differing | None
     """The first parameter, gradient or optimizer state that should be equal on several ranks and is not."""
     differing: list[tuple[str, str, str]]

@@ -200,10 +200,7 @@ class Timeline:
                     yield row, error
 
     def array(self, row: int) -> npt.NDArray[Any]:
-        """Return the tensor of a row.
-
-        Raises RunError if the tensor was not recorded, or cannot be read.
-        """
+        """Return the tensor of a row. Raises RunError if the tensor was not recorded, or cannot be read."""
         question = {name: self.table.column(name)[row].as_py() for name in _KEY}
         return self.run.array(question.pop("module_path"), **question)
 

@@ -51,9 +51,7 @@ class Compared(NamedTuple):
     name: str
     verdict: str
     largest: float
-    """The largest difference of an element."""
     scale: float
-    """The largest recorded magnitude."""
     num_differing: int
     numel: int
 

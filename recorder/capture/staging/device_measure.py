@@ -51,7 +51,6 @@ class DeviceMeasure:
         self._sides = sides_of(shape, unit_dim) if keep & KEEP_UNITS else None
         num_units = self._sides.num if isinstance(self._sides, Sides) else 0
         self.nbytes = (len(self._boxes) * _NUM_COLUMNS + _SUMS_OF_UNIT * num_units) * 8
-        """Bytes of the results."""
 
     def launch(self, tensor: torch.Tensor, weights: Weights) -> torch.Tensor:
         """Launch the kernels on the current stream, for a contiguous tensor as planned, which is not changed.

@@ -115,7 +115,6 @@ class HostMeasure:
             unit_inner=0 if sides is None else sides.inner,
         )
         self.nbytes = self.loops.num_bytes
-        """The bytes of the results."""
 
     def launch(self, at: int, out: int, num_threads: int = 1, held_bytes: int = HELD_BYTES) -> None:
         """Measure the contiguous elements at an address, and write the results to an address; see `measure_at`."""

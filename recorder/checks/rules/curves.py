@@ -64,7 +64,6 @@ class CurveRule(CheckRule):
         """By number of the curve, the lane that findings on the curve name."""
         self._number_of: dict[CurveKey, int] = {}
         self._number = Memory()
-        """By lane, the number of its curve."""
         self._before = Memory()
         """By lane of a gradient, the sum of squares at its last record."""
         self.is_loss = Memory(0.0)
@@ -72,7 +71,6 @@ class CurveRule(CheckRule):
         self.num = Memory(0.0)
         """By curve, the number of samples before the step that is judged."""
         self.most = 0
-        """The number of samples of the longest curve."""
 
     def wants(self, key: SeriesKey) -> bool:
         return key.site in self.sites and (key.is_loss or key.site == "grad")

@@ -49,7 +49,6 @@ class NonFinite(CheckRule):
         self._num_skipped = 0
         """The number of consecutive steps that were skipped for a non-finite value."""
         self._last_step: int | None = None
-        """The last step that had rows."""
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         nan, inf = np.nan_to_num(rows["nan_count"]), np.nan_to_num(rows["inf_count"])

@@ -212,27 +212,15 @@ def _told(ranks: Sequence[RankNow]) -> str:
 
 def _document(run: Location, ranks: Sequence[RankNow], world_size: int) -> dict[str, Any]:
     return {
-        "run": run.name,
-        "path": str(run),
-        "world_size": world_size or None,
-        "is_over": _is_over(ranks),
-        "states": _count_states(ranks),
-        "ranks": [_describe(rank) for rank in ranks],
-    }
+        "run": run.name, "path": str(run), "world_size": world_size or None, "is_over": _is_over(ranks),
+        "states": _count_states(ranks), "ranks": [_describe(rank) for rank in ranks],
+    }  # fmt: skip
 
 
 def _describe(rank: RankNow) -> dict[str, Any]:
     status = asdict(rank.status)
     has_step = status.pop("has_step")
     rates = {"steps_per_s": rank.status.steps_per_s, "bytes_per_s": rank.status.bytes_per_s}
-    return {
-        **status,
-        **rates,
-        "step": rank.status.step if has_step else None,
-        "rank": rank.rank,
-        "state": rank.state,
-        "silent_s": rank.silent_s,
-        "num_writers": rank.num_writers,
-        "num_alive": rank.num_alive,
-        "is_ended": rank.state in ENDED,
-    }
+    own = {name: getattr(rank, name) for name in ("rank", "state", "silent_s", "num_writers", "num_alive")}
+    step = rank.status.step if has_step else None
+    return {**status, **rates, "step": step, **own, "is_ended": rank.state in ENDED}

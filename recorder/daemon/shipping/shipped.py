@@ -211,7 +211,6 @@ class ShippedRun:
         self.shared = shared
         self.run_id = ""
         self.facts: dict[str, Any] = {}
-        """The members of the run's manifest."""
         self.manifest: Stamp | None = None
         """The stamp of the local manifest that was last compared with the manifest at the destination."""
         self.conflict = ""

@@ -50,7 +50,6 @@ class BatchFile:
         self._blocks: list[FooterBlock] = []
         self._file = AppendFile(disk, path, memory, is_direct=is_direct)
         self._crc = crc32c(layout.preamble)
-        """The CRC32C of all bytes that were appended."""
         try:
             self._file.append_bytes(layout.preamble)
         except BaseException:
