@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .errors import ConfigError
 from .rules import OFF, ON, Rule, Schedule, did_you_mean, parse_rules, read_boolean, ring_window
@@ -163,6 +163,11 @@ class Settings:
     close_deadline_s: float = _setting(5.0, "longest time that ending the process waits for the last bytes, seconds")
     status_interval_s: float = _setting(2.0, "how often a rank shows `recorder top` what it does, s; 0: at its ends")
     join_deadline_s: float = _setting(10.0, "longest wait of the writer for a run name agreed by all ranks, seconds")
+
+    batch_bytes: ClassVar[int] = 8 << 20
+    """The payload bytes at which a batch is written. Only tests change this number and `shard_rows`."""
+    shard_rows: ClassVar[int] = 65536
+    """The number of rows at which a shard is sealed."""
 
     def __post_init__(self) -> None:
         for name, low, high in RANGES:

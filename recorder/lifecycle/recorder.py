@@ -255,7 +255,7 @@ class Recorder:
         capacity = self.settings.pool_bytes or default_capacity_bytes(own_topology.local_world_size)
         kernels = native.load(self.settings.native)
         writer = Writer(
-            settings=_write_settings(self.settings),
+            settings=self.settings,
             measure=functools.partial(measure, kernels=kernels),
             measure_small=functools.partial(measure_small, kernels=kernels),
             resolve_dir=self._resolve_target,
@@ -669,12 +669,3 @@ class Recorder:
         if self._termination is not None:
             self._termination.abandon()
         self._on_change(self, False)
-
-
-def _write_settings(settings: config.Settings) -> Any:
-    from dataclasses import fields
-
-    from ..write.writer import WriteSettings
-
-    shared = {item.name for item in fields(WriteSettings)} & {item.name for item in fields(config.Settings)}
-    return WriteSettings(**{name: getattr(settings, name) for name in shared})

@@ -10,6 +10,7 @@ import errno
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ..config import Settings
 from ..format.rundir import open_name, shard_name
 from ..records import KEEP_TENSOR, Measured, Staged
 from ..rules import Schedule
@@ -19,7 +20,6 @@ from .files.shard import BatchFile, Index, StoredShard
 from .ledger import NO_MEMORY, QUOTA, WRITER_ERROR, Backoff, Ledger, Notices, drop_reason
 from .quota import DiskFloor, HeldShard, Quota
 from .rows import BuiltBatch, RowBatch
-from .settings import WriteSettings
 
 _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """The errors of a sync that was short of a descriptor or memory. Such a sync may be tried again."""
@@ -36,7 +36,7 @@ class RotatingShards:
         batch: RowBatch,
         layout: IpcFormat,
         has_index: bool,
-        settings: WriteSettings,
+        settings: Settings,
         disk: Disk,
         memory: PageMemory,
         ledger: Ledger,

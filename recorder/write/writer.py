@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ..config import Settings
 from ..errors import WriteError
 from ..records import (
     KEEP_FINGERPRINT,
@@ -35,10 +36,9 @@ from .files.file import FILE_MODES, Disk, SyncThread
 from .ledger import ABANDONED, CLOSED, INTERRUPTED, WRITER_DEAD, WRITER_ERROR, Ledger, Notices
 from .ring import Due, Dump, Ring, Room
 from .rows import NOT_MEASURED
-from .settings import WriteSettings
 from .writer_directory import RunTarget, WriterDirectory
 
-__all__ = ["CloseReport", "RunTarget", "WriteSettings", "Writer", "WriterStats"]
+__all__ = ["CloseReport", "RunTarget", "Writer", "WriterStats"]
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Writer:
     def __init__(
         self,
         *,
-        settings: WriteSettings,
+        settings: Settings,
         measure: Measure,
         measure_small: MeasureSmall | None = None,
         observed: Callable[[], int],

@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import native
 from ..columns import SCHEMA
+from ..config import Settings
 from ..errors import RunError, WriteError
 from ..format.codec import Encoder
 from ..format.manifest import RunManifest
@@ -34,7 +35,6 @@ from .quota import DiskFloor, EarlierShard, HeldShard, Quota, find_earlier
 from .ring import Dump
 from .rotation import RotatingShards
 from .rows import MAX_ROWS, RowBatch
-from .settings import WriteSettings
 
 _FORMAT = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION)}
 _BATCHES_PER_SHARD = 4
@@ -70,7 +70,7 @@ class WriterDirectory:
     """One writer directory and the kinds of shard in it: each row is written, or dropped with a reason."""
 
     def __init__(
-        self, settings: WriteSettings, ledger: Ledger, disk: Disk, notices: Notices, clock: Callable[[], float]
+        self, settings: Settings, ledger: Ledger, disk: Disk, notices: Notices, clock: Callable[[], float]
     ) -> None:
         self.path: Path | None = None
         self.shards_by_kind: dict[str, RotatingShards] = {}

@@ -10,7 +10,8 @@ from typing import Any
 
 from recorder.capture.staging.measure import measure
 from recorder.records import Staged
-from recorder.write.writer import RunTarget, Writer, WriteSettings
+from recorder.write.writer import RunTarget, Writer
+from tests.rigs.writer import settings_of_any_size
 
 
 def gated_writer() -> threading.Event:
@@ -35,7 +36,7 @@ def writing(
     observed = 0
     target = RunTarget(run_dir=run, run_manifest=run_manifest(world_size), rank=rank, attempt=0)
     writer = Writer(
-        settings=WriteSettings(**{"min_free_bytes": 0, "max_bytes": 1 << 50, "direct_io": "off", **settings}),
+        settings=settings_of_any_size(**{"max_bytes": 1 << 50, "direct_io": "off", **settings}),
         measure=measure,
         observed=lambda: observed,
         resolve_dir=lambda: target,

@@ -9,14 +9,22 @@ from typing import Any
 
 import pyarrow as pa
 
+from recorder.config import Settings
 from recorder.format.integrity import BatchHeader, check_batch
 from recorder.records import Measured, MeasureSmall, Staged
 from recorder.rules import RingWindow
 from recorder.write.files.file import Disk
 from recorder.write.ring import Room
-from recorder.write.writer import CloseReport, RunTarget, Writer, WriteSettings
+from recorder.write.writer import CloseReport, RunTarget, Writer
 from tests.rigs.fakes import FakeBlock, fake_measure, fake_staged
 from tests.rigs.waiting import PATIENCE_S
+
+
+def settings_of_any_size(*, batch_bytes: int = 8 << 20, shard_rows: int = 65536, **settings: Any) -> Settings:
+    """Return settings that are not checked: tests write shards that are smaller than a user may ask for."""
+    own = {"batch_bytes": batch_bytes, "shard_rows": shard_rows, "__slots__": (), "__post_init__": lambda self: None}
+    kind: type[Settings] = type("Settings", (Settings,), own)
+    return kind(**{"min_free_bytes": 0, **settings})
 
 
 class Rig:
@@ -42,7 +50,7 @@ class Rig:
         self.staged: list[Staged] = []
         target = RunTarget(run_dir=run_dir, run_manifest={"run_id": run_dir.name}, rank=rank, attempt=attempt)
         self.writer = Writer(
-            settings=WriteSettings(**{"min_free_bytes": 0, **settings}),
+            settings=settings_of_any_size(**settings),
             measure=measure,
             measure_small=measure_small,
             observed=lambda: self.num_observed,
