@@ -148,11 +148,9 @@ def wrapped(tensor: torch.Tensor, node: Any) -> torch.Tensor | tuple[Any, int] |
 def made_of(tensor: Any) -> tuple[Any, int, Chunk | None] | None:
     """Return the node of the tensor from which a DTensor was made for a single module.
 
-    The gradient that arrives at the DTensor is that module's share; the complete gradient arrives at the node.
-
-    Returns:
-        The node, the index of its output, and the chunk of the gradient if the gradient is a plain tensor; None if
-        other modules take the DTensor itself.
+    The gradient that arrives at the DTensor is that module's share; the complete gradient arrives at the node. Returned
+    are the node, the index of its output, and the chunk of the gradient if the gradient is a plain tensor; None if
+    other modules take the DTensor itself.
     """
     node, number, chunk = tensor.grad_fn, 0, None
     while (kind := type(node).__name__) in ("RedistributeBackward", "_FromTorchTensorBackward"):

@@ -232,18 +232,10 @@ class Capture:
     ) -> None:
         """Copy the values of a tensor into the pool and put them on the channel, or count them as dropped. Any thread.
 
-        Args:
-            origin: root, module, site and name of the value.
-            moment: step, micro-step and mode.
-            phase: ``forward``, ``recompute``, ``backward`` or ``optimizer``.
-            call: the number of the module's call within the slice.
-            repeat: the number of the row among rows with an otherwise equal key.
-            keep: bits of KEEP_*, not 0.
-            tensor: a tensor of any kind; it is read before this returns and never held.
-            scope: the scope of a gradient or parameter; None where a scope has no meaning.
-            chunk: the position in a global tensor, where the caller knows it and the tensor does not tell.
-            note: JSON text for the row.
-            put: takes the record instead of the channel.
+        The tensor may be of any kind; it is read before this returns and never held. `repeat` numbers rows with an
+        otherwise equal key. `keep` are bits of KEEP_*, not 0. `scope` is that of a gradient or parameter; None where a
+        scope has no meaning. `chunk` is the position in a global tensor, where the caller knows it and the tensor does
+        not tell. `note` is JSON text for the row. `put` takes the record instead of the channel.
         """
         try:
             local, chunk = plain(tensor, chunk)

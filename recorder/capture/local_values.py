@@ -149,15 +149,8 @@ def inner_tensors(name: str, tensor: torch.Tensor, chunk: Chunk | None) -> list[
     """Return every tensor inside a composite tensor, at any depth; none where the tensor is not composite.
 
     In a DTensor around a composite tensor, only inner tensors with the shape of the local tensor have the DTensor's
-    chunk; the others have a note that says so.
-
-    Args:
-        name: the name of the outer tensor.
-        tensor: a tensor that is not plain, and no DTensor around a plain tensor.
-        chunk: the position in a global tensor, where the caller knows the position.
-
-    Raises:
-        Exception: the error that a subclass's own ``__tensor_flatten__`` has raised.
+    chunk; the others have a note that says so. `name` is that of the outer tensor, which is not plain, and no DTensor
+    around a plain tensor. An error that a subclass's own ``__tensor_flatten__`` raises is passed on.
     """
     with torch.no_grad(), torch._C.DisableTorchFunction():
         dtensor = loaded("torch.distributed.tensor", "DTensor")

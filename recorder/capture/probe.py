@@ -100,13 +100,8 @@ class Probe:
     ) -> bool:
         """Measure a value, and return whether the value has just turned non-finite, or more so than before.
 
-        Args:
-            origin: root, module, site and name of the value.
-            moment: step and mode.
-            phase: ``forward``, ``backward`` or ``optimizer``; a recompute is left out.
-            scope: the scope of a gradient or parameter; what is local to a rank before a reduction is left out.
-            chunk: the position in a global tensor, if there is one.
-            local: the plain values. Only values in host memory are measured.
+        A recompute is left out, and so is what is local to a rank before a reduction (`scope`). `local` are the plain
+        values, of which only those in host memory are measured.
         """
         numel = local.numel()
         if phase == "recompute" or scope == "local" or not numel:

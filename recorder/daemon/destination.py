@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from crc32c import crc32c
 
@@ -90,48 +90,8 @@ class Throttle:
             yield piece
 
 
-class Destination(Protocol):
-    """The place to which a daemon ships runs. Keys are relative to it. Any thread may call."""
-
-    url: str
-    requests: Requests
-    """Counts the requests to the destination, except multipart uploads, which may take long."""
-
-    def check(self) -> None:
-        """Check once that puts are safe there; raise StoreError if the store refuses or ignores put conditions."""
-
-    def put_new(self, key: str, file: LocalFile) -> str:
-        """Put a file that never changes; return the confirmation: ``etag``, ``read``, ``synced`` or ``there``.
-
-        TakenError is raised if another object has the name, DamagedError if the store has stored other bytes (then try
-        again), and StoreError if the store cannot be reached, or refuses.
-        """
-
-    def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
-        """Put a document if there is none (`e_tag` None), or over the document with this ETag; return the new ETag.
-
-        TakenError is raised if another document exists, or if the expected document is gone; StoreError as in
-        `put_new`.
-        """
-
-    def get(self, key: str) -> tuple[bytes, str] | None:
-        """Return a small document and its ETag; None if there is none.
-
-        The content is empty if it does not match the checksum that was put with it: a damaged document may be replaced.
-        """
-
-    def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
-        """Yield key and facts of every object below a prefix."""
-
-    def delete(self, keys: list[str]) -> None:
-        """Delete objects; an object that is already gone is no error."""
-
-    def renew(self) -> None:
-        """Read the credentials again."""
-
-
 class Bucket:
-    """A prefix of an object store."""
+    """A prefix of an object store. Keys are relative to it. Any thread may call."""
 
     def __init__(self, scheme: str, bucket: str, prefix: str, throttle: Throttle) -> None:
         self.url = "/".join(filter(None, (f"{scheme}://{bucket}", prefix)))
@@ -139,13 +99,16 @@ class Bucket:
         self._throttle = throttle
         self._client = Client(scheme, bucket, silence_s=_SILENCE_S, num_tries=_NUM_TRIES)
         self.requests = Requests()
+        """Counts the requests to the destination, except multipart uploads, which may take long."""
         self._tag = self._client.kind.version_tag
         self._is_checked = False
 
     def renew(self) -> None:
+        """Read the credentials again."""
         self._client.renew()
 
     def check(self) -> None:
+        """Check once that puts are safe there; raise StoreError if the store refuses or ignores put conditions."""
         if self._is_checked:
             return
         held = self.get(_PROBE)
@@ -169,6 +132,11 @@ class Bucket:
             self._put_if(_PROBE, _JUDGES, held[1] if held is not None else None)
 
     def put_new(self, key: str, file: LocalFile) -> str:
+        """Put a file that never changes; return the confirmation: ``etag``, ``read``, ``synced`` or ``there``.
+
+        TakenError is raised if another object has the name, DamagedError if the store has stored other bytes (then try
+        again), and StoreError if the store cannot be reached, or refuses.
+        """
         self.check()
         crc, e_tag = _digests(file)
         attributes = {_CRC_KEY: f"{crc:08x}"}
@@ -209,6 +177,11 @@ class Bucket:
         return bare_e_tag(obstore.put(store, path, pieces, attributes=attributes, **options)["e_tag"])
 
     def put_if(self, key: str, content: bytes, e_tag: str | None) -> str:
+        """Put a document if there is none (`e_tag` None), or over the document with this ETag; return the new ETag.
+
+        TakenError is raised if another document exists, or if the expected document is gone; StoreError as in
+        `put_new`.
+        """
         self.check()
         return self._put_if(key, content, e_tag)
 
@@ -225,6 +198,11 @@ class Bucket:
         return tag
 
     def get(self, key: str) -> tuple[bytes, str] | None:
+        """Return a small document and its ETag; None if there is none.
+
+        The content is empty if it does not match the checksum that was put with it: a damaged document may be replaced.
+        """
+
         def ask(store: Any) -> tuple[bytes, str]:
             answer = store.get(self._prefix + key)
             content, claimed = bytes(answer.bytes()), dict(answer.attributes).get(_CRC_KEY)
@@ -237,12 +215,14 @@ class Bucket:
         return self._ask_if_there(key, lambda store: _held(store.head(self._prefix + key)))
 
     def listing(self, prefix: str) -> Iterator[tuple[str, StoredObject]]:
+        """Yield key and facts of every object below a prefix."""
         wanted = (self._prefix + prefix).strip("/")
         metas = self._ask(prefix, lambda store: store.list(wanted or None).collect())
         for meta in metas:
             yield meta["path"].removeprefix(self._prefix), _held(meta)
 
     def delete(self, keys: list[str]) -> None:
+        """Delete objects; an object that is already gone is no error."""
         for start in range(0, len(keys), 1000):
             paths = [self._prefix + key for key in keys[start : start + 1000]]
             self._ask_if_there(keys[start], lambda store, paths=paths: store.delete(paths))  # type: ignore[misc]
@@ -298,7 +278,7 @@ class Bucket:
 
 
 class FolderDestination:
-    """A folder, for example on another machine's file system. A confirmed file was synced."""
+    """A folder with the methods of `Bucket`, for example on another machine. A confirmed file was synced."""
 
     def __init__(self, path: Path, throttle: Throttle) -> None:
         self.url = f"file://{path}"
@@ -388,7 +368,11 @@ class FolderDestination:
                 folder = folder.parent
 
 
-def parse_destination(text: str, throttle: Throttle | None = None) -> Bucket | FolderDestination:
+Destination = Bucket | FolderDestination
+"""The place to which a daemon ships runs."""
+
+
+def parse_destination(text: str, throttle: Throttle | None = None) -> Destination:
     """Return the destination that a URL names, without any request; raise ConfigError for any other text."""
     throttle = throttle or Throttle(0)
     if scheme_of(text) not in (None, "file", *KINDS):

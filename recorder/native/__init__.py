@@ -250,15 +250,11 @@ class Kernels:
     def measure_at(
         self, at: int, plan: LoopsPlan, out: int, *, num_threads: int = 1, held_bytes: int = HELD_BYTES
     ) -> None:
-        """Write the results of a plan, for a tensor at one address, to another address.
+        """Write the results of a plan, for a tensor with contiguous elements at one address, to the address `out`.
 
-        Args:
-            at: the address of the contiguous elements of the tensor.
-            plan: the results that are to be computed.
-            out: the address of `plan.num_bytes` bytes, which are overwritten: `struct statistics`, the bins, and the
-                three sums and the zeros of the units.
-            num_threads: the number of threads of the loaded OpenMP runtime that measure; the bits do not depend on it.
-            held_bytes: a tensor of at most this size is measured with the interpreter's lock held.
+        There, `plan.num_bytes` bytes are overwritten: `struct statistics`, the bins, and the three sums and the zeros
+        of the units. `num_threads` of the loaded OpenMP runtime measure; the bits do not depend on it. A tensor of at
+        most `held_bytes` is measured with the interpreter's lock held.
         """
         bins = out + _STATISTICS.size
         sums = bins + 8 * plan.num_bins
@@ -354,8 +350,7 @@ class Kernels:
     def huffman(self, data: _Bytes, item_bytes: int, plane: int, out: _Bytes) -> int:
         """Write a byte plane as Zstandard frames to the front of `out`, by entropy coding alone, without matches.
 
-        Returns:
-            The number of bytes of `out` that the frames take.
+        The number of bytes of `out` that the frames take is returned.
         """
         items = len(data) // item_bytes
         num_written = self._huffman(
@@ -366,13 +361,10 @@ class Kernels:
         return int(num_written)
 
     def encode(self, data: _Bytes, item_bytes: int, num_framed: int, out: _Bytes) -> int:
-        """Write the first planes as `huffman` does, then the others as they are, to the front of `out`.
+        """Write the first planes as `huffman` does, then the others as they are, to `out`; return the bytes taken.
 
         That is a payload of encoding ``planes`` (of one byte: ``raw``) where all planes are framed, and otherwise one
         of ``planes_plain``, which begins with the length of the frames.
-
-        Returns:
-            The number of bytes of `out` that the payload takes.
         """
         items = len(data) // item_bytes
         num_written = self._encode(
@@ -385,9 +377,8 @@ class Kernels:
     def sample(self, data: _Bytes, item_bytes: int, slices: int, slice_items: int, out: _Bytes) -> tuple[int, int]:
         """Copy all byte planes of slices spread evenly over the data to the front of `out`, end to end.
 
-        Returns:
-            The number of elements of the slices (all elements of short data), and the approximate number of bytes that
-            `huffman` makes of the first plane.
+        Returned are the number of elements of the slices (all elements of short data), and the approximate number of
+        bytes that `huffman` makes of the first plane.
         """
         items = len(data) // item_bytes
         num_items = min(items, slices * slice_items)

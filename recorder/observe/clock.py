@@ -145,12 +145,8 @@ class RootClock:
     ) -> None:
         """Begin a call of the root, and perhaps the next step.
 
-        Args:
-            with_grad: whether gradients are enabled.
-            training: the training flag of the root's module, inside any wrapper.
-            every_call_is_a_step: True if there is no optimizer.
-            is_first_call: True for the first call of the root.
-            micro_batch: the index of the micro-batch that a pipeline stage runs; each micro-batch is a slice.
+        `training` is the training flag of the root's module, inside any wrapper. `micro_batch` is the index of the
+        micro-batch that a pipeline stage runs; each micro-batch is a slice.
         """
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1

@@ -53,20 +53,13 @@ def find_tensor(
     stages: Mapping[tuple[int, str], Stage] = MappingProxyType({}),
     needs_values: bool = True,
 ) -> TensorRows:
-    """Return the rows of the one tensor that the query selects.
+    """Return the rows of the one tensor that the query selects; else LookupFailedError lists the choices.
 
-    Args:
-        rows: the run's rows.
-        writers: the run's writers, as `rows` numbers them.
-        module_path: exact path of the module.
-        question: the value of each qualifier; None for a qualifier that is left open.
-        counts: whether a row may be used, by position; None unless the rows of several ranks are one tensor.
-        has_micro_batches: True for a pipeline: its micro-batches together are one tensor, its stages' roots one model.
-        stages: pipeline stages by writer and root; the rows of a merged run name their stages themselves.
-        needs_values: leave out rows without a payload.
-
-    Raises:
-        LookupFailedError: there is no such tensor, or several; the message lists the choices.
+    `writers` are those that `rows` numbers. In `question` a qualifier that is left open is None. `counts` says whether
+    a row may be used, by position; it is None unless the rows of several ranks are one tensor. `has_micro_batches` is
+    True for a pipeline: its micro-batches together are one tensor, its stages' roots one model. `stages` are pipeline
+    stages by writer and root; the rows of a merged run name their stages themselves. With `needs_values` rows without a
+    payload are left out.
     """
     rows.load(LOOKUP_COLUMNS)
     of_module = np.flatnonzero(rows.module_paths().codes == module_code(rows, module_path))

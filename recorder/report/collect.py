@@ -36,6 +36,8 @@ from .statistics import StatisticsBlocks, check_statistics
 from .top import DoctorLine, Highlight, facts_of, gaps_block, of_first, top_block
 
 _MAX_DIFFERING = 200
+_OF_CULPRIT = ("step", "phase", "module_path", "site", "name", "seen_at", "ranks", "why", "hint", "max_abs", "of_max",
+               "statistic", "statistic_a", "statistic_b")  # fmt: skip
 Report = Callable[[int], None]
 
 
@@ -54,19 +56,11 @@ def collect(
     below: str | None = None,
     report: Report = lambda num_rows: None,
 ) -> Iterator[PageBlock]:
-    """Yield the blocks of a page.
+    """Yield the blocks of a page; LookupFailedError says what to record next time if there is nothing to draw.
 
-    Args:
-        run: the run to draw.
-        against: a second run to draw beside the first.
-        statistics: the statistics to draw; by default as many as there is room for.
-        checks: the answers of `recorder doctor` about the run; None if the command did not run.
-        judged: the findings of `recorder check` about the run.
-        below: draw only this module, the modules below it and scalars; None draws the whole run.
-        report: called with numbers of rows that were processed; these numbers add up to `num_looks`.
-
-    Raises:
-        LookupFailedError: there is nothing to draw; the message says what to record next time.
+    `checks` are the answers of `recorder doctor` about the run; None if the command did not run. `judged` are the
+    findings of `recorder check`. `below` draws only this module, the modules below it and scalars. `report` is called
+    with numbers of rows that were processed; these numbers add up to `num_looks`.
     """
     with ExitStack() as stack:
         rows = stack.enter_context(step_rows(run))
@@ -131,7 +125,7 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "verdict": compared.verdict,
             "num_compared": compared.num_compared,
             "num_differing": compared.table.num_rows,
-            "culprits": [_culprit(one._asdict()) for one in compared.culprits],
+            "culprits": [{name: getattr(one, name) for name in _OF_CULPRIT} for one in compared.culprits],
             "differing": [[row[name] for name in names] for row in rows],
             "only_a": [list(row.values()) for row in compared.only_a.slice(0, _MAX_DIFFERING).to_pylist()],
             "only_b": [list(row.values()) for row in compared.only_b.slice(0, _MAX_DIFFERING).to_pylist()],
@@ -140,12 +134,6 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "left_out": [[one.num_values, one.why] for one in compared.left_out],
         },
     )
-
-
-def _culprit(one: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("step", "phase", "module_path", "site", "name", "seen_at", "ranks", "why", "hint", "max_abs", "of_max",
-             "statistic", "statistic_a", "statistic_b")  # fmt: skip
-    return {name: one[name] for name in names}
 
 
 def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:

@@ -98,8 +98,7 @@ class StatisticsBlocks:
         self.histograms = HistogramCollector(known, self.lanes.ranks, len(self.series))
         self.units = UnitsCollector(known, self.lanes.ranks, len(self.series))
         self.reasons: dict[tuple[int, bool], str] = {}
-        """Why a series has no statistics, by its number; the flag is True for the values of all ranks together.
-        values."""
+        """Why a series has no statistics, by its number; the flag is True for the values of all ranks together."""
         self.global_steps: int | None = None
         """The number of steps with values of all ranks together; None if every step has such values."""
         self._make_rank_cubes()

@@ -293,7 +293,8 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
         if num_more := len({one.series for one in group}) - 1:
             text += f"; {counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
         its_steps = step, int(steps[last.column])
-        yield Highlight(text, _link_of(key, step, name), steps=its_steps, paths=(key.module_path,))
+        link = {"view": "lines", "module": key.module_path, "site": key.site, "name": key.name, "step": step}
+        yield Highlight(text, link | {"stat": name}, steps=its_steps, paths=(key.module_path,))
 
 
 class _Jump(NamedTuple):
@@ -328,8 +329,3 @@ def _named(value: RecordedValue | DrawnSeries) -> str:
 def _link(value: RecordedValue) -> dict[str, Any]:
     link = {"view": "lines", "module": value.module_path, "site": value.site, "name": value.name, "step": value.step}
     return link if value.rank is None else {**link, "rank": value.rank}
-
-
-def _link_of(key: DrawnSeries, step: int, statistic: str) -> dict[str, Any]:
-    where = {"module": key.module_path, "site": key.site, "name": key.name}
-    return {"view": "lines", **where, "step": step, "stat": statistic}

@@ -49,11 +49,8 @@ class Mapper(Protocol):
     ) -> Iterator[T]:
         """Yield the answers in the order of the ranges. Only few answers are computed ahead of the caller.
 
-        Args:
-            make: a class, or a function of a module. It is called once in each process. It returns the function
-                that is called with each range.
-            arguments: the arguments of `make`; each a run, a tuple of runs, or plain data.
-            ranges: the arguments of each call.
+        `make`, a class or a function of a module, is called once in each process with `arguments`: each a run, a tuple
+        of runs, or plain data. It returns the function that is called with each of the `ranges`.
         """
 
 
@@ -143,11 +140,9 @@ def cut_rows(
 ) -> Iterator[Callable[[Steps], Iterator[Any]]]:
     """Make a function that returns the tables of a range, as `tables` would make them for this range alone.
 
-    Args:
-        run: the run that has the rows.
-        ranges: the ranges of steps, half-open, ascending, and disjoint.
-        tables: makes tables for writers and a range of steps, all of one schema, with a column ``step``.
-        max_pending_rows: the rows that are cut at a time. Twice as many rows, plus one table, are in memory.
+    The half-open `ranges` are ascending and disjoint. `tables` makes tables for writers and a range of steps, all of
+    one schema, with a column ``step``. `max_pending_rows` are cut at a time. Twice as many rows, plus one table, are in
+    memory.
     """
     with ExitStack() as stack:
         folder = None

@@ -357,17 +357,25 @@ class Drawing:
             "version": __version__,
             "against": None,
             "live": {"state": self.state, "step": known[1] if known else None, "found": self._found_text()},
-            "verdict": None if self._checked is not None else _verdict(self.state, ranks, bad, self._doctor_text()),
+            "verdict": None if self._checked is not None else self._verdict(bad),
         }
         nothing = [Highlight("The rules of recorder check find nothing", {}, "right")]
         told = self._judge(self._found) if self._found else nothing
         is_growing = self.state == "live"
         self._keep(top_block(run, checks, told, (), self.collected, numbers, facts, is_growing=is_growing))
 
-    def _doctor_text(self) -> str:
+    def _verdict(self, bad: Sequence[RankNow]) -> str:
+        ranks = self.growing.ranks
+        if self.state == "gone":
+            return "The run was deleted; what it showed stays here until this page is closed."
+        if not ranks:
+            return "No rank has said anything yet."
+        if bad:
+            return f"{counted(len(bad), 'rank')} of {len(ranks)} dropped values, or did not end well"
+        doctor = "looks closer once it is over"
         if self.growing.num_rows > _MAX_DOCTOR_ROWS:
-            return f"is not asked of a run of more than {_MAX_DOCTOR_ROWS:,} rows"
-        return "looks closer once it is over"
+            doctor = f"is not asked of a run of more than {_MAX_DOCTOR_ROWS:,} rows"
+        return f"{counted(len(ranks), 'rank')}, and none has dropped anything; `recorder doctor` {doctor}"
 
     def _found_text(self) -> str:
         num_rows = self.growing.num_rows
@@ -444,16 +452,6 @@ def _told(ranks: Sequence[RankNow]) -> Iterator[DoctorLine]:
         step = f", step {rank.status.step}" if rank.status.has_step else ""
         text = f"rank {rank.rank}: {rank.state}{step}" + (f"; {dropped}" if dropped else "")
         yield DoctorLine("missing" if is_bad else "ok", text, {})
-
-
-def _verdict(state: str, ranks: Sequence[RankNow], bad: Sequence[RankNow], doctor: str) -> str:
-    if state == "gone":
-        return "The run was deleted; what it showed stays here until this page is closed."
-    if not ranks:
-        return "No rank has said anything yet."
-    if bad:
-        return f"{counted(len(bad), 'rank')} of {len(ranks)} dropped values, or did not end well"
-    return f"{counted(len(ranks), 'rank')}, and none has dropped anything; `recorder doctor` {doctor}"
 
 
 def _images(first: PageBlock | None, last: PageBlock | None) -> PageBlock:

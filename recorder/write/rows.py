@@ -116,8 +116,7 @@ class RowBatch:
     def add_part(self, staged: Staged, measured: Measured, part: int) -> bool:
         """Encode one part of the payload, and add the part's row; the row of part 0 has the statistics.
 
-        Returns:
-            True if there was room; an empty batch has room for any part.
+        True is returned if there was room; an empty batch has room for any part.
         """
         data = staged.block.data
         numel = _shape_columns(staged.shape)[1]

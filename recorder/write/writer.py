@@ -131,19 +131,14 @@ class Writer:
     ) -> None:
         """Prepare the writer; nothing runs before `start`.
 
-        Args:
-            settings: how and how much to write.
-            measure: computes statistics and fingerprints, on the writer thread.
-            measure_small: computes the results of many small records; without it each record is measured alone.
-            observed: returns the number of rows so far, on any thread.
-            resolve_dir: returns where to write; called first on the writer thread, and may take its time.
-            poll: called on the writer thread every 0.2 s, between two records. It may call `close` or `drain`. A
-                manifest that it returns is in force from then on, unless `set_manifest` has set another meanwhile.
-            saw: called on the writer thread with records once they are measured; it must not raise.
-            ending: called on the writer thread in `close` when the queue is empty; it may call `dump`, and is then
-                called again after the dump is written. It must not raise.
-            disk: another disk, for tests.
-            clock: a monotonic clock in seconds.
+        On the writer thread, `measure` computes statistics and fingerprints, and `measure_small` those of many small
+        records; without it each record is measured alone. `resolve_dir` returns where to write; it is called first
+        there, and may take its time. `poll` is called there every 0.2 s, between two records; it may call `close` or
+        `drain`, and a manifest that it returns is in force from then on, unless `set_manifest` has set another
+        meanwhile. `saw` is called there with records once they are measured, and `ending` in `close` when the queue is
+        empty; it may call `dump`, and is then called again after the dump is written. Neither may raise. `observed`
+        returns the number of rows so far, on any thread. `disk` is another disk, for tests. `clock` is monotonic, in
+        seconds.
         """
         self.last_progress_s = clock()
         """The time on `clock` at which the writer was last between two records; it stops while the disk hangs."""
@@ -257,8 +252,7 @@ class Writer:
     def drain(self, deadline_s: float) -> bool:
         """Wait until every record that was put before this call is on the disk and synced.
 
-        Returns:
-            False if the deadline passed first, or if the disk refused the last records.
+        False is returned if the deadline passed first, or if the disk refused the last records.
         """
         mark = _Drain()
         self._queue.put(mark)

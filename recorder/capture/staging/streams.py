@@ -59,12 +59,9 @@ class StreamStager:
     ) -> None:
         """Store the settings. A device is not used before its first tensor arrives.
 
-        Args:
-            pool: the pool of host memory, which is page-locked at the first tensor.
-            open_device: returns the device with an index.
-            room_bytes: the bytes of each device's memory for values on their way to the host.
-            say: takes a line of text that a person should read.
-            min_measured_bytes: the size from which on statistics are computed on the device.
+        `pool` is page-locked at the first tensor. `room_bytes` of each device's memory are for values on their way to
+        the host. Statistics of tensors of at least `min_measured_bytes` are computed on the device. `say` takes a line
+        of text that a person should read.
         """
         self._pool = pool
         self._open_device = open_device

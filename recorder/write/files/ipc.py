@@ -78,8 +78,7 @@ class IpcFormat:
     ) -> FooterBlock:
         """Write the message of a batch at `start`. Arrow writes the schema before it, and overwrites the bytes there.
 
-        Returns:
-            The block, with its offset counted from `start`.
+        The block, with its offset counted from `start`, is returned.
         """
         assert start >= self._schema_bytes, "the schema needs room before the message"
         sink = pa.FixedSizeBufferWriter(pa.py_buffer(memory[start - self._schema_bytes :]))
