@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,11 +45,8 @@ Picture = npt.NDArray[np.uint8]
 Step = Mapping[str, "float | Histogram | Picture"]
 
 
-class Board(Protocol):
-    """One run on the page of TensorBoard or W&B."""
-
-    def add(self, step: int, time_s: float, values: Step) -> None:
-        """Add the values of a step; steps come in order."""
+Add = Callable[[int, float, Step], None]
+"""A function that adds a step, its time in seconds and its values to a run on a page; steps come in order."""
 
 
 class BoardExport:
@@ -93,9 +90,9 @@ class BoardExport:
                 tensors = Tensors(self._run, selection, self._options, self._mapper)
                 name = self._run.name if rank is None else f"{self._run.name}/rank={rank:05}"
                 pictures = self._pictures(selection, notes)
-                with self._board_of(folder, name, self._run) as board:
+                with self._board_of(folder, name, self._run) as add:
                     for step, time_s, values in _steps(tensors, partial, pictures):
-                        board.add(step, time_s, values)
+                        add(step, time_s, values)
                         num_values += len(values)
                 problems += tensors.problems.texts()
                 is_damaged |= tensors.is_damaged
@@ -208,8 +205,8 @@ def picture_of(site: str, array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint
     return sheet
 
 
-Opener = Callable[[Path, str, Run], AbstractContextManager[Board]]
-"""A function that opens a board in a folder, under a name, for a run."""
+Opener = Callable[[Path, str, Run], AbstractContextManager[Add]]
+"""A function that opens a run of the page in a folder, under a name, for a recorded run."""
 
 
 def _tensorboard() -> Opener:
@@ -240,20 +237,18 @@ def _tensorboard() -> Opener:
         with np.errstate(over="ignore"):
             return Summary.Value(tag=tag, simple_value=float(np.float32(value)))
 
-    class EventFile:
-        """A folder with one file of events, which TensorBoard shows as one run."""
+    @contextmanager
+    def open_folder(folder: Path, name: str, run: Run) -> Iterator[Add]:
+        """Open a folder with one file of events, which TensorBoard shows as one run."""
+        with closing(EventFileWriter(str(folder / name))) as writer:
 
-        def __init__(self, folder: Path) -> None:
-            self._writer = EventFileWriter(str(folder))
+            def add(step: int, time_s: float, values: Step) -> None:
+                summary = Summary(value=[as_summary(tag, value) for tag, value in values.items()])
+                writer.add_event(Event(wall_time=time_s, step=step, summary=summary))
 
-        def add(self, step: int, time_s: float, values: Step) -> None:
-            summary = Summary(value=[as_summary(tag, value) for tag, value in values.items()])
-            self._writer.add_event(Event(wall_time=time_s, step=step, summary=summary))
+            yield add
 
-        def close(self) -> None:
-            self._writer.close()
-
-    return lambda folder, name, run: closing(EventFile(folder / name))
+    return open_folder
 
 
 def _wandb() -> Opener:
@@ -273,18 +268,9 @@ def _wandb() -> Opener:
             return wandb.Histogram(np_histogram=(counts.tolist(), edges.tolist()))
         return wandb.Image(Image.fromarray(value)) if isinstance(value, np.ndarray) else value
 
-    class OfflineRun:
-        """An offline run, in the folder ``wandb`` of the export."""
-
-        def __init__(self, started: Any) -> None:
-            self._started = started
-
-        def add(self, step: int, time_s: float, values: Step) -> None:
-            logged = {tag: as_value(value) for tag, value in values.items()}
-            self._started.log(logged | {"_timestamp": time_s}, step=step)
-
     @contextmanager
-    def open_run(folder: Path, name: str, run: Run) -> Iterator[Board]:
+    def open_run(folder: Path, name: str, run: Run) -> Iterator[Add]:
+        """Open an offline run, in the folder ``wandb`` of the export."""
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, save_code=False, x_disable_stats=True,
             x_disable_meta=True,
@@ -293,8 +279,13 @@ def _wandb() -> Opener:
             mode="offline", dir=str(folder), project="recorder", group=run.name, name=name, reinit="create_new",
             config={"run_id": run.run_id, "world_size": run.world_size}, settings=settings,
         )  # fmt: skip
+
+        def add(step: int, time_s: float, values: Step) -> None:
+            logged = {tag: as_value(value) for tag, value in values.items()}
+            started.log(logged | {"_timestamp": time_s}, step=step)
+
         try:
-            yield OfflineRun(started)
+            yield add
         finally:
             started.finish()
             for link in (folder / "wandb").iterdir():
