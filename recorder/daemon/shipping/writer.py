@@ -70,8 +70,7 @@ class WriterShipper:
         self.was_repaired = False
         """True if a repair has done what it could; shards that are still open are then shipped as they are."""
         self.small_since_s = time.time()
-        """The wall-clock time of the last look whose small lane was completely shipped; at first the time of creation.
-        object."""
+        """The wall-clock time of the last look whose small lane was all shipped; at first the time of creation."""
         self._ledger: dict[str, Any] = {}
         self._manifest: tuple[Stamp, bytes] | None = None
         self._opened = OpenShards(there, self.below)
