@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -157,6 +158,17 @@ class RecordedWriter:
                     retired[name[:2]] = size
         return retired
 
+    @property
+    def steps_around_retired(self) -> list[int]:
+        """The last step before deleted shards and the first step after them, for each gap in the numbers of shards."""
+        around: list[int | None] = []
+        for kind in ("tensors", "stats") if self.balance.retired_rows else ():
+            shards = [(name.number, one) for one in self.shards if (name := one.name) is not None and name.kind == kind]
+            for (number, before), (following, after) in pairwise(shards):
+                if following > number + 1:
+                    around += [pc.max(_steps(before)).as_py(), pc.min(_steps(after)).as_py()]
+        return [step for step in around if step is not None]
+
     @cached_property
     def state(self) -> str:
         """``closed``, ``recording``, or ``unclosed``: killed, or quiet on a host that cannot be asked."""
@@ -188,7 +200,7 @@ class RecordedWriter:
     @cached_property
     def last_step(self) -> int | None:
         """The largest step of the writer's rows; None without rows."""
-        steps = [pc.max(batch.column("step")).as_py() for shard in self.shards for batch in shard.columns(["step"])]
+        steps = [pc.max(_steps(shard)).as_py() for shard in self.shards]
         return max((step for step in steps if step is not None), default=None)
 
     @property
@@ -226,6 +238,10 @@ class RecordedWriter:
             return is_running
         signs = (self.directory, self.directory / STATUS, *(shard.path for shard in self.all_shards))
         return time.time() - max(_look(sign)[0] for sign in signs) < _QUIET_S
+
+
+def _steps(shard: ShardRows) -> Any:
+    return pa.chunked_array([batch.column("step") for batch in shard.columns(["step"])], SCHEMA.field("step").type)
 
 
 def find_writers(run: Location) -> list[RecordedWriter]:

@@ -249,10 +249,12 @@ def left_out(run: Run) -> str:
     """Return a sentence that counts the rows missing from the run, which no answer considers; "" if there are none."""
     run.load_balances()
     balances = [writer.balance for writer in run.writers]
+    around = [step for writer in run.writers for step in writer.steps_around_retired]
+    between = f", between steps {min(around)} and {max(around)}" if around else ""
     counts = (
         (sum(one.num_dropped for one in balances), "dropped while recording"),
         (sum(one.passed for one in balances), "kept in memory alone, because no trigger asked for their steps"),
-        (sum(one.retired_rows for one in balances), "removed for the quota"),
+        (sum(one.retired_rows for one in balances), f"removed for the quota{between}"),
     )
     told = [f"{counted(number, 'row')} {what}" for number, what in counts if number]
     return f"not looked at: {'; '.join(told)} (recorder doctor says of what)" if told else ""

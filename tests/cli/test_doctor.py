@@ -260,6 +260,20 @@ def test_retention_is_told_with_the_setting_that_is_in_force(
     assert all(line.startswith("note") and "by the accounts: " in line for line in lines(found, "expected"))
 
 
+def test_each_of_several_strays_of_a_directory_is_named(cli: Cli, run: Path) -> None:
+    record(run, training(5))
+    assert codes(cli, run) == (0, 0)
+    folder = next(run.glob("rank=00000/*/"))
+    os.mkfifo(folder / "a.arrow")
+    (folder / "b.arrow").symlink_to("/etc/hostname")
+    (folder / "c.arrow").touch()
+    os.mkfifo(folder / "d.arrow")
+    found = cli("doctor", run)
+    for name in "abcd":
+        assert lines(found, "note", f"{folder / name}.arrow", "none of the run's shards"), name
+    assert codes(cli, run) == (0, 1)
+
+
 def test_a_forged_count_of_removed_rows_is_not_told_as_a_fact(cli: Cli, run: Path) -> None:
     rows = training(5)
     record(run, rows, ledger=ledger(len(rows)) | {"retired": {"rows": 123456789, "bytes": 1}})

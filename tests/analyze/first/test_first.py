@@ -16,7 +16,7 @@ import pytest
 import recorder
 from recorder.analyze.first.first import First
 from recorder.columns import COUNTS, STATISTICS
-from tests.rigs.handmade import HandmadeWriter, Row, make_parts, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, ledger, make_parts, make_row, make_run
 from tests.rigs.meshes import grid_facts, mesh_run
 
 DDP = {"kind": "ddp", "ranks": [0, 1]}
@@ -416,6 +416,19 @@ def test_that_nothing_was_found_says_in_how_many_values_and_what_is_not_there(tm
     rows = [make_row(step, masked, step=step, module_path="mask") for step in range(2)]
     result = found(write(tmp_path / "masked", rows))
     assert result.all_finite.startswith("no NaN, and no value turned infinite, in 2")
+
+
+def test_rows_that_retention_deleted_are_told_with_the_steps_around_them(tmp_path: Path) -> None:
+    rows = steps(0, "up", num_steps=8)
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    for first in range(0, 8, 2):
+        writer.add_shard([rows[first : first + 2]])
+    for number in (1, 2):
+        (writer.directory / f"tensors-{number:06}.arrow").unlink()
+    writer.finish(ledger=ledger(8) | {"retired": {"rows": 4, "bytes": 1}})
+    told = "not looked at: 4 rows removed for the quota, between steps 1 and 6"
+    assert any(note.startswith(told) for note in recorder.first(recorder.open_run(run)).notes)
 
 
 def test_stages_of_a_pipeline_hold_no_replicas(tmp_path: Path) -> None:
