@@ -29,7 +29,8 @@ def fsdp1_of_each_layer(model: Tiny) -> nn.Module:
 
 def fsdp2(model: Tiny) -> nn.Module:
     fully_shard(model.first)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 WRAPPERS: dict[str, Callable[[Tiny], nn.Module]] = {
