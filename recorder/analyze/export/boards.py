@@ -115,10 +115,10 @@ class BoardExport:
             if is_picture(str(one.naming["site"]), one.shape) and one.payload_bytes <= _MAX_TENSOR_BYTES
         ]
         pictures: dict[int, dict[str, Picture]] = {}
-        in_turn = tensors.in_turn(chosen)
+        spans_of = tensors.in_turn(chosen)
         for entry in chosen:
             try:
-                data = np.concatenate([span.data for span in in_turn.spans(entry)])
+                data = np.concatenate([span.data for span in spans_of(entry)])
                 array = as_array(data, entry.dtype, entry.shape).astype(np.float32)
             except RunError as error:
                 notes.append(f"left out: the picture of {entry.name}, which cannot be read: {error}")

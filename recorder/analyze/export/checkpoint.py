@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...errors import UnsupportedError
 from ...numerics.dtypes import item_bytes
-from .files import HasSpans
-from .tensors import Entry, Span
+from .tensors import Entry, Span, SpansOf
 
 CHUNK_BYTES = 16 << 20
 """The size of the largest chunk. A rank that loads the checkpoint reads only the chunks that it needs."""
@@ -39,7 +38,7 @@ _VERSION = "1.0.0"
 """The version that torch writes into the metadata. Readers that do not know this member ignore it."""
 
 
-def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
+def write_checkpoint(folder: Path, spans_of: SpansOf, entries: Sequence[Entry], report: Callable[[int], None]) -> None:
     """Write tensors into an empty folder. The metadata file is written last, because it makes the folder a checkpoint.
 
     Raises UnsupportedError if this torch does not have an element type.
@@ -51,7 +50,7 @@ def write_checkpoint(folder: Path, tensors: HasSpans, entries: Sequence[Entry], 
         for entry in entries:
             chunks = list(boxes(entry.shape, CHUNK_BYTES // item_bytes(entry.dtype)))
             sizes = [math.prod(sizes) * item_bytes(entry.dtype) for _, sizes in chunks]
-            data = regrouped(tensors.spans(entry), sizes)
+            data = regrouped(spans_of(entry), sizes)
             for number, ((offsets, shape), values) in enumerate(zip(chunks, data, strict=True)):
                 dtype, begin = dtypes[entry.name], file.tell()
                 tensor = torch.from_numpy(values).view(dtype) if values.size else torch.empty(0, dtype=dtype)

@@ -122,8 +122,8 @@ class Export:
         with published_file(path, force=force) as file:
             if self.to == "parquet":
                 return self._write_parquet(file, report)
-            tensors = self._tensors.in_turn(_ORDERS[self.to](self._entries))
-            _WRITERS[self.to](file, tensors, self._entries, report)
+            spans_of = self._tensors.in_turn(_ORDERS[self.to](self._entries))
+            _WRITERS[self.to](file, spans_of, self._entries, report)
             return len(self._entries)
 
     def _find_unreadable(self) -> None:

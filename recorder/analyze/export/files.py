@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.lib.format as npy
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from ...errors import UnsupportedError, WriteError
 from ...numerics.dtypes import item_bytes, numpy_dtype
 from ...run.finding import find_run_around
-from .tensors import Entry, Span
+from .tensors import Entry, SpansOf
 
 Report = Callable[[int], None]
 _INDEX = "index.json"
@@ -49,14 +49,7 @@ _AS_BYTES = ("float4_e2m1fn_x2",)
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-class HasSpans(Protocol):
-    """A source of the bytes of tensors."""
-
-    def spans(self, entry: Entry) -> Iterator[Span]:
-        """Yield the bytes of one tensor, in order."""
-
-
-def write_npz(file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], report: Report) -> None:
+def write_npz(file: BinaryIO, spans_of: SpansOf, entries: Sequence[Entry], report: Report) -> None:
     """Write a file for `numpy.load`.
 
     numpy has no bfloat16 and no 8-bit floats: these become float32, which represents each of them exactly. The member
@@ -69,7 +62,7 @@ def write_npz(file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], repor
             with archive.open(zipfile.ZipInfo(f"{entry.name}.npy", _NO_TIME), "w", force_zip64=True) as member:
                 header = {"descr": npy.dtype_to_descr(kind), "fortran_order": False, "shape": entry.shape}
                 npy.write_array_header_2_0(member, header)
-                for span in tensors.spans(entry):
+                for span in spans_of(entry):
                     data: npt.NDArray[Any] = span.data
                     if is_widened:
                         data = data.view(numpy_dtype(entry.dtype)).astype(kind).view(np.uint8)
@@ -80,7 +73,7 @@ def write_npz(file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], repor
 
 
 def write_safetensors(
-    file: BinaryIO, tensors: HasSpans, entries: Sequence[Entry], report: Report, about: Mapping[str, str] = _NOTHING
+    file: BinaryIO, spans_of: SpansOf, entries: Sequence[Entry], report: Report, about: Mapping[str, str] = _NOTHING
 ) -> None:
     """Write a safetensors file: 8 bytes of length, a JSON header, then the bytes of the tensors without a gap.
 
@@ -108,7 +101,7 @@ def write_safetensors(
         )
     file.write(struct.pack("<Q", len(text)) + text)
     for entry in in_file_order:
-        for span in tensors.spans(entry):
+        for span in spans_of(entry):
             file.write(span.data.data)
             report(span.data.nbytes)
 

@@ -321,7 +321,7 @@ def write_model(model: Model, path: Path, to: str, report: Callable[[int], None]
         from .checkpoint import write_checkpoint
 
         with published_folder(path) as folder:
-            write_checkpoint(folder, model, model.entries, report)
+            write_checkpoint(folder, model.spans, model.entries, report)
         return sum(file.stat().st_size for file in path.iterdir())
     for entry in model.entries:
         if entry.dtype in _ONLY_DCP or entry.name == _RESERVED:
@@ -330,5 +330,5 @@ def write_model(model: Model, path: Path, to: str, report: Callable[[int], None]
     # Loaders of Hugging Face expect the metadata to say that the tensors are torch's.
     about = {"format": "pt", "what": model.what, "root": model.root, "step": str(model.step)}
     with published_file(path) as file:
-        write_safetensors(file, model, model.entries, report, about)
+        write_safetensors(file, model.spans, model.entries, report, about)
     return path.stat().st_size

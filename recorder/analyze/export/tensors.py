@@ -140,6 +140,10 @@ class Choosing:
         return Chosen(first, last, table, num_rows, partial, problems, bool(self._run.problems))
 
 
+SpansOf = Callable[[Entry], Iterator[Span]]
+"""A function that yields the bytes of one tensor, in order."""
+
+
 class Tensors:
     """The selected tensors of a run, one after the other."""
 
@@ -222,8 +226,12 @@ class Tensors:
                 unreadable[(first, last), at] = str(error)
         return unreadable
 
-    def in_turn(self, entries: Sequence[Entry]) -> InTurn:
-        """Return a source of the bytes of tensors, which must be asked for in exactly this order."""
+    def in_turn(self, entries: Sequence[Entry]) -> SpansOf:
+        """Return a function for the bytes of tensors, which must be called in exactly this order.
+
+        Several small tensors are read at once, large ones span by span. The spans raise CorruptError if the bytes are
+        not those that were written.
+        """
         batches = [list(batch) for batch in batched(entries, lambda entry: (entry.steps, entry.payload_bytes))]
         ranges = [
             (*batch[0].steps, [(entry.row, entry.dtype) for entry in batch])
@@ -231,27 +239,16 @@ class Tensors:
             if batch[0].payload_bytes <= BATCH_BYTES
         ]
         read = self._mapper(SelectedRows, (self._run, self._selection, self._options), ranges)
-        return InTurn(read, self._read_large)
+        waiting: deque[list[Span]] = deque()
 
-    def _read_large(self, entry: Entry) -> Iterator[Span]:
-        return row_spans(self._large.all_of(*entry.steps), entry.row, entry.dtype)
+        def spans_of(entry: Entry) -> Iterator[Span]:
+            if entry.payload_bytes > BATCH_BYTES:
+                return whole(entry, row_spans(self._large.all_of(*entry.steps), entry.row, entry.dtype))
+            if not waiting:
+                waiting.extend(next(read))
+            return whole(entry, waiting.popleft())
 
-
-class InTurn:
-    """The bytes of tensors in a known order: several small tensors are read at once, large ones span by span."""
-
-    def __init__(self, read: Iterator[list[list[Span]]], read_large: Callable[[Entry], Iterator[Span]]) -> None:
-        self._read = read
-        self._read_large = read_large
-        self._waiting: deque[list[Span]] = deque()
-
-    def spans(self, entry: Entry) -> Iterator[Span]:
-        """Yield the bytes of the next tensor. Raises CorruptError if the bytes are not those that were written."""
-        if entry.payload_bytes > BATCH_BYTES:
-            return whole(entry, self._read_large(entry))
-        if not self._waiting:
-            self._waiting.extend(next(self._read))
-        return whole(entry, self._waiting.popleft())
+        return spans_of
 
 
 def whole(entry: Entry, spans: Iterable[Span]) -> Iterator[Span]:

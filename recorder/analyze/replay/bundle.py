@@ -171,8 +171,12 @@ def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
         Entry((call.step, call.step + 1), 0, name, tensors[name]["dtype"], array.shape, array.nbytes, {}, {})
         for name, array in arrays.items()
     ]
+
+    def spans_of(entry: Entry) -> Iterator[Span]:
+        yield Span(np.ascontiguousarray(arrays[entry.name]).reshape(-1).view(np.uint8), 0)
+
     with (folder / TENSORS).open("wb") as file:
-        write_safetensors(file, _InMemory(arrays), entries, lambda num_bytes: None)
+        write_safetensors(file, spans_of, entries, lambda num_bytes: None)
     (folder / BUNDLE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(_ALONE, folder / SCRIPT)
     (folder / "README").write_text(_readme(document), encoding="utf-8")
@@ -184,16 +188,6 @@ def _array(run: Run, call: RecordedCall, row: Mapping[str, Any]) -> npt.NDArray[
     if row["scope"] is not None:
         key["scope"] = row["scope"]
     return run.array(row["module_path"], step=call.step, rank=call.rank, repeat=0, **key)
-
-
-class _InMemory:
-    """A source of the tensors of one call, which fit into memory."""
-
-    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        self._arrays = arrays
-
-    def spans(self, entry: Entry) -> Iterator[Span]:
-        yield Span(np.ascontiguousarray(self._arrays[entry.name]).reshape(-1).view(np.uint8), 0)
 
 
 def _readme(document: Mapping[str, Any]) -> str:
