@@ -71,7 +71,7 @@ PRESETS = {
     ),
     "rollout": parse_rules(
         "module='' site=input,output name='!past_key_values*' keep=tensor;"
-        "class=*Embedding site=input keep=tensor;"
+        "class=*Embedding site=input keep=tensor; site=input name=top_k_index keep=tensor;"
         "leaf=yes site=output name='!past_key_values*' steps=0:4,4::16 call=0:4 keep=tensor;"
         "site=param steps=::64 keep=stats,fingerprint"
     ),

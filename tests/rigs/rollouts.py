@@ -43,6 +43,24 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)).eval()
 
 
+def mixtral() -> Any:
+    """A mixture of experts."""
+    vision()
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = MixtralConfig(**sizes, initializer_range=0.2, pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS)
+    return MixtralForCausalLM(config).eval()
+
+
 def prompts(num: int = 3, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts of several lengths, padded on the left, and their mask."""
     ids = torch.randint(3, 64, (num, length), generator=torch.Generator().manual_seed(7))

@@ -37,6 +37,8 @@ class Aligned:
     logprobs: LogprobsApart | None
     values: list[ValueApart]
     """All compared values, in the order of execution."""
+    experts: dict[str, tuple[int, int]]
+    """By block of experts: the tokens for which the two sides chose other experts, and the tokens compared."""
     bounds: str
     """How the bounds were found."""
     parting: Parting | None
@@ -89,7 +91,7 @@ def align(
     return Aligned(
         num_tokens=len(joined.slots), num_samples=joined.num_samples, joined_by="names" if by_name else "tokens",
         num_unknown=ours.num_unknown + theirs.num_unknown, step=joined.step, tokens=told,
-        logprobs=_logprobs(ours, theirs, joined), values=search.values,
+        logprobs=_logprobs(ours, theirs, joined), values=search.values, experts=search.experts,
         bounds=f"10 times what {', '.join(run.name for run in noise)} differ in" if noise else "assumed for the type",
         parting=parting, weights=states, notes=[*search.notes, *_unpaired(ours, theirs)],
     )  # fmt: skip

@@ -56,6 +56,10 @@ def _parts(trainer: Run, engine: Run, found: Aligned, most: int | None) -> Itera
             f"{_at(apart.largest)}; KL (k3) {number(apart.k3)}; {apart.clipped:.1%} of the ratios are beyond {CLIP:g}"
         )
     yield _weights_line(found)
+    if found.experts:
+        block, (flipped, of) = max(found.experts.items(), key=lambda one: one[1][0] / max(one[1][1], 1))
+        text = f"{counted(len(found.experts), 'router')}: most other choices at {block!r}, for {flipped} of {of} tokens"
+        yield StateLine("note" if flipped else "ok", f"experts of {text}")
     for hint in found.parting.hints if found.parting is not None else ():
         yield f"hint: {hint}"
     if found.num_unknown:

@@ -30,6 +30,8 @@ _MAX_AGREEING = 16
 """What parts is followed by another value that parts within so many outputs: those of one layer of a transformer, since
 the norm of the first residual may hide a scale from all of attention."""
 _NUM_BINS = 8
+_MAX_EXPERTS = 64
+"""The most whole numbers of a token that can be the experts which a router has chosen for it."""
 
 
 class TokenAt(NamedTuple):
@@ -182,6 +184,8 @@ class Search:
         self._joined = joined
         self._weights = weights
         self.values: list[ValueApart] = []
+        self.experts: dict[str, tuple[int, int]] = {}
+        """By block of experts: the tokens for which the two sides chose other experts, and the tokens compared."""
         self.notes: list[str] = []
         self._coarsest = 0.0
         """The largest bound of the types so far: what a coarse type has rounded stays in all that follows."""
@@ -190,7 +194,10 @@ class Search:
         """Compare all values, and return the first that parts and that others follow; None if none does."""
         compared = []
         for name, rows in self._trainer.values.items():
-            if not is_compared(name, next(iter(rows.values()))) or (pair := self._joined.pair(name)) is None:
+            row = next(iter(rows.values()))
+            if "int" in row.dtype:
+                self._compare_experts(name)
+            if not is_compared(name, row) or (pair := self._joined.pair(name)) is None:
                 continue
             apart, bound = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
             compared.append(_Compared(name, pair.slots, apart, apart > bound))
@@ -274,10 +281,11 @@ class Search:
         if wrong:
             return "weights", "weights differ: " + "; ".join(map(told_weight, wrong[:3]))
         for what, slots, ours, theirs in self._whole_inputs(path, beyond):
-            if (differs := np.flatnonzero(ours != theirs)).size:
+            if (differs := np.flatnonzero((np.sort(ours) != np.sort(theirs)).any(axis=1))).size:
                 at = int(differs[0])
                 token = self._joined.at(int(slots[at]), 0.0)
-                text = f"{what} {int(ours[at])} in the trainer and {int(theirs[at])} in the engine"
+                numbers = (", ".join(f"{one:.0f}" for one in side[at]) for side in (ours, theirs))
+                text = "{} {} in the trainer and {} in the engine".format(what, *numbers)
                 return "inputs", f"inputs differ: {text} for {token.sample}, position {token.position}"
         if value.dtype_trainer != value.dtype_engine:
             types = f"{value.dtype_trainer} in the trainer, {value.dtype_engine} in the engine"
@@ -297,12 +305,21 @@ class Search:
         """Yield positions and other whole numbers that a module was given at tokens: their slots, and both sides."""
         given = self._joined.given[beyond]
         known = (given >= 0).all(axis=1)
-        yield "the model was given the position", beyond[known], given[known, 0], given[known, 1]
+        yield "the model was given the position", beyond[known], given[known, :1], given[known, 1:]
         for name in self._trainer.values:
             pair = self._joined.pair(name) if (name.module_path, name.site) == (path, "input") else None
-            if pair is not None and "int" in pair.dtype_trainer and pair.trainer.shape[1] == 1:
+            if pair is not None and "int" in pair.dtype_trainer:
                 at = np.isin(pair.slots, beyond)
-                yield f"{path!r} was given", pair.slots[at], pair.trainer[at, 0], pair.engine[at, 0]
+                what = f"{path!r} was given {name.name}".removesuffix(" input")
+                yield what, pair.slots[at], pair.trainer[at], pair.engine[at]
+
+    def _compare_experts(self, name: ValueName) -> None:
+        """Count the tokens for which a router has chosen other experts; a router's choice is looked at once."""
+        pair = self._joined.pair(name)
+        block = name.module_path.rpartition(".")[0]
+        if pair is not None and 1 < pair.trainer.shape[1] <= _MAX_EXPERTS and block not in self.experts:
+            num_other = int((np.sort(pair.trainer) != np.sort(pair.engine)).any(axis=1).sum())
+            self.experts[block] = num_other, len(pair.slots)
 
     def _hints(self, name: ValueName, bound: float) -> Iterator[str]:
         pair = self._joined.pair(name)

@@ -238,7 +238,9 @@ class Side:
         for row in rows:
             moment = (row.step, row.mode, row.micro_step, row.rank)
             of_model, of_module = calls[(self._anchor, *moment)], calls[(row.module_path, *moment)]
-            if of_model and of_module % of_model == 0:  # else it runs outside the model's calls, or in some of them
+            is_permuted = "experts" in row.module_path.split(".")[:-1]  # inside, rows are in the order of the experts
+            # A module whose calls do not add up runs outside the model's calls, or in some of them.
+            if of_model and of_module % of_model == 0 and not is_permuted:
                 number, occurrence = divmod(row.call, of_module // of_model)
                 name = ValueName(row.module_path, row.site, row.name, occurrence)
                 self.values.setdefault(name, {}).setdefault(CallKey(*moment, number), row)
@@ -339,8 +341,13 @@ class Side:
             if lengths is not None and len(grid) == 1:
                 cuts = lengths.reshape(-1)[1:-1].tolist()
             elif given is not None and columns.size > 1:
-                cuts = (np.flatnonzero(given[row, columns[1:]] == 0) + 1).tolist()
-            yield from ((row, part) for part in np.split(columns, cuts))
+                cuts = (np.flatnonzero(given[row, columns[1:]] != given[row, columns[:-1]] + 1) + 1).tolist()
+            parts = np.split(columns, cuts)
+            if len(parts) > 1 and given is not None:  # a part that begins later is of a sample that nobody names
+                known = [part for part in parts if given[row, part[0]] == 0]
+                self.num_unknown += len(known) < len(parts)
+                parts = known
+            yield from ((row, part) for part in parts)
 
 
 def _fitted(given: Array | None, shape: tuple[int, ...]) -> Array | None:

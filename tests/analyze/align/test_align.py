@@ -13,6 +13,7 @@ from torch import nn
 import recorder
 from recorder.analyze.align.align import align
 from recorder.errors import LookupFailedError
+from tests.rigs import jobs
 from tests.rigs.command_line import Cli
 from tests.rigs.rollouts import (
     BOS,
@@ -22,6 +23,7 @@ from tests.rigs.rollouts import (
     aligned,
     gpt2,
     llama,
+    mixtral,
     prompts,
     score,
     whole_mask,
@@ -155,6 +157,49 @@ def test_positions_that_padding_shifts_are_named_where_they_are_learned(tmp_path
         found.value.text == "'transformer.wpe' output"
         and "was given the position 2 in the trainer and 1 in the engine for sample 1" in found.text
     )
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_trainer_of_two_ranks_is_joined_as_one(layout: str, tmp_path: Path) -> None:
+    ids, mask = prompts(4)
+    engine = llama()
+    with torch.no_grad():
+        engine.model.layers[0].mlp.gate_proj.weight.mul_(1.05)
+    sequences = write(tmp_path / "engine", engine, ids, mask)
+    torch.save({"ids": sequences, "mask": whole_mask(mask)}, tmp_path / "written.pt")
+    jobs.succeeded(jobs.ranks(tmp_path, Path(__file__).parent / "scripts" / "trainer.py", tmp_path, layout))
+    found = aligned(tmp_path)
+    assert found.num_samples == 4 and found.logprobs is not None and found.logprobs.num_tokens == 4 * NUM_NEW
+    assert found.parting is not None and found.parting.value.text == "'model.layers.0.mlp.gate_proj' output"
+    assert found.parting.reason == "weights" and [one.state for one in found.weights if one.behind != 0] == ["differs"]
+
+
+def _near_ties(model: Any, side: float) -> Any:
+    """Return a model in which the first two experts of a layer are all but tied for each token."""
+    weight = model.model.layers[1].mlp.gate.weight
+    with torch.no_grad():
+        weight[0] *= 4  # both are wanted by many tokens
+        weight[1] = weight[0] * (1 + side * 1e-6)
+        weight[2:] *= 0.01
+    return model
+
+
+def test_experts_that_a_tie_swaps_are_counted_and_named(tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "sound" / "engine", mixtral(), ids, mask)
+    score(tmp_path / "sound" / "trainer", mixtral(), sequences, whole_mask(mask))
+    found = aligned(tmp_path / "sound")
+    assert found.is_fine and found.experts == {"model.layers.0.mlp": (0, 25), "model.layers.1.mlp": (0, 25)}
+    for model, name, side in ((mixtral(), "engine", 1.0), (mixtral(), "trainer", -1.0)):
+        for layer in _near_ties(model, side).model.layers:
+            layer.mlp.gate.top_k = 1
+        if name == "engine":
+            sequences = write(tmp_path / name, model, ids, mask)
+        else:
+            score(tmp_path / name, model, sequences, whole_mask(mask))
+    found = aligned(tmp_path)
+    assert found.parting is not None and found.parting.value.module_path == "model.layers.1.mlp.experts"
+    assert found.parting.reason == "inputs" and "was given top_k_index" in found.parting.text
 
 
 def _named(folder: Path, model: Any, names: list[str], sequences: torch.Tensor, positions: torch.Tensor) -> None:

@@ -142,7 +142,7 @@ FAULTS = {
         _reused, "'model.layers.0.self_attn.o_proj' input input", "module", 6, "'model.layers.0.self_attn' hands on",
     ),
     "a position late by one in decoding": Fault(
-        _late_by_one, "'model.rotary_emb' output 0", "inputs", 4, "was given 6 in the trainer and 5 in the engine",
+        _late_by_one, "'model.rotary_emb' output 0", "inputs", 4, "was given position_ids 6 in the trainer and 5 in",
     ),
     "a dropout that is on": Fault(_dropping, "'model.layers.0.mlp.down_proj' output", "module", 0, "the module itself"),
 }  # fmt: skip
