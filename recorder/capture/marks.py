@@ -115,6 +115,15 @@ def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tup
     return _cut(tensor.shape, dim, ranks, _stride(parameter)) if is_cut and len(ranks) > 1 else None
 
 
+def main_parameter(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the parameter of a wider type that Megatron's optimizer updates in place of a module's; None without one.
+
+    The distributed optimizer's part of such a parameter counts as none, for nothing names its place in the whole.
+    """
+    main = getattr(parameter, "main_param", None)
+    return main if isinstance(main, torch.Tensor) and main.shape == parameter.shape else None
+
+
 def _stride(parameter: object) -> int:
     stride = getattr(parameter, "partition_stride", 1)
     return stride if isinstance(stride, int) and stride > 1 else 1

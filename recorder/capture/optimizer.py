@@ -24,6 +24,7 @@ from ..system.processes import live_instances
 from .core import Capture
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
+from .marks import main_parameter
 from .probe import ProbedGroup
 
 _MAX_PROBED = 64
@@ -527,6 +528,9 @@ def parameter_rows(root: Root) -> Iterator[tuple[torch.Tensor, ParameterRows]]:
     """Yield every parameter of a root that an optimizer may update, once, with its rows."""
     for hooked, name, parameter in root.parameters():
         yield parameter, ModuleParameter(parameter, hooked, name)
+        main = main_parameter(parameter)
+        if main is not None:
+            yield main, ModuleParameter(main, hooked, name)
     for flat in root.flats:
         rows: ParameterRows
         for rows in flat.originals if flat.uses_original else (flat,):

@@ -12,8 +12,8 @@ from recorder.analyze.first.first import first
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
-OF_TWO, OF_FOUR = ("tp", "sp", "fault"), ("ddp_tp", "ddp_sp")
-SOUND = ("tp", "sp", *OF_FOUR)
+OF_TWO, OF_FOUR = ("tp", "sp", "mains", "fault"), ("ddp_tp", "ddp_sp")
+SOUND = ("tp", "sp", "mains", *OF_FOUR)
 
 
 @pytest.fixture(scope="module")

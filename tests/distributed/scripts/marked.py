@@ -188,17 +188,26 @@ class Net(nn.Module):
         return mapped(scores.square().sum(-1), summed, identity, group).t()
 
 
+def main_of(parameter: nn.Parameter) -> Tensor:
+    """Return what Megatron's optimizer updates in place of a parameter of 16 bits, and marks as that."""
+    main = parameter.detach().clone().requires_grad_()
+    main.__dict__.update(vars(parameter))
+    parameter.main_param = main  # type: ignore[attr-defined]
+    return main
+
+
 def train(name: str, group: Any, replicas: Any) -> None:
     is_sequence = "sp" in name
     torch.manual_seed(0)
     net = Net(group, is_sequence)
     of_heads = [] if name == "fault" else [*net.block.attention.head_norm.parameters()]
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    mains = [main_of(parameter) for parameter in net.parameters()] if name == "mains" else [*net.parameters()]
+    optimizer = torch.optim.SGD(mains, lr=0.05, momentum=0.9)
     with recorder.attach(net, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
         for step in range(STEPS):
             words = torch.randint(WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step))
             loss = net(own_part(words, replicas)).mean()
-            optimizer.zero_grad()
+            net.zero_grad()
             loss.backward()
             for parameter in net.parameters():
                 assert parameter.grad is not None
@@ -206,7 +215,11 @@ def train(name: str, group: Any, replicas: Any) -> None:
                 if is_summand or any(parameter is one for one in of_heads):
                     parameter.grad = summed(parameter.grad, group)
                 parameter.grad = summed(parameter.grad, replicas) / replicas.size()
+            for main, parameter in zip(mains, net.parameters(), strict=True):
+                main.grad = parameter.grad
             optimizer.step()
+            for main, parameter in zip(mains, net.parameters(), strict=True):
+                parameter.data.copy_(main.detach())
 
 
 def main() -> None:
