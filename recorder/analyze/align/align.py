@@ -43,6 +43,8 @@ class Aligned:
     """How the bounds were found."""
     parting: Parting | None
     weights: list[WeightState]
+    weights_step: int | None
+    """The trainer's step whose parameters the engine should have; None if no call of the engine says."""
     notes: list[str]
 
     @property
@@ -85,7 +87,7 @@ def align(
         why = next((one.text for one in told), "one of them shows no tokens")
         raise LookupFailedError(f"{trainer.name} and {engine.name} have no token in common: {why}")
     history = Side(trainer) if step is not None else ours  # the parameters of all steps
-    states = compare_weights(history, theirs, joined.step)
+    of_weights, states = compare_weights(history, theirs, joined.steps)
     search = Search(ours, theirs, sides[2:], joined, states)
     parting = search.find()
     return Aligned(
@@ -93,7 +95,7 @@ def align(
         num_unknown=ours.num_unknown + theirs.num_unknown, step=joined.step, tokens=told,
         logprobs=_logprobs(ours, theirs, joined), values=search.values, experts=search.experts,
         bounds=f"10 times what {', '.join(run.name for run in noise)} differ in" if noise else "assumed for the type",
-        parting=parting, weights=states, notes=[*search.notes, *_unpaired(ours, theirs)],
+        parting=parting, weights=states, weights_step=of_weights, notes=[*search.notes, *_unpaired(ours, theirs)],
     )  # fmt: skip
 
 

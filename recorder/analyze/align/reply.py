@@ -92,14 +92,16 @@ def _at(token: TokenAt) -> str:
 def _weights_line(found: Aligned) -> StateLine:
     states = Counter(state.state for state in found.weights)
     if not found.weights or states[UNKNOWN] == len(found.weights):
-        why = "are not on both sides" if not found.weights else "are of two types, and their values were not kept"
-        return StateLine("note", f"weights were not compared: they {why} (record site=param keep=fingerprint)")
+        why = (
+            "not at the same steps of both sides" if not found.weights else "of steps or types that cannot be compared"
+        )
+        return StateLine("note", f"weights were not compared: they are {why} (record site=param keep=fingerprint)")
     wrong = [state for state in found.weights if state.state in WRONG]
     if not wrong:
         return StateLine("ok", f"weights: {states[EQUAL]} of {len(found.weights)} parameters are the trainer's")
     version = version_of(found.weights)
     of = "no recorded step" if version is None else f"step {version}"
-    text = f"{len(wrong)} of {len(found.weights)} parameters are not those of step {found.step}"
+    text = f"{len(wrong)} of {len(found.weights)} parameters are not those of step {found.weights_step}"
     return StateLine("fault", f"weights: {text}; most of the engine's are of {of}; first: {told_weight(wrong[0])}")
 
 

@@ -143,6 +143,9 @@ class JoinedTokens:
         self._samples, self.positions, self._tokens, _, _, steps = columns
         self.num_samples = len(set(self._samples.tolist()))
         self.step = int(steps.min()) if common else 0
+        """The first step of the trainer whose tokens are joined."""
+        self.steps = {theirs[key][5]: ours[key][5] for key in sorted(common, key=lambda key: ours[key][5])}
+        """By step of the engine, the last step of the trainer that has tokens of it."""
         self.given = np.array([(ours[key][3], theirs[key][3]) for key in common], np.int64).reshape(-1, 2)
         """The positions that the model was given on both sides; -1 where it was given none that was recorded."""
         self.is_continued = np.array([theirs[key][4] for key in common], bool)
@@ -277,7 +280,9 @@ class Search:
             path = path.rpartition(".")[0]
         compared = {one.module_path for one in self.values[:number]}
         inside = [one for one in self._weights if one.module_path == path or one.module_path.startswith(f"{path}.")]
-        wrong = [one for one in inside if one.state in WRONG and one.module_path not in compared - {path}]
+        block = path.rpartition(".")[0]  # an engine that fuses projections has none of their modules to compare
+        fused = [one for one in self._weights if one.fused and block and one.module_path.startswith(f"{block}.")]
+        wrong = [one for one in (*inside, *fused) if one.state in WRONG and one.module_path not in compared - {path}]
         if wrong:
             return "weights", "weights differ: " + "; ".join(map(told_weight, wrong[:3]))
         for what, slots, ours, theirs in self._whole_inputs(path, beyond):

@@ -54,21 +54,28 @@ class _Parameter(NamedTuple):
     rows: Mapping[int, TokenRow]
     """The newest row of each step."""
 
-    def at(self, step: int) -> int:
-        """Return the newest recorded step up to `step`, else the first."""
-        return max((one for one in self.rows if one <= step), default=min(self.rows))
+    @property
+    def newest(self) -> TokenRow:
+        return self.rows[max(self.rows)]
 
 
-def compare_weights(trainer: Side, engine: Side, step: int | None) -> list[WeightState]:
-    """Return the state of each parameter, in the order of the trainer's model, then those of the engine alone.
+def compare_weights(trainer: Side, engine: Side, steps: Mapping[int, int]) -> tuple[int | None, list[WeightState]]:
+    """Return the step of the trainer that counts, and the state of each parameter in the order of the trainer's model.
+
+    What counts is the last call of the engine that has parameters and tokens that the trainer has, too.
 
     Args:
         trainer: the run with the history of the parameters.
-        engine: its last recorded value of each parameter counts.
-        step: the step at which the trainer computed what is compared; None: its last.
+        engine: the run whose parameters are looked at.
+        steps: by step of the engine, the trainer's step with its tokens.
     """
-    ours, theirs = _parameters(trainer), _parameters(engine)
-    now = max((max(one.rows) for one in ours.values()), default=0) if step is None else step
+    recorded = {row.step for row in engine.parameters}
+    last = max((step for step in steps if step in recorded), default=None)
+    if last is None:
+        return None, []
+    now = steps[last]
+    ours = _parameters(trainer)
+    theirs = _parameters(engine, until=last)
     fused = {state.name: state for state in _fused(ours, theirs, now)}
     parts = {state.fused for state in fused.values()}
     states = []
@@ -79,7 +86,7 @@ def compare_weights(trainer: Side, engine: Side, step: int | None) -> list[Weigh
             states.append(fused.get(name) or WeightState(name, TRAINER_ONLY, None, None, ""))
     rest = [name for name in theirs if name not in ours and name not in parts]
     rest = [name for name in rest if not _is_tied(theirs[name], name, theirs)]
-    return states + [WeightState(name, ENGINE_ONLY, None, None, "") for name in rest]
+    return now, states + [WeightState(name, ENGINE_ONLY, None, None, "") for name in rest]
 
 
 def version_of(states: Sequence[WeightState]) -> int | None:
@@ -90,42 +97,45 @@ def version_of(states: Sequence[WeightState]) -> int | None:
 
 def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
     """Whether a parameter is recorded under another name, too, which is the name on the other side."""
-    newest = one.rows[max(one.rows)].fingerprint
-    prints = {other.rows[max(other.rows)].fingerprint for path, other in own.items() if path != name}
-    return newest is not None and newest in prints
+    prints = {other.newest.fingerprint for path, other in own.items() if path != name}
+    return one.newest.fingerprint is not None and one.newest.fingerprint in prints
 
 
-def _parameters(side: Side) -> dict[str, _Parameter]:
+def _parameters(side: Side, until: int | None = None) -> dict[str, _Parameter]:
     rows: dict[str, dict[int, TokenRow]] = {}
     for row in side.parameters:
-        rows.setdefault(".".join(filter(None, (row.module_path, row.name))), {})[row.step] = row
+        if until is None or row.step <= until:
+            rows.setdefault(".".join(filter(None, (row.module_path, row.name))), {})[row.step] = row
     newest = {name: own[max(own)] for name, own in rows.items()}
     return {name: _Parameter(row.shape, row.dtype, rows[name]) for name, row in newest.items()}
 
 
 def _state(trainer: Side, engine: Side, name: str, one: _Parameter, two: _Parameter, now: int) -> WeightState:
-    theirs = two.rows[max(two.rows)]
-    at = one.at(now)
+    theirs = two.newest
     if one.shape != two.shape:
         return WeightState(name, DIFFERS, None, None, "")
     if one.dtype == two.dtype and theirs.fingerprint is not None:
         steps = [step for step, row in one.rows.items() if row.fingerprint == theirs.fingerprint]
-        return _told(name, steps, at)
-    ours = one.rows[at]
+        return _told(name, one, steps, now)
+    if (ours := one.rows.get(now)) is None:
+        return WeightState(name, UNKNOWN, None, None, "")
     if ours.encoding is not None and theirs.encoding is not None:
         a, b = trainer.array(ours), engine.array(theirs)
         narrow = b.dtype if b.dtype.itemsize <= a.dtype.itemsize else a.dtype
-        return _told(name, [at] if np.array_equal(a.astype(narrow), b.astype(narrow)) else [], at)
+        return _told(name, one, [now] if np.array_equal(a.astype(narrow), b.astype(narrow)) else [], now)
     if ours.l2 is None or theirs.l2 is None:
         return WeightState(name, UNKNOWN, None, None, "")
     is_near = math.isclose(ours.l2, theirs.l2, rel_tol=_ROUNDED)
     return WeightState(name, UNKNOWN if is_near else DIFFERS, None, None, "")
 
 
-def _told(name: str, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
+def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
     """Return the state of a parameter that equals the trainer's of these steps, where `now` is the step that counts."""
     if now in steps:
         return WeightState(name, EQUAL, now, 0, fused)
+    known = max((step for step in one.rows if step <= now), default=None)  # the trainer may record few steps
+    if known is None or (known < now and (known in steps or not steps)):
+        return WeightState(name, UNKNOWN, None, None, fused)
     if not steps:
         return WeightState(name, DIFFERS, None, None, fused)
     nearest = min(steps, key=lambda step: abs(step - now))
@@ -159,7 +169,7 @@ def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) 
 def _slices(
     fused: str, names: Sequence[str], ours: Mapping[str, _Parameter], whole: _Parameter, now: int
 ) -> Iterator[WeightState]:
-    wanted = whole.rows[max(whole.rows)].fingerprint
+    wanted = whole.newest.fingerprint
     offsets = np.cumsum([0, *(ours[name].shape[0] for name in names)]).tolist()
     places = [
         {
@@ -168,21 +178,21 @@ def _slices(
         }
         for name, offset in zip(names, offsets, strict=False)
     ]  # fmt: skip
-    at = [ours[name].at(now) for name in names]
-    if wanted is None or not all(step in own for step, own in zip(at, places, strict=True)):
+    if wanted is None or not all(now in own for own in places):
         yield from (WeightState(name, UNKNOWN, None, None, fused) for name in names)
         return
-    found = _versions(places, at, int(wanted, 16))
+    found = _versions(places, now, int(wanted, 16))
     for number, name in enumerate(names):
-        yield _told(name, [] if found is None else [found[number]], at[number], fused)
+        yield _told(name, ours[name], [] if found is None else [found[number]], now, fused)
 
 
-def _versions(places: Sequence[Mapping[int, int]], at: Sequence[int], wanted: int) -> list[int] | None:
+def _versions(places: Sequence[Mapping[int, int]], now: int, wanted: int) -> list[int] | None:
     """Return the step of each slice so that the fingerprints add up; None if no tried combination does.
 
-    All slices of `at` are tried first, then one older slice, then the slices of one older step together.
+    All slices of the step `now` are tried first, then one older slice, then the slices of one older step together.
     """
-    tries = [list(at)]
+    at = [now] * len(places)
+    tries = [at]
     tries += [[*at[:i], step, *at[i + 1 :]] for i, own in enumerate(places) for step in own]
     tries += [[step] * len(at) for step in places[0] if all(step in own for own in places)]
     for steps in tries[:_MAX_TRIED]:

@@ -233,10 +233,11 @@ def test_a_repeat_of_the_engine_in_another_batch_measures_the_noise(tmp_path: Pa
     assert found.parting is not None and found.parting.value.text == "'model.norm' output"
 
 
-def _train(folder: Path, model: Any, num_steps: int, on_step: Callable[[int], object] = lambda step: None) -> None:
+def _train(
+    folder: Path, model: Any, num_steps: int, on_step: Callable[[int], object] = lambda step: None, rules: str = RULES
+) -> None:
     ids, mask = prompts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    rules = f"{RULES}; site=input module='' keep=tensor"
     with recorder.attach(model, enabled=True, dir=str(folder), rules=rules):
         for step in range(num_steps):
             on_step(step)
@@ -278,6 +279,48 @@ def test_weights_say_which_tensor_is_stale_and_by_how_many_updates(tmp_path: Pat
             assert "up_proj.weight is the trainer's of step 2: stale by 1 update" in found.parting.text
     printed = cli("align", tmp_path / "trainer", tmp_path / "one" / "engine", "--weights", "--step", "3")
     assert printed.exit_code == 1 and "stale by 1 update" in printed.out and "up_proj.weight" in printed.out
+
+
+def test_an_engine_that_is_synchronised_during_its_run_is_held_against_the_step_of_its_tokens(tmp_path: Path) -> None:
+    texts = torch.randint(3, 64, (3, 2, 8), generator=torch.Generator().manual_seed(5))  # those of three steps
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    def train(folder: Path, rules: str, on_step: Callable[[int, Any], object]) -> None:
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with recorder.attach(model, enabled=True, dir=str(folder), rules=rules):
+            for step in range(3):
+                on_step(step, model)
+                model(input_ids=texts[step], labels=texts[step]).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train(tmp_path / "before", "site=scalar keep=stats", lambda step, model: kept.update({step: _copied(model)}))
+    for name, versions in {"engine": (0, 1, 2), "late": (0, 0, 1)}.items():
+        engine = llama()
+        with recorder.attach(engine, enabled=True, dir=str(tmp_path / name), roots="any", rules=RULES), torch.no_grad():
+            for step, version in enumerate(versions):
+                engine.load_state_dict(kept[version])
+                for length in (6, 7, 8):  # without a cache
+                    engine(input_ids=texts[step][:, :length], use_cache=False)
+    train(tmp_path / "trainer", RULES, lambda step, model: None)
+    trainer = recorder.open_run(tmp_path / "trainer")
+    found = align(trainer, recorder.open_run(tmp_path / "engine"))
+    assert found.parting is None and {one.state for one in found.weights} == {"equal"} and found.weights_step == 2
+    late = align(trainer, recorder.open_run(tmp_path / "late"))
+    assert {one.behind for one in late.weights} == {1} and late.parting is not None and late.parting.reason == "weights"
+
+
+def test_weights_of_a_step_that_the_trainer_did_not_record_are_not_judged(tmp_path: Path) -> None:
+    model = llama()
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    rules = RULES.replace("site=param", "site=param steps=::4")
+    _train(tmp_path / "trainer", model, 4, lambda step: kept.update({step: _copied(model)}), rules)
+    engine = llama()
+    engine.load_state_dict(kept[3])
+    write(tmp_path / "engine", engine, *prompts())
+    found = align(recorder.open_run(tmp_path / "trainer"), recorder.open_run(tmp_path / "engine"), step="3")
+    assert found.parting is None and {one.state for one in found.weights} == {"not comparable"}
 
 
 def _copied(model: Any) -> dict[str, torch.Tensor]:
