@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 
 import recorder
@@ -355,6 +356,7 @@ def test_repeated_elements_and_complex_ones_count_without_a_copy(tmp_path: Path)
 
 def test_hooks_rest_where_every_value_is_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recorder.capture.probe._is_on_host", lambda tensor: False)
+    torch._dynamo.utils.counters.clear()  # other tests of this process may have compiled something
     with flagged(tmp_path, "; ".join(rule.text for rule in DEFAULT_RULES)) as recording:
         model = Net()
         _train(model, 13)
