@@ -15,7 +15,7 @@ from recorder.analyze.check import reading
 from recorder.analyze.check.check import check
 from recorder.checks.rule import Severity
 from recorder.errors import ConfigError
-from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
+from tests.rigs.handmade import HandmadeWriter, Row, ledger, make_row, make_run
 
 
 def rows_of(rank: int, num_steps: int, seq: int = 0, start: int = 0, **more: Any) -> list[Row]:
@@ -90,6 +90,20 @@ def test_damaged_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     found = check(recorder.open_run(run), ["dead"])
     assert found.num_rows == 12
     assert any("damaged" in note and "12 rows" in note for note in found.notes)
+
+
+def test_rows_that_are_not_there_are_counted_beside_what_was_found(tmp_path: Path) -> None:
+    writer = HandmadeWriter(make_run(tmp_path / "run"))
+    for start in range(0, 8, 2):
+        writer.add_shard([rows_of(0, 2, seq=4 * start, start=start)])
+    num_rows = writer.num_rows
+    (writer.directory / "tensors-000001.arrow").unlink()
+    accounts = ledger(num_rows, num_rows + 12, pool_full=2) | {"passed": 10, "retired": {"rows": 4, "bytes": 1}}
+    writer.finish(ledger=accounts)
+    told = "not looked at: 2 rows dropped while recording; 10 rows kept in memory alone, because no trigger asked for "
+    told += "their steps; 4 rows removed for the quota, between steps 1 and 4"
+    notes = recorder.check(recorder.open_run(tmp_path / "run")).notes
+    assert any(note.startswith(told) for note in notes), notes
 
 
 def test_one_rule_alone_with_another_threshold(tmp_path: Path) -> None:
