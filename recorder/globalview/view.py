@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from ..columns import COUNTS, HANDED_ON, METADATA_COLUMNS, SCHEMA, STATISTICS, note_members, parse_shape
 from ..errors import LookupFailedError, RunError
 from ..format.manifest import Stage
-from ..layout.placement import NoPlan, Plan
+from ..layout.placement import NoPlan, Plan, in_words
 from ..layout.regions import Region
 from ..layout.rules import AS_ASKED, LOSSES
 from ..numerics.dtypes import ITEM_BYTES, as_array
@@ -253,6 +253,32 @@ class GlobalRows:
         at = [source.positions[fill.terms[0].chunk] for fill in fills]
         return [(int(ranks[p]), int(micro_steps[p]), fill.region) for p, fill in zip(at, fills, strict=True)]
 
+    def how_it_lies(self, i: int) -> tuple[str, str] | None:
+        """Return how the ranks' chunks of a row's tensor lie, and the ground on which that is known, both as words.
+
+        Returns:
+            None for a rank's own row beside the global row of the same value.
+        """
+        source = self._sources[i]
+        if isinstance(source, int):
+            why = note_members(self.table.column("note")[i].as_py()).get("per_rank")
+            return None if why is None else ("each rank its own", str(why).partition(";")[0])
+        plan, at = source.plan, source.positions[0]
+        assert isinstance(plan, Plan)
+        dim = plan.dim if plan.across is None else plan.across.dim
+        placements = in_words(self._metadata.text("placements", at))
+        grounds = [self._metadata.text("layout_source", at) or "", plan.source]
+        if placements:
+            grounds = [ground for ground in grounds if (ground, grounds[0]) != ("dtensor", "marked")]
+        elif len(source.positions) > 1:
+            is_sum = any(len(fill.terms) > 1 for fill in plan.fills)
+            cut = [f"Shard({number})" for number in _cut_dims(plan) if number != dim]
+            placements = "added up" if is_sum else "replicas" if plan.copies else " ".join(cut)
+        batches = "" if dim is None else f"batches along dim {dim}"
+        return ", ".join(filter(None, (placements, batches))) or "whole", ", ".join(
+            dict.fromkeys(filter(None, grounds))
+        )
+
     def statistics_of_chunks(self, i: int) -> list[dict[str, Any]]:
         """Return rank, micro-step and statistics of each chunk or partial sum of a global row; none for a rank's."""
         source = self._sources[i]
@@ -340,6 +366,12 @@ class GlobalRows:
             source = self._sources[i]
             is_cut[i] = isinstance(source, int) and self._assembler.tensor(source) is None
         return is_cut
+
+
+def _cut_dims(plan: Plan) -> list[int]:
+    """Return the dims along which the regions of a plan begin at several places."""
+    starts = [fill.region.start for fill in plan.fills if fill.region.start is not None]
+    return [dim for dim, at in enumerate(zip(*starts, strict=True)) if len(set(at)) > 1]
 
 
 def _whole_bytes(dtype: Any, numel: Any) -> npt.NDArray[np.int64]:

@@ -9,6 +9,7 @@ import pytest
 import recorder
 from recorder.analyze.check.check import check
 from recorder.analyze.first.first import first
+from recorder.analyze.layouts import layouts, reply_of
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
@@ -65,3 +66,21 @@ def test_the_manifest_names_every_process_group(runs: dict[str, recorder.Run]) -
         assert groups["TENSOR_MODEL_PARALLEL_GROUP"] == ([first_of_pair, first_of_pair + 1], "gloo")
         assert groups["DATA_PARALLEL_GROUP"] == ([rank % 2, rank % 2 + 2], "gloo")
         assert ([0, 1, 2, 3], "gloo") in groups.values()
+
+
+def test_layouts_says_how_values_lie_and_on_which_ground(runs: dict[str, recorder.Run]) -> None:
+    answer = layouts(runs["ddp_sp"])
+    ways = {(way.layout, way.ground): way.num_values for way in answer.ways}
+    assert ways["StridedShard(0)", "marked"] == 6  # weight and bias of the gated linear: values, gradients, momentum
+    assert ways["Shard(2), batches along dim 1", "marked, assumed"] > 5
+    assert ways["Shard(0), batches along dim 1", "assumed"] > 5
+    assert answer.contradiction is None and reply_of(runs["ddp_sp"], answer).exit_code == 0
+    assert {way.layout for way in layouts(runs["whole"]).ways} == {"whole"}
+
+
+def test_layouts_names_the_first_value_that_contradicts_its_layout(runs: dict[str, recorder.Run]) -> None:
+    answer = layouts(runs["fault"])
+    assert answer.contradiction is not None
+    found = answer.contradiction
+    assert (found.step, found.module_path, found.site) == (0, "block.attention.head_norm", "grad")
+    assert reply_of(runs["fault"], answer).exit_code == 1

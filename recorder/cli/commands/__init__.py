@@ -14,6 +14,7 @@ COMMANDS = {
     "show": "Show one module over steps and ranks, or a summary of several.",
     "first": "Name the first NaN or infinity, and the first unequal replica.",
     "check": "Say what is wrong with a training, rule by rule.",
+    "layouts": "Say how values lie over ranks, and how that is known.",
     "stats": "Show statistics over steps, ranks and modules.",
     "diff": "Compare two runs value by value, whatever their layouts.",
     "align": "Name the module and token at which trainer and engine part.",
