@@ -34,6 +34,7 @@ from ..format.rundir import (
     shard_name,
 )
 from ..storage.locations import Location, OpenLocation, store_of
+from ..system.text import counted
 from .shard_rows import ShardRows, each_of, load_open, load_sealed
 
 logger = logging.getLogger(__name__)
@@ -217,6 +218,19 @@ class RecordedWriter:
         # Values that were observed after the last flush are not in the accounts.
         lost = f", and at least {rows} lost" if num_lost > 0 else "; rows of the last steps may be missing"
         return f"{who} (writer {self.name}): {how}; {end}{lost}"
+
+    @property
+    def synced_rows_gone(self) -> str:
+        """A sentence on rows that were synced and are gone, which a kill does not explain; empty if there are none.
+
+        Also empty if the writer closed or is recording, and if damaged shards are reported anyway.
+        """
+        num_gone = self.balance.synced - self.balance.retired_rows - self.num_rows
+        if num_gone <= 0 or self.state != "unclosed" or self.problems:
+            return ""
+        there = f"{self.balance.synced} rows had been synced, {self.balance.retired_rows} of them removed"
+        lost = f"{counted(num_gone, 'row')} lost after they were safe, or on the way where a daemon ships the run"
+        return f"{there}, and {self.num_rows} are there: {lost}"
 
     @property
     def problems(self) -> list[str]:

@@ -331,13 +331,8 @@ def _verify_rows(writer: RecordedWriter) -> Iterator[VerifyResult]:
         accounts += f", passed {balance.passed}" if balance.passed else ""
         yield VerifyResult(True, f"{writer.directory}: the accounts do not balance: {accounts}")
     expected = balance.written - balance.retired_rows
-    num_lost = balance.synced - balance.retired_rows - len(seq)
-    if num_lost > 0 and not is_closed:
-        there = (
-            f"{balance.synced} rows had been synced, {balance.retired_rows} of them removed, and {len(seq)} are there"
-        )
-        lost = f"{counted(num_lost, 'row')} lost after they were safe, or on the way where a daemon ships the run"
-        yield VerifyResult(True, f"{writer.directory}: {there}: {lost}")
+    if gone := writer.synced_rows_gone:
+        yield VerifyResult(True, f"{writer.directory}: {gone}")
     elif expected < len(seq) <= balance.written:
         kept = counted(len(seq) - expected, "row")
         yield VerifyResult(False, f"{writer.directory}: has {kept} that retention removed where the run was recorded")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recorder.analyze.doctor.reply import checks_of
 from recorder.format.rundir import encode_status
 from recorder.read.messages import footer_blocks
 from recorder.read.shard import CheckedBatch, Shard
@@ -245,4 +246,5 @@ def test_synced_rows_that_are_gone_are_a_fault_and_rows_on_their_way_a_note(
         lost = "3 rows lost after they were safe, or on the way where a daemon ships the run"
         assert [one.text for one in found if one.is_fault and lost not in one.text] == []
         assert any(one.is_fault for one in found) == is_lost
+        assert any(lost in check.text for check in checks_of(open_run(run)) if check.state == "missing") == is_lost
         assert is_lost or any("has 10 rows, expected by its accounts are 15" in one.text for one in found)
