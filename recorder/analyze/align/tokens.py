@@ -38,6 +38,8 @@ _CACHES = ("past_key_values", "past_key_value", "kv_cache", "cache")
 _WHOLE = ("int64", "int32", "int16", "uint8")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _MODULUS = 1 << 64
+_MAX_POSITION = 1 << 24
+"""Positions from here on are no positions of tokens, but of a file that somebody has damaged."""
 
 
 class ValueName(NamedTuple):
@@ -211,7 +213,7 @@ class Side:
         for key, row in self.values.get(name, {}).items():
             call = self.calls.get(key)
             found = call.rows_of(row.shape) if call is not None and row.encoding is not None else None
-            if found is None or (trailing is not None and found[0] != trailing):
+            if found is None or 0 in row.shape or (trailing is not None and found[0] != trailing):
                 continue
             slots, first = np.unique(np.where(found[1] >= 0, self._slots[key], -1), return_index=True)
             is_new = (slots >= 0) & ~self._is_taken[slots]
@@ -267,7 +269,8 @@ class Side:
             ids.sort(key=lambda row: _IDS.index(row.name) if row.name in _IDS else len(_IDS))
             said = self._given(key, SAID_POSITIONS)
             tokens = self.array(ids[0]) if ids else None if said is None else np.full(said.shape, -1)
-            if tokens is None or tokens.ndim not in (1, 2) or (said is not None and said.size != tokens.size):
+            has_grid = tokens is not None and tokens.ndim in (1, 2) and tokens.size > 0
+            if tokens is None or not has_grid or (said is not None and said.size != tokens.size):
                 self.num_unknown += 1
                 continue
             grid = tokens.reshape(-1, tokens.shape[-1])
@@ -284,11 +287,11 @@ class Side:
             given = _fitted(given, grid.shape)
             said = None if said is None else said.reshape(grid.shape)
             names = self._given(key, SAID_SAMPLES)
-            texts = [] if names is None else [bytes(row).rstrip(b"\0").decode(errors="replace") for row in names]
+            texts = [] if names is None or names.ndim != 2 else [row.tobytes().rstrip(b"\0") for row in names]
             now: list[int] = []
             told: list[tuple[int, ...]] = []
             for row, columns in self._sequences(key, grid, real, given):
-                text = texts[len(now)] if len(now) < len(texts) else None
+                text = texts[len(now)].decode(errors="replace") if len(now) < len(texts) else None
                 start = None if said is None or not columns.size else int(said[row, columns[0]])
                 if text in named:
                     sample = named[text]
@@ -316,8 +319,9 @@ class Side:
         """Add tokens to a sample, and yield what `TokensOfCall` has of each."""
         sample = self.samples[number]
         for place, column in zip(index.tolist(), columns.tolist(), strict=True):
-            if place > len(sample.tokens) and sample.name is None:
-                continue  # nobody can tell whose token it is: those before it were never shown
+            # Nobody can tell whose token it is where those before it were never shown; a name tells it.
+            if not 0 <= place < _MAX_POSITION or (place > len(sample.tokens) and sample.name is None):
+                continue
             token = int(grid[row, column])
             position = -1 if given is None else int(given[row, column])
             yield sample.put(place, token), row * grid.shape[1] + column, number, place, position, token
@@ -344,7 +348,7 @@ class Side:
                 cuts = (np.flatnonzero(given[row, columns[1:]] != given[row, columns[:-1]] + 1) + 1).tolist()
             parts = np.split(columns, cuts)
             if len(parts) > 1 and given is not None:  # a part that begins later is of a sample that nobody names
-                known = [part for part in parts if given[row, part[0]] == 0]
+                known = [part for part in parts if part.size == 0 or given[row, part[0]] == 0]
                 self.num_unknown += len(known) < len(parts)
                 parts = known
             yield from ((row, part) for part in parts)

@@ -420,6 +420,29 @@ def test_the_preset_keeps_enough_to_name_a_fault_at_few_bytes(tmp_path: Path) ->
     assert {row["step"] for row in rows if row["site"] == "output" and row["module_path"]} == {0, 1, 2, 3, 4}
 
 
+def test_positions_that_are_none_are_left_out(tmp_path: Path) -> None:
+    ids = torch.randint(3, 64, (2, 3), generator=torch.Generator().manual_seed(1))
+    _named(tmp_path / "engine", llama(), ["a", "b"], ids, torch.tensor([[0, 1, 2], [-1, 1 << 60, 2]]))
+    _named(tmp_path / "trainer", llama(), ["a", "b"], ids, torch.arange(3).expand(2, 3))
+    found = aligned(tmp_path)
+    assert found.num_tokens == 4 and found.joined_by == "names"
+
+
+def test_speculated_tokens_that_are_thrown_away_are_no_difference(tmp_path: Path) -> None:
+    ids = torch.randint(3, 64, (1, 6), generator=torch.Generator().manual_seed(1))
+    model = llama()
+    attached = recorder.attach(model, enabled=True, dir=str(tmp_path / "engine"), roots="any", rules=RULES)
+    with attached:
+        for written, first in ((ids, 0), (torch.tensor([[9, 9]]), 6), (torch.tensor([[11]]), 6)):
+            with recorder.tokens(positions=torch.arange(first, first + written.shape[1])[None]):
+                model(input_ids=torch.cat([ids, written], 1)[:, :6] if first == 0 else written, use_cache=False)
+    whole = torch.cat([ids, torch.tensor([[11]])], 1)
+    with recorder.attach(model, enabled=True, dir=str(tmp_path / "trainer"), roots="any", rules=RULES):
+        model(input_ids=whole)
+    found = aligned(tmp_path)
+    assert found.num_tokens == 7 and not found.tokens and found.num_samples == 1
+
+
 def test_runs_without_tokens_are_refused_with_what_to_record(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     for side in ("trainer", "engine"):
