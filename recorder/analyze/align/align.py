@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from ...errors import LookupFailedError
 from ...run.run import Run
 from ..diff.renames import NO_RENAMES, Renames
 from .search import Floats, JoinedTokens, LogprobsApart, Parting, Search, TokenAt, ValueApart
-from .sequences import TokensApart, compare_tokens
+from .sequences import TokensApart, compare_tokens, match_samples
 from .tokens import Side
 from .weights import WRONG, WeightState, compare_weights
 
@@ -78,12 +78,11 @@ def align(
         renames.check_used(engine.module_paths)
     ours, theirs = Side(trainer, step=step), Side(engine, renames=renames)
     sides = [ours, theirs, *(Side(run, renames=renames) for run in noise)]
-    if by_name := all(side.is_named for side in sides):
-        for side in sides:
-            side.use_names()
-    told = compare_tokens(ours, theirs, by_name=by_name)
-    joined = JoinedTokens(ours, theirs, sides[2:])
-    if not joined.slots:
+    by_name = all(side.is_named for side in sides)
+    matches = [match_samples(ours, side, by_name=by_name) for side in sides[1:]]
+    told = compare_tokens(ours, theirs, matches[0])
+    joined = JoinedTokens(ours, theirs, list(zip(sides[1:], matches, strict=True)))
+    if not joined.num_tokens:
         why = next((one.text for one in told), "one of them shows no tokens")
         raise LookupFailedError(f"{trainer.name} and {engine.name} have no token in common: {why}")
     history = Side(trainer) if step is not None else ours  # the parameters of all steps
@@ -91,21 +90,27 @@ def align(
     search = Search(ours, theirs, sides[2:], joined, states)
     parting = search.find()
     return Aligned(
-        num_tokens=len(joined.slots), num_samples=joined.num_samples, joined_by="names" if by_name else "tokens",
+        num_tokens=joined.num_tokens, num_samples=joined.num_samples, joined_by="names" if by_name else "tokens",
         num_unknown=ours.num_unknown + theirs.num_unknown, step=joined.step, tokens=told,
-        logprobs=_logprobs(ours, theirs, joined), values=search.values, experts=search.experts,
+        logprobs=_logprobs(ours, joined), values=search.values, experts=search.experts,
         bounds=f"10 times what {', '.join(run.name for run in noise)} differ in" if noise else "assumed for the type",
         parting=parting, weights=states, weights_step=of_weights, notes=[*search.notes, *_unpaired(ours, theirs)],
     )  # fmt: skip
 
 
-def _logprobs(trainer: Side, engine: Side, joined: JoinedTokens) -> LogprobsApart | None:
+def _logprobs(trainer: Side, joined: JoinedTokens) -> LogprobsApart | None:
     """Return how far the log-probabilities of the trainer's tokens are apart; None if no logits are on both sides."""
     largest_id = max((token for sample in trainer.samples for token in sample.tokens), default=0)
     for name in reversed(trainer.values):
         if name.site != "output" or name.is_cache or (pair := joined.pair(name)) is None:
             continue
-        chosen = list(_next_tokens(trainer, joined, {int(slot): row for row, slot in enumerate(pair.slots)}))
+        chosen = [
+            (row, following, number, position + 1)
+            for row, slot in enumerate(pair.slots.tolist())
+            for number, position in ((int(joined.samples[slot]), int(joined.positions[slot])),)
+            for following in trainer.samples[number].tokens[position + 1 : position + 2]
+            if following >= 0
+        ]
         if pair.trainer.shape[1] <= largest_id or not chosen:
             continue
         rows, tokens, samples, positions = (np.array(one, np.int64) for one in zip(*chosen, strict=True))
@@ -121,19 +126,6 @@ def _logprobs(trainer: Side, engine: Side, joined: JoinedTokens) -> LogprobsApar
             float((np.abs(ratio - 1) > CLIP).mean()), largest,
         )  # fmt: skip
     return None
-
-
-def _next_tokens(trainer: Side, joined: JoinedTokens, rows: Mapping[int, int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield, for each token whose logits are on both sides: their row, the token, its sample and its position."""
-    seen: set[tuple[int, int]] = set()
-    for call in trainer.calls.values():
-        columns = (call.keys, call.samples, call.positions)
-        for key, number, position in zip(*(column.tolist() for column in columns), strict=True):
-            tokens, row = trainer.samples[number].tokens, rows.get(joined.slots.get(key, -1))
-            following = tokens[position + 1] if position + 1 < len(tokens) else -1
-            if row is not None and following >= 0 and (number, position) not in seen:
-                seen.add((number, position))
-                yield row, following, number, position + 1
 
 
 def _logprob(logits: Floats, tokens: npt.NDArray[np.int64]) -> Floats:

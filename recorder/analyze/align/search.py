@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .sequences import Match
 from .tokens import Array, Integers, Side, ValueName, is_compared
 from .weights import WRONG, WeightState, told_weight
 
@@ -132,29 +133,36 @@ class _Compared(NamedTuple):
 class JoinedTokens:
     """The tokens that both sides have, each with a number (its slot), in the order of the trainer's samples."""
 
-    def __init__(self, trainer: Side, engine: Side, noise: Sequence[Side] = ()) -> None:
-        ours, theirs = _by_key(trainer), _by_key(engine)
-        common = sorted((key for key in ours if key in theirs), key=lambda key: ours[key][:2])
-        self.slots = {key: number for number, key in enumerate(common)}
-        for side in (trainer, engine, *noise):
-            side.number(self.slots)
+    def __init__(self, trainer: Side, engine: Side, others: Sequence[tuple[Side, Sequence[Match | None]]]) -> None:
+        """Number the tokens of all sides. `others` are the engine and runs of noise, with their samples' matches."""
         self._trainer, self._engine = trainer, engine
-        columns = np.array([ours[key] for key in common], np.int64).reshape(len(common), 6).T
-        self._samples, self.positions, self._tokens, _, _, steps = columns
-        self.num_samples = len(set(self._samples.tolist()))
-        self.step = int(steps.min()) if common else 0
-        """The first step of the trainer whose tokens are joined."""
-        self.steps = {theirs[key][5]: ours[key][5] for key in sorted(common, key=lambda key: ours[key][5])}
-        """By step of the engine, the last step of the trainer that has tokens of it."""
-        self.given = np.array([(ours[key][3], theirs[key][3]) for key in common], np.int64).reshape(-1, 2)
+        lengths = np.array([len(sample.tokens) for sample in trainer.samples], np.int64)
+        bases = np.cumsum(lengths) - lengths
+        num_slots = int(lengths.sum())
+        trainer.number(bases, lengths, num_slots)
+        for side, matches in others:
+            own = [(bases[match.number], match.num_joined) if match else (0, 0) for match in matches]
+            first, limits = np.array(own, np.int64).reshape(-1, 2).T
+            side.number(first, limits, num_slots)
+        self.samples = np.repeat(np.arange(len(lengths)), lengths)
+        self.positions = np.arange(num_slots) - bases[self.samples]
+        ours, theirs = _by_slot(trainer, num_slots), _by_slot(engine, num_slots)
+        self.given = np.stack([ours[:, 1], theirs[:, 1]], axis=1)
         """The positions that the model was given on both sides; -1 where it was given none that was recorded."""
-        self.is_continued = np.array([theirs[key][4] for key in common], bool)
+        self.is_continued = theirs[:, 2] > 0
         """Whether the engine went on from its cache."""
+        joined = np.flatnonzero(ours[:, 0] & theirs[:, 0])
+        self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))
+        joined = joined[np.argsort(ours[joined, 3], kind="stable")]
+        self.step = int(ours[joined[0], 3]) if joined.size else 0
+        """The first step of the trainer whose tokens are joined."""
+        self.steps = dict(zip(theirs[joined, 3].tolist(), ours[joined, 3].tolist(), strict=True))
+        """By step of the engine, the last step of the trainer that has tokens of it."""
 
     def at(self, slot: int, apart: float) -> TokenAt:
         """Return a token as people know it."""
-        sample = self._trainer.name_of(int(self._samples[slot]))
-        return TokenAt(sample, int(self.positions[slot]), int(self._tokens[slot]), apart)
+        number, position = int(self.samples[slot]), int(self.positions[slot])
+        return TokenAt(self._trainer.name_of(number), position, self._trainer.samples[number].tokens[position], apart)
 
     def pair(self, name: ValueName) -> ValuePair | None:
         """Return the rows of a value at the tokens at which both sides have it; None if there are none."""
@@ -167,13 +175,13 @@ class JoinedTokens:
         return ValuePair(slots, wide(ours[0][at]), wide(theirs[0][at_theirs]), ours[2], theirs[2])
 
 
-def _by_key(side: Side) -> dict[int, tuple[int, ...]]:
-    """Return where a side has each token first: sample, position, token, given position, is it continued, step."""
-    found: dict[int, tuple[int, ...]] = {}
-    for key, call in side.calls.items():
-        columns = (call.samples, call.positions, call.tokens, call.given)
-        for token, *one in zip(call.keys.tolist(), *(column.tolist() for column in columns), strict=True):
-            found.setdefault(token, (*one, int(call.is_continued), key.step))
+def _by_slot(side: Side, num_slots: int) -> Integers:
+    """Return by slot, of the first call with the token: is there one, the position given, is it continued, its step."""
+    found = np.zeros((num_slots, 4), np.int64)
+    for key, call in reversed(side.calls.items()):
+        has_slot = side.slots[key] >= 0
+        rows = (np.ones_like(call.given), call.given, np.full_like(call.given, call.is_continued))
+        found[side.slots[key][has_slot]] = np.stack([*rows, np.full_like(call.given, key.step)], axis=1)[has_slot]
     return found
 
 
@@ -190,12 +198,13 @@ class Search:
         self.experts: dict[str, tuple[int, int]] = {}
         """By block of experts: the tokens for which the two sides chose other experts, and the tokens compared."""
         self.notes: list[str] = []
+        self._compared: list[_Compared] = []
         self._coarsest = 0.0
         """The largest bound of the types so far: what a coarse type has rounded stays in all that follows."""
 
     def find(self) -> Parting | None:
         """Compare all values, and return the first that parts and that others follow; None if none does."""
-        compared = []
+        compared = self._compared
         for name, rows in self._trainer.values.items():
             row = next(iter(rows.values()))
             if "int" in row.dtype:
@@ -278,8 +287,9 @@ class Search:
         value, path = self.values[number], name.module_path
         if name.site == "input":
             path = path.rpartition(".")[0]
-        compared = {one.module_path for one in self.values[:number]}
-        inside = [one for one in self._weights if one.module_path == path or one.module_path.startswith(f"{path}.")]
+        before_it = [one for one in self._compared[:number] if np.isin(beyond, one.slots).any()]
+        compared = {one.name.module_path for one in before_it}
+        inside = [one for one in self._weights if f"{one.module_path}.".startswith(f"{path}." if path else "")]
         block = path.rpartition(".")[0]  # an engine that fuses projections has none of their modules to compare
         fused = [one for one in self._weights if one.fused and block and one.module_path.startswith(f"{block}.")]
         wrong = [one for one in (*inside, *fused) if one.state in WRONG and one.module_path not in compared - {path}]
@@ -296,7 +306,7 @@ class Search:
             types = f"{value.dtype_trainer} in the trainer, {value.dtype_engine} in the engine"
             return "dtype", f"the type of the values differs: {types}"
         of_weights = "its weights and " if any(one.module_path == path for one in inside) else ""
-        before = f"{of_weights}what runs before it agree" if number else "nothing that runs before it was compared"
+        before = f"{of_weights}what runs before it agree" if before_it else "nothing that runs before it was compared"
         if name.site == "input":
             return (
                 "module",

@@ -25,39 +25,64 @@ class TokensApart(NamedTuple):
     """The first position at which the tokens differ."""
 
 
-def compare_tokens(trainer: Side, engine: Side, *, by_name: bool) -> list[TokensApart]:
-    """Return what is to say about samples that differ; nothing where the engine's samples are the trainer's."""
+class Match(NamedTuple):
+    """The trainer's sample that a sample of the engine is."""
+
+    number: int
+    shift: int
+    """How many more tokens the trainer's has in front; negative where the engine's has more."""
+    num_joined: int
+    """The positions, from 0, that are the same token on both sides."""
+
+
+def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | None]:
+    """Return the trainer's sample for each sample of another side, which nobody else is; None without one."""
     if by_name:
-        by_names = {sample.name: (number, 0) for number, sample in enumerate(trainer.samples)}
-        matches = [by_names.get(sample.name) for sample in engine.samples]
-    else:
-        matches = _by_tokens(trainer, engine)
-    told = [one for number, match in enumerate(matches) if match for one in _told(trainer, engine, number, *match)]
+        numbers = {sample.name: number for number, sample in enumerate(trainer.samples)}
+        named = [numbers.get(sample.name) for sample in other.samples]
+        return [None if one is None else Match(one, 0, len(trainer.samples[one].tokens)) for one in named]
+    ends: dict[int, list[int]] = {}
+    for number, sample in reversed(list(enumerate(trainer.samples))):
+        for one in dict.fromkeys(sample.hashes):
+            ends.setdefault(one, []).append(number)
+    found: list[Match | None] = []
+    taken: set[int] = set()
+    for sample in other.samples:
+        free = ends.get(sample.hashes[-1], []) if sample.hashes else []
+        while free and free[-1] in taken:
+            free.pop()
+        found.append(Match(free[-1], 0, len(sample.tokens)) if free else None)
+        taken |= {free[-1]} if free else set()
+    rest = [number for number in range(len(trainer.samples)) if number not in taken][: 8 * _MAX_SAMPLES]
+    for number in [number for number, one in enumerate(found) if one is None][:_MAX_SAMPLES]:
+        found[number] = _nearest(trainer, rest, other.samples[number].tokens)
+    return found
+
+
+def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Match | None:
+    """Return the trainer's sample, of some, that shares most tokens with one of the engine; None if all share few."""
+    tries = [
+        (_num_same(ours, theirs, shift), -abs(shift), -number, shift)
+        for number in numbers
+        for ours in (trainer.samples[number].tokens,)
+        for shift in {*range(-_MAX_SHIFT, _MAX_SHIFT + 1), _num_alike(ours), -_num_alike(theirs)}
+        if 2 * _num_same(ours, theirs, shift) >= max(4, min(len(ours), len(theirs), _NUM_LOOKED_AT))
+    ]
+    if not tries:
+        return None
+    _, _, number, shift = max(tries)
+    pairs = enumerate(zip(trainer.samples[-number].tokens, theirs, strict=False))
+    shorter = min(len(trainer.samples[-number].tokens), len(theirs))
+    return Match(-number, shift, 0 if shift else next((at for at, (a, b) in pairs if a != b), shorter))
+
+
+def compare_tokens(trainer: Side, engine: Side, matches: Sequence[Match | None]) -> list[TokensApart]:
+    """Return what is to say about samples that differ; nothing where the engine's samples are the trainer's."""
+    told = [one for number, match in enumerate(matches) if match for one in _told(trainer, engine, number, match)]
     if absent := matches.count(None):
         text = f"{absent} of the engine's {counted(len(engine.samples), 'sample')} are not in the trainer"
         told.append(TokensApart(text, is_finding=absent == len(matches)))
     return told
-
-
-def _by_tokens(trainer: Side, engine: Side) -> list[tuple[int, int] | None]:
-    """Return for each sample of the engine the trainer's, and how many more tokens that has in front; None without."""
-    ends = {one: number for number, sample in enumerate(trainer.samples) for one in sample.hashes}
-    equal = [ends.get(sample.hashes[-1]) if sample.hashes else None for sample in engine.samples]
-    rest = [number for number in range(len(trainer.samples)) if number not in equal][: 8 * _MAX_SAMPLES]
-    looked_at = [number for number, other in enumerate(equal) if other is None][:_MAX_SAMPLES]
-    found: list[tuple[int, int] | None] = [None if number is None else (number, 0) for number in equal]
-    for number in looked_at:
-        theirs = engine.samples[number].tokens
-        tries = [
-            (_num_same(ours, theirs, shift), -abs(shift), -other, shift)
-            for other in rest
-            for ours in (trainer.samples[other].tokens,)
-            for shift in {*range(-_MAX_SHIFT, _MAX_SHIFT + 1), _num_alike(ours), -_num_alike(theirs)}
-            if 2 * _num_same(ours, theirs, shift) >= max(4, min(len(ours), len(theirs), _NUM_LOOKED_AT))
-        ]
-        if tries:
-            found[number] = -max(tries)[2], max(tries)[3]
-    return found
 
 
 def _num_same(ours: Sequence[int], theirs: Sequence[int], shift: int) -> int:
@@ -70,12 +95,12 @@ def _num_alike(tokens: Sequence[int]) -> int:
     return next((number for number, token in enumerate(tokens) if token != tokens[0]), 0)
 
 
-def _told(trainer: Side, engine: Side, number: int, of_trainer: int, shift: int) -> Iterator[TokensApart]:
-    theirs, ours = engine.samples[number].tokens, trainer.samples[of_trainer].tokens
-    name = trainer.name_of(of_trainer)
-    if shift:
-        side, longer = ("trainer", ours) if shift > 0 else ("engine", theirs)
-        front = longer[: abs(shift)]
+def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[TokensApart]:
+    theirs, ours = engine.samples[number].tokens, trainer.samples[match.number].tokens
+    name = trainer.name_of(match.number)
+    if match.shift:
+        side, longer = ("trainer", ours) if match.shift > 0 else ("engine", theirs)
+        front = longer[: abs(match.shift)]
         why = "padding that no mask names" if len(set(front)) == 1 and len(front) > 1 else "another tokenizer's BOS"
         text = f"{name}: the {side} alone has {counted(len(front), 'token')} in front: {front[:8]} ({why}?)"
         yield TokensApart(text, is_finding=True, sample=name, position=0)

@@ -1,17 +1,16 @@
 """Which token each row of an activation belongs to: the sample, and the position in the sample.
 
 A call of the model says it by its own arguments (`input_ids`, `attention_mask`, `position_ids`, `cache_position`,
-`cu_seqlens`), or the program says it by `recorder.tokens`. A token's key is a hash of its sample's tokens up to and
-with it, so that two runs are joined whatever their batches, paddings and orders are. This module must never guess: a
-call that goes on from a cache whose beginning was not recorded has no tokens, and is counted.
+`cu_seqlens`), or the program says it by `recorder.tokens`. Hashes of the tokens of a sample, up to and with each one,
+find the sample of the other run whatever its batches, paddings and orders are. This module must never guess: a call
+that goes on from a cache whose beginning was not recorded has no tokens, and is counted.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,17 +99,16 @@ class SampleTokens:
     hashes: list[int] = field(default_factory=list)
     """The hash of the tokens up to and with each token."""
 
-    def put(self, index: int, token: int) -> int:
-        """Set the token at an index, forget those behind it (speculation that was thrown away), return its hash."""
-        del self.tokens[index:], self.hashes[index:]
-        missing = index - len(self.tokens)  # in a sample with a name: an engine found them in the cache of another
+    def put(self, position: int, token: int) -> None:
+        """Set the token at a position, and forget those behind it: speculation that was thrown away."""
+        del self.tokens[position:], self.hashes[position:]
+        missing = position - len(self.tokens)  # in a sample with a name: an engine found them in the cache of another
         self.tokens += [-1] * missing
         self.hashes += [0] * missing
         before = self.hashes[-1] if self.hashes else 0
         mixed = ((before ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) % _MODULUS
         self.tokens.append(token)
         self.hashes.append(mixed ^ (mixed >> 29))
-        return self.hashes[-1]
 
 
 class TokensOfCall(NamedTuple):
@@ -120,7 +118,6 @@ class TokensOfCall(NamedTuple):
     """The shape of the tokens as the model got them: batch and sequence, or tokens alone."""
     is_continued: bool
     """True if the call goes on from a cache, as a decoding step does."""
-    keys: npt.NDArray[np.uint64]
     at: Integers
     """The flat index in `shape`."""
     samples: Integers
@@ -129,7 +126,6 @@ class TokensOfCall(NamedTuple):
     """The position of the token in its sample, from 0; padding does not count."""
     given: Integers
     """The position that the model was given; -1 where it was given none that was recorded."""
-    tokens: Integers
 
     def rows_of(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Integers] | None:
         """Return the trailing shape of a value and the row of each token in it (-1: none); None if it has no tokens."""
@@ -184,21 +180,16 @@ class Side:
         name = self.samples[sample].name
         return f"sample {sample}" if name is None else f"sample {name!r}"
 
-    def use_names(self) -> None:
-        """Use names and positions as keys, in place of hashes of tokens."""
-        for key, call in self.calls.items():
-            pairs = zip(call.samples.tolist(), call.positions.tolist(), strict=True)
-            texts = [f"{self.samples[sample].name}\0{index}".encode() for sample, index in pairs]
-            keys = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") for text in texts]
-            self.calls[key] = call._replace(keys=np.array(keys, np.uint64))
+    def number(self, bases: Integers, limits: Integers, num_slots: int) -> None:
+        """Give each token a number, its slot, which `pick` returns: the base of its sample and its position.
 
-    def number(self, slots: Mapping[int, int]) -> None:
-        """Give tokens the numbers (slots) that they have by their keys; `pick` returns these tokens alone."""
-        self._slots = {
-            key: np.array([slots.get(token, -1) for token in call.keys.tolist()], np.int64)
+        Tokens at positions from the sample's limit on have none.
+        """
+        self.slots = {
+            key: np.where(call.positions < limits[call.samples], bases[call.samples] + call.positions, -1)
             for key, call in self.calls.items()
         }
-        self._is_taken = np.zeros(len(slots), bool)
+        self._is_taken = np.zeros(num_slots, bool)
 
     def pick(self, name: ValueName) -> tuple[Array, Integers, str] | None:
         """Return a value, one row a token; the slot of the token of each row; the dtype.
@@ -215,7 +206,7 @@ class Side:
             found = call.rows_of(row.shape) if call is not None and row.encoding is not None else None
             if found is None or 0 in row.shape or (trailing is not None and found[0] != trailing):
                 continue
-            slots, first = np.unique(np.where(found[1] >= 0, self._slots[key], -1), return_index=True)
+            slots, first = np.unique(np.where(found[1] >= 0, self.slots[key], -1), return_index=True)
             is_new = (slots >= 0) & ~self._is_taken[slots]
             if is_new.any():
                 trailing, dtype = found[0], row.dtype
@@ -290,9 +281,9 @@ class Side:
             texts = [] if names is None or names.ndim != 2 else [row.tobytes().rstrip(b"\0") for row in names]
             now: list[int] = []
             told: list[tuple[int, ...]] = []
-            for row, columns in self._sequences(key, grid, real, given):
+            for row, of_row in self._sequences(key, grid, real, given):
                 text = texts[len(now)].decode(errors="replace") if len(now) < len(texts) else None
-                start = None if said is None or not columns.size else int(said[row, columns[0]])
+                start = None if said is None or not of_row.size else int(said[row, of_row[0]])
                 if text in named:
                     sample = named[text]
                 elif row < len(before) and (past or 0 < (start or 0) <= len(self.samples[before[row]].tokens)):
@@ -304,27 +295,23 @@ class Side:
                     named[text] = sample
                 now.append(sample)
                 first = len(self.samples[sample].tokens) if past else 0
-                index = first + np.arange(columns.size) if said is None else said[row, columns]
-                told += self._put(sample, row, columns, index, grid, given)
+                index = first + np.arange(of_row.size) if said is None else said[row, of_row]
+                told += self._put(sample, row, of_row, index, grid, given)
             before = now
-            columns_of = zip(*told, strict=True) if told else iter([()] * 6)
-            keys = np.array(next(columns_of), np.uint64)
-            rest = [np.array(one, np.int64) for one in columns_of]
-            is_continued = bool(rest[2].size and rest[2].min())
-            self.calls[key] = TokensOfCall(tokens.shape, is_continued, keys, *rest)
+            columns = [np.array(one, np.int64) for one in zip(*told, strict=True)] or [np.zeros(0, np.int64)] * 4
+            self.calls[key] = TokensOfCall(tokens.shape, bool(columns[2].size and columns[2].min()), *columns)
 
     def _put(
         self, number: int, row: int, columns: Integers, index: Integers, grid: Array, given: Array | None
     ) -> Iterator[tuple[int, ...]]:
-        """Add tokens to a sample, and yield what `TokensOfCall` has of each."""
+        """Add tokens to a sample, and yield the columns of `TokensOfCall` of each."""
         sample = self.samples[number]
         for place, column in zip(index.tolist(), columns.tolist(), strict=True):
             # Nobody can tell whose token it is where those before it were never shown; a name tells it.
             if not 0 <= place < _MAX_POSITION or (place > len(sample.tokens) and sample.name is None):
                 continue
-            token = int(grid[row, column])
-            position = -1 if given is None else int(given[row, column])
-            yield sample.put(place, token), row * grid.shape[1] + column, number, place, position, token
+            sample.put(place, int(grid[row, column]))
+            yield row * grid.shape[1] + column, number, place, -1 if given is None else int(given[row, column])
 
     def _past(self, key: CallKey, own: Sequence[TokenRow], length: int, mask: Array | None, given: Array | None) -> int:
         """Return the number of tokens, with padding, that a call finds in its cache."""
