@@ -261,6 +261,9 @@ class Signature:
         self._rest = "args"
         try:
             parameters = list(inspect.signature(module.forward).parameters.values())
+            if "forward" in vars(module) and all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+                # A wrapper that was put on this one module takes anything, and hands it to the forward of the class.
+                parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
         except (TypeError, ValueError):
             parameters = []
         for parameter in parameters:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from recorder.observe.tree import Signature
 from tests.rigs.capturing import Recording, Tiny, batch, flagged
 
 
@@ -100,3 +101,11 @@ def test_a_model_that_is_no_wrapper_has_a_mode_of_its_own(tmp_path: Path) -> Non
     model.train = lambda mode=True: setattr(model, "training", mode)  # type: ignore[method-assign,assignment,return-value]
     outputs = trained(tmp_path, model, flag=None).rows(site="output", module_path="")
     assert list(outputs["mode"]) == ["train", "eval"] * 2
+
+
+def test_a_wrapper_around_one_modules_forward_leaves_the_names_of_its_arguments() -> None:
+    """Transformers' tensor parallelism puts such a wrapper on every module that it cuts."""
+    linear, x = nn.Linear(2, 2), torch.zeros(1, 2)
+    forward = linear.forward
+    linear.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # type: ignore[method-assign]
+    assert [name for name, _ in Signature(linear).leaves((x,), {})] == ["input"]

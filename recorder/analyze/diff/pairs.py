@@ -208,10 +208,13 @@ class _Statistics(NamedTuple):
             one, two = numbers(left.column(name)), numbers(right.column(name))
             # If both are null, neither side has a finite element. If one is null, the sides are as far apart as
             # possible.
-            far = np.where(np.isnan(one) & np.isnan(two), 0.0, np.nan_to_num(np.abs(two - one), nan=np.inf))
+            is_same = (one == two) | (np.isnan(one) & np.isnan(two))
+            with np.errstate(invalid="ignore"):  # of two infinities, as the squares of a mask's numbers add up to
+                far = np.where(is_same, 0.0, np.nan_to_num(np.abs(two - one), nan=np.inf))
             of = "l2" if name == "l2" else "absmax"
             scale = np.fmax(np.abs(numbers(left.column(of))), np.abs(numbers(right.column(of))))
-            relative = np.divide(far, scale, out=np.where(far > 0, np.inf, 0.0), where=scale > 0)
+            with np.errstate(invalid="ignore"):
+                relative = np.divide(far, scale, out=np.where(far > 0, np.inf, 0.0), where=scale > 0)
             allowed = max(tolerance.rtol, 0.0 if name in _EXACT else _ROUNDING)
             differs = (far > tolerance.atol) & (relative > allowed)
             is_outside |= differs

@@ -220,6 +220,14 @@ def test_without_payloads_statistics_are_compared(tmp_path: Path, has_fingerprin
     assert diff(run("c", 2), run("d", 3), rtol=0.34).is_equal
 
 
+def test_sums_of_squares_that_overflow_on_both_sides_do_not_differ(tmp_path: Path) -> None:
+    """A mask of the smallest number of its type has such sums; numpy would warn of the difference of two infinities."""
+    over = {"l2": np.inf, "sum_sq": np.inf, "sum_fourth": np.inf, "sum": -np.inf, "mean": -np.inf, "std": np.inf}
+    rows = [make_row(0, np.ones(4), encoding=None, **over)]
+    found = diff(write(tmp_path / "a", rows), write(tmp_path / "b", rows))
+    assert found.is_equal and found.num_by_statistics == 1
+
+
 def test_statistics_count_what_is_not_finite(tmp_path: Path) -> None:
     values = np.array([1, 2, np.nan, np.inf])
     a, b = (write(tmp_path / str(n), [make_row(0, values[:n], encoding=None, shape="[4]", numel=4)]) for n in (2, 4))
