@@ -420,6 +420,35 @@ def test_the_preset_keeps_enough_to_name_a_fault_at_few_bytes(tmp_path: Path) ->
     assert {row["step"] for row in rows if row["site"] == "output" and row["module_path"]} == {0, 1, 2, 3, 4}
 
 
+def test_modules_with_other_names_in_the_engine_are_paired_by_a_file(tmp_path: Path, cli: Cli) -> None:
+    class Small(nn.Module):
+        def __init__(self, first: str, second: str) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(16, 8)
+            self.names = first, second
+            self.add_module(first, nn.Linear(8, 8))
+            self.add_module(second, nn.Linear(8, 16))
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            first, second = (self.get_submodule(name) for name in self.names)
+            return second(first(self.embed(tokens)).relu())
+
+    engine = Small("fc1", "fc2")
+    with torch.no_grad():
+        engine.get_submodule("fc1").weight.mul_(1.01)  # type: ignore[operator]
+    tokens = torch.randint(16, (2, 5), generator=torch.Generator().manual_seed(1))
+    for side, model in (("trainer", Small("up", "down")), ("engine", engine)):
+        with recorder.attach(model, enabled=True, dir=str(tmp_path / side), roots="any", rules=RULES):
+            model(tokens)
+    alone = cli("align", tmp_path / "trainer", tmp_path / "engine")
+    assert "2 of 4 modules are in the trainer alone, such as 'up', 'down'; --rename pairs them" in alone.out
+    names = tmp_path / "names.txt"
+    names.write_text("up = fc1\ndown = fc2\n")
+    found = cli("align", tmp_path / "trainer", tmp_path / "engine", "--rename", names)
+    assert "they part at 'up' output (Linear)" in found.out and "up.weight is the trainer's of no recorded" in found.out
+
+
 def test_positions_that_are_none_are_left_out(tmp_path: Path) -> None:
     ids = torch.randint(3, 64, (2, 3), generator=torch.Generator().manual_seed(1))
     _named(tmp_path / "engine", llama(), ["a", "b"], ids, torch.tensor([[0, 1, 2], [-1, 1 << 60, 2]]))
