@@ -29,6 +29,7 @@ from ..capture.core import Capture
 from ..capture.hooks import callbacks
 from ..capture.hooks.discovery import Discovery
 from ..capture.hooks.root import Root
+from ..capture.marks import main_parameter
 from ..capture.optimizer import OptimizerHooks, last_step
 from ..capture.program_values import LossFinder
 from ..capture.staging.pool import Pool, default_capacity_bytes
@@ -291,7 +292,7 @@ class Recorder:
         live = self._early.take()  # the recorder then holds only weak references to the optimizers
         self.capture.every_call_is_a_step = self.settings.roots == "any" and not live
         if not self.by_flag:  # an earlier training of the process may have left its optimizer, whose steps are its own
-            parameters = {id(p) for p in module.parameters()}
+            parameters = {id(one) for p in module.parameters() for one in (p, main_parameter(p))}
             live = [o for o in live if any(id(p) in parameters for group in o.param_groups for p in group["params"])]
         for optimizer in live:
             self._optimizers.name_of(optimizer)

@@ -269,6 +269,20 @@ def test_the_steps_of_another_model_are_not_the_first_step_of_this_one(tmp_path:
     assert set(recorder.open_run(attachment.run_dir).to_pandas()["step"]) == {0}
 
 
+def test_an_optimizer_of_main_parameters_is_the_models_own(tmp_path: Path) -> None:
+    model = Tiny()
+    for parameter in model.parameters():
+        parameter.main_param = parameter.detach().clone()  # type: ignore[attr-defined]
+        parameter.main_param.grad = torch.ones_like(parameter)  # type: ignore[attr-defined]
+    optimizer = torch.optim.AdamW([p.main_param for p in model.parameters()])  # type: ignore[attr-defined]
+    for _ in range(7):
+        optimizer.step()
+    with recorder.attach(model, enabled=True, dir=tmp_path, rules="site=output") as attachment:
+        train_step(model, optimizer)
+    assert attachment.run_dir is not None
+    assert set(recorder.open_run(attachment.run_dir).to_pandas()["step"]) == {7}
+
+
 def test_a_step_named_by_hand_overrules(tmp_path: Path) -> None:
     with flagged(tmp_path) as recording:
         model = Tiny()
