@@ -12,7 +12,7 @@ from ...run.run import Run
 from ...system.text import counted, number
 from .align import CLIP, Aligned
 from .search import Parting, TokenAt, ValueApart
-from .weights import EQUAL, UNKNOWN, WRONG, WeightState, told_weight, version_of
+from .weights import EQUAL, UNKNOWN, WRONG, told_weight
 
 _FEW = 8
 
@@ -99,8 +99,8 @@ def _weights_line(found: Aligned) -> StateLine:
     wrong = [state for state in found.weights if state.state in WRONG]
     if not wrong:
         return StateLine("ok", f"weights: {states[EQUAL]} of {len(found.weights)} parameters are the trainer's")
-    version = version_of(found.weights)
-    of = "no recorded step" if version is None else f"step {version}"
+    version = Counter(state.step for state in found.weights if state.step is not None).most_common(1)
+    of = f"step {version[0][0]}" if version else "no recorded step"
     text = f"{len(wrong)} of {len(found.weights)} parameters are not those of step {found.weights_step}"
     return StateLine("fault", f"weights: {text}; most of the engine's are of {of}; first: {told_weight(wrong[0])}")
 
@@ -109,17 +109,10 @@ def _weight_parts(found: Aligned, most: int | None) -> Iterator[str | StateLine 
     yield _weights_line(found)
     if not found.weights:
         return
-    order = sorted(found.weights, key=lambda state: state.state not in WRONG)
+    order = sorted(found.weights, key=lambda state: state.state not in WRONG)[:most]
+    rows = [[one.name, one.state, *("" if n is None else str(n) for n in one[2:4]), one.fused] for one in order]
     titles = ("parameter", "state", "of step", "behind", "slice of")
-    numbers = ("of step", "behind")
-    yield table_of(
-        titles, list(map(_weight_row, order[:most])), numbers=numbers, whole=("parameter",), dull={"slice of": ""}
-    )
-
-
-def _weight_row(state: WeightState) -> tuple[str, ...]:
-    numbers = ("" if one is None else str(one) for one in (state.step, state.behind))
-    return (state.name, state.state, *numbers, state.fused)
+    yield table_of(titles, rows, numbers=titles[2:4], whole=titles[:1], dull={"slice of": ""})
 
 
 def _values_table(values: Sequence[ValueApart], first: ValueApart, most: int | None) -> Table:

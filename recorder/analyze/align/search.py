@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .sequences import Match
-from .tokens import Array, Integers, Side, ValueName, is_compared
+from .tokens import Array, Integers, Side, ValueName
 from .weights import WRONG, WeightState, told_weight
 
 Floats = npt.NDArray[np.float64]
@@ -209,7 +209,7 @@ class Search:
             row = next(iter(rows.values()))
             if "int" in row.dtype:
                 self._compare_experts(name)
-            if not is_compared(name, row) or (pair := self._joined.pair(name)) is None:
+            if row.dtype not in BOUNDS or name.is_cache or (pair := self._joined.pair(name)) is None:
                 continue
             apart, bound = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
             compared.append(_Compared(name, pair.slots, apart, apart > bound))
@@ -222,10 +222,9 @@ class Search:
         if not self.values:
             self.notes.append("no module's values are on both sides: record site=output keep=tensor of both")
         elif all(value.dtype_trainer != value.dtype_engine for value in self.values):
-            types = (
-                f"the trainer computes in {self.values[0].dtype_trainer}, the engine in {self.values[0].dtype_engine}"
-            )
-            self.notes.append(f"{types}: what the narrower type rounds is noise")
+            types = self.values[0].dtype_trainer, self.values[0].dtype_engine
+            text = "the trainer computes in {}, the engine in {}: what the narrower type rounds is noise"
+            self.notes.append(text.format(*types))
         cancelled = []
         for number, one in enumerate(compared):
             if self._begins_type(number) or (one.is_beyond.any() and self._is_followed(number)):
@@ -268,11 +267,11 @@ class Search:
         first_at, worst_at = (self._joined.at(int(one.slots[at]), float(one.apart[at])) for at in (first, worst))
         continued = self._joined.is_continued[one.slots]
         at_once, one_by_one = ((int(one.is_beyond[how].sum()), int(how.sum())) for how in (~continued, continued))
-        edges = np.unique(np.linspace(0, positions.max() + 1, _NUM_BINS + 1).astype(np.int64))
+        width = -(-(int(positions.max()) + 1) // _NUM_BINS)
         bins = [
-            PositionsApart(low, high - 1, int(inside.sum()), float(one.apart[inside].mean()))
-            for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
-            if (inside := (positions >= low) & (positions < high)).any()
+            PositionsApart(low, low + width - 1, int(inside.sum()), float(one.apart[inside].mean()))
+            for low in range(0, width * _NUM_BINS, width)
+            if (inside := positions // width == low // width).any()
         ]
         reason, text = self._reason(number, one.name, one.slots[beyond])
         info = self._trainer.run.modules.get((self._trainer.root, one.name.module_path))
@@ -308,10 +307,8 @@ class Search:
         of_weights = "its weights and " if any(one.module_path == path for one in inside) else ""
         before = f"{of_weights}what runs before it agree" if before_it else "nothing that runs before it was compared"
         if name.site == "input":
-            return (
-                "module",
-                f"{before}, so {repr(path) if path else 'the root'} hands on something else in its own code",
-            )
+            code = f"so {repr(path) if path else 'the root'} hands on something else in its own code"
+            return "module", f"{before}, {code}"
         if not any(one.module_path == path and one.site == "input" for one in self.values):
             return "module", f"{before}, so it is the module itself, or what it is handed: its inputs were not compared"
         return "module", f"{before}, so the module itself computes something else"

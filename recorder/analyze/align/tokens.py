@@ -35,7 +35,6 @@ _LENGTHS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q")
 _NOT_IDS = ("labels", "attention_mask", "mask", "cache_position", SAID_POSITIONS, SAID_SAMPLES, *_POSITIONS, *_LENGTHS)
 _CACHES = ("past_key_values", "past_key_value", "kv_cache", "cache")
 _WHOLE = ("int64", "int32", "int16", "uint8")
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _MODULUS = 1 << 64
 _MAX_POSITION = 1 << 24
 """Positions from here on are no positions of tokens, but of a file that somebody has damaged."""
@@ -355,8 +354,3 @@ def _may_be_tokens(row: TokenRow) -> bool:
     if row.site != "input" or row.dtype not in _WHOLE or is_other:
         return False
     return row.name in _IDS or not row.module_path
-
-
-def is_compared(name: ValueName, row: TokenRow) -> bool:
-    """Whether a value is an activation whose elements can be compared."""
-    return row.dtype in _FLOATS and not name.is_cache

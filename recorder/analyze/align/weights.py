@@ -7,7 +7,6 @@ fingerprints of its slices, each at its place, so that a slice that is stale is 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,8 +21,6 @@ EQUAL, STALE, DIFFERS, UNKNOWN = "equal", "stale", "differs", "not comparable"
 TRAINER_ONLY, ENGINE_ONLY = "in the trainer alone", "in the engine alone"
 WRONG = (STALE, DIFFERS, TRAINER_ONLY, ENGINE_ONLY)
 _MODULUS = 1 << 64
-_MAX_TRIED = 100_000
-"""The most combinations of older slices that are tried for a fused parameter."""
 _ROUNDED = 2e-3
 """How far the norms of a tensor in two types may be apart, relatively: a quarter of a rounding of bfloat16."""
 
@@ -35,11 +32,11 @@ class WeightState(NamedTuple):
     """The full name in the trainer; in the engine alone, its name there."""
     state: str
     """One of the constants of this module."""
-    step: int | None
+    step: int | None = None
     """The step of the trainer whose value the engine has; None if it is of no recorded step."""
-    behind: int | None
+    behind: int | None = None
     """By how many updates the engine's value is older than the one that the trainer computed with."""
-    fused: str
+    fused: str = ""
     """The engine's fused parameter that this is a slice of; empty if it is a parameter of its own."""
 
     @property
@@ -83,16 +80,10 @@ def compare_weights(trainer: Side, engine: Side, steps: Mapping[int, int]) -> tu
         if name in theirs:
             states.append(_state(trainer, engine, name, one, theirs[name], now))
         elif name in fused or not _is_tied(one, name, ours):
-            states.append(fused.get(name) or WeightState(name, TRAINER_ONLY, None, None, ""))
+            states.append(fused.get(name) or WeightState(name, TRAINER_ONLY))
     rest = [name for name in theirs if name not in ours and name not in parts]
     rest = [name for name in rest if not _is_tied(theirs[name], name, theirs)]
-    return now, states + [WeightState(name, ENGINE_ONLY, None, None, "") for name in rest]
-
-
-def version_of(states: Sequence[WeightState]) -> int | None:
-    """Return the trainer's step whose values most of the engine's parameters have; None if there is none."""
-    steps = Counter(state.step for state in states if state.step is not None)
-    return steps.most_common(1)[0][0] if steps else None
+    return now, states + [WeightState(name, ENGINE_ONLY) for name in rest]
 
 
 def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
@@ -113,20 +104,18 @@ def _parameters(side: Side, until: int | None = None) -> dict[str, _Parameter]:
 def _state(trainer: Side, engine: Side, name: str, one: _Parameter, two: _Parameter, now: int) -> WeightState:
     theirs = two.newest
     if one.shape != two.shape:
-        return WeightState(name, DIFFERS, None, None, "")
+        return WeightState(name, DIFFERS)
     if one.dtype == two.dtype and theirs.fingerprint is not None:
         steps = [step for step, row in one.rows.items() if row.fingerprint == theirs.fingerprint]
         return _told(name, one, steps, now)
     if (ours := one.rows.get(now)) is None:
-        return WeightState(name, UNKNOWN, None, None, "")
+        return WeightState(name, UNKNOWN)
     if ours.encoding is not None and theirs.encoding is not None:
         a, b = trainer.array(ours), engine.array(theirs)
         narrow = b.dtype if b.dtype.itemsize <= a.dtype.itemsize else a.dtype
         return _told(name, one, [now] if np.array_equal(a.astype(narrow), b.astype(narrow)) else [], now)
-    if ours.l2 is None or theirs.l2 is None:
-        return WeightState(name, UNKNOWN, None, None, "")
-    is_near = math.isclose(ours.l2, theirs.l2, rel_tol=_ROUNDED)
-    return WeightState(name, UNKNOWN if is_near else DIFFERS, None, None, "")
+    is_near = ours.l2 is None or theirs.l2 is None or math.isclose(ours.l2, theirs.l2, rel_tol=_ROUNDED)
+    return WeightState(name, UNKNOWN if is_near else DIFFERS)
 
 
 def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str = "") -> WeightState:
@@ -135,9 +124,9 @@ def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str
         return WeightState(name, EQUAL, now, 0, fused)
     known = max((step for step in one.rows if step <= now), default=None)  # the trainer may record few steps
     if known is None or (known < now and (known in steps or not steps)):
-        return WeightState(name, UNKNOWN, None, None, fused)
+        return WeightState(name, UNKNOWN, fused=fused)
     if not steps:
-        return WeightState(name, DIFFERS, None, None, fused)
+        return WeightState(name, DIFFERS, fused=fused)
     nearest = min(steps, key=lambda step: abs(step - now))
     return WeightState(name, STALE, nearest, now - nearest, fused)
 
@@ -169,7 +158,10 @@ def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) 
 def _slices(
     fused: str, names: Sequence[str], ours: Mapping[str, _Parameter], whole: _Parameter, now: int
 ) -> Iterator[WeightState]:
-    wanted = whole.newest.fingerprint
+    """Find the step of each slice so that the fingerprints add up to that of the fused parameter.
+
+    All slices of the step `now` are tried first, then one older slice, then the slices of one older step together.
+    """
     offsets = np.cumsum([0, *(ours[name].shape[0] for name in names)]).tolist()
     places = [
         {
@@ -178,27 +170,17 @@ def _slices(
         }
         for name, offset in zip(names, offsets, strict=False)
     ]  # fmt: skip
+    wanted = whole.newest.fingerprint
     if wanted is None or not all(now in own for own in places):
-        yield from (WeightState(name, UNKNOWN, None, None, fused) for name in names)
+        yield from (WeightState(name, UNKNOWN, fused=fused) for name in names)
         return
-    found = _versions(places, now, int(wanted, 16))
+    at = [now] * len(places)
+    tries = [at, *([*at[:i], step, *at[i + 1 :]] for i, own in enumerate(places) for step in own)]
+    tries += [[step] * len(at) for step in places[0] if all(step in own for own in places)]
+    sums = (sum(own[step] for own, step in zip(places, steps, strict=True)) % _MODULUS for steps in tries)
+    found = next((steps for steps, total in zip(tries, sums, strict=True) if total == int(wanted, 16)), None)
     for number, name in enumerate(names):
         yield _told(name, ours[name], [] if found is None else [found[number]], now, fused)
-
-
-def _versions(places: Sequence[Mapping[int, int]], now: int, wanted: int) -> list[int] | None:
-    """Return the step of each slice so that the fingerprints add up; None if no tried combination does.
-
-    All slices of the step `now` are tried first, then one older slice, then the slices of one older step together.
-    """
-    at = [now] * len(places)
-    tries = [at]
-    tries += [[*at[:i], step, *at[i + 1 :]] for i, own in enumerate(places) for step in own]
-    tries += [[step] * len(at) for step in places[0] if all(step in own for own in places)]
-    for steps in tries[:_MAX_TRIED]:
-        if sum(own[step] for own, step in zip(places, steps, strict=True)) % _MODULUS == wanted:
-            return steps
-    return None
 
 
 def told_weight(state: WeightState) -> str:
