@@ -49,7 +49,11 @@ def test_the_wheel_holds_the_package_and_the_startup_hook_beside_it(wheel: Path)
         for path in (ROOT / "recorder").rglob("*")
         if path.is_file() and not {"__pycache__", "startup"} & set(path.parts)
     }
-    assert {n for n in names if ".dist-info/" not in n} == source | {"recorder_autoload.py", "recorder_probe.py"}
+    assert {n for n in names if ".dist-info/" not in n} == source | {
+        "recorder_autoload.py",
+        "recorder_probe.py",
+        "recorder_resume_probe.py",
+    }
 
 
 @pytest.mark.skipif(

@@ -248,7 +248,7 @@ def _drops(balance: Balance) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The result of testing whether a program trains the same with the recorder as without it."""
+    """A certificate of what `recorder prove` found out about a program, and of what it compared."""
 
     verdict: str
     """One of `VERDICTS`. A verdict of a later version counts as ``cannot tell`` for exit codes."""
@@ -262,13 +262,36 @@ class Proof:
     """Notes on what could not be compared, and why."""
     time_ns: int = 0
     """The time of the verdict, in nanoseconds since the epoch."""
+    subject: str = "recording"
+    """What was tested: ``recording``, whether recording changes the training, or ``resume``."""
+    compared: Mapping[str, int] = field(default_factory=dict)
+    """The number of values that were compared, by kind, such as ``parameters``."""
+    commands: tuple[str, ...] = ()
+    """The command lines that were launched: one, or two if the program is resumed by another one."""
+    commit: str = ""
+    """The commit of the program in git, with ``, changed`` if files differ from it; empty if unknown."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: str = ""
+    """The host, the operating system and the processor of rank 0."""
+
+    @property
+    def circumstances(self) -> str:
+        """What was compared of which program, and where, as a text on one line; empty for a file of an old version."""
+        compared = ", ".join(f"{number:,} {kind}" for kind, number in self.compared.items())
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        commit = self.commit and f"commit {self.commit}"
+        return "; ".join(part for part in (compared, *self.commands, commit, versions, self.machine) if part)
 
     def encode(self) -> bytes:
-        return encode_manifest({**asdict(self), "notes": list(self.notes)})
+        return encode_manifest({**asdict(self), "notes": list(self.notes), "commands": list(self.commands)})
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> Proof:
-        read = Members(raw).plain(cls)
+        members = Members(raw)
+        read = members.plain(cls) | {
+            "compared": members.counts_of("compared"),
+            "versions": members.texts_of("versions"),
+        }
         return cls(**read | {"verdict": read["verdict"] or UNKNOWN})
 
 

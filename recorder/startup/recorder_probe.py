@@ -9,6 +9,7 @@ import gc
 import hashlib
 import json
 import os
+import platform
 import random
 import socket
 import sys
@@ -22,6 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 FOLDER = "_RECORDER_PROBE"
 """The environment variable that names the folder for the results. `analyze.prove` sets both variables."""
 STEPS = "_RECORDER_PROBE_STEPS"
+RESUME = "_RECORDER_PROBE_RESUME"
+"""The environment variable of ``prove --resume``: ``killed`` for the launch that is killed, else ``resumed``."""
 _WAIT_S = 60.0
 """The most seconds that a rank waits for other ranks at the end, because a rank that leaves early would end them."""
 _TRANSPARENT = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
@@ -30,15 +33,23 @@ _WRAPPERS = frozenset(("DistributedDataParallel", "DataParallel", "DeepSpeedEngi
 
 def start() -> None:
     """Begin to watch this process, whose standard output goes to a file from now on."""
-    folder, num_steps = os.environ[FOLDER], int(os.environ[STEPS])
+    folder, num_steps, resume = os.environ[FOLDER], int(os.environ[STEPS]), os.environ.get(RESUME)
+    if resume == "killed" and any(name.endswith(".done") for name in os.listdir(folder)):
+        resume, folder = "resumed", os.path.join(folder, "resumed")  # the launcher has started the ranks anew
+        os.makedirs(folder, exist_ok=True)
     descriptor = os.open(os.path.join(folder, f"{os.getpid()}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     os.dup2(descriptor, 1)
     os.close(descriptor)
-    _Probe(folder, num_steps)
+    if resume is None:
+        ProgramProbe(folder, num_steps)
+        return
+    from recorder_resume_probe import ResumeProbe
+
+    ResumeProbe(folder, num_steps, is_killed=resume == "killed")
 
 
-class _Probe:
+class ProgramProbe:
     """Counts the steps of the first optimizer that steps. After a step of any optimizer it writes a line."""
 
     def __init__(self, folder: str, num_steps: int) -> None:
@@ -70,12 +81,13 @@ class _Probe:
         rank, world_size = _rank()
         step = self._num_done if counts else max(self._num_done - 1, 0)
         with torch.no_grad():
-            seen = self._digests(optimizer)
+            seen = self._look(optimizer)
         if self._file is None:
             path = os.path.join(self._folder, f"{self._pid}.jsonl")
             self._file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - open until the process ends
-            self._write({"rank": rank, "pid": self._pid, "host": socket.gethostname()})
-        self._write({"step": step, "optimizer": type(optimizer).__name__, "digests": seen})
+            self._write({"rank": rank, "pid": self._pid, "versions": _versions(), "machine": _machine()})
+        if seen:
+            self._write({"step": step, "optimizer": type(optimizer).__name__, "digests": seen})
         self._num_done += counts
         if counts and self._num_done >= self._num_steps:
             self._end(rank, world_size)
@@ -92,9 +104,12 @@ class _Probe:
             if all(os.path.exists(os.path.join(self._folder, f"{one}.done")) for one in range(world_size)):
                 break
             time.sleep(0.01)
+        self._leave()
+
+    def _leave(self) -> None:
         raise SystemExit(0)
 
-    def _digests(self, optimizer: Any) -> dict[str, str]:
+    def _look(self, optimizer: Any) -> dict[str, str]:
         """Return the digest of each value, by its kind and its name, separated by a space."""
         seen: dict[str, str] = {}
         parameters = [
@@ -117,21 +132,13 @@ class _Probe:
             for key, value in settings.items():
                 if key == "lr":
                     _see(seen, f"optim lr of group {group}", value)
-        seen["rng cpu"] = _digest(torch.get_rng_state())
-        seen["rng python"] = _hash(repr(random.getstate()).encode())
-        if "numpy" in sys.modules:
-            seen["rng numpy"] = _hash(repr([_plain(part) for part in sys.modules["numpy"].random.get_state()]).encode())
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            seen["rng cuda"] = _digest(torch.cuda.get_rng_state())
+        _see_random_states(seen)
         return seen
 
     def _find_models(self, parameters: list[tuple[int, int, Any]]) -> None:
         """Find the outermost modules that have the optimizer's parameters, and name those parameters."""
         # `isinstance` is not used: it reads a proxy's `__class__`, which may load the object behind the proxy.
-        instances = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
-        modules = [module for module in instances if "_modules" in vars(module)]  # half-made modules have none
-        inner = {id(child) for module in modules for child in module._modules.values()}
-        outer = [module for module in modules if id(module) not in inner]
+        outer = _outermost([one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)])
         held = [{id(parameter): name for name, parameter in module.named_parameters()} for module in outer]
         for _, _, parameter in parameters:
             if id(parameter) in self._names:
@@ -147,12 +154,31 @@ class _Probe:
                 self._names[id(parameter)] = ""
 
 
+def _outermost(instances: list[Any]) -> list[Any]:
+    modules = [module for module in instances if "_modules" in vars(module)]  # half-made modules have none
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    return [module for module in modules if id(module) not in inner]
+
+
 def _rank() -> tuple[int, int]:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _versions() -> dict[str, str]:
+    versions = {"Python": platform.python_version(), "torch": torch.__version__}
+    for name in ("numpy", "transformers", "accelerate", "lightning", "pytorch_lightning"):
+        if version := getattr(sys.modules.get(name), "__version__", ""):
+            versions[name] = str(version)
+    return versions
+
+
+def _machine() -> str:
+    device = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() and torch.cuda.is_initialized() else ""
+    return f"{socket.gethostname()}, {platform.system()} on {platform.machine()}{device}"
 
 
 def _prefix(number: int) -> str:
@@ -171,6 +197,15 @@ def _see_parameter(seen: dict[str, str], name: str, parameter: Any) -> None:
         seen[f"param {name}"] = _digest(parameter)
         if parameter.grad is not None:
             seen[f"grad {name}"] = _digest(parameter.grad)
+
+
+def _see_random_states(seen: dict[str, str]) -> None:
+    seen["rng cpu"] = _digest(torch.get_rng_state())
+    seen["rng python"] = _hash(repr(random.getstate()).encode())
+    if "numpy" in sys.modules:
+        seen["rng numpy"] = _hash(repr([_plain(part) for part in sys.modules["numpy"].random.get_state()]).encode())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        seen["rng cuda"] = _digest(torch.cuda.get_rng_state())
 
 
 def _see(seen: dict[str, str], name: str, value: Any) -> None:

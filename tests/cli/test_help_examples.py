@@ -16,7 +16,7 @@ from tests.small_training import Model
 
 ONLY_READ = {
     "align": "joins runs of language models by their tokens, as in tests/analyze/align",
-    "prove": "launches a training three times, as tests/analyze/prove does",
+    "prove": "launches a training two or three times, as tests/analyze/prove does",
     "dump": "tells a run that is under way, as in tests/distributed/test_ring.py",
     "set": "tells a run that is under way, as in tests/distributed/test_set.py",
     "run": "becomes the training, as in the tests of the pages",

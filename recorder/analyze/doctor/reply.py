@@ -163,7 +163,7 @@ def _recorded_settings(run: Run) -> Iterator[Check]:
 
 def _proof(run: Run) -> Iterator[Check]:
     if (proof := run.proof) is not None:
-        for note in proof.notes:
+        for note in (*proof.notes, *filter(None, [proof.circumstances])):
             yield Check("ok", f"recorder prove: {note}")
         yield Check(proof_state(proof), f"recorder prove: {proof.text}", members={"proof": proof.verdict})
 

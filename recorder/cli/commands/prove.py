@@ -1,21 +1,25 @@
-"""``recorder prove``: tests on the user's own program whether it trains the same with and without the recorder."""
+"""``recorder prove``: tests on the user's own program whether recording, or a restart, changes its training."""
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from ...analyze.prove import prove, reply_of
+from ...analyze.prove.launches import reply_of
+from ...analyze.prove.recording import prove
+from ...analyze.prove.resume import prove_resume
 from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.reply import Reply
 
 EPILOG = (
     "Examples: recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py    "
-    "recorder prove RECORDER_PRESET=full -- python train.py"
+    "recorder prove RECORDER_PRESET=full -- python train.py    "
+    "recorder prove --resume --steps 7 -- torchrun --nproc-per-node 2 train.py"
 )
 SETTINGS: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"], "allow_interspersed_args": False}
@@ -28,6 +32,12 @@ def command(
         typer.Argument(metavar="[NAME=VALUE]... COMMAND...", help="What starts the training, after settings if any."),
     ],
     steps: Annotated[int, typer.Option(min=1, max=100_000, help="Optimizer steps of each launch.")] = 10,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Kill the program, resume it, and show whether it goes on as it did.")
+    ] = False,
+    resume_with: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="The command that resumes, where it is another one.")
+    ] = None,
 ) -> Reply:
     """Show that a program trains with the recorder as without.
 
@@ -35,7 +45,11 @@ def command(
     parameters, gradients, buffers, optimizer state, random states and printed lines bit by bit on every rank. The
     program must begin each time from the same state: no checkpoint that a launch leaves may be loaded by the next.
 
-    The verdict is kept with the run; ls, doctor and report show it.
+    With --resume it launches the program, kills it after the steps, and launches it again: does the program, which
+    loads its own checkpoint, go on as it did before? It names what was not restored, and batches that are read again
+    or left out, by step and rank. The first launch must find no checkpoint, and save one some steps before the last.
+
+    The certificate is kept with the run; ls, doctor and report show it.
 
     Exit code 0: unchanged. 1: changed. 2: nobody can say, because the program differs by itself, or takes no step.
     """
@@ -47,8 +61,10 @@ def command(
     launched = prepare(environ, rest)
     if shutil.which(launched[0], path=environ.get("PATH")) is None:
         raise ConfigError(f"cannot run {launched[0]!r}: no such program")
-    proved = prove(launched, environ, num_steps=steps, report=_say_launch)
-    return reply_of(proved)
+    if not resume and resume_with is None:
+        return reply_of(prove(launched, environ, num_steps=steps, report=_say_launch))
+    resumed = prepare(environ, shlex.split(resume_with)) if resume_with else launched
+    return reply_of(prove_resume(launched, resumed, environ, num_steps=steps, report=_say_launch))
 
 
 def _say_launch(text: str) -> None:

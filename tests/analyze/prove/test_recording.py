@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import recorder
-from recorder.analyze import prove
-from recorder.analyze.prove import Look, Observed, RankSeen, judge
+from recorder.analyze.prove import recording
+from recorder.analyze.prove.launches import Launches, Look, Observed, RankSeen
+from recorder.analyze.prove.recording import judge
 from recorder.run.status import PROOF, Proof
 from tests.rigs import jobs
 from tests.rigs.command_line import Cli, cli, recorded
@@ -96,8 +97,8 @@ def test_a_program_that_records_nothing_proves_nothing(
             HandmadeWriter(make_run(tmp_path / "run"), 0).finish(pid=1)
         return PLAIN
 
-    monkeypatch.setattr(prove._Launches, "launch", launch)
-    found = prove.prove(["program"], {"RECORDER_DIR": str(tmp_path)}, num_steps=4, report=print)
+    monkeypatch.setattr(Launches, "launch", launch)
+    found = recording.prove(["program"], {"RECORDER_DIR": str(tmp_path)}, num_steps=4, report=print)
     assert found.proof.verdict == "cannot tell"
     assert "left no row" in found.proof.text
     assert [run.proof for run in found.runs] == [found.proof] * has_run
@@ -121,7 +122,7 @@ for pid in $pids; do wait $pid; done
 def test_a_program_that_looks_whether_it_is_recorded_is_found_out(tmp_path: Path, cli: Cli) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    line = BOTH_RANKS.format(port=port, python=sys.executable, script=HERE / "prove_suspect.py")
+    line = BOTH_RANKS.format(port=port, python=sys.executable, script=HERE / "suspect.py")
     found = run_prove(tmp_path, "--steps", "4", "--", "sh", "-c", line, code=1)
     assert found["verdict"] == "changed"
     assert found["text"] == "changed from step 2 on: parameter 3.weight on rank 1"
@@ -140,7 +141,7 @@ def test_a_sound_program_is_unchanged(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = ["RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}"]
-    found = run_prove(tmp_path, "--steps", "2", *environment, "--", str(HERE / "prove_suspect.py"), "sound", code=0)
+    found = run_prove(tmp_path, "--steps", "2", *environment, "--", str(HERE / "suspect.py"), "sound", code=0)
     # gloo of torch 2.9 prints a line of its own
     assert re.fullmatch(r"unchanged: 2 steps of 1 rank, 4\d values and [12] printed lines?, bit by bit", found["text"])
 

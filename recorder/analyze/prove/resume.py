@@ -1,0 +1,296 @@
+"""Shows whether a resumed program is the one that was interrupted: `prove_resume` kills it, resumes it and compares.
+
+The launch that is killed runs some steps past its last checkpoint. So it also shows how the program goes on without an
+interruption. `judge_resume` compares the two launches, without any process or file. torch is never imported here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ...config import load_settings
+from ...run.finding import runs_in
+from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
+from ...system.text import counted, listed, named
+from .launches import KINDS, Launches, Observed, Proven, keep
+
+_STATE = {
+    "param": "parameter",
+    "buffer": "buffer",
+    "optim": "optimizer state",
+    "lr": "learning rate",
+    "schedule": "learning-rate schedule",
+    "scaler": "gradient scaler",
+    "other": "state beside the model",
+    "rng": "random state",
+}
+"""The noun for each kind of state, causes before effects."""
+_ALIGNING = ("param", "optim", "schedule", "buffer", "batch")
+"""The kinds of values that show at which step the resumed run goes on."""
+_GENERATORS = {"cpu": "the CPU", "cuda": "the GPU", "python": "Python", "numpy": "NumPy"}
+_MAX_LISTED = 4
+_Digests = Mapping[str, str]
+
+
+class _Pair(NamedTuple):
+    """One step of one rank in both launches."""
+
+    step: int
+    rank: int
+    then: _Digests
+    """The digests in the launch that was killed."""
+    now: _Digests
+    """The digests in the launch that was resumed."""
+
+
+class _Finding(NamedTuple):
+    step: int
+    text: str
+
+
+def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proof:
+    """Return whether the resumed launch goes on as the killed launch did.
+
+    Steps are those of the killed launch, which was killed at the end of its step ``num_steps - 1``.
+    """
+    notes: list[str] = []
+    steps: list[list[_Pair]] = []
+    compared: Counter[str] = Counter()
+
+    def tell(verdict: str, text: str, first_step: int | None = None) -> Proof:
+        return Proof(
+            subject="resume", verdict=verdict, text=f"{verdict}{text}", steps=len(steps), ranks=len(killed.ranks),
+            first_step=first_step, notes=tuple(notes), compared=dict(compared),
+        )  # fmt: skip
+
+    if problem := _incomparable(killed, resumed, num_steps):
+        return tell(UNKNOWN, f": {problem}")
+    start = _start(killed, resumed)
+    if start is None:
+        text = f"no checkpoint of steps 0 to {num_steps - 2} was saved and loaded"
+        return tell(CHANGED, f": the resumed run starts anew, or where the interrupted run began: {text}")
+    notes.append(f"the resumed run goes on with step {start}, from a checkpoint of {counted(start, 'step')}")
+    if resumed.exit_code:
+        notes.append(f"the resumed launch ended with exit code {resumed.exit_code}")
+    steps = [
+        [
+            _Pair(start + i, rank, seen.looks[start + i].digests, resumed.ranks[rank].looks[i].digests)
+            for rank, seen in killed.ranks.items()
+        ]
+        for i in range(min(resumed.num_steps, killed.num_steps - start))
+    ]
+    compared.update(KINDS[key.partition(" ")[0]] for step in steps for pair in step for key in pair.then)
+    course = _BothLaunches(killed, steps)
+    findings = [*course.state_findings(0), *course.batch_findings()]
+    notes += course.notes
+    for i in range(len(steps)):
+        if findings:
+            break
+        findings = list(course.state_findings(i))
+        if not findings and (text := course.gradients(i)):
+            why = "the program does not repeat itself, as prove without --resume shows, or has state that is not seen"
+            text = f" from step {start + i} on: {text}, although the state and the batches are equal: {why}"
+            return tell(UNKNOWN, text, start + i)
+    if findings:
+        first = min(finding.step for finding in findings)
+        text = "; ".join(finding.text for finding in findings)
+        return tell(CHANGED, f" from step {first} on: {text}", first)
+    text = f"{counted(len(steps), 'step')} of {counted(len(killed.ranks), 'rank')}, {compared.total():,} values"
+    return tell(UNCHANGED, f": the resumed run goes on as the interrupted one did: {text}, bit by bit")
+
+
+def _incomparable(killed: Observed, resumed: Observed, num_steps: int) -> str:
+    if not killed.ranks:
+        return f"no step of an optimizer was seen before the program ended with exit code {killed.exit_code}"
+    if killed.num_steps < num_steps:
+        ended = f"the program ended by itself after {counted(killed.num_steps, 'step')} of {num_steps}"
+        return f"{ended}, and was not interrupted; ask for fewer with --steps"
+    if not resumed.num_steps:
+        return f"the resumed launch took no step, and ended with exit code {resumed.exit_code}"
+    if killed.ranks.keys() != resumed.ranks.keys():
+        ranks = f"{named('rank', sorted(killed.ranks))} trained, then {named('rank', sorted(resumed.ranks))}"
+        return f"{ranks}; resume with as many ranks"
+    return ""
+
+
+def _start(killed: Observed, resumed: Observed) -> int | None:
+    """Return the step of the killed launch with which the resumed launch goes on; None if it starts anew.
+
+    Each kind of values votes for the steps at which most of its values were equal. A kind that was most equal at step 0
+    has no vote: it was not restored, or never changes. Batches alone are no sign of a restored state.
+    """
+    votes: dict[int, list[str]] = {}
+    for kind in _ALIGNING:
+        num_equal = [0] * killed.num_steps
+        for rank, seen in resumed.ranks.items():
+            first = _of_kind(seen.looks[0].digests, kind)
+            for step, look in enumerate(killed.ranks[rank].looks[: killed.num_steps]):
+                num_equal[step] += sum(look.digests.get(key) == digest for key, digest in first.items())
+        most = max(num_equal)
+        if num_equal[0] < most:
+            for step in range(killed.num_steps):
+                if num_equal[step] == most:
+                    votes.setdefault(step, []).append(kind)
+    if all(kinds == ["batch"] for kinds in votes.values()):
+        return None
+    return max(votes, key=lambda step: (len(votes[step]), "param" in votes[step], step))
+
+
+class _BothLaunches:
+    """The steps that both launches have made."""
+
+    def __init__(self, killed: Observed, steps: Sequence[Sequence[_Pair]]) -> None:
+        self._killed = killed
+        self._steps = steps
+        self.notes: list[str] = []
+        """Notes on random states that differ, and that no step draws from."""
+
+    def state_findings(self, i: int) -> Iterator[_Finding]:
+        """Yield a finding for each way in which a kind of state differs at the beginning of a step."""
+        num_findings = 0
+        for kind in _STATE:
+            groups: dict[str, list[tuple[str, int]]] = {}
+            """Keys and ranks, by the words that say how the values differ."""
+            for pair in self._steps[i]:
+                for key, then in _of_kind(pair.then, kind).items():
+                    now = pair.now.get(key, "")
+                    if now != then and not (kind == "rng" and self._is_idle(key, pair.rank)):
+                        groups.setdefault(self._how(key, pair.rank, then, now), []).append((key, pair.rank))
+            for how, places in groups.items():
+                num_findings += 1
+                text = self._sentence(i, kind, how, places)
+                if kind == "rng" and num_findings == 1 and not any(map(_has_other_batches, self._steps[i])):
+                    text = f"{text}, nothing else: dropout and whatever else draws from it"
+                yield _Finding(self._steps[i][0].step, text)
+
+    def _is_idle(self, key: str, rank: int) -> bool:
+        """Return whether no step of the killed launch has moved a random state, and note it."""
+        is_idle = len({look.digests.get(key) for look in self._killed.ranks[rank].looks}) == 1
+        note = f"the random state of {_generator(key)} differs, and no step draws from it"
+        if is_idle and note not in self.notes:
+            self.notes.append(note)
+        return is_idle
+
+    def _how(self, key: str, rank: int, then: str, now: str) -> str:
+        """Return in words how a value differs from what it was."""
+        if key.startswith("rng "):
+            return "another"
+        if not now:
+            return "missing"
+        (type_then, *word_then), (type_now, *word_now) = then.split(" ")[:2], now.split(" ")[:2]
+        if type_then == type_now == "=":
+            return f"{word_now[0]} and not {word_then[0]}"
+        if type_then != type_now:
+            return f"{type_now} and not {type_then}"
+        if word_now == ["zero"] != word_then:
+            return "zero"
+        looks = self._killed.ranks[rank].looks
+        if steps := [look.step for look in looks if look.digests.get(key) == now]:
+            return f"as at step {steps[-1]}"
+        if word_now == ["bfloat16"] != word_then:
+            return "rounded to bfloat16"
+        return "another"
+
+    def _sentence(self, i: int, kind: str, how: str, places: Sequence[tuple[str, int]]) -> str:
+        names = list(dict.fromkeys(key.partition(" ")[2] for key, _ in places))
+        ranks = sorted({rank for _, rank in places})
+        on = "" if len(ranks) == len(self._steps[i]) else f" on {named('rank', ranks)}"
+        if kind == "rng":
+            return f"random state of {listed(dict.fromkeys(map(_generator, names)), _MAX_LISTED)} differs{on}"
+        if kind == "optim":
+            owners = {name.rpartition(".")[0] for name in names}
+            members = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            what = f"optimizer state of {counted(len(owners), 'parameter')} is {how}{on}"
+            return f"{what}: {listed(members, _MAX_LISTED)}"
+        nouns = _STATE[kind] if len(names) == 1 or kind == "other" else f"{_STATE[kind]}s"
+        return f"{nouns} {listed(names, _MAX_LISTED)} {'is' if nouns == _STATE[kind] else 'are'} {how}{on}"
+
+    def batch_findings(self) -> Iterator[_Finding]:
+        """Yield a finding for each way in which ranks read other batches, at the first step at which they do."""
+        ranks_of: dict[_Finding, list[int]] = {}
+        for rank, seen in self._killed.ranks.items():
+            read_at: dict[str, tuple[int, int]] = {}
+            for look in seen.looks:
+                for number, digest in enumerate(_of_kind(look.digests, "batch").values()):
+                    read_at.setdefault(digest, (look.step, number))
+            pairs = [pair for step in self._steps for pair in step if pair.rank == rank]
+            if (other := next(filter(_has_other_batches, pairs), None)) is not None:
+                ranks_of.setdefault(_Finding(other.step, _reading(other, read_at)), []).append(rank)
+        for finding, ranks in ranks_of.items():
+            text = f"the resumed run {finding.text} ({named('rank', ranks)}, step {finding.step})"
+            yield _Finding(finding.step, text)
+
+    def gradients(self, i: int) -> str:
+        """Return which gradients of a step differ, on which ranks; empty if none do."""
+        places = [
+            (key.partition(" ")[2], pair.rank)
+            for pair in self._steps[i]
+            for key, digest in _of_kind(pair.then, "grad").items()
+            if pair.now.get(key) != digest
+        ]
+        names = listed(dict.fromkeys(name for name, _ in places), _MAX_LISTED)
+        return f"the gradients of {names} differ on {named('rank', sorted({r for _, r in places}))}" if places else ""
+
+
+def _reading(pair: _Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
+    """Return in words which batches a resumed step reads in place of its own.
+
+    `read_at` gives for each batch the step that read it in the killed launch, and the batch's number in the step.
+    """
+    then, now = (list(_of_kind(digests, "batch").values()) for digests in (pair.then, pair.now))
+    if now and len(now) < len(then) and then[-len(now) :] == now:
+        return f"makes the step of {len(now)} of its {len(then)} batches: the gradients accumulated before are lost"
+    wrong = next((number for number, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), None)
+    if wrong is None:
+        return f"makes the step of {counted(len(now), 'batch')} and not of {len(then)}".replace("batchs", "batches")
+    if (at := read_at.get(now[wrong])) is None:
+        return "reads a batch that the interrupted run did not read in its steps"
+    step, number = at
+    if at == (0, 0):
+        return "reads the batch of step 0 again: the sampler started anew"
+    if (step, number) < (pair.step, wrong):
+        return f"reads the batch of step {step} again"
+    return f"leaves out batches: it reads that of step {step} already"
+
+
+def _of_kind(digests: _Digests, kind: str) -> dict[str, str]:
+    return {key: digest for key, digest in digests.items() if key.startswith(f"{kind} ")}
+
+
+def _has_other_batches(pair: _Pair) -> bool:
+    return _of_kind(pair.then, "batch") != _of_kind(pair.now, "batch")
+
+
+def _generator(key: str) -> str:
+    name = key.removeprefix("rng ")
+    return _GENERATORS.get(name, f"the program's own generator {name}")
+
+
+def prove_resume(
+    command: Sequence[str],
+    resumed_command: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    num_steps: int,
+    report: Callable[[str], None],
+) -> Proven:
+    """Run a program until it has made some steps, kill it, resume it, and judge whether it goes on as it did.
+
+    `environ` is the environment that records, with the user's settings. `report` is called with a text about the next
+    launch. Raises LookupFailedError if two processes trained as one rank, and OSError if a command cannot be run.
+    """
+    folder = Path(load_settings(environ=environ).settings.dir).absolute()
+    before = {run.location.name for run in runs_in(folder)} if folder.is_dir() else set()
+    with tempfile.TemporaryDirectory(prefix="recorder-prove-") as temporary:
+        launches = Launches(command, Path(temporary), num_steps, report)
+        killed, resumed = launches.launch_to_resume(
+            f"killed at the end of step {num_steps - 1}", "resumed", resumed_command, environ
+        )
+        proof = judge_resume(killed, resumed, num_steps=num_steps)
+        said = launches.said
+    proof, runs = keep(proof, [command, resumed_command], folder, before, [killed, resumed])
+    return Proven(proof, runs, said)

@@ -1,0 +1,266 @@
+"""Watches a program for ``recorder prove --resume``: what each optimizer step begins with, reads, and computes.
+
+A look at the state is taken as the first training forward of a step begins: at that moment a resumed process has
+restored all that it will restore. The module imports nothing of the package, and changes no state of the program. It
+puts global hooks on forward passes, in all launches that are compared.
+"""
+
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+from types import ModuleType
+from typing import Any
+
+import recorder_probe as base
+import torch
+from torch.nn.modules import module as hooks
+
+_NOT_RESTORED = frozenset(("_step_count", "_is_initial", "_get_lr_called_within_step", "verbose"))
+"""Members of a schedule that count calls and have no effect on the learning rate."""
+_MODULE, _SCHEDULE, _SCALER, _OPTIMIZER, _STATEFUL = range(1, 6)
+
+
+class ResumeProbe(base.ProgramProbe):
+    """Writes a line for each step of the first optimizer, with the state before the step, its batches and gradients."""
+
+    def __init__(self, folder: str, num_steps: int, *, is_killed: bool) -> None:
+        super().__init__(folder, num_steps)
+        self._is_killed = is_killed
+        self._thread = threading.get_ident()
+        self._depth = 0
+        self._trains = False
+        """True while the outermost module that is being called has parameters and trains."""
+        self._seen: dict[str, str] = {}
+        """What was seen of the step that is under way."""
+        self._num_batches = 0
+        self._kind_of: dict[type, int] = {}
+        """What an object of a type is to this module, one of the numbers above, or 0."""
+        self._others: dict[int, str] = {}
+        """The names of objects beside the model, such as a moving average of the weights, by identity."""
+        hooks.register_module_forward_pre_hook(self._before_forward)
+        hooks.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+
+    def _is_elsewhere(self) -> bool:
+        return torch.compiler.is_compiling() or threading.get_ident() != self._thread or os.getpid() != self._pid
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        if self._is_elsewhere():
+            return
+        self._depth += 1
+        if self._depth > 1:
+            return
+        is_again = torch._C._current_graph_task_id() != -1  # a forward that is computed again inside a backward
+        self._trains = torch.is_grad_enabled() and module.training and not is_again and _has_parameters(module)
+        if self._trains and not self._seen:
+            with torch.no_grad():
+                self._look_before()
+
+    def _after_forward(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Take the digest of the batch, here because hooks before all modules do not get keyword arguments."""
+        if self._is_elsewhere():
+            return
+        self._depth -= 1
+        if self._depth == 0 and self._trains and (batch := _digests_of_data((args, kwargs))):
+            self._seen[f"batch {self._num_batches}"] = base._hash(" ".join(batch).encode())
+            self._num_batches += 1
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        super()._before_step(optimizer, args, kwargs)
+        if not self._seen and not torch.compiler.is_compiling() and os.getpid() == self._pid:
+            with torch.no_grad():  # the forward pass calls no module
+                self._look_before()
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._num_batches and all(not group["lr"] for group in optimizer.param_groups):
+            self._seen = {}  # no step of the program's: `get_state_dict` of torch makes an optimizer's state by it
+            return
+        super()._after_step(optimizer, args, kwargs)
+
+    def _look(self, optimizer: Any) -> dict[str, str]:
+        """Return what was seen of the step that has ended; nothing if another optimizer than the first has stepped."""
+        if id(optimizer) != self._first:
+            return {}
+        seen, self._seen, self._num_batches = self._seen, {}, 0
+        for group, settings in enumerate(optimizer.param_groups):
+            seen[f"lr group {group}"] = _described(settings["lr"])
+            for index, parameter in enumerate(settings["params"]):
+                if parameter.grad is not None:
+                    seen[f"grad {self._name(parameter, group, index)}"] = _described(parameter.grad)
+        return seen
+
+    def _leave(self) -> None:
+        """End the program at once, as the loss of a machine does, or with exit code 0."""
+        if self._is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._leave()
+
+    def _name(self, parameter: Any, group: int, index: int) -> str:
+        return self._names.get(id(parameter)) or f"(parameter {index} of group {group})"
+
+    def _look_before(self) -> None:
+        seen = self._seen
+        found: dict[int, list[Any]] = {}
+        for one in gc.get_objects():
+            kind = self._kind_of.get(type(one))
+            if kind is None:
+                kind = self._kind_of[type(one)] = _kind(type(one))
+            if kind:
+                found.setdefault(kind, []).append(one)
+        optimizers = [one for one in found.get(_OPTIMIZER, []) if "param_groups" in vars(one)]  # else it wraps another
+        parameters = [
+            (g, i, p)
+            for one in optimizers
+            for g, group in enumerate(one.param_groups)
+            for i, p in enumerate(group["params"])
+        ]
+        if any(id(parameter) not in self._names for _, _, parameter in parameters):
+            self._find_models(parameters)
+        for number, reference in enumerate(self._models):
+            if (model := reference()) is not None:
+                self._see_module(seen, model, base._prefix(number))
+        for optimizer in optimizers:
+            for group, settings in enumerate(optimizer.param_groups):
+                for index, parameter in enumerate(settings["params"]):
+                    name = self._name(parameter, group, index)
+                    seen.setdefault(f"param {name}", _described(parameter))
+                    _see(seen, f"optim {name}", optimizer.state.get(parameter, {}))
+        models = {id(reference()) for reference in self._models}
+        for module in base._outermost(found.get(_MODULE, [])):
+            if id(module) not in models:
+                _see_other(seen, self._other(module), [*module.named_parameters(), *module.named_buffers()])
+        for schedule in found.get(_SCHEDULE, []):
+            members = {key: value for key, value in schedule.state_dict().items() if key not in _NOT_RESTORED}
+            _see(seen, f"schedule {self._other(schedule)}", members)
+        for scaler in found.get(_SCALER, []):
+            _see(seen, f"scaler {self._other(scaler)}", scaler.state_dict())
+        for stateful in found.get(_STATEFUL, []):
+            tensors = [pair for key, value in _attributes(stateful).items() for pair in self._tensors(key, value)]
+            _see_other(seen, self._other(stateful), tensors)
+        base._see_random_states(seen)
+        _see_own_generators(seen)
+
+    def _see_module(self, seen: dict[str, str], model: Any, prefix: str) -> None:
+        for name, buffer in model.named_buffers():
+            seen[f"buffer {prefix}{base._canonical(model, name)}"] = _described(buffer)
+        for name, parameter in model.named_parameters():
+            seen[f"param {prefix}{base._canonical(model, name)}"] = _described(parameter)
+
+    def _other(self, one: Any) -> str:
+        """Return the name of an object: its type, with a number where an earlier object has the same type."""
+        if id(one) not in self._others:
+            plain = type(one).__name__
+            number = sum(name.partition("#")[0] == plain for name in self._others.values())
+            self._others[id(one)] = f"{plain}#{number + 1}" if number else plain
+        return self._others[id(one)]
+
+    def _tensors(self, name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that an object's member holds, without the model's own parameters."""
+        if isinstance(value, torch.Tensor):
+            return [] if id(value) in self._names else [(name, value)]
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        return [pair for key, one in inner for pair in self._tensors(f"{name}.{key}", one)]
+
+
+def _kind(of_type: type) -> int:
+    if issubclass(of_type, torch.nn.Module):
+        return _MODULE
+    if issubclass(of_type, torch.optim.Optimizer):
+        return _OPTIMIZER
+    if issubclass(of_type, torch.optim.lr_scheduler.LRScheduler):
+        return _SCHEDULE
+    if issubclass(of_type, torch.amp.GradScaler):
+        return _SCALER
+    is_stateful = hasattr(of_type, "state_dict") and hasattr(of_type, "load_state_dict")
+    return _STATEFUL if is_stateful else 0
+
+
+def _has_parameters(module: Any) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _attributes(one: Any) -> dict[str, Any]:
+    attributes = getattr(one, "__dict__", None)
+    return dict(attributes) if type(attributes) is dict and type(one) is not ModuleType else {}
+
+
+def _see_other(seen: dict[str, str], name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    for key, tensor in tensors:
+        seen[f"other {name}.{key}"] = _described(tensor)
+
+
+def _see(seen: dict[str, str], name: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _see(seen, f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)):
+        for key, inner in enumerate(value):
+            _see(seen, f"{name}.{key}", inner)
+    elif isinstance(value, (torch.Tensor, bool, int, float)):
+        seen[name] = _described(value)
+
+
+def _described(value: Any) -> str:
+    """Return ``= 0.5`` for a single number; else type, ``zero``, ``bfloat16`` or ``-`` for the values, and a digest."""
+    if not isinstance(value, torch.Tensor):
+        return f"= {value!r}"
+    try:
+        tensor = value.to_local() if hasattr(value, "to_local") else value
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return f"{tensor.dtype} - {base._digest(value)}"
+        if not tensor.dim():
+            return f"= {tensor.item()!r}"
+        word = "-"
+        if tensor.numel() and not tensor.any():
+            word = "zero"
+        elif tensor.dtype is torch.float32 and tensor.numel() > 1 and torch.equal(tensor.bfloat16().float(), tensor):
+            word = "bfloat16"
+        return f"{str(tensor.dtype).removeprefix('torch.')} {word} {base._digest(value)}"
+    except Exception:
+        return f"- - {base._digest(value)}"
+
+
+def _digests_of_data(value: Any) -> list[str]:
+    """Return the digests of the tensors among the arguments of a model that no computation with gradients has made."""
+    if isinstance(value, torch.Tensor):
+        return [] if value.requires_grad else [base._digest(value)]
+    inner = value.values() if hasattr(value, "values") else value if isinstance(value, (list, tuple)) else ()
+    return [digest for one in inner for digest in _digests_of_data(one)]
+
+
+def _see_own_generators(seen: dict[str, str]) -> None:
+    """See the random generators that variables of the running functions hold, or attributes of such variables."""
+    types: tuple[type, ...] = (torch.Generator, random.Random)
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        types += (numpy.random.Generator, numpy.random.RandomState)
+    known = {id(torch.default_generator), id(random._inst)}
+    for variables in _variables():
+        for name, value in variables.items():
+            for path, one in [(name, value), *((f"{name}.{key}", held) for key, held in _attributes(value).items())]:
+                if issubclass(type(one), types) and id(one) not in known:
+                    known.add(id(one))
+                    number = sum(key.startswith(f"rng {path}") for key in seen)
+                    seen[f"rng {path}#{number + 1}" if number else f"rng {path}"] = _state_of(one)
+
+
+def _variables() -> list[dict[str, Any]]:
+    """Return the variables of the functions that are running, and of the program's own module."""
+    found = []
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") not in (__name__, base.__name__):
+            found.append(dict(frame.f_locals))
+        frame = frame.f_back
+    return [*found, dict(vars(sys.modules["__main__"]))]
+
+
+def _state_of(generator: Any) -> str:
+    if isinstance(generator, torch.Generator):
+        return base._digest(generator.get_state())
+    if isinstance(generator, random.Random):
+        return base._hash(repr(generator.getstate()).encode())
+    state = generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+    return base._hash(repr(state).encode())

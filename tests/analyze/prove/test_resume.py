@@ -1,0 +1,130 @@
+"""Tests of `recorder prove --resume`: whether it names what programs fail to restore, and certifies sound ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import recorder
+from recorder.analyze.prove.launches import Look, Observed, RankSeen
+from recorder.analyze.prove.resume import judge_resume
+from tests.rigs import jobs
+from tests.rigs.command_line import Cli, cli
+
+__all__ = ["cli"]
+PROGRAM = Path(__file__).parent / "resuming.py"
+NUM_STEPS = 7
+OMISSIONS = {
+    "weight": "parameter 3.weight is as at step 0",
+    "statistics": "buffer 1.running_mean is zero; buffer 1.running_var is as at step 0",
+    "moments": "optimizer state of 6 parameters is zero: exp_avg",
+    "bfloat16": "optimizer state of 6 parameters is rounded to bfloat16: exp_avg_sq",
+    "steps": "optimizer state of 6 parameters is 0.0 and not 4.0: step",
+    "optimizer": "optimizer state of 6 parameters is missing: step, exp_avg, exp_avg_sq",
+    "lr": "learning rate group 0 is 0.01 and not 0.005",
+    "schedule": "learning-rate schedule StepLR.last_epoch is 0 and not 4",
+    "scaler": "gradient scaler GradScaler.scale is 16.0 and not 64.0",
+    "average": "state beside the model AveragedModel.",
+    "cpu": "random state of the CPU differs, nothing else: dropout",
+    "numpy": "random state of NumPy differs, nothing else",
+    "python": "random state of Python differs, nothing else",
+    "noise": "random state of the program's own generator self.noise differs, nothing else",
+    "sampler": "the resumed run reads the batch of step 0 again: the sampler started anew (ranks 0, 1, step 4)",
+    "skips": "the resumed run leaves out batches: it reads that of step 5 already (ranks 0, 1, step 4)",
+    "accumulation": "makes the step of 1 of its 2 batches: the gradients accumulated before are lost",
+    "stale": "parameters 0.weight, 0.bias, 1.weight, 1.bias and 2 more are as at step 3",
+    "everything": "the resumed run starts anew",
+}
+"""What the program does not restore, and what is said about it."""
+QUICK = ("moments", "sampler")
+
+
+def seen(*steps: Mapping[str, str], code: int = 0) -> Observed:
+    looks = tuple(Look(number, {"param w": "f - 0", **step}) for number, step in enumerate(steps))
+    return Observed(exit_code=code, ranks={0: RankSeen(pid=1, looks=looks, printed=())})
+
+
+def course(first: int, last: int, **more: str) -> list[dict[str, str]]:
+    return [
+        {"param w": f"float32 - {step}", "batch 0": f"b{step}", "grad w": f"float32 - g{step}", **more}
+        for step in range(first, last)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("resumed", "verdict", "text"),
+    [
+        (seen(*course(3, 6)), "unchanged", "3 steps of 1 rank, 9 values, bit by bit"),
+        (seen(*course(3, 9)), "unchanged", "3 steps"),
+        (seen(*course(0, 6)), "changed", "starts anew"),
+        (seen(), "cannot tell", "the resumed launch took no step, and ended with exit code 0"),
+        (seen(*course(3, 6, **{"batch 0": "b1"})), "changed", "reads the batch of step 1 again (rank 0, step 3)"),
+        (seen(*course(3, 6, **{"batch 0": "x"})), "changed", "that the interrupted run did not read in its steps"),
+        (seen(*course(3, 5), {"param w": "float32 - 5", "batch 0": "b0"}), "changed", "from step 5 on"),
+        (seen(*course(3, 6, **{"grad w": "x"})), "cannot tell", "the gradients of w differ on rank 0, although"),
+        (seen(*course(3, 4), *course(4, 6, **{"param w": "x"})), "changed", "from step 4 on: parameter w is x"),
+    ],
+)
+def test_the_resumed_run_is_compared_from_where_its_parameters_are_those_of_the_killed_one(
+    resumed: Observed, verdict: str, text: str
+) -> None:
+    proof = judge_resume(seen(*course(0, 6)), resumed, num_steps=6)
+    assert proof.verdict == verdict
+    assert text in proof.text
+
+
+def test_a_program_that_ends_before_it_is_killed_shows_nothing() -> None:
+    proof = judge_resume(seen(*course(0, 4)), seen(*course(2, 4)), num_steps=6)
+    assert (proof.verdict, "ask for fewer with --steps" in proof.text) == ("cannot tell", True)
+
+
+def test_a_random_state_that_no_step_draws_from_is_a_note() -> None:
+    proof = judge_resume(
+        seen(*course(0, 6, **{"rng python": "a"})), seen(*course(3, 6, **{"rng python": "b"})), num_steps=6
+    )
+    assert proof.verdict == "unchanged"
+    assert "the random state of Python differs, and no step draws from it" in proof.notes
+
+
+def prove_resume(folder: Path, *words: str, code: int) -> Any:
+    launcher = str(Path(sys.executable).parent / "torchrun")
+    command = ["--", launcher, "--standalone", "--nproc-per-node", "2", str(PROGRAM), *words]
+    options = ["prove", "--json", "--resume", "--steps", str(NUM_STEPS)]
+    done = jobs.python(folder, "-m", "recorder", *options, *command).wait(300)
+    assert done.returncode == code, done.output
+    return json.loads(done.output[done.output.index("{") :])
+
+
+@pytest.mark.parametrize(
+    "omission", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OMISSIONS]
+)
+def test_what_a_program_does_not_restore_is_named(tmp_path: Path, omission: str) -> None:
+    found = prove_resume(tmp_path, omission, code=1)
+    assert OMISSIONS[omission] in found["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("omission", ["moments", "sampler", "cpu", "stale", "weight"])
+def test_what_one_rank_does_not_restore_is_named_with_the_rank(tmp_path: Path, omission: str) -> None:
+    found = prove_resume(tmp_path, omission, "1", code=1)
+    assert "rank 1" in found["text"]
+    assert "rank 0" not in found["text"] and "ranks" not in found["text"]
+
+
+def test_a_sound_resume_is_certified_and_the_certificate_kept_with_both_runs(tmp_path: Path, cli: Cli) -> None:
+    found = prove_resume(tmp_path, "sound", code=0)
+    assert found["text"].startswith("unchanged: the resumed run goes on as the interrupted one did: 3 steps of 2 ranks")
+    assert found["notes"] == ["the resumed run goes on with step 4, from a checkpoint of 4 steps"]
+    killed, resumed = sorted(map(recorder.open_run, found["runs"]), key=lambda run: run.name)
+    assert killed.proof == resumed.proof
+    proof = resumed.proof
+    assert proof is not None
+    assert (proof.subject, proof.text, set(proof.versions)) == ("resume", found["text"], {"Python", "torch", "numpy"})
+    assert proof.compared["batches"] == 12  # of two ranks, three steps and two micro-batches
+    assert proof.commands == (found["commands"][0],)
+    assert "12 batches" in cli("doctor", resumed.path).out
