@@ -24,7 +24,7 @@ from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..aliases import Waiting, chunk_of_gradient, has_owner
 from ..dtensors import is_dtensor
 from ..local_values import requires_gradient
-from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, tensor_ranks
+from ..marks import CutCalls, chunk_of_parameter, chunks_of_given, is_marked, tensor_ranks
 from . import callbacks
 from .callbacks import GradientArrives, watch_argument_gradient, watch_gradient
 from .calls import record_call
@@ -376,7 +376,7 @@ class HookedModule:
 
     def marked_chunk(self, parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
         """Return the chunk of an own parameter, its gradient or its state by the parameter's marks; None without."""
-        module = self._owner()
+        module = self._owner() if is_marked(parameter) else None
         return None if module is None else chunk_of_parameter(parameter, tensor, tensor_ranks(module))
 
     def record(
