@@ -74,14 +74,16 @@ def prompts(num: int = 3, length: int = LENGTH) -> tuple[torch.Tensor, torch.Ten
     return ids, mask
 
 
-def write(folder: Path, model: Any, ids: torch.Tensor, mask: torch.Tensor, **settings: Any) -> torch.Tensor:
+def write(
+    folder: Path, model: Any, ids: torch.Tensor, mask: torch.Tensor, how: Any = None, **settings: Any
+) -> torch.Tensor:
     """Record the engine: the tokens that `generate` writes behind the prompts."""
     with (
         recorder.attach(model, enabled=True, dir=str(folder), roots="any", **({"rules": RULES} | settings)),
         torch.inference_mode(),
     ):
         sequences = model.generate(
-            ids, attention_mask=mask, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False
+            ids, attention_mask=mask, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False, **(how or {})
         )
     return torch.as_tensor(sequences.tolist())
 

@@ -110,6 +110,8 @@ def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[To
             text = f"{name}: the token at position {position} is {a} in the trainer and {b} in the engine"
             other = next((one for one, of in enumerate(trainer.samples) if of.tokens[: len(theirs)] == theirs), None)
             order = "" if other is None else f"; these are the tokens of the trainer's {trainer.name_of(other)}"
+            if any(of.tokens[:position] == theirs[:position] for of in engine.samples if of.tokens != theirs):
+                order = order or "; or a beam that changed its row, which sample_ids in recorder.tokens follow"
             yield TokensApart(f"{text}{order}", is_finding=True, sample=name, position=position)
             return
     rest = theirs[len(ours) :]

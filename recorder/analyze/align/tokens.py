@@ -264,7 +264,8 @@ class Side:
                 self.num_unknown += 1
                 continue
             grid = tokens.reshape(-1, tokens.shape[-1])
-            mask, given = self._given(key, "attention_mask"), self._given(key, *_POSITIONS, anywhere=True)
+            mask = _flat(self._given(key, "attention_mask"), grid.shape[1])
+            given = self._given(key, *_POSITIONS, anywhere=True)
             past = self._past(key, own, grid.shape[1], mask, given) if said is None else 0
             if past and (past != num_columns or len(before) != len(grid)):
                 self.num_unknown += 1
@@ -285,7 +286,7 @@ class Side:
                 start = None if said is None or not of_row.size else int(said[row, of_row[0]])
                 if text in named:
                     sample = named[text]
-                elif row < len(before) and (past or 0 < (start or 0) <= len(self.samples[before[row]].tokens)):
+                elif row < len(before) and (past or self._goes_on(before[row], start, grid[row, of_row])):
                     sample = before[row]
                 else:
                     sample = len(self.samples)
@@ -299,6 +300,13 @@ class Side:
             before = now
             columns = [np.array(one, np.int64) for one in zip(*told, strict=True)] or [np.zeros(0, np.int64)] * 4
             self.calls[key] = TokensOfCall(tokens.shape, bool(columns[2].size and columns[2].min()), *columns)
+
+    def _goes_on(self, sample: int, start: int | None, tokens: Array) -> bool:
+        """Whether tokens go on with a sample by the position that was said, or repeat all of it, as without a cache."""
+        known = self.samples[sample].tokens
+        return 0 < (start or 0) <= len(known) or (
+            0 < len(known) < len(tokens) and tokens[: len(known)].tolist() == known
+        )
 
     def _put(
         self, number: int, row: int, columns: Integers, index: Integers, grid: Array, given: Array | None
@@ -347,6 +355,18 @@ def _fitted(given: Array | None, shape: tuple[int, ...]) -> Array | None:
     if given.size == math.prod(shape):
         return given.reshape(shape)
     return np.broadcast_to(given.reshape(1, -1), shape) if given.size == shape[1] else None
+
+
+def _flat(mask: Array | None, length: int) -> Array | None:
+    """Return a mask of batch, 1, queries and keys as one of batch and tokens: what is no padding sees itself."""
+    if mask is None or mask.ndim != 4 or mask.shape[2] != length:
+        return mask
+    visible = mask[:, 0] if mask.dtype == np.bool_ else mask[:, 0] == 0  # or numbers that are added to scores
+    past = int(np.flatnonzero(visible.any(axis=(0, 1))).max(initial=-1)) + 1 - length
+    if past < 0:
+        return None
+    itself = visible[:, np.arange(length), past + np.arange(length)]
+    return np.concatenate([np.ones((len(mask), past), bool), itself], axis=1)
 
 
 def _may_be_tokens(row: TokenRow) -> bool:

@@ -82,6 +82,23 @@ def test_a_sound_pair_has_no_finding(pair: str, tmp_path: Path) -> None:
     assert all(state.state == ("not comparable" if is_rounded else "equal") for state in found.weights)
 
 
+ENGINES: dict[str, dict[str, Any]] = {
+    "chunks of a prompt": {"prefill_chunk_size": 2},
+    "a static cache": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_that_works_in_another_way_is_joined(name: str, tmp_path: Path) -> None:
+    ids, mask = prompts()
+    sequences = write(tmp_path / "engine", llama(), ids, mask, ENGINES[name])
+    score(tmp_path / "trainer", llama(), sequences, whole_mask(mask))
+    found = aligned(tmp_path)
+    assert found.is_fine and not found.num_unknown and found.num_samples == len(ids)
+    assert found.num_tokens == int(whole_mask(mask).sum()) - len(ids)
+
+
 def test_the_log_probabilities_are_those_of_torch(tmp_path: Path) -> None:
     ids, mask = prompts()
     sequences = write(tmp_path / "engine", llama(), ids, mask)
