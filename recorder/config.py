@@ -48,6 +48,7 @@ DEFAULT_RULES = parse_rules(
     f"module='' site=input steps={_SPARSER} keep=stats,fingerprint;"
     f"site=output,grad,tap steps={_SPARSE} call=0:4 keep=tensor;"
     "site=output,param,grad call=0:4 keep=probe;"
+    "module='' site=input call=0:4 keep=probe;"
     "site=scalar keep=stats"
 )
 TRIGGERS = ("exception", "signal", "hang", "nonfinite", "spike", "jump")

@@ -8,7 +8,7 @@ The types are named tuples: immutable like frozen dataclasses, and a third of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -145,6 +145,28 @@ class Staged(NamedTuple):
     measured: Callable[[npt.NDArray[np.uint8], Chunk | None], Measured] | None = None
     """The function that turns `block.data`, which need not be the values then, and `chunk` into statistics and
     fingerprint once `ready` is over; None if the tensor was not measured before."""
+
+
+class ProbedSeries(NamedTuple):
+    """A value of which the probe has one number at each step."""
+
+    origin: Origin
+    phase: str
+    mode: str
+    scope: str | None
+    facts: dict[str, Any]
+    """Facts about the value, which its rows' note has: its dtype, and the elements of the global tensor."""
+
+
+class ProbedStep(NamedTuple):
+    """The numbers of the probe at one step, one for each value. The lists are not changed any more, but may grow."""
+
+    step: int
+    series: list[ProbedSeries]
+    sums: list[float]
+    """The sum of the squares of the finite elements of each value."""
+    numels: list[int]
+    """The elements of each value that were seen; 0 where the value was not seen at this step."""
 
 
 class Measured(NamedTuple):

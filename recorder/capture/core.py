@@ -34,6 +34,7 @@ from ..records import (
     LostError,
     Moment,
     Origin,
+    ProbedStep,
     Staged,
     kind_of,
 )
@@ -130,6 +131,8 @@ class Capture:
         self.lost: Callable[[], object] = self._sequence.__next__
         """Numbers a value that is neither put nor dropped, so that the ledger finds the value. Needs no memory."""
         self.probe: Probe | None = None
+        self.on_probed: Callable[[ProbedStep], None] | None = None
+        """Takes the numbers of the probe at the end of each step. Set before the first value."""
         """The numbers of values at every step; None until a rule with ``keep=probe`` selects a value."""
         self.scalars = Scalars(self, self.roots)
         self.taps_by_hand = TapsByHand(self, self.roots)
@@ -320,7 +323,7 @@ class Capture:
     ) -> int:  # fmt: skip
         """Show a value to the probe, and return what else is kept: statistics if the value has turned non-finite."""
         if self.probe is None:
-            self.probe = Probe(self.observe, use_native=self.settings.native)
+            self.probe = Probe(self.observe, self.on_probed, use_native=self.settings.native)
         has_turned = self.probe.saw(origin, moment, phase, scope, chunk, local)
         return keep & ~KEEP_PROBE | (KEEP_STATS if has_turned else 0)
 

@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -28,6 +28,13 @@ from .marks import main_parameter
 from .probe import ProbedGroup
 
 _MAX_PROBED = 64
+_SMALL = 4096
+"""The most elements of the gradient that is compared with the gradient of the next update."""
+_ALIKE = 0.9
+"""The cosine from which two gradients look alike: a sum of gradients hardly turns."""
+_EARLY_LOOKS = (1, 2, 4, 8)
+_LOOK_EVERY = 16
+"""The number of steps from one look at what an update leaves out to the next, after the early ones."""
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -131,6 +138,36 @@ def _num_steps_under_way(optimizer: Optimizer) -> int:
     return count
 
 
+class LastGradient(NamedTuple):
+    """A small gradient as an update found it, with which the gradient of the next update is compared."""
+
+    gradient: weakref.ref[torch.Tensor]
+    values: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, parameters: Iterator[torch.Tensor]) -> LastGradient | None:
+        """Return the first small gradient in host memory; None if there is none."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if type(gradient) is not torch.Tensor or not gradient.is_cpu or gradient.is_sparse:
+                continue
+            if 1 < gradient.numel() <= _SMALL:
+                return cls(weakref.ref(gradient), gradient.detach().clone(), gradient._version)
+        return None
+
+    def stands_uncleared(self) -> bool:
+        """Whether one backward was added to the gradient, and nothing else was done to it, since the last update.
+
+        A gradient that was set to zero in place has another version. One that was set to zero behind the back of
+        autograd does not look like the last gradient any more.
+        """
+        now = self.gradient()
+        if now is None or now._version != self.version + 1:
+            return False
+        return bool(torch.cosine_similarity(now.detach().flatten(), self.values.flatten(), dim=0) > _ALIKE)
+
+
 class OptimizerHooks:
     """The hooks on all optimizers and on GradScaler, from the first call of a root to the end of the recording."""
 
@@ -152,6 +189,7 @@ class OptimizerHooks:
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """The parameters that came after this step's scan of the modules; the next scan looks for them."""
         self._learned_at = -1
+        self._last_gradient: LastGradient | None = None
         self._has_rescanned = False
         self.known: dict[int, tuple[weakref.ref[Optimizer], str]] = {}
         self.num_named = 0
@@ -302,6 +340,8 @@ class OptimizerHooks:
             moved = capture.clock.advance_if_stepped()
             if moved:
                 capture.step_changed()
+        if self._counts(optimizer):
+            self._look_at_update(optimizer)
         self._record_rates(optimizer)
         if (found_inf := getattr(optimizer, "found_inf", None)) is not None:
             capture.nonfinite.is_told_by_rows = True
@@ -313,6 +353,19 @@ class OptimizerHooks:
             capture.root_calls.depth = 0  # a step ends any forward that was interrupted
             self.record_before(optimizer)
         return wrapped
+
+    def _look_at_update(self, optimizer: Optimizer) -> None:
+        """At some steps, note what the program leaves out of the update, and whether it cleared the gradients."""
+        capture, last = self._capture, self._last_gradient
+        self._last_gradient = None
+        if last is not None and last.stands_uncleared():
+            for root in capture.roots:
+                root.inventory.note_uncleared(capture.clock.step)
+        if self.num_steps in _EARLY_LOOKS or self.num_steps % _LOOK_EVERY == 0:
+            self._last_gradient = LastGradient.of(_parameters(optimizer))
+            trained = {id(parameter) for live in self._live() for parameter in _parameters(live)}
+            for root in capture.roots:
+                root.inventory.look_at_update(trained, capture.clock.step)
 
     def closure_returned(self, optimizer: Optimizer) -> None:
         """Record the gradients that a closure has computed, which the optimizer uses next."""

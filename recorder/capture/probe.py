@@ -22,7 +22,7 @@ import torch
 
 from .. import native
 from ..native import ManyTensors
-from ..records import KEEP_STATS, KEEP_TENSOR, Chunk, Measured, Moment, Origin
+from ..records import KEEP_STATS, KEEP_TENSOR, Chunk, Measured, Moment, Origin, ProbedSeries, ProbedStep
 from ..sites import PROBE
 from .local_values import DTYPES, PLAIN
 
@@ -42,17 +42,6 @@ _L2, _NUM_NAN, _NUM_INF, _NUMEL = range(4)
 """The rows of a block, for each value."""
 
 
-class _Series(NamedTuple):
-    """A value over the steps."""
-
-    origin: Origin
-    phase: str
-    mode: str
-    scope: str | None
-    facts: dict[str, Any]
-    """Facts about the value, which the row's note has: its dtype, and the elements of the global tensor."""
-
-
 class ProbedGroup(NamedTuple):
     """Values that are measured together, as the parameters and gradients of an optimizer are."""
 
@@ -64,13 +53,22 @@ class ProbedGroup(NamedTuple):
 class Probe:
     """The numbers of one rank's values. Training threads call it."""
 
-    def __init__(self, observe: Callable[..., None], *, use_native: bool) -> None:
-        """Begin empty. `observe` records a tensor, as `Capture.observe` does."""
+    def __init__(
+        self, observe: Callable[..., None], on_step: Callable[[ProbedStep], None] | None = None, *, use_native: bool
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            observe: records a tensor, as `Capture.observe` does.
+            on_step: takes the numbers of a step that is over; training thread.
+            use_native: whether the compiled loops may be used.
+        """
         self._observe = observe
+        self._on_step = on_step
         self._kernels = native.load(use_native)
         self._changing = threading.RLock()
         """Held while columns are added, a step is appended or a block is recorded; threads may train at once."""
-        self._columns: list[_Series] = []
+        self._columns: list[ProbedSeries] = []
         self._by_key: dict[tuple[Origin, str, str], int] = {}
         """The number of each column, by its origin, its phase and its mode."""
         self._sums: list[float] = []
@@ -222,7 +220,7 @@ class Probe:
                 return None
             if column >= self._block.shape[1]:
                 self._block = np.pad(self._block, ((0, 0), (0, max(256, column)), (0, 0)))
-            self._columns.append(_Series(origin, phase, moment.mode, scope, facts))
+            self._columns.append(ProbedSeries(origin, phase, moment.mode, scope, facts))
             self._sums.append(0.0)
             self._numels.append(0)
             self._by_key[key] = column
@@ -251,6 +249,8 @@ class Probe:
             self._were_bad = {
                 column: how for column, how in self._were_bad.items() if column in self._bad or not self._numels[column]
             }
+        if self._on_step is not None:
+            self._on_step(ProbedStep(self._step, self._columns, self._sums, self._numels))
         for column, counts in self._bad.items():
             self._block[_NUM_NAN : _NUM_INF + 1, column, at] = counts
         self._sums, self._numels, self._bad = [0.0] * num, [0] * num, {}

@@ -17,7 +17,7 @@ from ..sites import SITES
 from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import CheckRule, Finding, Replicas, Setting, Severity, StreakRule
-from .rules.activations import Attention, Dead, DeadUnits, LowPrecision, OutlierUnits, Saturated
+from .rules.activations import Attention, Dead, DeadUnits, EvaluationOutput, LowPrecision, OutlierUnits, Saturated
 from .rules.comparing import Invariant, OutlierRank, Replica, RunningStatistics, Unusual, Width
 from .rules.curves import Jump, LossStuck, Overfitting, Spike
 from .rules.parameters import (
@@ -29,12 +29,13 @@ from .rules.parameters import (
     Update,
     Vanishing,
 )  # fmt: skip
+from .rules.programs import EvaluationMode, NotCleared, NotOptimized
 from .rules.values import Data, NonFinite, Skipped
 
 RULES: tuple[type[CheckRule], ...] = (
     NonFinite, Skipped, Jump, Spike, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update,
-    Initialisation, Dead, Saturated, Attention, Objectives, OutlierRank, Replica, Data, RunningStatistics, DeadUnits,
-    OutlierUnits, LowPrecision, Width, Unusual, Invariant,
+    NotOptimized, NotCleared, EvaluationMode, EvaluationOutput, Initialisation, Dead, Saturated, Attention, Objectives,
+    OutlierRank, Replica, Data, RunningStatistics, DeadUnits, OutlierUnits, LowPrecision, Width, Unusual, Invariant,
 )  # fmt: skip
 """All rules that come with the recorder."""
 ENTRY_POINTS = "recorder.checks"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..rules import KEEPS
-from .rows import Catalog, Rows, SeriesKey, concatenate
+from .rows import IS_PROBE, Catalog, Rows, SeriesKey, concatenate
 from .rule import CheckRule, Finding, Severity
 
 _MAX_FINDINGS = 5_000
@@ -94,9 +94,11 @@ class Engine:
 
     def _feed(self, rows: Rows) -> None:
         self.last_step = int(rows.steps[-1])
+        all_rows, recorded = rows, rows.without_probe()
         for rule in self._rules:
             if rule.name in self._failed:
                 continue
+            rows = all_rows if rule.reads_probe else recorded
             wanted = rows.where(f"wanted by {rule.name}", partial(self._is_wanted, rule))
             if not wanted.any():
                 continue
@@ -105,6 +107,8 @@ class Engine:
             lacking = self._lacking[rule.name]
             # A tensor without a finite element has no statistics, but the run may still have the column.
             is_nan = bool((own["nan_count"] > 0).any())
+            if rule.reads_probe and (own[IS_PROBE] == 1).any():
+                lacking.clear()  # a number of the probe is enough
             lacking -= {name for name in lacking if not np.isnan(own[name]).all() or (is_nan and "." not in name)}
             if not lacking:
                 self._ask(rule, partial(rule.add, own))

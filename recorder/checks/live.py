@@ -1,9 +1,11 @@
 """Cheap rules that run in the writer thread during training: non-finite values, spikes, jumps, and the user's rules.
 
-`LiveChecks` takes the statistics that the writer measures anyway, one record at a time, and passes on the findings:
+`LiveChecks` takes the statistics that the writer measures anyway, one record at a time, and the numbers of the probe,
+one step at a time, and passes on the findings:
 
     checks = LiveChecks(rank=0, on_finding=print, thresholds=thresholds, own=own)
     checks.saw(staged, measured)  # the writer calls `saw` with each record
+    checks.probed(numbers)  # the training thread calls `probed` at the end of each step
     checks.finish()               # on the writer thread, when no record follows: judges the last step, too
 
 `book.read_table(table, where)` makes `thresholds` and `own` from a TOML table. `on_finding` is called on the thread
@@ -20,16 +22,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import numpy as np
 
-from ..records import Measured, Staged
+from ..records import Measured, ProbedStep, Staged
 from ..system import log
 from .book import Thresholds, make_rules
 from .engine import Engine
-from .rows import About, Catalog, Rows, SeriesKey
+from .rows import IS_PROBE, About, Catalog, Floats, Integers, Rows, SeriesKey
 from .rule import CheckRule, Finding
 from .rules.curves import Jump, Spike
 from .rules.values import NonFinite
@@ -38,18 +41,23 @@ LIVE_RULES: tuple[type[CheckRule], ...] = (NonFinite, Spike, Jump)
 """The cheap rules: each costs a few additions for each record, and remembers a few numbers for each value."""
 _ALWAYS = ("nan_count", "inf_count")
 _UNWANTED = -1
+_MAX_PROBED = 1024
+"""The most steps of the probe that wait for the writer thread."""
 
 _log = logging.getLogger("recorder")
 
 
 class LiveChecks:
-    """Applies rules to the records of one rank, step by step. Only one thread may call it."""
+    """Applies rules to the records of one rank, step by step. Only one thread may call it, but for `probed`."""
 
     def __init__(
         self, *, rank: int, on_finding: Callable[[Finding], None], rules: Sequence[type[CheckRule]] = LIVE_RULES,
-        thresholds: Thresholds | None = None, own: Sequence[type[CheckRule]] = (),
+        thresholds: Thresholds | None = None, own: Sequence[type[CheckRule]] = (), only_scalars: bool = False,
     ) -> None:  # fmt: skip
-        """Take the user's own rules (`own`), each a statistic and a limit. Thresholds of unused rules are ignored."""
+        """Take the user's own rules (`own`), each a statistic and a limit. Thresholds of unused rules are ignored.
+
+        If `only_scalars` is True, records of other sites are passed over, and the probe alone shows their values.
+        """
         made = [*rules, *own]
         self._rank = rank
         self._on_finding = on_finding
@@ -65,10 +73,20 @@ class LiveChecks:
         self._rows: list[tuple[object, ...]] = []
         """The lane, number of elements and statistics of each record of the current step."""
         self._is_off = False
+        self._only_scalars = only_scalars
+        self._probed: deque[ProbedStep] = deque(maxlen=_MAX_PROBED)
+        """The numbers of the probe at the last steps, until the writer thread has come to these steps."""
+        self._probed_lanes: Integers = np.zeros(0, np.int64)
+        """The lane of each series of the probe; `_UNWANTED` where no rule reads the series."""
+
+    def probed(self, numbers: ProbedStep) -> None:
+        """Take the numbers of a step that is over. Training thread."""
+        if not self._is_off:
+            self._probed.append(numbers)
 
     def saw(self, staged: Staged, measured: Measured) -> None:
         """Take the statistics of a record. The first record of a later step makes the rules judge the step before."""
-        if measured.nan_count is None or self._is_off:
+        if measured.nan_count is None or self._is_off or (self._only_scalars and staged.origin.site != "scalar"):
             return
         try:
             self._add(staged, measured)
@@ -81,6 +99,9 @@ class LiveChecks:
             return
         try:
             self._judge()
+            if self._probed:
+                self._step = self._probed[-1].step
+                self._judge()
             self._engine.flush()
             self._report()
         except Exception as error:  # an error here must not end the recording
@@ -105,22 +126,63 @@ class LiveChecks:
         if staged.phase == "recompute":
             return _UNWANTED
         key = SeriesKey(*staged.origin[:4], staged.moment.mode, staged.phase, staged.scope or "")
-        if not any(rule.wants(key) for rule in self._rules):
+        return self._lane_of(key, About(staged.dtype, staged.shape), self._rules)
+
+    def _lane_of(self, key: SeriesKey, about: About, rules: Sequence[CheckRule]) -> int:
+        if not any(rule.wants(key) for rule in rules):
             return _UNWANTED
-        number = self._catalog.number(key, About(staged.dtype, staged.shape))
+        number = self._catalog.number(key, about)
         return int(self._catalog.lanes(np.array([number]), np.array([self._rank]))[0])
 
     def _judge(self) -> None:
-        if not self._rows:
+        """Judge the steps up to the current one: the rows of the current one, and the numbers of the probe of all."""
+        while self._probed and self._probed[0].step < self._step:
+            self._judge_step(self._probed.popleft(), [])
+        rows, self._rows = self._rows, []
+        if self._probed and self._probed[0].step == self._step:
+            self._judge_step(self._probed.popleft(), rows)
+        elif rows:
+            self._judge_step(ProbedStep(self._step, [], [], []), rows)
+
+    def _judge_step(self, probed: ProbedStep, rows: list[tuple[object, ...]]) -> None:
+        lanes, numbers = self._of_probe(probed)
+        if rows:
+            of_rows, own_numels, *columns = zip(*rows, strict=True)
+            if len(lanes):
+                is_new = ~np.isin(lanes, of_rows)
+                lanes, numbers = lanes[is_new], {name: column[is_new] for name, column in numbers.items()}
+            empty = np.full(len(lanes), np.nan)
+            known = dict(zip(self._names, columns, strict=True)) | {"numel": own_numels, IS_PROBE: np.zeros(len(rows))}
+            numbers = {
+                name: np.r_[numbers.get(name, empty), np.array(column, np.float64)] for name, column in known.items()
+            }
+            lanes = np.r_[lanes, np.array(of_rows, np.int64)]
+        if not len(lanes):
             return
-        lanes, numels, *columns = zip(*self._rows, strict=True)
-        self._rows = []
-        numbers = {name: np.array(column, np.float64) for name, column in zip(self._names, columns, strict=True)}
-        numbers["numel"] = np.array(numels, np.float64)
-        steps = np.full(len(lanes), self._step, np.int64)
-        self._engine.add(Rows(self._catalog, steps, np.array(lanes, np.int64), numbers))
+        self._engine.add(Rows(self._catalog, np.full(len(lanes), probed.step, np.int64), lanes, numbers))
         self._engine.flush()
         self._report()
+
+    def _of_probe(self, probed: ProbedStep) -> tuple[Integers, dict[str, Floats]]:
+        """Return lanes and numbers of the values that the probe saw at a step and that a rule reads."""
+        num = len(probed.sums)
+        if num > len(self._probed_lanes):
+            rules = [rule for rule in self._rules if rule.reads_probe]
+            more = [
+                self._lane_of(
+                    SeriesKey(*one.origin[:4], one.mode, one.phase, one.scope or ""),
+                    About(str(one.facts.get("dtype", "")), ()),
+                    rules,
+                )
+                for one in probed.series[len(self._probed_lanes) : num]
+            ]
+            self._probed_lanes = np.append(self._probed_lanes, np.array(more, np.int64))
+        lanes, counts = self._probed_lanes[:num], np.array(probed.numels, np.float64)
+        is_there = (lanes != _UNWANTED) & (counts > 0)
+        squares = np.array(probed.sums, np.float64)[is_there]
+        there = np.ones(len(squares))
+        numbers = {"sum_sq": squares, "l2": np.sqrt(squares), "numel": counts[is_there], IS_PROBE: there}
+        return lanes[is_there], numbers | {"nan_count": there * 0, "inf_count": there * 0}
 
     def _report(self) -> None:
         for finding in self._engine.take():

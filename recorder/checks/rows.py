@@ -18,6 +18,8 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
+IS_PROBE = "is_probe"
+"""The name of the column that is 1 for a row of the probe, and 0, or NaN, for a row of statistics."""
 _MAX_RANK = 1 << 26
 _PRIMES = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 
@@ -60,6 +62,12 @@ class ModuleFacts(NamedTuple):
     class_name: str
     sites: tuple[str, ...]
     """The sites at which a recording rule selects values of the module."""
+    untrained: tuple[str, ...] = ()
+    """The parameters that have a gradient and that no optimizer has."""
+    evaluated: int | None = None
+    """The first known step at which the module was in evaluation mode while an optimizer stepped."""
+    uncleared: int | None = None
+    """The first known step whose gradients were added to those of the step before; in the first module alone."""
 
 
 class Catalog:
@@ -217,6 +225,11 @@ class Rows:
             indices = np.arange(len(self))[chosen] if isinstance(chosen, slice) else chosen.astype(np.int64, copy=False)
         return Rows(self.catalog, self.steps[chosen], self.lanes[chosen], self._numbers, indices)
 
+    def without_probe(self) -> Rows:
+        """Return the rows that have statistics. A row of the probe has `sum_sq`, `l2` and counts of elements alone."""
+        is_probe = self[IS_PROBE] == 1
+        return self.take(~is_probe) if is_probe.any() else self
+
     def by_lane(self) -> Rows:
         """Return the rows sorted by lane, and by time within each lane."""
         return self.take(np.argsort(self.lanes, kind="stable"))
@@ -351,6 +364,10 @@ class Streaks:
         is_last = ends(lanes)
         self._since[lanes[is_last]] = since[is_last]
         return lengths, since
+
+    def since(self, lane: int) -> int:
+        """Return the step since which the condition has held in a lane; meaningless where it does not hold."""
+        return int(self._since.of(lane))
 
     def reached(
         self, lanes: Integers, steps: Integers, flags: Flags, records: float

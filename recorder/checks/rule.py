@@ -75,6 +75,8 @@ class Finding(NamedTuple):
     """Further numbers, in words, that explain the finding."""
     since: int | None = None
     """The step at which the condition began, if the rule waits for several records in a row; else None."""
+    cause: str = ""
+    """The finding of which this finding is a consequence, in words; empty for a cause."""
 
     @property
     def first_step(self) -> int:
@@ -104,6 +106,8 @@ class CheckRule(ABC):
     """The names of the statistics that the rule reads."""
     keep: ClassVar[str] = "stats"
     """The `keep` of a recording rule with which the run has these columns."""
+    reads_probe: ClassVar[bool] = False
+    """Whether the rule also reads rows of the probe, which have `sum_sq`, `l2` and counts of elements alone."""
     needs: ClassVar[str] = ""
     """What the run must contain, in words; empty if `sites` and `keep` say everything."""
     settings: ClassVar[tuple[Setting, ...]] = ()

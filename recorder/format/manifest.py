@@ -86,6 +86,12 @@ class RecordedModule:
     """True if the hooks do nothing, because the module is compiled."""
     disarmed: Mapping[str, int] = field(default_factory=dict)
     """By site, the first step without its hooks, which the recorder removed because they kept failing."""
+    untrained: tuple[str, ...] = ()
+    """The parameters that have a gradient and that no optimizer has."""
+    evaluated: int | None = None
+    """The first known step at which the module was in evaluation mode while an optimizer stepped."""
+    uncleared: int | None = None
+    """The first known step whose gradients were added to those of the step before; in the first module alone."""
     members: Mapping[str, Any] = field(default_factory=dict)
     """All members of the writer's entry, for code that writes the entry again."""
 

@@ -47,7 +47,7 @@ from .commands import Commands
 from .description import Description
 from .model_search import EarlyOptimizers, collector_paused, is_only_model, model_around, unmatched_rules
 from .program import GraphTaps, ProgramCalls, is_data_worker
-from .ring import RingWatch
+from .ring import RingWatch, in_words
 from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts, unhandled_exception
 from .summary import Estimate, FinalSummary, Summary
 
@@ -283,6 +283,7 @@ class Recorder:
                 current_step=lambda: None if self.capture is None else self.capture.clock.step,
             ),
         )
+        self.capture.on_probed = self._ring.probed
         self._optimizers = OptimizerHooks(self.capture, on_step=self._optimizer_stepped, on_new=self._optimizer_made)
         self._loss = LossFinder(self.capture.scalars)
         rule_commands = self.capture.rule_commands
@@ -429,9 +430,11 @@ class Recorder:
     def _before_last(self) -> None:
         """Look for triggers a last time, before the waiting values are lost. Called on the writer thread."""
         try:
-            if not self._ring.has_triggers or self.capture is None or self.commands is None:
+            if self.capture is None or self.commands is None:
                 return
             self._ring.end(self.capture, self.commands)
+            if not self._ring.has_triggers:
+                return
             news = self._description.news(self.events, self.commands) if self._description is not None else {}
             self._writer.set_manifest({**self._last_manifest, **news})
             self._show_status(self.capture)
@@ -607,6 +610,7 @@ class Recorder:
             last_step=stats.last_written_step,
             ledger=ledger,
             nonfinite=capture.nonfinite.first,
+            finding=in_words(self._ring.worst) if self._ring.worst is not None else "",
             written_bytes=stats.written_bytes,
             waited_s=capture.pool.waited_s,
             longest_wait_s=capture.pool.longest_wait_s,

@@ -1,6 +1,7 @@
 """The ring of a rank: the rules that keep a ring, its memory, and the triggers that cause it to be written.
 
-`RingWatch` joins the memory, `Triggers`, and the rules of `recorder check` that may be triggers. Code that finds a
+`RingWatch` joins the memory, `Triggers`, and the rules of `recorder check` that run in training, and that may be
+triggers. Code that finds a
 reason to write the ring only asks `Triggers`, on any thread. The writer thread then determines the window of steps, has
 its own ring write them, and sends the other ranks a command; no rank waits. A rank that receives the command too late
 reports the steps that it no longer has. Nothing here may touch a tensor, wait, or raise into training.
@@ -18,15 +19,16 @@ from ..capture.core import Capture
 from ..capture.staging.pool import Pool, RingMemory
 from ..checks.book import check_settings
 from ..checks.live import LIVE_RULES, LiveChecks
-from ..checks.rule import Finding
+from ..checks.rule import Finding, Severity
+from ..checks.rules.values import NonFinite
 from ..config import Loaded, Settings
 from ..errors import CommandError
 from ..format.commands import DUMP, ENDED, IN_FORCE, MISSED, Command
-from ..records import Measured, Staged
+from ..records import Measured, ProbedStep, Staged
 from ..rules import RingWindow, ring_window
 from ..system import log
 from ..system.log import Events
-from ..system.text import counted, one_line, size
+from ..system.text import counted, number, one_line, size
 from ..write.ring import MAX_DUMPS, Dump
 from .commands import Commands
 
@@ -47,6 +49,10 @@ class RingWatch:
         self._has_ring = False
         """True if this rank has a ring, and `Triggers.turn_off` was not called."""
         self._checks: LiveChecks | None = None
+        self.worst: Finding | None = None
+        """The worst finding of the rules so far, and the first of these; NaN and infinities are told elsewhere."""
+        self._has_said = False
+        self._rank = 0
         self._current_step: Callable[[], int | None] = lambda: None
 
     @property
@@ -70,8 +76,14 @@ class RingWatch:
         The ring takes a share of `pool`. `writer` keeps the ring's records, and writes them. A trigger that writes less
         than it should becomes an event. `current_step` returns the step under way; None before there is one.
         """
-        settings = self._settings
+        settings, self._rank = self._settings, rank
         window = ring_window(settings.rules)
+        rules = [rule for rule in LIVE_RULES if window is None or rule.name in settings.trigger_words]
+        if rules or self._own_rules:
+            self._checks = LiveChecks(
+                rank=rank, on_finding=self._found, rules=rules, thresholds=self._thresholds, own=self._own_rules,
+                only_scalars=window is None,
+            )  # fmt: skip
         if window is None:
             return None
         has_ring = ring_window(rule for rule in settings.rules if rank in rule.rank) is not None
@@ -86,11 +98,6 @@ class RingWatch:
             events=events,
         )
         commands.on(DUMP, self._triggers.take)
-        rules = [rule for rule in LIVE_RULES if rule.name in settings.trigger_words]
-        if rules or self._own_rules:
-            self._checks = LiveChecks(
-                rank=rank, on_finding=self._found, rules=rules, thresholds=self._thresholds, own=self._own_rules
-            )
         return self._make_memory(pool, window, writer) if has_ring else None
 
     def ask(self, kind: str, reason: object, *, step: int | None = None) -> None:
@@ -104,18 +111,26 @@ class RingWatch:
             for staged, its in zip(records, measured, strict=True):
                 self._checks.saw(staged, its)
 
+    def probed(self, numbers: ProbedStep) -> None:
+        """Pass on the numbers of the probe of a step that is over. Training thread."""
+        if self._checks is not None:
+            self._checks.probed(numbers)
+
     def look(self, capture: Capture) -> None:
-        """Write the requested steps, and notify the other ranks. Writer thread."""
+        """Write the requested steps, and notify the other ranks; say the first finding. Writer thread."""
+        if self.worst is not None and not self._has_said and log.can_say(_logger):
+            self._has_said = True
+            log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, in_words(self.worst))
         if self._triggers is not None:
             self._look_whether_off(capture)
             self._triggers.look(capture.clock.step)
 
     def end(self, capture: Capture, commands: Commands) -> None:
         """Look for triggers a last time, before the waiting values are lost. Writer thread."""
-        if self._triggers is None:
-            return
         if self._checks is not None:
             self._checks.finish()
+        if self._triggers is None:
+            return
         self._look_whether_off(capture)
         commands.look()
         self._triggers.end(capture.clock.step)
@@ -129,6 +144,8 @@ class RingWatch:
         return RingMemory(part, window, is_wanted=writer.is_wanted)
 
     def _found(self, finding: Finding) -> None:
+        if finding.rule != NonFinite.name and finding.severity > Severity.NOTE:
+            self.worst = max(self.worst or finding, finding, key=lambda one: one.severity)
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
@@ -138,6 +155,12 @@ class RingWatch:
         if self._has_ring and not capture.selection.has_ring and self._triggers is not None:
             self._has_ring = False
             self._triggers.turn_off()
+
+
+def in_words(one: Finding) -> str:
+    """Return a finding as a part of a line."""
+    where = " ".join(filter(None, (repr(one.module_path), one.site, one.name)))
+    return f"step {one.step}, {where}: {one.what} ({one.measure} {number(one.value)})"
 
 
 _logger = logging.getLogger("recorder")

@@ -43,6 +43,8 @@ class Summary:
     longest_wait_s: float
     is_asked_for: bool
     """True if a rule applies to rank 0."""
+    finding: str = ""
+    """The worst finding of the rules that ran in training, on rank 0; empty without one."""
     num_dumps: int = 0
     """The number of triggers that made rank 0 write its ring."""
 
@@ -60,6 +62,8 @@ class Summary:
             step, where, _ = self.nonfinite
             view = " (of rank 0; recorder first looks at all ranks)" if self.world_size > 1 else ""
             clauses.append(f"not finite since step {step}, {where}{view}")
+        if self.finding:
+            clauses.append(self.finding)
         clauses.append(f"dropped {', '.join(dropped)}" if dropped else "nothing dropped")
         if not ledger["observed"]:
             clauses = ["no value was seen that the rules select" if self.is_asked_for else "no rule is for rank 0"]
@@ -74,7 +78,8 @@ class Summary:
         if suspect := ledger.get("suspect", 0):
             clauses.append(f"{counted(suspect, 'row')} that the disk may have lost")
         is_odd = dropped or suspect or not ledger["observed"]
-        commands = ["first"] * (self.nonfinite is not None) + ["doctor"] * bool(is_odd and self.is_asked_for)
+        commands = ["first"] * (self.nonfinite is not None) + ["check"] * bool(self.finding)
+        commands += ["doctor"] * bool(is_odd and self.is_asked_for)
         return (
             f"{written}; {'; '.join(clauses)}",
             f"next: {'; '.join(f'recorder {command} {self.run}' for command in commands or ['show'])}",

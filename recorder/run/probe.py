@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ _OF_ROW = ("attempt", "rank", "root", "module_path", "phase", "mode", "scope")
 _OF_NOTE = ("dtype", "global_numel")
 _COUNTS = ("nan_count", "inf_count", "numel")
 _COLUMNS = (*_OF_ROW, "name", "step", "dtype", "shape", "encoding", "payload_bytes", "note", "batch", "row")
+_SIZE = ("step", "shape", "note")
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 PROBE_SCHEMA = pa.schema(
     [
@@ -38,8 +39,34 @@ def read_probe(writers: Iterable[RecordedWriter]) -> Any:
 
     CorruptError is raised if a payload is damaged, or no block of the probe.
     """
-    tables = [table for writer in writers for shard in writer.probe_shards for table in _tables(shard)]
-    return pa.concat_tables([PROBE_SCHEMA.empty_table(), *tables]).unify_dictionaries()
+    return pa.concat_tables([PROBE_SCHEMA.empty_table(), *probe_tables(writers)]).unify_dictionaries()
+
+
+def probe_tables(writers: Iterable[RecordedWriter]) -> Iterator[Any]:
+    """Yield the probe of some writers as `read_probe` returns it, one table for each batch. CorruptError: as there."""
+    for writer in writers:
+        for shard in writer.probe_shards:
+            yield from _tables(shard)
+
+
+class ProbeSize(NamedTuple):
+    """How much the probe of some writers has."""
+
+    num_numbers: int
+    first_step: int
+    last_step: int
+
+
+def probe_size(writers: Iterable[RecordedWriter]) -> ProbeSize | None:
+    """Return how many numbers a probe has, and its steps; None if there is no probe. Payloads are not read."""
+    num_numbers, firsts, lasts = 0, [], []
+    for batch in (batch for one in writers for shard in one.probe_shards for batch in shard.columns(_SIZE)):
+        for step, shape, note in zip(*(batch.column(name).to_pylist() for name in _SIZE), strict=True):
+            length = parse_shape(shape)[-1]
+            num_numbers += length
+            firsts.append(step)
+            lasts.append(step + (length - 1) * note_members(note).get("every", 1))
+    return ProbeSize(num_numbers, min(firsts), max(lasts)) if firsts else None
 
 
 def _tables(shard: ShardRows) -> Iterator[Any]:

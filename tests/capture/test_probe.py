@@ -224,9 +224,9 @@ def test_a_killed_process_leaves_the_blocks_that_were_over(tmp_path: Path) -> No
 
 
 def test_the_default_rules_probe_what_trains() -> None:
-    (rule,) = [rule for rule in DEFAULT_RULES if "keep=probe" in rule.text]
-    assert parse_rules(rule.text) == (rule,)
-    assert rule.site == ("output", "param", "grad")
+    rules = [rule for rule in DEFAULT_RULES if "keep=probe" in rule.text]
+    assert [parse_rules(rule.text) for rule in rules] == [(rule,) for rule in rules]
+    assert [rule.site for rule in rules] == [("output", "param", "grad"), ("input",)]
 
 
 def test_numbers_are_right_when_what_trains_changes(tmp_path: Path) -> None:

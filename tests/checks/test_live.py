@@ -10,7 +10,7 @@ import pytest
 from recorder.checks.book import read_table
 from recorder.checks.live import LiveChecks
 from recorder.checks.rule import Finding, Severity
-from recorder.records import Measured
+from recorder.records import Measured, Origin, ProbedSeries, ProbedStep
 from tests.checks.test_engine import Raising
 from tests.rigs.fakes import fake_staged
 
@@ -127,3 +127,30 @@ def test_an_error_in_who_is_told_ends_the_checks_and_not_the_recording(caplog: p
         fed.see(step, [np.nan])
     fed.checks.finish()
     assert len(caplog.records) == 1 and "OSError: of mine" in caplog.text
+
+
+def probed(step: int, square: float, numel: int = 8) -> ProbedStep:
+    series = [
+        ProbedSeries(Origin("model", "up", "grad", "weight"), "optimizer", "train", "final", {"dtype": "float32"})
+    ]
+    return ProbedStep(step, series, [square], [numel])
+
+
+@pytest.mark.parametrize("has_losses", [True, False])
+def test_gradients_are_judged_by_the_probe_of_every_step(has_losses: bool) -> None:
+    fed = Fed(only_scalars=True)
+    for step in range(200):
+        if has_losses:
+            fed.see(step, 1.0, "", site="scalar", name="loss")
+        fed.checks.probed(probed(step, 1e6 if step == 150 else 1.0 + step % 3))
+    fed.checks.finish()
+    assert {(one.rule, one.step, one.module_path) for _, one in fed.said} == {("jump", 150, "up"), ("spike", 150, "up")}
+
+
+def test_a_step_without_the_value_is_no_sample_and_a_record_counts_once() -> None:
+    fed = Fed()
+    for step in range(60):
+        fed.see(step, np.full(8, 0.5), "up", site="grad", name="weight", phase="optimizer", scope="final")
+        fed.checks.probed(probed(step, 1e9, numel=8 if step % 2 else 0))
+    fed.checks.finish()
+    assert fed.said == []

@@ -239,6 +239,12 @@ def test_what_is_not_finite_is_told_and_what_to_type_then(tmp_path: Path) -> Non
     assert second == f"next: recorder first {tmp_path}; recorder doctor {tmp_path}"
 
 
+def test_a_finding_of_the_rules_is_told_and_check_is_typed_then(tmp_path: Path) -> None:
+    first, second = of_a_run(tmp_path, finding="step 137, '2' grad weight: the norm jumps (norm 1e+04)").lines
+    assert "; step 137, '2' grad weight: the norm jumps (norm 1e+04); nothing dropped" in first
+    assert second.startswith("next: recorder check ")
+
+
 def test_of_several_ranks_it_is_said_whose_view_it_is(tmp_path: Path) -> None:
     first, _ = of_a_run(tmp_path, world_size=2, nonfinite=(5, "'0' grad weight", "1 NaN of 8 elements")).lines
     assert "; not finite since step 5, '0' grad weight (of rank 0; recorder first looks at all ranks);" in first

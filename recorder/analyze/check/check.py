@@ -15,10 +15,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
 from ...checks.book import ENTRY_POINTS, RULES, Thresholds, find_rule, make_rules
+from ...checks.causes import with_causes, words_of
 from ...checks.engine import Engine, Unjudged
 from ...checks.normal import Normal, Sizes
 from ...checks.rows import SeriesKey
-from ...checks.rule import CheckRule, Finding, Replicas, Setting, Severity
+from ...checks.rule import CheckRule, Finding, Setting, Severity
 from ...checks.rules.comparing import Replica, Width
 from ...errors import ConfigError
 from ...rules import Rule, parse_rules
@@ -27,9 +28,8 @@ from ...run.reply import Reply, StateLine, Table, table_of
 from ...run.run import Run
 from ...system.text import counted, grouped, listed, number, shortened, steps_in_words
 from ..doctor.slots import read_rules
-from ..first.replica_groups import Differing
-from ..first.replicas import FINDINGS, compare_replicas
 from .reading import RunRows
+from .replicas import replicas_of
 
 _LEAST_COMMON = 2
 """A sound run with fewer than 1/`_LEAST_COMMON` of a run's values counts as one of another model or other sites."""
@@ -44,6 +44,9 @@ class Checked(NamedTuple):
     """The rules that could not judge the run, each with what it needs."""
     num_rules: int
     num_rows: int
+    """The number of rows that were judged."""
+    num_probed: int
+    """The number of further values of a step that were judged by their number in the probe."""
     steps: list[int]
     notes: list[str]
     """Notes on the rows and rules that were left out."""
@@ -90,7 +93,7 @@ def check(
     for some in rows:
         engine.add(some)
     verdict = engine.finish()
-    findings = verdict.findings
+    findings = with_causes(verdict.findings, rows.catalog)
     if normal is not None:
         findings = _excused(findings, normal)
         notes += _notes_on(baselines, normal, engine.last_step)
@@ -102,13 +105,14 @@ def check(
     more = verdict.num_more.items()
     notes += [f"{num} more findings of {name} were counted and are not listed" for name, num in more]
     notes += replicas.notes if replicas is not None else ()
-    notes += [*filter(None, [left_out(run)]), *run.endings]
+    notes += [*rows.probe_notes, *filter(None, [left_out(run)]), *run.endings]
     if rows.num_superseded:
         notes.append(f"{rows.num_superseded} rows of steps that a restart did again were left out")
     if run.problems:
         lost = f" ({num_lost} rows)" if (num_lost := _num_lost(run)) else ""
         notes.append(f"the run is damaged, and what cannot be read{lost} was left out; recorder verify says where")
-    return Checked(findings, _advised(run, verdict.unjudged), len(chosen), rows.num_rows, sorted(rows.steps), notes)
+    unjudged, steps = _advised(run, verdict.unjudged), sorted(rows.steps)
+    return Checked(findings, unjudged, len(chosen), rows.num_rows, rows.num_probed, steps, notes)
 
 
 def _advised(run: Run, unjudged: Sequence[Unjudged]) -> list[Unjudged]:
@@ -145,7 +149,7 @@ def _learnt(
         made = make_rules(rules, rows.catalog, dict(settings), replicas=replicas)
         engine = Engine(made, rows.catalog)
         for some in rows:
-            learner.add(some)
+            learner.add(some.without_probe())
             engine.add(some)
         said = [one for one in engine.finish().findings if one.severity > Severity.NOTE]
         normal.said |= {_subject(one) for one in said if one.site}
@@ -157,7 +161,7 @@ def _sizes(run: Run, steps: int) -> Sizes:
     rows = RunRows(run)
     sizes = Sizes(rows.catalog, steps)
     for some in rows:
-        if not sizes.add(some):
+        if not sizes.add(some.without_probe()):
             break
     return sizes
 
@@ -230,39 +234,10 @@ def _load(point: EntryPoint, names: Sequence[str]) -> type[CheckRule]:
     return rule
 
 
-def replicas_of(run: Run) -> Replicas:
-    """Compare the replicas of a run; the first difference at each site is a finding."""
-    if len(run.ranks) < 2 and not run.is_merged:
-        return Replicas((), Replica.needs)
-    search = compare_replicas(run)
-    numbers = Counter(value.site for value in search.values.values())
-    findings = [_finding(one, numbers[one.value.site]) for one in search.firsts.values()]
-    stale = (one for one in search.buffers if one.is_stale)
-    findings += [_finding(one, 1, "nothing makes the ranks' buffers equal again") for one in stale]
-    why = search.why_none() or "there is no parameter, gradient or optimizer state to compare"
-    is_compared = bool(findings) or not search.num_compared.keys().isdisjoint(FINDINGS)
-    notes = [f"replicas: {note}" for note in search.notes()]
-    return Replicas(findings, "" if is_compared else f"{Replica.needs}: {why}", notes)
-
-
-def _finding(one: Differing, number: int, what: str = "ranks that share the value hold different ones") -> Finding:
-    value = one.value
-    told = [f"by {one.by}"]
-    told += [f"equal at step {one.last_equal.step}"] if one.last_equal is not None else []
-    told += [f"the first of {counted(number, 'value')} at this site that differ"] if number > 1 else []
-    told += ["neither DDP nor FSDP was seen around this model"] if one.is_assumed else []
-    severity = Severity.WARNING if one.is_assumed else Replica.severity
-    return Finding(
-        Replica.name, severity, value.step, *value.key,
-        ranks=tuple(sorted(rank for ranks in one.groups[1:] or one.groups for rank in ranks)), what=what,
-        measure="groups of equal ranks", value=float(len(one.groups)), threshold=1.0, advice=Replica.advice,
-        detail=", ".join(told),
-    )  # fmt: skip
-
-
 _MAX_MODULES = 4
 _MAX_PATH = 80
 _MAX_DETAIL = 240
+_MAX_FOLLOWING = 400
 _MAX_FINDINGS = 40
 _MAX_RANKS = 8
 _MAX_WANTS = 6
@@ -287,6 +262,7 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
             "rules": checked.num_rules,
             "judged": checked.num_judged,
             "rows": checked.num_rows,
+            "probed": checked.num_probed,
             "steps": checked.steps,
             "findings": [
                 one._asdict() | {"severity": one.severity.word, "ranks": list(one.ranks)} for one in checked.findings
@@ -332,6 +308,8 @@ class ToldFindings(NamedTuple):
     """The first step at which any of the findings holds."""
     last_step: int
     ranks: list[int]
+    words: set[str]
+    """By each finding, the words with which its consequences name it."""
 
     @classmethod
     def of(cls, findings: Sequence[Finding]) -> ToldFindings:
@@ -339,14 +317,17 @@ class ToldFindings(NamedTuple):
         paths = list(dict.fromkeys(one.module_path for one in findings))
         names = list(dict.fromkeys(one.name for one in findings if one.name))
         ranks = sorted({rank for one in findings for rank in one.ranks})
-        return cls(findings[0], paths, names, min(steps), max(steps), ranks)
+        words = {words_of(one) for one in findings}
+        return cls(findings[0], paths, names, min(steps), max(steps), ranks, words)
 
 
 def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Iterator[str | StateLine]:
-    told = list(joined(checked.findings))
+    told = list(joined(one for one in checked.findings if not one.cause))
     for one in told[:_MAX_FINDINGS]:
         yield StateLine(one.worst.severity.word, sentence(one))
         yield f"{_INDENT}{one.worst.advice}{_command(typed, one)}"
+        if under := list(joined(follower for follower in checked.findings if follower.cause in one.words)):
+            yield f"{_INDENT}from it follow: {shortened('; '.join(map(_in_short, under)), _MAX_FOLLOWING)}"
     if len(told) > _MAX_FINDINGS:
         yield f"{_INDENT}and {len(told) - _MAX_FINDINGS} more findings; --json has all"
     reasons = _reasons(checked.unjudged)
@@ -358,7 +339,9 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
     counts = Counter(one.worst.severity for one in told)
     tally = ", ".join(counted(counts[severity], severity.word) for severity in reversed(Severity))
-    rows = f"{counted(checked.num_rows, 'row')} of {steps_in_words(checked.steps)}"
+    rows = counted(checked.num_rows, "row")
+    rows += f" and {counted(checked.num_probed, 'number')} of the probe" if checked.num_probed else ""
+    rows += f" of {steps_in_words(checked.steps)}"
     yield f"{run.name}: {judged} judged {rows}: {tally if told else 'these rules found nothing in these rows'}"
 
 
@@ -386,10 +369,15 @@ def sentence(one: ToldFindings) -> str:
     names = f" {shortened(listed(one.names, _MAX_MODULES), _MAX_PATH)}" if one.names else ""
     steps = f"step {one.first_step}" + (f" to {one.last_step}" if one.last_step > one.first_step else "")
     steps = steps if worst.since is None else f"since {steps}"
-    against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}"
-    against += f"; {shortened(worst.detail, _MAX_DETAIL)}" if worst.detail else ""
+    against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}" if worst.measure else ""
+    against = "; ".join(filter(None, [against, shortened(worst.detail, _MAX_DETAIL)]))
     where = f"{listed(paths, _MAX_MODULES)} {worst.site}{names}"
-    return f"{worst.rule}: {where}, {steps}{_ranks(one.ranks)}: {worst.what} ({against})"
+    return f"{worst.rule}: {where}, {steps}{_ranks(one.ranks)}: {worst.what}" + (f" ({against})" if against else "")
+
+
+def _in_short(one: ToldFindings) -> str:
+    paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
+    return f"{one.worst.rule} at {listed(paths, _MAX_MODULES)}, step {one.first_step}{_ranks(one.ranks)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,8 +1,9 @@
 """Reads the rows of a run for rules, one range of steps after another, as columns of numbers. It reads no payload.
 
 Rows of recomputed forwards are left out, because they repeat values of the forward. Rows of steps that a restart
-repeated are left out, too. Some columns are numbers computed from the bytes of histograms and of sums of units. Such a
-number is null if a row has no bytes, or if it cannot be computed from them. No Python loop runs over rows.
+repeated are left out, too. The numbers of the probe become rows where a value has no row at a step. Some columns are
+numbers computed from the bytes of histograms and of sums of units. Such a number is null if a row has no bytes, or if
+it cannot be computed from them. No Python loop runs over rows.
 """
 
 from __future__ import annotations
@@ -18,23 +19,27 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...checks.rows import About, Catalog, ModuleFacts, Rows, SeriesKey
+from ...checks.rows import IS_PROBE, About, Catalog, Flags, ModuleFacts, Rows, SeriesKey, grouped
 from ...columns import COUNTS, SCHEMA, parse_shape
-from ...errors import RunError
+from ...errors import CorruptError, RunError
 from ...numerics.distributions import Histograms, ManyUnits, histograms_of, units_of
 from ...numerics.histogram import NORMAL_EXPONENTS
 from ...numerics.keys import by_distinct, encode, group_rows
 from ...numerics.moments import integers, numbers
+from ...run.probe import probe_size, probe_tables
 from ...run.run import GlobalView, RecordedWriter, Run
 from ...run.step_ranges import Attempts, cut_rows, first_parts
 from ...sites import MAX_COUNT, OF_MODULES
 
 RANGE_ROWS = 500_000
 """The most rows in a range of steps, over all ranks; they are in memory together. A single step may have more."""
+MOST_PROBED = 50_000_000
+"""The most numbers of the probe that are read: those of the last steps, of a longer training."""
 _RECOMPUTED = "recompute"
 _KEY = ("root", "module_path", "site", "name", "mode", "phase", "scope")
 _ABOUT = ("dtype", "shape", "global_shape")
 _TEXTS = (*_KEY, *_ABOUT)
+_WHOLE = "global_numel"
 _NUMBERS = ("numel", "mean", "std", "min", "max", "absmax", "l2", "sum", "sum_sq", *COUNTS)
 _ORDER = ("step", "rank", "attempt", "seq")
 _EVERY = (-MAX_COUNT, MAX_COUNT)
@@ -54,7 +59,8 @@ class RunRows:
     """The rows of a run for rules, with the catalog that describes the rows.
 
     `columns` are read besides the usual statistics, unless no version of the format has them. `steps` go from the first
-    up to, but not including, the last; None means all. `catalog` may be that of earlier rows of the same run.
+    up to, but not including, the last; None means all. `catalog` may be that of earlier rows of the same run. The probe
+    is read if `steps` is None, because a block of the probe is written long after its first step.
     """
 
     def __init__(
@@ -67,15 +73,24 @@ class RunRows:
             [
                 *(SCHEMA.field(name) for name in (*_ORDER, *self._numbers)),
                 *(pa.field(name, pa.dictionary(pa.int32(), pa.string())) for name in _TEXTS),
-                *(pa.field(name, pa.float64()) for name in self._details),
+                *(pa.field(name, pa.float64()) for name in (*self._details, _WHOLE, IS_PROBE)),
             ]
         )
         self._steps = steps
+        self._probe = probe_size(run.writers) if steps is None else None
         self.catalog = catalog or Catalog(
-            {key: ModuleFacts(info.class_name, info.sites) for key, info in run.modules.items()}
+            {
+                key: ModuleFacts(info.class_name, info.sites, info.untrained, info.evaluated, info.uncleared)
+                for key, info in run.modules.items()
+            }
         )
         self.num_rows = 0
         self.steps: set[int] = set()
+        """The steps of the rows yielded so far."""
+        self.num_probed = 0
+        """The number of rows yielded so far that the probe has; `num_rows` does not count them."""
+        self.probe_notes: list[str] = []
+        """Sentences that say which numbers of the probe are not among the rows."""
         self.num_superseded = 0
         """The number of rows left out because a restart did their steps again."""
         self._view = run.view()
@@ -84,9 +99,7 @@ class RunRows:
     def __iter__(self) -> Iterator[Rows]:
         """Yield the rows of the next steps, sorted by step, rank and `seq`."""
         attempts = Attempts(self._run)
-        ranges = [self._steps or _EVERY]
-        if self._steps is None and self._run.num_rows > RANGE_ROWS:
-            ranges = self._view.windows(RANGE_ROWS)
+        ranges = self._ranges()
         with cut_rows(self._run, ranges, self._tables) as tables_of:
             for steps in ranges:
                 table = pa.concat_tables([self._schema.empty_table(), *tables_of(steps)]).unify_dictionaries()
@@ -94,15 +107,31 @@ class RunRows:
                 if not counts.all():
                     self.num_superseded += int((~counts).sum())
                     table = table.filter(pa.array(counts))
-                self.num_rows += table.num_rows
                 self.steps |= set(table.column("step").unique().to_pylist())
                 if table.num_rows:
-                    yield self._as_rows(table)
+                    rows = self._as_rows(table)
+                    num_probed = int(rows[IS_PROBE].sum())
+                    self.num_rows += len(rows) - num_probed
+                    self.num_probed += num_probed
+                    yield rows
 
     def of_table(self, table: Any) -> Rows:
         """Return the rows of a table with the columns of `columns_read`; each step must be of one attempt only."""
         columns = [table.column(name) for name in (*_ORDER, *self._numbers, *_TEXTS)]
-        return self._as_rows(pa.Table.from_arrays([*columns, *columns_of(self._details, table)], schema=self._schema))
+        return self._as_rows(pa.Table.from_arrays([*columns, *self._more(table)], schema=self._schema))
+
+    def _ranges(self) -> list[Steps]:
+        """Return ranges of steps, ascending, with so few rows that a range can be in memory."""
+        if self._steps is not None:
+            return [self._steps]
+        ranges = [_EVERY] if self._run.num_rows <= RANGE_ROWS else self._view.windows(RANGE_ROWS)
+        probe = self._probe
+        if probe is None or probe.num_numbers <= RANGE_ROWS:
+            return ranges
+        ends = [first for first, _ in ranges[1:]]
+        most_steps = max(RANGE_ROWS * (probe.last_step + 1 - probe.first_step) // probe.num_numbers, 1)
+        ends = sorted({*ends, *range(probe.first_step + most_steps, probe.last_step + 1, most_steps)})
+        return list(zip([_EVERY[0], *ends], [*ends, _EVERY[1]], strict=True))
 
     def _tables(self, writers: Sequence[RecordedWriter], steps: Steps) -> Iterator[Any]:
         wanted = (*_ORDER, *self._numbers, *_TEXTS)
@@ -113,23 +142,60 @@ class RunRows:
             columns = [
                 table.column(name).dictionary_encode() if name in _TEXTS else table.column(name) for name in wanted
             ]
-            yield pa.Table.from_arrays([*columns, *columns_of(self._details, table)], schema=self._schema)
+            yield pa.Table.from_arrays([*columns, *self._more(table)], schema=self._schema)
+        if self._probe is not None:
+            for writer in writers:
+                yield from self._probed(writer, steps)
+
+    def _more(self, table: Any) -> Iterator[Any]:
+        """Return the columns that rows have beside `_ORDER`, the numbers and the texts."""
+        yield from columns_of(self._details, table)
+        yield pa.nulls(table.num_rows, pa.float64())  # global_numel
+        yield pa.array(np.zeros(table.num_rows))  # IS_PROBE
+
+    def _probed(self, writer: RecordedWriter, steps: Steps) -> Iterator[Any]:
+        """Yield the numbers of a writer's probe as rows, each step's in the order in which values were first seen."""
+        assert self._probe is not None
+        excess = self._probe.num_numbers / MOST_PROBED
+        num_steps = self._probe.last_step + 1 - self._probe.first_step
+        first = self._probe.last_step + 1 - int(num_steps / excess) if excess > 1 else steps[0]
+        if excess > 1:
+            self.probe_notes = [f"of the probe only the steps from {first} on were judged: it is very large"]
+        try:
+            for table in probe_tables([writer]):
+                at = table.column("step").to_numpy()
+                table = table.filter(pa.array((at >= max(steps[0], first)) & (at < steps[1])))
+                num = table.num_rows
+                known = {name: table.column(name) for name in table.column_names if name in self._schema.names}
+                known |= {"seq": pa.array(np.arange(num) - MAX_COUNT), IS_PROBE: pa.array(np.ones(num))}
+                known |= {"sum_sq": pc.power(table.column("l2"), 2)}
+                columns = [
+                    known[field.name].cast(field.type) if field.name in known else pa.nulls(num, field.type)
+                    for field in self._schema
+                ]
+                yield pa.Table.from_arrays(columns, schema=self._schema)
+        except CorruptError as error:
+            self.probe_notes = [f"a part of the probe was left out: {error}"]
 
     def _as_rows(self, table: Any) -> Rows:
-        steps, ranks, seqs = (integers(table.column(name)) for name in ("step", "rank", "seq"))
+        steps, ranks, seqs, is_probe = (integers(table.column(name)) for name in ("step", "rank", "seq", IS_PROBE))
         series, parts, peers = self._described(table)
+        if is_probe.any():
+            is_new = _is_only_one((series, ranks, steps), is_probe == 1)
+            table = table.filter(pa.array(is_new))
+            steps, ranks, seqs, series, parts, peers = (a[is_new] for a in (steps, ranks, seqs, series, parts, peers))
         order = np.lexsort((seqs, ranks, steps))
         lanes = self.catalog.lanes(series[order], ranks[order], parts[order], peers[order])
-        columns = {name: numbers(table.column(name))[order] for name in (*self._numbers, *self._details)}
+        columns = {name: numbers(table.column(name))[order] for name in (*self._numbers, *self._details, IS_PROBE)}
         return Rows(self.catalog, steps[order], lanes, columns)
 
     def _described(self, table: Any) -> tuple[Integers, Integers, Integers]:
         """Return, for each row, its series, its rank's part of the batch, and its rank's piece of the model."""
         groups = group_rows(table, _KEY)
         series_of = []
-        for row in table.select((*_KEY, *_ABOUT)).take(pa.array(groups.firsts)).to_pylist():
-            key, about = SeriesKey(*(row[name] or "" for name in _KEY)), (row[name] for name in _ABOUT)
-            series_of.append(self.catalog.number(key, _about(key.site, *about)))
+        for row in table.select((*_KEY, *_ABOUT, _WHOLE)).take(pa.array(groups.firsts)).to_pylist():
+            key = SeriesKey(*(row[name] or "" for name in _KEY))
+            series_of.append(self.catalog.number(key, _about(key.site, *(row[name] for name in (*_ABOUT, _WHOLE)))))
 
         def part_and_peer(root: str | None, rank: int | None) -> tuple[int, int]:
             rank = -1 if rank is None else rank
@@ -156,10 +222,18 @@ def _numbers(columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*_NUMBERS, *more]))
 
 
-def _about(site: str, dtype: str, shape: str | None, global_shape: str | None) -> About:
+def _about(site: str, dtype: str, shape: str | None, global_shape: str | None, whole_numel: int | None) -> About:
+    if shape is None:  # a value of the probe, which has no shape
+        return About(dtype, (), int(whole_numel or 0) if site in OF_MODULES else 0)
     whole, own = _shape(global_shape), _shape(shape)  # an untrusted text that is no shape gives ``()``
     is_chunk = site in OF_MODULES and global_shape is not None and whole != own
     return About(dtype, own, min(max(math.prod(whole), 0), MAX_COUNT) if is_chunk else 0)
+
+
+def _is_only_one(keys: Sequence[Integers], flags: Flags) -> Flags:
+    """Return, for each row, False if it is flagged and a row without the flag has the same keys."""
+    ids, _ = grouped(*keys)
+    return ~flags | ~np.isin(ids, ids[~flags])
 
 
 def _shape(text: str | None) -> tuple[int, ...]:

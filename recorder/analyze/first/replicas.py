@@ -97,6 +97,13 @@ class ReplicaFinder:
         return sorted(buffers, key=lambda one: one.value.step)
 
     @property
+    def equal_values(self) -> set[ValueName]:
+        """The values that all ranks which share them held alike in some record."""
+        if self._equal is None:
+            return set()
+        return set(zip(*(self._equal.column(name).to_pylist() for name in NAME), strict=True))
+
+    @property
     def not_recorded(self) -> list[str]:
         """The sites of `FINDINGS` that have no row."""
         return [site for site in FINDINGS if site not in self._recorded]

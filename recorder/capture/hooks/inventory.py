@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -193,8 +193,52 @@ class Inventory:
             module = hooked.module()
             more = [hook for hook in foreign_hooks(module) if hook not in known] if module is not None else []
             if more:
-                self._modules[i] = {**described, "foreign_hooks": [*known, *more]}
-                self._root.capture.events.has_changed = True
+                self._add(i, {"foreign_hooks": [*known, *more]})
+
+    def look_at_update(self, trained: Container[int], step: int) -> None:
+        """Note parameters with a gradient that no optimizer has, and modules in evaluation mode; an update is next.
+
+        Args:
+            trained: the ids of the parameters that optimizers have.
+            step: the step that the update ends.
+        """
+        untrained: dict[int, list[str]] = {}
+        num_trained, trains_any = 0, False
+        for i, hooked in enumerate(self._root.modules[: len(self._modules)]):
+            described, module = self._modules[i], hooked.module()
+            trains_any |= module is not None and module.training
+            is_new = module is not None and not module.training and "evaluated" not in described
+            if is_new and _depends_on_mode(module) and self._is_trained_around(described["path"]):
+                self._add(i, {"evaluated": step})
+            for name, parameter in hooked.own("_parameters"):
+                if not parameter.is_leaf or not parameter.requires_grad or parameter.grad is None:
+                    continue
+                if id(parameter) in trained:
+                    num_trained += 1
+                else:
+                    untrained.setdefault(i, []).append(name)
+        if self._modules and not trains_any and "evaluated" not in self._modules[0]:
+            self._add(0, {"evaluated": step})
+        if sum(map(len, untrained.values())) >= num_trained:
+            return  # the optimizers have copies of the parameters, as those of mixed precision do
+        for i, names in untrained.items():
+            if names != self._modules[i].get("untrained"):
+                self._add(i, {"untrained": names})
+
+    def note_uncleared(self, step: int) -> None:
+        """Note that the gradients of an update were not cleared before the next backward, at `step` or earlier."""
+        if self._modules and "uncleared" not in self._modules[0]:
+            self._add(0, {"uncleared": step})
+
+    def _is_trained_around(self, path: str) -> bool:
+        """Whether a parameter of the module around a module has a gradient: a frozen part may be in any mode."""
+        around = self._root.module_at(path.rpartition(".")[0])
+        module = around.module() if around is not None else None
+        return module is not None and any(parameter.grad is not None for parameter in module.parameters())
+
+    def _add(self, number: int, members: Mapping[str, Any]) -> None:
+        self._modules[number] = {**self._modules[number], **members}  # the writer thread may be reading the old dict
+        self._root.capture.events.has_changed = True
 
     def _silent(self) -> set[str]:
         """Return the paths of modules that must have run without hooks, except modules whose class explains why."""
@@ -255,6 +299,13 @@ class Inventory:
             **({"foreign_hooks": foreign} if (foreign := foreign_hooks(node.module)) else {}),
             **({"hidden": hidden} if (hidden := "late" if node.path in self._late else node.hidden) else {}),
         }
+
+
+def _depends_on_mode(module: nn.Module | None) -> bool:
+    """Whether a module computes something else in evaluation mode than in training: a dropout, or a batch norm."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
 
 
 def _is_below(path: str, above: str) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
 
-from ..rows import Flags, Floats, Memory, Rows, SeriesKey, began
-from ..rule import CALIBRATED, CheckRule, PartsRule, Setting, StreakRule
+from ..rows import Flags, Floats, Memory, Rows, SeriesKey, began, ends, grouped
+from ..rule import CALIBRATED, CheckRule, Finding, PartsRule, Setting, StreakRule
 
 _LEAST_ELEMENTS = 8
 _TANH = ("Tanh", "Hardtanh", "Softsign")
@@ -60,6 +61,59 @@ class Saturated(StreakRule):
         mean, square = rows["sum"] / count, rows["sum_sq"] / count
         slope = np.where(is_tanh, 1 - square, np.where(is_sigmoid, 4 * (mean - square), 1.0))
         return (slope < self.thresholds["slope"]) & (rows["numel"] > 0), slope
+
+
+class EvaluationOutput(StreakRule):
+    """An output in evaluation that is far larger or smaller than the same output in training.
+
+    Only the first such module of a step is reported, because the modules after it take its output.
+    """
+
+    name = "evaluation_output"
+    sentence = "An output in evaluation has another size than in training, by a factor."
+    sites, columns, reads_probe = ("output",), ("sum_sq", "numel"), True
+    settings = (Setting("ratio", 30, "times", CALIBRATED), Setting("records", 2, "evaluations", CALIBRATED))
+    needs = "needs outputs of an evaluation besides those of training"
+    what = "the output in evaluation has another size than in training"
+    measure, limit = "larger over smaller root mean square", "ratio"
+    advice = "look at the running statistics of norms, and at what the module does only in one of the modes"
+
+    def set_up(self) -> None:
+        self._trained = Memory()
+        """By lane in training, the last root mean square."""
+        self._lane = Memory()
+        """By lane in evaluation, the lane of the same output in training; NaN if there is none so far."""
+        self._has_evaluation = False
+
+    def judge(self, rows: Rows) -> tuple[Flags, Floats]:
+        rms = rows.rms
+        is_trained = rows.where("trained", lambda key: key.mode == "train")
+        is_last = is_trained & ends(rows.lanes) & (rms > 0)
+        self._trained[rows.lanes[is_last]] = rms[is_last]
+        lanes = self._lane[rows.lanes]
+        for lane in np.unique(rows.lanes[np.isnan(lanes) & ~is_trained]).tolist():
+            key = self.catalog.key_of(lane)._replace(mode="train")
+            trained = self.catalog.find(key, int(self.catalog.rank_of[lane]))
+            if trained is not None:
+                self._lane[np.array([lane])] = float(trained)
+        self._has_evaluation |= not is_trained.all()
+        known = np.nan_to_num(self._lane[rows.lanes], nan=-1).astype(np.int64)
+        with np.errstate(all="ignore"):
+            times = rms / np.where(known >= 0, self._trained[np.maximum(known, 0)], np.nan)
+            times = np.nan_to_num(np.maximum(times, 1 / times), posinf=0.0)
+        is_far = ~is_trained & (times > self.thresholds["ratio"]) & (rows["numel"] >= _LEAST_ELEMENTS)
+        at = np.flatnonzero(is_far)
+        if len(at):  # lanes are numbered in the order in which values first appear
+            ids, _ = grouped(rows.ranks[at], rows.steps[at])
+            first = np.full(int(ids.max()) + 1, np.iinfo(np.int64).max)
+            np.minimum.at(first, ids, rows.lanes[at])
+            is_far[at] = rows.lanes[at] == first[ids]
+        return is_far, times
+
+    def finish(self) -> Iterable[Finding]:
+        yield from super().finish()
+        if not self._has_evaluation:
+            self.why_not_judged = self.needs
 
 
 class DeadUnits(StreakRule):

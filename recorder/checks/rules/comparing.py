@@ -46,6 +46,7 @@ class OutlierRank(StreakRule):
     name = "outlier_rank"
     sentence = "One rank's activations, local gradients or loss are unlike those of its data-parallel peers."
     sites, columns = ("output", "grad_output", "grad", "scalar"), ("sum_sq", "numel")
+    reads_probe = True
     settings = (
         Setting("z", 8, "robust standard deviations", CALIBRATED),
         Setting("ratio", 1.5, "times the median", CALIBRATED),

@@ -19,7 +19,7 @@ _LOSS, _NORM = "loss", "norm of all gradients"
 _FADING = 0.97
 """The factor by which the remembered largest sample shrinks with each further sample: 23 samples halve it."""
 _VALIDATION = re.compile(r"(.*[./_])?(val|valid|validation|eval|evaluation|test|dev)[./_]loss", re.IGNORECASE)
-_KEPT_STEPS = 8
+_KEPT_STEPS = 16
 _MAX_KEPT_ROWS = 400_000
 _MAX_DETAILS = 20
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
@@ -54,6 +54,7 @@ class CurveRule(CheckRule):
 
     sites: ClassVar[tuple[str, ...]] = ("scalar", "grad")
     columns: ClassVar[tuple[str, ...]] = ("mean", "sum_sq")
+    reads_probe: ClassVar[bool] = True
     needs_more_than: ClassVar[str] = ""
     """The setting that a curve's number of samples must exceed before the rule judges it; empty if there is none."""
 
@@ -193,11 +194,12 @@ class _Recent:
         steps, lines = np.unique(rows.steps, return_inverse=True)
         sizes = np.full((len(steps), len(lanes)), np.nan)
         sizes[lines, columns] = np.log(rows.rms)
-        for line in range(2, len(steps)):
+        for line in range(max(len(steps) // 2, 2), len(steps)):
             before = sizes[:line]
             middle = np.median(before, axis=0)
             usual = np.abs(before - middle).max(axis=0)
-            is_moved = np.abs(sizes[line] - middle) > np.fmax(_MOVED, 3 * usual)
+            # What moves and comes back before the finding did not cause the finding.
+            is_moved = (np.abs(sizes[line:] - middle) > np.fmax(_MOVED, 3 * usual)).all(axis=0)
             indices = np.flatnonzero((lines == line) & is_moved[columns])
             if len(indices):
                 key = rows.catalog.key_of(int(rows.lanes[indices[0]]))
@@ -339,7 +341,7 @@ class LossStuck(CurveRule):
         num = self.num[curves].astype(np.int64)
         self._rings.put(curves, num, values)
         num, ring = num + 1, self._rings.values[curves]
-        now = ring.mean(axis=1)
+        now, middle = ring.mean(axis=1), np.median(ring, axis=1)
         is_begun = num == self._window
         self._began[curves[is_begun]] = now[is_begun]
         began = self._began[curves]
@@ -347,12 +349,12 @@ class LossStuck(CurveRule):
             spread = np.nan_to_num((ring.max(axis=1) - ring.min(axis=1)) / np.abs(now), posinf=0.0)
         is_late = num >= 2 * self._window
         limit = began * self.thresholds["rise"]
-        is_risen = is_late & (now > limit) & (limit > 0)
+        is_risen = is_late & (middle > limit) & (limit > 0)  # one bad batch moves the mean, and not the median
         is_down = now < began - np.abs(began) * self.thresholds["drop"]
         is_stuck = is_late & ~is_down & (spread < self.thresholds["spread"])
         limits = np.full(len(curves), self.thresholds["spread"])
         found = (
-            (is_risen, now, limit, "the loss has risen far above where it began", "mean of the last"),
+            (is_risen, middle, limit, "the loss has risen far above where it began", "median of the last"),
             (is_stuck, spread, limits, "the loss stands still where it began", "spread over the last records"),
         )
         for reported, (flags, numbers, thresholds, what, measure) in zip(self._is_reported, found, strict=True):

@@ -272,6 +272,8 @@ class Unchanged(StreakRule):
     settings = (
         Setting("records", 3, "records", "smdebug's UnchangedTensor; TrainCheck"),
         Setting("share", 1e-4, "of the largest gradient", "below it are roundings"),
+        Setting("rounded", 0.5, "of all elements, of a narrow type", CALIBRATED),
+        Setting("steps", 20, "steps, of a narrow type", "a warm-up begins with small updates"),
     )
     what = "the parameter has a gradient and does not change"
     measure, limit = "records without a change", "records"
@@ -289,6 +291,10 @@ class Unchanged(StreakRule):
         """By lane of a parameter or of a gradient, the number of the parameter."""
         self._had: tuple[Integers, Integers] = np.zeros(0, np.int64), np.zeros(0, np.int64)
         """The lanes and the steps of gradients, in the current rows and at the last step before the current rows."""
+        self._stays: dict[int, int] = {}
+        """By lane of a parameter of a narrow type that stays as it is, the last step at which it was so."""
+        self._numel = Memory()
+        """By lane of a parameter, its number of elements."""
         self._skipped: dict[tuple[int, int], None] = {}
         """The last steps that GradScaler skipped, as keys of (rank, step)."""
 
@@ -309,6 +315,8 @@ class Unchanged(StreakRule):
         for old in list(self._skipped)[:-_MAX_SKIPPED]:
             del self._skipped[old]
         if is_param.any():
+            params = rows.take(is_param)
+            self._numel[params.lanes] = params["numel"]
             yield from (one for one in super().add(rows.take(is_param)) if self._has_gradient(one))
 
     def judge(self, rows: Rows) -> tuple[Flags, Floats]:
@@ -329,7 +337,29 @@ class Unchanged(StreakRule):
             had = self._numbers_of(self._had[0]) * _MAX_STEPS + self._had[1]
             is_judged = np.isin(self._numbers_of(rows.lanes[at]) * _MAX_STEPS + steps, had)
             flags[at] = is_judged | ~np.isin(steps, self._had[1])
+        for lane, step, stays in zip(rows.lanes.tolist(), rows.steps.tolist(), flags.tolist(), strict=True):
+            if not stays:
+                self._stays.pop(lane, None)
+            elif self.severity_of(lane) == Severity.NOTE:
+                self._stays[lane] = step
         return flags, np.full(len(rows), float(self.records))
+
+    def finish(self) -> Iterator[Finding]:
+        """Report that most of a model stays as it is, because its type rounds the updates away."""
+        yield from super().finish()
+        lanes = [
+            lane for lane, step in self._stays.items() if step - self._streaks.since(lane) >= self.thresholds["steps"]
+        ]
+        is_param = self.catalog.mark("param", lambda key: key.site == "param")[self.catalog.series_of]
+        for rank in sorted({int(self.catalog.rank_of[lane]) for lane in lanes}):
+            own = np.array([lane for lane in lanes if self.catalog.rank_of[lane] == rank])
+            total = float(np.nansum(self._numel[np.flatnonzero(is_param & (self.catalog.rank_of == rank))]))
+            share, largest = float(self._numel[own].sum()) / total, int(own[np.argmax(self._numel[own])])
+            if share > self.thresholds["rounded"]:
+                what = "most of the model stays as it is: the updates are smaller than what its type resolves"
+                since = self._streaks.since(largest)
+                yield self.finding(largest, self._stays[largest], what, "share of elements", share,
+                                   self.thresholds["rounded"], Severity.WARNING, since)  # fmt: skip
 
     def _note_gradients(self, rows: Rows) -> None:
         """Remember which parameters have a gradient: an expert without samples has none and need not change."""

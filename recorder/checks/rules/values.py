@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from ...sites import SITES, SKIPPED, may_mask
 from ..rows import (
@@ -25,6 +26,9 @@ from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity, StreakRule
 
 _MOST_SKIPPED = 20
 """The number of skipped steps that bring a scale of 2^16 down to 1, at which no further halving can help."""
+
+SKIPS = "GradScaler skipped the update"
+"""The part of a finding that says that the values which are not finite changed no parameter."""
 
 
 class NonFinite(CheckRule):
@@ -117,7 +121,7 @@ class NonFinite(CheckRule):
         severity = self.severity
         if (np.nan_to_num(rows["mean"][skipped]) > 0).any():
             self._num_skipped += self._last_skipped != step
-            what += "; GradScaler skipped the update"
+            what += f"; {SKIPS}"
             if self._num_skipped < _MOST_SKIPPED:
                 severity = Severity.NOTE
             else:
@@ -154,14 +158,14 @@ _LEAST_ELEMENTS = 8
 
 
 class Data(CheckRule):
-    """Batches that cannot teach: two ranks share a batch, a batch is repeated, or all its values are equal."""
+    """Batches that cannot teach: two ranks share a batch, a batch is repeated or empty, or all its values are equal."""
 
     name = "data"
     sentence = (
-        "Two data-parallel ranks get the same batch, a batch comes again and again, or an input or the labels are "
-        "constant."
+        "Two data-parallel ranks get the same batch, a batch comes again and again or is empty, or an input or the "
+        "labels are constant."
     )
-    sites, columns = ("input",), (*_BATCH, "min", "max")
+    sites, columns, reads_probe = ("input",), (*_BATCH, "min", "max"), True
     settings = (
         Setting("records", 3, "records", "a sampler that is left out repeats every batch"),
         Setting("repeats", 20, "records", CALIBRATED),
@@ -177,24 +181,24 @@ class Data(CheckRule):
         """By lane of a rank's first input, the hashes of the last batches; the first memory has the latest batch."""
         self._repeats = Streaks()
         self._last, reported = Memory(), Memory(0.0)
-        self._constant_labels, self._flat = Streaks(reported), Streaks(reported)
+        self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
+        self._had_values = Memory(0.0)
+        """By lane, 1 where a batch had an element that is not zero."""
 
     def wants(self, key: SeriesKey) -> bool:
         """Return whether it is an input of the complete model in training; a validation may repeat samples."""
         return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        with np.errstate(over="ignore"):
-            hashes = (rows.fingerprints(_BATCH) ^ rows.series.astype(np.uint64)).view(np.int64)
-            samples, firsts = grouped(rows.steps, rows.ranks)
-            totals = np.zeros(len(firsts), np.int64)
-            np.add.at(totals, samples, hashes)
-        steps, lanes = rows.steps[firsts], rows.lanes[firsts]
-        for at in np.split(np.arange(len(firsts)), np.flatnonzero(np.diff(steps)) + 1):
+        recorded = rows.without_probe()
+        steps, lanes, totals = _batches(recorded, recorded.fingerprints(_BATCH))
+        for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if len(at) > 1:
                 yield from self._shared(int(steps[at[0]]), lanes[at], totals[at])
-        yield from self._repeated(steps, lanes, totals)
-        yield from self._constant(rows.by_lane())
+        sizes = rows["l2"].astype(np.float32).astype(np.float64) + 0.0  # the probe has no more digits
+        yield from self._repeated(*_batches(rows, sizes.view(np.uint64)))
+        yield from self._constant(recorded.by_lane())
+        yield from self._emptied(rows.by_lane())
 
     def _in_a_row(self, lane: int, step: int, what: str, num: int, limit: str, since: int | None) -> Finding:
         return self.finding(lane, step, what, "records in a row", num, self.thresholds[limit], since=since)
@@ -225,6 +229,19 @@ class Data(CheckRule):
             what = f"the batch is that of {int(period[index])} records before, again and again"
             yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
 
+    def _emptied(self, rows: Rows) -> Iterator[Finding]:
+        """Report inputs of zeros, where the same input had other values before, or has them on another rank."""
+        has_values = np.nan_to_num(rows["l2"], nan=1.0) != 0
+        with_values = rows.lanes[has_values]
+        ids, _ = grouped(rows.series, rows.steps)
+        is_elsewhere = np.bincount(ids, has_values)[ids] > 0
+        is_empty = ~has_values & (rows["numel"] >= _LEAST_ELEMENTS)
+        is_empty &= is_elsewhere | (self._had_values[rows.lanes] == 1)
+        self._had_values[with_values] = 1.0
+        what = "all elements of the input are zero"
+        for index, num, since in self._empty.reached(rows.lanes, rows.steps, is_empty, self.thresholds["records"]):
+            yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
+
     def _constant(self, rows: Rows) -> Iterator[Finding]:
         is_label = rows.where("labels", lambda key: _LABELS.fullmatch(key.name) is not None)
         marks = rows["l2"] + 1e-3 * rows["mean"]
@@ -237,3 +254,12 @@ class Data(CheckRule):
             for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
                 what = of_labels if is_label[index] else "all elements of the input are equal"
                 yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "repeats", since)
+
+
+def _batches(rows: Rows, hashes: npt.NDArray[np.uint64]) -> tuple[Integers, Integers, Integers]:
+    """Return step, first lane and hash of what each rank got at each step, from the hash of each row."""
+    samples, firsts = grouped(rows.steps, rows.ranks)
+    totals = np.zeros(len(firsts), np.int64)
+    with np.errstate(over="ignore"):
+        np.add.at(totals, samples, (hashes ^ rows.series.astype(np.uint64)).view(np.int64))
+    return rows.steps[firsts], rows.lanes[firsts], totals

@@ -6,17 +6,25 @@ from pathlib import Path
 
 import pytest
 
+from recorder.checks.rule import Severity
 from tests.campaigns.check.check import is_named, judged, loud, record, twins
-from tests.campaigns.check.programs.cases import BASE, EXPECTED, FAULTS, SOUND
+from tests.campaigns.check.programs.cases import BASE, EXPECTED, FAULTS, FLAG_ALONE, SOUND
 
 SOUND_ONES = ["mlp-adamw", "words"]
 FAULTY = ["zeroed_gradient", "one_layer_doubled", "momentum_of_one"]
+SOUND_BY_DEFAULT = ["images-validated", "scaler-skips", "norms-in-eval"]
+FAULTY_BY_DEFAULT = [
+    "large_gradient", "stuck_loader", "forgotten_block", "never_cleared", "left_in_evaluation", "norm_in_eval",
+    "rounded_away", "statistics_of_another", "empty_on_one_rank", "replica_apart_at_the_end", "float16_overflow",
+]  # fmt: skip
+"""Faults that the default rules show, most of them between two steps of which they keep rows."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trainings")
     record(folder, [*SOUND_ONES, *FAULTY, *twins("mlp-adamw")])
+    record(folder, [f"{FLAG_ALONE}{name}" for name in (*SOUND_BY_DEFAULT, *FAULTY_BY_DEFAULT)])
     return folder
 
 
@@ -31,6 +39,25 @@ def test_nothing_above_a_note_is_said_of_a_sound_training(folder: Path, name: st
 def test_a_fault_is_named_by_its_rule_at_its_module(folder: Path, name: str) -> None:
     wanted = EXPECTED[name]
     assert is_named(judged(folder, name, twins(name) if wanted.needs_baseline else []), wanted)
+
+
+@pytest.mark.parametrize("name", SOUND_BY_DEFAULT)
+def test_nothing_is_said_of_a_sound_training_that_the_default_rules_recorded(folder: Path, name: str) -> None:
+    assert loud(judged(folder, f"{FLAG_ALONE}{name}", [])) == []
+
+
+@pytest.mark.parametrize("name", FAULTY_BY_DEFAULT)
+def test_the_default_rules_are_enough_to_name_a_fault_and_one_finding_is_the_cause(folder: Path, name: str) -> None:
+    checked = judged(folder, f"{FLAG_ALONE}{name}", [])
+    causes = [one for one in checked.findings if not one.cause]
+    assert is_named(checked._replace(findings=causes), EXPECTED[name])
+    assert {one.rule for one in causes if one.severity > Severity.NOTE} == {EXPECTED[name].rule}
+
+
+def test_a_replica_that_comes_apart_between_two_records_is_dated_by_the_probe(folder: Path) -> None:
+    (one,) = judged(folder, f"{FLAG_ALONE}replica_apart_at_the_end", []).findings
+    assert (one.rule, one.step, one.ranks) == ("replica", 313, (1,))
+    assert one.detail == "by the probe, equal at step 312"
 
 
 def test_the_campaign_expects_something_of_each_fault() -> None:

@@ -2,13 +2,15 @@
 
 Of each fault the right rule has to name the right module, alone or beside two sound trainings of its kind. Of a sound
 training nothing may be said above a note, neither alone nor beside two others of its kind, and the rules that read
-units and histograms have to judge it. `--seed 70` asks the same of other trainings.
+units and histograms have to judge it. `--seed 70` asks the same of other trainings. `--flag-alone` records by the
+default rules, and asks without sound trainings: which faults are named, and which sound trainings raise an alarm.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import recorder
@@ -16,7 +18,7 @@ from recorder.analyze.check.check import Checked, check
 from recorder.checks.rule import Severity
 from tests.rigs import jobs
 
-from .programs.cases import ANY, BASE, EXPECTED, FAULTS, SOUND, Named
+from .programs.cases import ANY, BASE, EXPECTED, FAULTS, FLAG_ALONE, SOUND, Named
 
 SCRIPT = Path(__file__).parent / "programs" / "train.py"
 NUM_TWINS = 2
@@ -65,16 +67,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", help="trainings; by default all")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="record here, and use what is there already")
     parser.add_argument("--seed", type=int, default=0, help="other trainings of the same kinds (default 0)")
+    parser.add_argument("--flag-alone", action="store_true", help="record by the default rules")
 
 
 def main(arguments: argparse.Namespace) -> int:
     names: list[str] = arguments.names or [*SOUND, *FAULTS]
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.keep or Path(scratch)
+        if arguments.flag_alone:
+            return _with_flag_alone(folder, names, arguments.seed)
         record(folder, [one for name in names for one in (f"{name}@{arguments.seed}", *twins(name, arguments.seed))])
         num_bad = sum(not _line(folder, name, arguments.seed) for name in names)
     print(f"{len(names) - num_bad} of {len(names)} as they have to be")
     return int(num_bad > 0)
+
+
+def _with_flag_alone(folder: Path, names: list[str], seed: int) -> int:
+    """Print what is said of trainings that the default rules recorded; the exit code is 1 after a false alarm."""
+    record(folder, [f"{FLAG_ALONE}{name}@{seed}" for name in names])
+    counts: Counter[str] = Counter()
+    for name in names:
+        checked = judged(folder, f"{FLAG_ALONE}{name}@{seed}", [])
+        said = [
+            f"{one.rule} {one.module_path or repr('')}"
+            for one in checked.findings
+            if one.severity > Severity.NOTE and not one.cause
+        ]
+        if name in SOUND:
+            verdict = "FALSE ALARM" if said else "quiet"
+        else:
+            wanted = EXPECTED[name]
+            verdict = "named" if is_named(checked, wanted) else "named otherwise" if said else "not named"
+        counts[verdict] += 1
+        print(f"{verdict:16} {name:24} {', '.join(dict.fromkeys(said)) or '-'}"[:200], flush=True)
+    print(", ".join(f"{num} {verdict}" for verdict, num in counts.items()))
+    return int(counts["FALSE ALARM"] > 0)
 
 
 def _line(folder: Path, name: str, seed: int) -> bool:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from .models import Adapted, Adversaries, Causal, Experts, Images, Labelled, Net, Recurrent, Tied, TwoHeads, Words
 
 ANY = "*"
+FLAG_ALONE = "flag-alone:"
+"""Begins the name of a training that is recorded by the default rules."""
 
 
 class Named(NamedTuple):
@@ -49,6 +51,10 @@ class Case:
     accumulated: int = 1
     """Micro-batches of a step."""
     loss_factor: float = 1.0
+    weight: Callable[[int], float] = lambda step: 1.0
+    """Of the loss, by the number of the batch."""
+    clears: bool = True
+    """Whether the gradients are cleared after an update."""
     schedule: Callable[[int], float] = lambda step: 1.0
     """Of the learning rate."""
     is_validated: bool = False
@@ -82,6 +88,11 @@ def _cosine(warm_steps: int, steps: int, share: float = 0.5) -> Callable[[int], 
 
 def _with_average(net: Any) -> None:
     net.average = copy.deepcopy(net).requires_grad_(requires_grad=False)
+
+
+def _with_frozen_norms(net: Any) -> None:
+    for norm in (net.bn1, net.bn2):
+        norm.eval().requires_grad_(requires_grad=False)
 
 
 def _average(net: Any, step: int, rank: int) -> None:
@@ -142,6 +153,20 @@ SOUND: dict[str, Case] = {
     "plain-sigmoid-16-samples": Case(model=lambda: Net(3, nn.Sigmoid, is_residual=False), rate=1e-2, samples=16),
     "words-4-samples": Case(model=Words, samples=4),
     "ddp2-8-samples": Case(ranks=2, samples=8),
+    "restarted": Case(schedule=lambda step: 0.5 + 0.5 * math.cos(math.pi * (step % 80) / 80), rate=3e-3),
+    "stepped-rate": Case(schedule=lambda step: 0.1 if step >= 200 else 1.0, optimizer="sgd", rate=0.1),
+    "curriculum": Case(batch=lambda x, step, rank: x * (0.2 + step / 320)),
+    "sparse-reward": Case(weight=lambda step: 1.0 if step % 10 == 0 else 0.0),
+    "norms-frozen": Case(model=Images, begin=_with_frozen_norms),
+    "norms-in-eval": Case(model=Images, begin=lambda net: [net.bn1.eval(), net.bn2.eval()]),
+    "images-validated": Case(model=Images, is_validated=True),
+    "words-validated": Case(model=Words, is_validated=True),
+    "average-with-gradients": Case(begin=lambda net: setattr(net, "average", copy.deepcopy(net)), after=_average),
+    "scaler-skips": Case(autocast=torch.float16, scale=2.0**24),
+    "bfloat16-warmed": Case(dtype=torch.bfloat16, schedule=_cosine(60, 320)),
+    "zero-residual": Case(begin=lambda net: net.blocks[1].down.weight.zero_()),
+    "learnt-by-heart": Case(num_batches=16, steps=700, rate=3e-3),
+    "ddp2-accumulated": Case(ranks=2, accumulated=2, samples=16),
     "fsdp4-words": Case(model=lambda: Words(dropout=0.0), ranks=4, layout="fsdp"),
 }  # fmt: skip
 
@@ -229,6 +254,11 @@ def _from(first: int, change: Change, last: int = 9999, rank: int = -1) -> Calla
     return lambda net, step, own: change(net) if first <= step <= last and rank in (-1, own) else None
 
 
+def _stuck(x: Tensor, step: int, rank: int) -> Tensor:
+    """The same batch again and again, from some step on."""
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(7 + rank)) if step >= 150 else x
+
+
 def _leaping(x: Tensor, step: int, rank: int) -> Tensor:
     return x * (10 if step % 2 else 0.1)
 
@@ -287,11 +317,35 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "weight_shaken": _fault(
             "update", "blocks.3.down", after=_from(150, _scaled("blocks.3.down.weight", 60.0), 150)
         ),
+        "forgotten_block": _fault(
+            "not_optimized",
+            "blocks.1.up",
+            (),
+            groups=lambda net: [one for name, one in net.named_parameters() if not name.startswith("blocks.1.")],
+        ),
+        "never_cleared": _fault("not_cleared", "", (), clears=False),
+        "stuck_loader": _fault("data", "", batch=_stuck),
+        "nan_in_batch": _fault("nonfinite", batch=lambda x, step, rank: x * (math.nan if step == 171 else 1)),
         "loud_unit": _fault("outlier_units", "blocks.1.up", begin=lambda net: net.blocks[1].up.weight[3].mul_(3e4)),
     },
     "mlp-sgd": {
         "rate_too_high_sgd": _fault("update", rate=60.0),
         "rate_burst": _fault("spike", schedule=lambda step: 200.0 if step == 120 else 1.0),
+    },
+    "mlp-dropout": {
+        "never_in_training": _fault("evaluation_mode", "drop", (), begin=lambda net: net.eval()),
+        "left_in_evaluation": _fault("evaluation_mode", "drop", (), after=_from(100, lambda net: net.eval(), 100)),
+    },
+    "mlp-bfloat16": {
+        "rounded_away": _fault("unchanged", rate=1e-6),
+        "rounded_away_later": _fault("unchanged", schedule=lambda step: 1.0 if step < 60 else 1e-4),
+    },
+    "images-validated": {
+        "statistics_of_another": _fault(
+            "evaluation_output",
+            "bn1",
+            begin=lambda net: [_scaled("conv1.weight", 100)(net), _with("bn1", momentum=0.0)(net)],
+        ),
     },
     "mlp-adam-high": {"rate_far_too_high": _fault("update", rate=3.0)},
     "mlp-float16": {
@@ -335,7 +389,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
     },
     "images": {
         "momentum_of_one": _fault("running_statistics", "bn1", batch=_leaping, begin=_with("bn1", momentum=1.0)),
-        "norm_in_eval": _fault("invariant", "bn2", beside=True, begin=_evaluated("bn2")),
+        "norm_in_eval": _fault("evaluation_mode", "bn2", (), begin=_evaluated("bn2")),
         "dead_channels": _fault("dead_units", "act1", begin=_without_channels),
     },
     "words": {"frozen_embedding": _fault("invariant", "embed", (), beside=True, begin=_frozen("embed"))},
@@ -353,11 +407,19 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
             "nonfinite", "blocks.1.up", (1,), after=_from(40, lambda net: _nan(net.blocks[1].up.weight), 40, rank=1)
         ),
         "replica_apart": _fault(
-            "invariant",
-            "blocks.2.down",
-            (0, 1),
-            beside=True,
-            after=_from(100, _scaled("blocks.2.down.weight", 1.0001), rank=1),
+            "replica", "blocks.2.down", (1,), after=_from(100, _scaled("blocks.2.down.weight", 1.0001), rank=1)
+        ),
+        "replica_apart_at_the_end": _fault(
+            "replica", "blocks.2.down", (1,), after=_from(312, _scaled("blocks.2.down.weight", 1.0001), 312, rank=1)
+        ),
+        "gradient_of_one_rank": _fault(
+            "replica",
+            "blocks.2.up",
+            (1,),
+            gradients=_gradient("blocks.2.up.weight", lambda one: one.mul_(1.01), range(100, 9999), rank=1),
+        ),
+        "empty_on_one_rank": _fault(
+            "data", "", (1,), batch=lambda x, step, rank: x * 0 if (rank, step > 99) == (1, True) else x
         ),
         "odd_rank_of_two": _fault("unusual", "blocks.0.up", (1,), beside=True, batch=_on_rank(1, 6.0)),
         "same_batches_of_two": _fault("data", "", (1,), has_own_batches=False),

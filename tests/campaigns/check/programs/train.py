@@ -3,7 +3,8 @@
     python train.py FOLDER NAME...
 
 records each into ``FOLDER/NAME``. A name is one of `SOUND` or of `FAULTS`, or one of these with ``@SEED``: another
-training of its kind. All of them are forked from one process.
+training of its kind. With `FLAG_ALONE` in front it is recorded by the default rules. All of them are forked from one
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import recorder
-from tests.campaigns.check.programs.cases import FAULTS, SOUND, Case
+from recorder.config import DEFAULT_RULES
+from tests.campaigns.check.programs.cases import FAULTS, FLAG_ALONE, SOUND, Case
 from tests.campaigns.check.programs.models import WIDTH, Adversaries, Labelled, TwoHeads
 from tests.rigs.trainings import record_each
 
@@ -95,14 +97,17 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
     others += [torch.optim.SGD(groups, lr=0.03) for groups in [case.other_groups(net)] if groups]
     data = Data(case, rank, seed)
     scaler = torch.amp.GradScaler("cpu", init_scale=case.scale, backoff_factor=case.backoff) if case.scale else None
-    rules = RULES + (OF_CHANNELS if any(isinstance(one, nn.ReLU) for one in model.modules()) else "")
+    rules: Any = RULES + (OF_CHANNELS if any(isinstance(one, nn.ReLU) for one in model.modules()) else "")
+    if name.startswith(FLAG_ALONE):
+        rules = DEFAULT_RULES
     with recorder.attach(model, enabled=True, dir=str(folder / "recordings"), rules=rules, pool_bytes="64 MB"):
         for step in range(case.steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] = group.get("initial_lr", group["lr"])
                 group["lr"] = group["initial_lr"] * case.schedule(step)
             for number in range(case.accumulated):
-                loss = loss_of(case, model, net, *data.batch(step * case.accumulated + number)) / case.accumulated
+                batch = step * case.accumulated + number
+                loss = loss_of(case, model, net, *data.batch(batch)) * case.weight(batch) / case.accumulated
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -114,7 +119,8 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
             else:
                 scaler.step(optimizer)
                 scaler.update()
-            optimizer.zero_grad()
+            if case.clears:
+                optimizer.zero_grad()
             if isinstance(net, Adversaries):
                 net.zero_grad()
                 model(data.batch(step)[0], is_of_judge=False).backward()
@@ -132,7 +138,7 @@ def run(folder: Path, name: str, rank: int, size: int) -> None:
 
 
 def case_of(name: str) -> Case:
-    return (SOUND | FAULTS)[name.partition("@")[0]]
+    return (SOUND | FAULTS)[name.removeprefix(FLAG_ALONE).partition("@")[0]]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""Finds which findings are consequences of others: one fault often breaks several rules.
+
+A consequence keeps its severity, and names its cause. The cause becomes as severe as its worst consequence, so that no
+consequence stands above its cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from itertools import islice
+
+from .rows import Catalog
+from .rule import Finding, Severity
+from .rules.values import SKIPS
+
+
+class Link(Enum):
+    """Where a consequence must be, seen from its cause."""
+
+    LATER = "at the same step or later"
+    TOGETHER = "at the same step, or within the records that a loss is averaged over"
+    NEAR = "in a module with the same parent, or in one that runs earlier"
+    SAME = "at the same parameter"
+    SKIPPED = "later, where GradScaler skipped the updates of both"
+
+
+_MAX_CAUSES = 100
+"""The most findings of a rule that are looked at as causes, the earliest first."""
+_SOON = 10
+"""The most steps from a spike to the finding that the loss has risen."""
+_LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
+    ("not_optimized", Link.SAME, ("unchanged", "no_gradient")),
+    ("initialisation", Link.NEAR, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
+    ("data", Link.LATER, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank")),
+    ("not_cleared", Link.LATER, ("spike", "jump", "loss", "update", "exploding")),
+    (
+        "update", Link.LATER,
+        ("nonfinite", "spike", "jump", "loss", "dead", "dead_units", "no_gradient", "saturated", "attention",
+         "unchanged", "exploding", "vanishing"),
+    ),
+    (
+        "nonfinite", Link.LATER,
+        ("spike", "jump", "loss", "update", "unchanged", "no_gradient", "dead", "replica", "running_statistics",
+         "skipped"),
+    ),
+    ("nonfinite", Link.SKIPPED, ("nonfinite",)),
+    ("skipped", Link.LATER, ("unchanged", "loss")),
+    ("jump", Link.TOGETHER, ("spike", "loss", "update")),
+    ("spike", Link.TOGETHER, ("spike", "loss")),
+    ("jump", Link.LATER, ("replica",)),
+    ("replica", Link.LATER, ("replica",)),
+    ("unchanged", Link.LATER, ("loss",)),
+    ("dead", Link.NEAR, ("no_gradient", "vanishing")),
+    ("saturated", Link.NEAR, ("no_gradient", "vanishing")),
+    ("no_gradient", Link.LATER, ("loss",)),
+)  # fmt: skip
+"""The rule of a cause, where its consequences are, and their rules, in the order in which causes are looked for."""
+
+
+def with_causes(findings: Sequence[Finding], catalog: Catalog) -> list[Finding]:
+    """Return the findings, sorted by severity and step, with `cause` set in those that others explain."""
+    first_seen: dict[tuple[str, str], int] = {}
+    for key in catalog.series:
+        if key.site == "output":
+            first_seen.setdefault((key.root, key.module_path), len(first_seen))
+    cause_of: dict[int, Finding] = {}
+    by_rule: dict[str, list[Finding]] = {}
+    for one in sorted(findings, key=lambda one: one.first_step):
+        by_rule.setdefault(one.rule, []).append(one)
+    for rule, link, rules in _LINKS:
+        candidates = [one for other in rules for one in by_rule.get(other, ())]
+        causes = (one for one in by_rule.get(rule, ()) if id(one) not in cause_of)
+        for cause in islice(causes, _MAX_CAUSES if candidates else 0):
+            for one in candidates:
+                is_free = one is not cause and id(one) not in cause_of and _root_of(cause, cause_of) is not one
+                if is_free and _LINKED[link](cause, one, first_seen):
+                    cause_of[id(one)] = cause
+    cause_of = {number: _root_of(cause, cause_of) for number, cause in cause_of.items()}
+    worst: dict[int, Severity] = {}
+    for one in findings:
+        cause = cause_of.get(id(one), one)
+        worst[id(cause)] = max(worst.get(id(cause), one.severity), one.severity)
+    raised = [
+        one._replace(
+            severity=max(worst.get(id(one), one.severity), one.severity),
+            cause=words_of(cause_of[id(one)]) if id(one) in cause_of else "",
+        )
+        for one in findings
+    ]
+    return sorted(raised, key=lambda one: (-one.severity, one.step))
+
+
+def _root_of(one: Finding, cause_of: dict[int, Finding]) -> Finding:
+    """Return the finding at the end of the chain of causes."""
+    while id(one) in cause_of:
+        one = cause_of[id(one)]
+    return one
+
+
+def words_of(cause: Finding) -> str:
+    """Return the words with which consequences name their cause."""
+    return f"{cause.rule} of '{cause.module_path}'" + (f" at step {cause.first_step}" if cause.first_step >= 0 else "")
+
+
+def _is_of_same_ranks(cause: Finding, one: Finding) -> bool:
+    return not cause.ranks or not one.ranks or bool({*cause.ranks} & {*one.ranks})
+
+
+def _is_later(cause: Finding, one: Finding, _: dict[tuple[str, str], int]) -> bool:
+    return one.first_step >= cause.first_step and _is_of_same_ranks(cause, one)
+
+
+def _is_together(cause: Finding, one: Finding, _: dict[tuple[str, str], int]) -> bool:
+    reach = _SOON if one.rule == "loss" else 1
+    return cause.step <= one.step <= cause.step + reach and _is_of_same_ranks(cause, one)
+
+
+def _is_near(cause: Finding, one: Finding, first_seen: dict[tuple[str, str], int]) -> bool:
+    if cause.root != one.root or not _is_of_same_ranks(cause, one):
+        return False
+    parent = cause.module_path.rpartition(".")[0]
+    if one.module_path.rpartition(".")[0] == parent:
+        return True
+    at, of_cause = (first_seen.get((some.root, some.module_path)) for some in (one, cause))
+    return cause.rule != "initialisation" and at is not None and of_cause is not None and at < of_cause
+
+
+def _is_same(cause: Finding, one: Finding, _: dict[tuple[str, str], int]) -> bool:
+    return (cause.root, cause.module_path, cause.name) == (one.root, one.module_path, one.name)
+
+
+def _are_skipped(cause: Finding, one: Finding, first_seen: dict[tuple[str, str], int]) -> bool:
+    return all(SKIPS in some.what for some in (cause, one)) and _is_later(cause, one, first_seen)
+
+
+_LINKED: dict[Link, Callable[[Finding, Finding, dict[tuple[str, str], int]], bool]] = {
+    Link.LATER: _is_later, Link.TOGETHER: _is_together, Link.NEAR: _is_near, Link.SAME: _is_same,
+    Link.SKIPPED: _are_skipped,
+}  # fmt: skip

@@ -1,0 +1,89 @@
+"""Rules on what the program does with the model: what its optimizers have, and in which mode its modules are."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from ..rows import ModuleFacts, Rows
+from ..rule import CheckRule, Finding, Severity
+
+_KINDS = ("Dropout", "Norm")
+"""Parts of the class names of modules that compute something else in evaluation mode than in training."""
+
+
+class _ProgramRule(CheckRule):
+    """The base of rules that judge facts about modules, and no rows."""
+
+    columns = ()
+
+    def add(self, rows: Rows) -> Iterable[Finding]:
+        return ()
+
+    def finding_on(
+        self, module: tuple[str, str], step: int, what: str, *, name: str = "", severity: Severity | None = None
+    ) -> Finding:
+        """Return a finding on a module, or on its parameter `name`."""
+        root, path = module
+        return Finding(
+            self.name, self.severity if severity is None else severity, step, root, path, "param" if name else "output",
+            name, ranks=(), what=what, measure="", value=math.nan, threshold=math.nan, advice=self.advice,
+        )  # fmt: skip
+
+
+class NotOptimized(_ProgramRule):
+    """A parameter with gradients that the program gave to no optimizer."""
+
+    name = "not_optimized"
+    sentence = "A parameter has a gradient, and no optimizer has the parameter."
+    sites = ("param",)
+    advice = "give the parameter to an optimizer, or set its requires_grad to False"
+
+    def finish(self) -> Iterator[Finding]:
+        for module, facts in self.catalog.modules.items():
+            for name in facts.untrained:
+                yield self.finding_on(module, 0, "it has a gradient, and no optimizer has it", name=name)
+
+
+class NotCleared(_ProgramRule):
+    """Gradients that the program does not clear between two updates, so that each is the sum of all before it."""
+
+    name = "not_cleared"
+    sentence = "The gradients of an update are not cleared before the next backward."
+    sites = ("grad",)
+    advice = "call optimizer.zero_grad() after each optimizer.step()"
+
+    def finish(self) -> Iterator[Finding]:
+        for module, facts in self.catalog.modules.items():
+            if facts.uncleared is not None:
+                what = "the gradients are added to those of the step before, which nothing cleared"
+                yield self.finding_on(module, facts.uncleared, what)
+
+
+class EvaluationMode(_ProgramRule):
+    """Dropouts and batch norms that are in evaluation mode while the optimizer steps.
+
+    One of several is probably forgotten. If all are in evaluation mode and the model is not, somebody wanted it so.
+    """
+
+    name = "evaluation_mode"
+    sentence = "A dropout or a batch norm is in evaluation mode while the model is trained."
+    sites = ("output",)
+    advice = "call model.train() before the training goes on, as after a validation"
+
+    def finish(self) -> Iterator[Finding]:
+        for kind in _KINDS:
+            of_root: defaultdict[str, dict[tuple[str, str], ModuleFacts]] = defaultdict(dict)
+            for module, facts in self.catalog.modules.items():
+                if kind in facts.class_name:
+                    of_root[module[0]][module] = facts
+            for root, modules in of_root.items():
+                steps = {module: one.evaluated for module, one in modules.items() if one.evaluated is not None}
+                whole = self.catalog.modules.get((root, ""))
+                is_whole = whole is not None and whole.evaluated is not None
+                is_odd = is_whole or len(steps) < len(modules)
+                what = "the module is in evaluation mode while the model is trained"
+                what += ", as all modules are" if is_whole else "" if is_odd else ", as all of its kind are"
+                for module, step in steps.items():
+                    yield self.finding_on(module, step, what, severity=None if is_odd else Severity.NOTE)

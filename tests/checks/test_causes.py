@@ -1,0 +1,77 @@
+"""Consequences of a fault are set under their cause."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from recorder.checks.causes import with_causes, words_of
+from recorder.checks.rows import About, Catalog, SeriesKey
+from recorder.checks.rule import Finding, Severity
+
+PATHS = ("blocks.0.up", "blocks.0.act", "blocks.1.up", "blocks.1.act")
+
+
+def finding(rule: str, step: int, path: str = "", ranks: tuple[int, ...] = (0,), **more: Any) -> Finding:
+    severity = more.pop("severity", Severity.WARNING)
+    one = Finding(rule, severity, step, "model", path, "output", "", ranks, f"{rule}!", "", math.nan, math.nan, "")
+    return one._replace(**more)
+
+
+def catalog() -> Catalog:
+    made = Catalog()
+    for path in PATHS:
+        made.number(SeriesKey("model", path, "output", "", "train", "forward", ""), About("float32", (4,)))
+    return made
+
+
+def causes(*findings: Finding) -> dict[tuple[str, int, tuple[int, ...]], str]:
+    return {(one.rule, one.step, one.ranks): one.cause for one in with_causes(findings, catalog())}
+
+
+def test_one_batch_is_one_finding() -> None:
+    jump, spike, loss = finding("jump", 90, severity=Severity.ERROR), finding("spike", 90), finding("loss", 97)
+    assert causes(spike, loss, jump) == {
+        ("jump", 90, (0,)): "", ("spike", 90, (0,)): words_of(jump), ("loss", 97, (0,)): words_of(jump),
+    }  # fmt: skip
+
+
+def test_what_comes_before_or_on_another_rank_is_no_consequence() -> None:
+    jump = finding("jump", 90)
+    assert causes(jump, finding("spike", 80), finding("spike", 90, ranks=(1,))) == {
+        ("jump", 90, (0,)): "", ("spike", 80, (0,)): "", ("spike", 90, (1,)): "",
+    }  # fmt: skip
+
+
+def test_a_dead_output_stops_the_gradients_before_it_and_beside_it_alone() -> None:
+    dead = finding("dead", 5, "blocks.1.act", since=0)
+    of = {
+        path: finding("no_gradient", 7, path, since=0, name=path, ranks=(number,), severity=Severity.NOTE)
+        for number, path in enumerate(("blocks.0.up", "blocks.1.up", "head"))
+    }
+    judged = with_causes([*of.values(), dead._replace(ranks=())], catalog())
+    assert {one.module_path: bool(one.cause) for one in judged if one.rule == "no_gradient"} == {
+        "blocks.0.up": True, "blocks.1.up": True, "head": False,
+    }  # fmt: skip
+
+
+def test_a_cause_is_as_severe_as_its_worst_consequence_and_stands_first() -> None:
+    update = finding("update", 1)
+    judged = with_causes([finding("nonfinite", 3, severity=Severity.ERROR), update], catalog())
+    assert [(one.rule, one.severity) for one in judged] == [("update", Severity.ERROR), ("nonfinite", Severity.ERROR)]
+    assert judged[1].cause == "update of '' at step 1"
+
+
+def test_a_chain_ends_at_its_first_cause() -> None:
+    update, nonfinite, spike = finding("update", 1), finding("nonfinite", 3), finding("replica", 4)
+    assert set(causes(update, nonfinite, spike).values()) == {"", words_of(update)}
+
+
+def test_a_nan_that_comes_after_skipped_steps_is_no_consequence_of_them() -> None:
+    what = "the value is not finite; GradScaler skipped the update"
+    skipped = finding("nonfinite", 0, what=what, severity=Severity.NOTE)
+    again = finding("nonfinite", 5, "blocks.0.up", what=what, severity=Severity.NOTE)
+    real = finding("nonfinite", 137, severity=Severity.ERROR)
+    assert causes(skipped, again, real) == {
+        ("nonfinite", 0, (0,)): "", ("nonfinite", 5, (0,)): words_of(skipped), ("nonfinite", 137, (0,)): "",
+    }  # fmt: skip
