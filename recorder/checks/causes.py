@@ -33,6 +33,8 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("not_optimized", Link.SAME, ("unchanged", "no_gradient")),
     ("initialisation", Link.NEAR, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
     ("data", Link.LATER, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank")),
+    ("evaluation_mode", Link.LATER, ("overfitting", "evaluation_output")),
+    ("evaluation_output", Link.LATER, ("overfitting",)),
     ("not_cleared", Link.LATER, ("spike", "jump", "loss", "update", "exploding")),
     (
         "update", Link.LATER,
