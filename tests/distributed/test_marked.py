@@ -13,16 +13,16 @@ from recorder.analyze.layouts import layouts, reply_of
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
-OF_TWO, OF_FOUR = ("tp", "sp", "mains", "fault"), ("ddp_tp", "ddp_sp")
+OF_TWO, OF_FOUR = ("tp", "sp", "mains", "fault", "drop", "drop_seed"), ("ddp_tp", "ddp_sp")
 SOUND = ("tp", "sp", "mains", *OF_FOUR)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, recorder.Run]:
     folder = tmp_path_factory.mktemp("marked")
-    for num, names in ((1, ("whole",)), (2, OF_TWO), (4, OF_FOUR)):
+    for num, names in ((1, ("whole", "whole_drop")), (2, OF_TWO), (4, OF_FOUR)):
         jobs.succeeded(jobs.ranks(folder, SCRIPTS / "marked.py", *names, num=num))
-    return {name: recorder.open_run(folder / name) for name in ("whole", *OF_TWO, *OF_FOUR)}
+    return {name: recorder.open_run(folder / name) for name in ("whole", "whole_drop", *OF_TWO, *OF_FOUR)}
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -48,6 +48,13 @@ def test_a_gradient_that_nobody_added_up_is_named(runs: dict[str, recorder.Run])
     )
     culprit = recorder.diff(runs["whole"], runs["fault"], rtol=1e-9, atol=1e-12).culprits[0]
     assert (culprit.module_path, culprit.phase) == ("block.attention.head_norm", "reduction")
+
+
+def test_what_follows_a_dropout_of_each_ranks_own_is_not_blamed(runs: dict[str, recorder.Run]) -> None:
+    """Behind the dropout nothing says how the ranks' values lie, so what is made of them may inherit the difference."""
+    assert recorder.diff(runs["whole_drop"], runs["drop"], rtol=1e-9, atol=1e-12).verdict == "equal"
+    (culprit,) = recorder.diff(runs["whole_drop"], runs["drop_seed"], rtol=1e-9, atol=1e-12, step=0).culprits
+    assert (culprit.module_path, culprit.phase) == ("drop", "forward")
 
 
 def test_the_parts_of_a_gated_mlp_lie_among_each_other(runs: dict[str, recorder.Run]) -> None:

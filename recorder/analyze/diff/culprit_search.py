@@ -89,6 +89,8 @@ class _Step:
         self.has_params = any(event.site == "param" for event in events)
         self.open_state = _Paths(e for e in events if e.is_open and e.site in OF_PARAMETERS)
         """Parameters, gradients and optimizer states for which it is unknown whether the two runs should agree."""
+        self.open_calls = _Paths(e for e in events if e.is_open and e.site in OF_CALLS)
+        """Inputs, outputs and their gradients for which that is unknown."""
         self.wrong_constants = _Paths(event for event in wrong if event.is_constant)
         """Buffers that differ and that no forward changes."""
         self.recomputed_from = min((e.order for e in wrong if e.phase == RECOMPUTE), default=math.inf)
@@ -211,8 +213,13 @@ def _forward(step: int, now: _Step, before: tuple[int, _Step | None] | None) -> 
                 begins.setdefault((event.path, event.call), event.order)
         bad, bad_inputs = _Paths(), _Paths()
         is_handed_wrong = False
-        for event in (event for event in events if event.differs):
+        for event in (event for event in events if event.differs or (event.is_open and bad.at)):
             is_input = event.site == "input"
+            if event.is_open:  # what follows a difference, and of which nothing says how it lies, may inherit it
+                bad.add(event)
+                if is_input:
+                    bad_inputs.add(event)
+                continue
             if event.is_handed_on and is_input:
                 if not bad.at:
                     yield Suspect(step, FORWARD, now.root, "", event, why=_handed(event))
@@ -344,6 +351,7 @@ def _gradients(step: int, now: _Step) -> Iterator[Suspect]:
             and event.path != ""
             and not is_again
             and not now.differs(OF_CALLS, event.path, below=False)
+            and not now.open_calls.has(event.path, below=False)
         ):
             yield Suspect(step, REDUCTION if event.ranks else BACKWARD, now.root, event.path, event)
 

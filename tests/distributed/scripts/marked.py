@@ -174,8 +174,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, group: Any, is_sequence: bool) -> None:
+    def __init__(self, group: Any, is_sequence: bool, share: float) -> None:
         super().__init__()
+        self.drop = nn.Dropout(share)
         config = types.SimpleNamespace(num_attention_heads=HEADS, num_query_groups=HEADS)
         self.embedding = VocabParallelEmbedding(group, is_sequence, WORDS, DIM)
         self.block = Block(group, is_sequence, config)
@@ -183,7 +184,7 @@ class Net(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         """Take words [batch, sequence], and give a number for each; in between the sequence is dim 0."""
-        scores, _ = self.out(self.block(self.embedding(words.t())))
+        scores, _ = self.out(self.block(self.drop(self.embedding(words.t()))))
         group = self.out.tp_group
         return mapped(scores.square().sum(-1), summed, identity, group).t()
 
@@ -199,13 +200,14 @@ def main_of(parameter: nn.Parameter) -> Tensor:
 def train(name: str, group: Any, replicas: Any) -> None:
     is_sequence = "sp" in name
     torch.manual_seed(0)
-    net = Net(group, is_sequence)
+    net = Net(group, is_sequence, 0.5 if "drop" in name else 0.0)
     of_heads = [] if name == "fault" else [*net.block.attention.head_norm.parameters()]
     mains = [main_of(parameter) for parameter in net.parameters()] if name == "mains" else [*net.parameters()]
     optimizer = torch.optim.SGD(mains, lr=0.05, momentum=0.9)
     with recorder.attach(net, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
         for step in range(STEPS):
             words = torch.randint(WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step))
+            torch.manual_seed(step + (dist.get_rank() if "seed" in name else 0))
             loss = net(own_part(words, replicas)).mean()
             net.zero_grad()
             loss.backward()
