@@ -20,7 +20,6 @@ from ..capture.staging.pool import Pool, RingMemory
 from ..checks.book import check_settings
 from ..checks.live import LIVE_RULES, LiveChecks
 from ..checks.rule import Finding, Severity
-from ..checks.rules.values import NonFinite
 from ..config import Loaded, Settings
 from ..errors import CommandError
 from ..format.commands import DUMP, ENDED, IN_FORCE, MISSED, Command
@@ -78,7 +77,8 @@ class RingWatch:
         """
         settings, self._rank = self._settings, rank
         window = ring_window(settings.rules)
-        rules = [rule for rule in LIVE_RULES if window is None or rule.name in settings.trigger_words]
+        wanted = settings.trigger_words if window is not None else ("spike", "jump")  # NaN is told without a rule
+        rules = [rule for rule in LIVE_RULES if rule.name in wanted]
         if rules or self._own_rules:
             self._checks = LiveChecks(
                 rank=rank, on_finding=self._found, rules=rules, thresholds=self._thresholds, own=self._own_rules,
@@ -144,7 +144,7 @@ class RingWatch:
         return RingMemory(part, window, is_wanted=writer.is_wanted)
 
     def _found(self, finding: Finding) -> None:
-        if finding.rule != NonFinite.name and finding.severity > Severity.NOTE:
+        if finding.rule != "nonfinite" and finding.severity > Severity.NOTE:
             self.worst = max(self.worst or finding, finding, key=lambda one: one.severity)
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
