@@ -58,6 +58,7 @@ DEFAULT_TRIGGERS = ",".join(TRIGGERS)
 TRIGGER_SIGNALS = ("SIGHUP", "SIGUSR1", "SIGUSR2")
 NO_PRESET = "none"
 PRESETS = {
+    "default": DEFAULT_RULES,
     "light": parse_rules(
         "site=output,grad_output,tap steps=0:3,100::100 keep=stats;"
         "site=param,grad,buffer steps=0:3,100::100 keep=stats,fingerprint; site=scalar keep=stats"

@@ -142,7 +142,7 @@ class TestConfig:
         monkeypatch.setenv("RECORDER_PRESET", "lite")
         found = cli("config")
         assert (found.exit_code, found.out, found.err.count("\n")) == (2, "", 1)
-        assert "none or light or nan or blackbox or rollout or full or twin" in found.err
+        assert "none or default or light or nan or blackbox or rollout or full or twin" in found.err
 
 
 class TestInit:

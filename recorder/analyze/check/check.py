@@ -335,6 +335,9 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
         yield from (f"not judged: {', '.join(names)}: {why}" for why, names in reasons.items())
     elif reasons:
         yield f"{_wants(checked)}; --verbose names each"
+    if settings := dict.fromkeys(one.setting for one in checked.unjudged if one.setting):
+        num = counted(sum(bool(one.setting) for one in checked.unjudged), "more rule")
+        yield f"{num} judge a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote('; '.join(settings))}"
     yield from (f"note: {note}" for note in checked.notes)
     judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
     counts = Counter(one.worst.severity for one in told)
