@@ -61,7 +61,10 @@ def test_the_text_of_a_rule_reads_back_as_the_rule() -> None:
     [
         ({"RECORDER_RULS": "x"}, r"RECORDER_RULS = 'x' .*did you mean 'RECORDER_RULES'"),
         ({"RECORDER_dir": "x"}, r"RECORDER_dir = 'x' .*is no setting"),
-        ({"RECORDER_PRESET": "twn"}, r"preset = 'twn': allowed is none or default or light or .* \(did you mean 'twin'\?\)"),
+        (
+            {"RECORDER_PRESET": "twn"},
+            r"preset = 'twn': allowed is none or default or light or .* \(did you mean 'twin'\?\)",
+        ),
         ({"RECORDER_POLICY": "wat"}, r"policy = 'wat': allowed is wait or drop"),
         ({"RECORDER_POOL_BYTES": "big"}, r"RECORDER_POOL_BYTES .*expected bytes, such as"),
         ({"RECORDER_POOL_BYTES": "12"}, r"pool_bytes = 12: allowed is 0 .* at least 1 MiB"),
