@@ -32,6 +32,8 @@ _SMALL = 4096
 """The most elements of the gradient that is compared with the gradient of the next update."""
 _ALIKE = 0.9
 """The cosine from which two gradients look alike: a sum of gradients hardly turns."""
+_LEAST_ADDED = 0.1
+"""The least length of what a backward added, as a share of the gradient before."""
 _EARLY_LOOKS = (1, 2, 4, 8)
 _LOOK_EVERY = 16
 """The number of steps from one look at what an update leaves out to the next, after the early ones."""
@@ -160,12 +162,16 @@ class LastGradient(NamedTuple):
         """Whether one backward was added to the gradient, and nothing else was done to it, since the last update.
 
         A gradient that was set to zero in place has another version. One that was set to zero behind the back of
-        autograd does not look like the last gradient any more.
+        autograd does not look like the last gradient any more, or, of the same batch, is about the last gradient itself
+        and not longer.
         """
         now = self.gradient()
         if now is None or now._version != self.version + 1:
             return False
-        return bool(torch.cosine_similarity(now.detach().flatten(), self.values.flatten(), dim=0) > _ALIKE)
+        present, last = now.detach().flatten(), self.values.flatten()
+        added = present - last
+        is_longer = torch.dot(added, last) >= 0 and added.norm() >= _LEAST_ADDED * last.norm()
+        return bool(is_longer and torch.cosine_similarity(present, last, dim=0) > _ALIKE)
 
 
 class OptimizerHooks:

@@ -50,3 +50,28 @@ def test_labels_that_never_change_or_are_all_alike_are_named() -> None:
             batches(lambda step, rank, make=make: {"x": noise(step), "labels": make(step)}, dtype="int64"), Data
         )
         assert [(one.name, one.what) for one in found] == ([("labels", words)] if words else [])
+
+
+def test_batches_whose_statistics_must_be_equal_are_not_the_same_batch() -> None:
+    generator = np.random.default_rng(0)
+    for make in (
+        lambda: np.eye(6)[generator.integers(0, 6, 16)],
+        lambda: generator.choice([-1.0, 1.0], (16, 6)),
+        lambda: (lambda x: x / np.linalg.norm(x, axis=1, keepdims=True))(generator.normal(size=(16, 6))),
+    ):
+        assert said(batches(lambda step, rank, make=make: {"x": make()}, ranks=2), Data) == []
+
+
+@pytest.mark.parametrize("rows_a_batch", [1, 1_000])
+def test_batches_that_are_empty_from_one_step_on_are_named(rows_a_batch: int) -> None:
+    emptied = batches(lambda step, rank: {"x": noise(step) * (step < 10), "labels": noise(step, 1)})
+    found = emptied.judge(Data, rows_a_batch).findings
+    assert [(one.name, one.step, one.since, one.what) for one in found] == [
+        ("x", 12, 10, "all elements of the input are zero")
+    ]
+
+
+@pytest.mark.parametrize("num_steps", [0, 10])
+def test_a_condition_or_a_state_may_be_zero(num_steps: int) -> None:
+    made = batches(lambda step, rank: {"x": noise(step), "h": noise(step, 1) * (step < num_steps)})
+    assert said(made, Data) == []

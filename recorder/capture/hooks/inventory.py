@@ -302,9 +302,14 @@ class Inventory:
 
 
 def _depends_on_mode(module: nn.Module | None) -> bool:
-    """Whether a module computes something else in evaluation mode than in training: a dropout, or a batch norm."""
+    """Whether a module computes something else in evaluation mode than in training: a dropout, or a batch norm.
+
+    A batch norm whose own parameters are frozen is left out, because its statistics are frozen with them on purpose.
+    """
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
+    if module is not None and (own := list(module.parameters(recurse=False))) and not any(p.requires_grad for p in own):
+        return False
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
 
 

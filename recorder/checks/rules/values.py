@@ -18,6 +18,7 @@ from ..rows import (
     SeriesKey,
     Streaks,
     as_exact_floats,
+    began,
     begins,
     grouped,
     previous,
@@ -182,23 +183,26 @@ class Data(CheckRule):
         self._repeats = Streaks()
         self._last, reported = Memory(), Memory(0.0)
         self._constant_labels, self._flat, self._empty = Streaks(reported), Streaks(reported), Streaks(reported)
-        self._had_values = Memory(0.0)
-        """By lane, 1 where a batch had an element that is not zero."""
+        self._had_values = Memory()
+        """By lane, the first step at which an element was not zero; NaN if there is none so far."""
+        self._first_of: dict[str, str] = {}
+        """By root, the name of the first argument that is no label."""
 
     def wants(self, key: SeriesKey) -> bool:
         """Return whether it is an input of the complete model in training; a validation may repeat samples."""
         return key.site == "input" and not key.module_path and key.mode == "train"
 
     def add(self, rows: Rows) -> Iterator[Finding]:
-        recorded = rows.without_probe()
+        told = rows.take(_tells_apart(rows))
+        recorded = told.without_probe()
         steps, lanes, totals = _batches(recorded, recorded.fingerprints(_BATCH))
         for at in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(steps)) + 1):
             if len(at) > 1:
                 yield from self._shared(int(steps[at[0]]), lanes[at], totals[at])
-        sizes = rows["l2"].astype(np.float32).astype(np.float64) + 0.0  # the probe has no more digits
-        yield from self._repeated(*_batches(rows, sizes.view(np.uint64)))
-        yield from self._constant(recorded.by_lane())
-        yield from self._emptied(rows.by_lane())
+        sizes = told["l2"].astype(np.float32).astype(np.float64) + 0.0  # the probe has no more digits
+        yield from self._repeated(*_batches(told, sizes.view(np.uint64)))
+        yield from self._emptied(rows.take(rows.where("first argument", self._is_first)).by_lane())
+        yield from self._constant(rows.without_probe().by_lane())
 
     def _in_a_row(self, lane: int, step: int, what: str, num: int, limit: str, since: int | None) -> Finding:
         return self.finding(lane, step, what, "records in a row", num, self.thresholds[limit], since=since)
@@ -229,15 +233,19 @@ class Data(CheckRule):
             what = f"the batch is that of {int(period[index])} records before, again and again"
             yield self._in_a_row(int(lanes[index]), int(steps[index]), what, num, "repeats", since)
 
+    def _is_first(self, key: SeriesKey) -> bool:
+        """Return whether this is the first argument; a mask, a state or a condition after it may well be zero."""
+        is_batch = self.wants(key) and not _LABELS.fullmatch(key.name)
+        return is_batch and self._first_of.setdefault(key.root, key.name) == key.name
+
     def _emptied(self, rows: Rows) -> Iterator[Finding]:
         """Report inputs of zeros, where the same input had other values before, or has them on another rank."""
         has_values = np.nan_to_num(rows["l2"], nan=1.0) != 0
-        with_values = rows.lanes[has_values]
+        began(rows.lanes[has_values], rows.steps[has_values].astype(np.float64), self._had_values)
         ids, _ = grouped(rows.series, rows.steps)
         is_elsewhere = np.bincount(ids, has_values)[ids] > 0
         is_empty = ~has_values & (rows["numel"] >= _LEAST_ELEMENTS)
-        is_empty &= is_elsewhere | (self._had_values[rows.lanes] == 1)
-        self._had_values[with_values] = 1.0
+        is_empty &= is_elsewhere | (self._had_values[rows.lanes] < rows.steps)
         what = "all elements of the input are zero"
         for index, num, since in self._empty.reached(rows.lanes, rows.steps, is_empty, self.thresholds["records"]):
             yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "records", since)
@@ -246,7 +254,8 @@ class Data(CheckRule):
         is_label = rows.where("labels", lambda key: _LABELS.fullmatch(key.name) is not None)
         marks = rows["l2"] + 1e-3 * rows["mean"]
         is_same = is_label & (marks == previous(rows.lanes, marks, self._last))
-        is_flat = (rows["min"] == rows["max"]) & (is_label | rows.are_float()) & (rows["numel"] >= _LEAST_ELEMENTS)
+        is_judged = is_label | (rows.are_float() & rows.where("first argument", self._is_first))
+        is_flat = (rows["min"] == rows["max"]) & is_judged & (rows["numel"] >= _LEAST_ELEMENTS)
         for streaks, flags, of_labels in (
             (self._constant_labels, is_same, "the labels never change"),
             (self._flat, is_flat, "all labels of a batch are equal"),
@@ -254,6 +263,16 @@ class Data(CheckRule):
             for index, num, since in streaks.reached(rows.lanes, rows.steps, flags, self.thresholds["repeats"]):
                 what = of_labels if is_label[index] else "all elements of the input are equal"
                 yield self._in_a_row(int(rows.lanes[index]), int(rows.steps[index]), what, num, "repeats", since)
+
+
+def _tells_apart(rows: Rows) -> Flags:
+    """Return whether the statistics of each row can tell its batch from another.
+
+    Batches of one-hot rows, of signs, or of rows of length 1 all have the same l2: a whole fraction of their elements.
+    """
+    with np.errstate(all="ignore"):
+        ratio = np.nan_to_num(rows["numel"] / rows["l2"] ** 2, posinf=0.0)
+    return (ratio < 0.5) | (np.abs(ratio - np.round(ratio)) > 1e-6 * ratio)
 
 
 def _batches(rows: Rows, hashes: npt.NDArray[np.uint64]) -> tuple[Integers, Integers, Integers]:
