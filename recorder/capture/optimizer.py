@@ -145,17 +145,26 @@ class LastGradient(NamedTuple):
 
     gradient: weakref.ref[torch.Tensor]
     values: torch.Tensor
-    version: int
+    next_version: int
+    """The version of the gradient after one more backward, if nothing else is done to the gradient."""
 
     @classmethod
-    def of(cls, parameters: Iterator[torch.Tensor]) -> LastGradient | None:
-        """Return the first small gradient in host memory; None if there is none."""
+    def of(cls, parameters: Iterator[torch.Tensor], *, in_ddp: bool) -> LastGradient | None:
+        """Return the first small gradient in host memory; None if there is none.
+
+        Args:
+            parameters: the parameters of one optimizer.
+            in_ddp: DDP averages the gradients. It then copies the average into the gradient after each backward.
+        """
         for parameter in parameters:
             gradient = parameter.grad
             if type(gradient) is not torch.Tensor or not gradient.is_cpu or gradient.is_sparse:
                 continue
+            if in_ddp and gradient._is_view():
+                continue  # a view of DDP's bucket has the version of the bucket, which each gradient there counts up
             if 1 < gradient.numel() <= _SMALL:
-                return cls(weakref.ref(gradient), gradient.detach().clone(), gradient._version)
+                version = gradient._version + (2 if in_ddp else 1)
+                return cls(weakref.ref(gradient), gradient.detach().clone(), version)
         return None
 
     def stands_uncleared(self) -> bool:
@@ -166,7 +175,7 @@ class LastGradient(NamedTuple):
         and not longer.
         """
         now = self.gradient()
-        if now is None or now._version != self.version + 1:
+        if now is None or now._version != self.next_version:
             return False
         present, last = now.detach().flatten(), self.values.flatten()
         added = present - last
@@ -368,7 +377,8 @@ class OptimizerHooks:
             for root in capture.roots:
                 root.inventory.note_uncleared(capture.clock.step)
         if self.num_steps in _EARLY_LOOKS or self.num_steps % _LOOK_EVERY == 0:
-            self._last_gradient = LastGradient.of(_parameters(optimizer))
+            in_ddp = all((root.data_parallel or {}).get("kind") == "ddp" for root in capture.roots)
+            self._last_gradient = LastGradient.of(_parameters(optimizer), in_ddp=in_ddp)
             trained = {id(parameter) for live in self._live() for parameter in _parameters(live)}
             for root in capture.roots:
                 root.inventory.look_at_update(trained, capture.clock.step)

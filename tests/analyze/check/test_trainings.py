@@ -16,6 +16,7 @@ SOUND_BY_DEFAULT = ["images-validated", "scaler-skips", "norms-in-eval"]
 FAULTY_BY_DEFAULT = [
     "large_gradient", "stuck_loader", "forgotten_block", "never_cleared", "left_in_evaluation", "norm_in_eval",
     "rounded_away", "statistics_of_another", "empty_on_one_rank", "replica_apart_at_the_end", "float16_overflow",
+    "never_cleared_in_ddp",
 ]  # fmt: skip
 """Faults that the default rules show, most of them between two steps of which they keep rows."""
 

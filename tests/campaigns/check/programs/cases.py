@@ -421,6 +421,7 @@ BASES: dict[str, dict[str, tuple[Named, dict[str, Any]]]] = {
         "empty_on_one_rank": _fault(
             "data", "", (1,), batch=lambda x, step, rank: x * 0 if (rank, step > 99) == (1, True) else x
         ),
+        "never_cleared_in_ddp": _fault("not_cleared", "", (), clears=False),
         "odd_rank_of_two": _fault("unusual", "blocks.0.up", (1,), beside=True, batch=_on_rank(1, 6.0)),
         "same_batches_of_two": _fault("data", "", (1,), has_own_batches=False),
         "jump_on_one_rank": _fault("jump", ranks=(1,), gradients=_all_gradients(3e3, range(200, 201), 1)),
