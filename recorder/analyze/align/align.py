@@ -83,7 +83,7 @@ def align(
     told = compare_tokens(ours, theirs, matches[0])
     joined = JoinedTokens(ours, theirs, list(zip(sides[1:], matches, strict=True)))
     if not joined.num_tokens:
-        why = next((one.text for one in told), "one of them shows no tokens")
+        why = next((one.text for one in told), "the tokens of one of them are not known; say them with recorder.tokens")
         raise LookupFailedError(f"{trainer.name} and {engine.name} have no token in common: {why}")
     history = Side(trainer) if step is not None else ours  # the parameters of all steps
     of_weights, states = compare_weights(history, theirs, joined.steps)

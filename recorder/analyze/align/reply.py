@@ -79,7 +79,7 @@ def _told(parting: Parting) -> Iterator[str | StateLine]:
     value, (bad, prompts), (bad_decoded, decoded) = parting.value, parting.at_once, parting.one_by_one
     kind = f" ({parting.class_name})" if parting.class_name else ""
     apart = f"by up to {value.largest:.2g}, where noise explains {value.bound:.2g}"
-    yield StateLine("fault", f"they part at {value.text}{kind}, {apart}: {parting.text}")
+    yield StateLine("fault", f"trainer and engine part at {value.text}{kind}, {apart}: {parting.text}")
     where = f"{bad} of {prompts} tokens that the engine ran at once, {bad_decoded} of {decoded} that it decoded"
     yield f"where: {where}; first {_at(parting.first)}; worst {_at(parting.worst)}"
 
@@ -112,7 +112,8 @@ def _weight_parts(found: Aligned, most: int | None) -> Iterator[str | StateLine 
     order = sorted(found.weights, key=lambda state: state.state not in WRONG)[:most]
     rows = [[one.name, one.state, *("" if n is None else str(n) for n in one[2:4]), one.fused] for one in order]
     titles = ("parameter", "state", "of step", "behind", "slice of")
-    yield table_of(titles, rows, numbers=titles[2:4], whole=titles[:1], dull={"slice of": ""})
+    title = f"the engine's parameters, wrong ones first ({len(order)} of {len(found.weights)})"
+    yield table_of(titles, rows, numbers=titles[2:4], whole=titles[:1], dull={"slice of": ""}, title=title)
 
 
 def _values_table(values: Sequence[ValueApart], first: ValueApart, most: int | None) -> Table:

@@ -217,9 +217,9 @@ class Side:
     def _first_with_tokens(self, rows: Sequence[TokenRow]) -> TokenRow:
         """Return a row of the outermost module that was given the tokens."""
         given = [row for row in rows if row.name in (SAID_POSITIONS, SAID_SAMPLES) or _may_be_tokens(row)]
-        if not given:
+        if all(row.encoding is None for row in given):
             raise LookupFailedError(
-                f"{self.run.name}: no call of the model has its tokens; record the model's inputs "
+                f"{self.run.name}: the tokens were recorded of no call; record the model's inputs "
                 "(rules \"module='' site=input keep=tensor\", or preset=rollout), or say them with recorder.tokens"
             )
         return min(given, key=lambda row: (row.module_path != "", row.module_path.count(".")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,7 @@ def test_weights_say_which_tensor_is_stale_and_by_how_many_updates(tmp_path: Pat
             assert "up_proj.weight is the trainer's of step 2: stale by 1 update" in found.parting.text
     printed = cli("align", tmp_path / "trainer", tmp_path / "one" / "engine", "--weights", "--step", "3")
     assert printed.exit_code == 1 and "stale by 1 update" in printed.out and "up_proj.weight" in printed.out
+    assert re.search(r"wrong ones first \(8 of \d\d\)", printed.out), "the table says that it is not whole"
 
 
 def test_an_engine_that_is_synchronised_during_its_run_is_held_against_the_step_of_its_tokens(tmp_path: Path) -> None:
@@ -413,7 +415,7 @@ def test_the_command_answers_in_a_sentence_and_in_json(tmp_path: Path, cli: Cli)
     score(tmp_path / "trainer", llama(), sequences, whole_mask(mask))
     printed = cli("align", tmp_path / "trainer", tmp_path / "engine")
     assert printed.exit_code == 1
-    assert "they part at 'model.layers.1.self_attn.q_proj' output (Linear), by up to 0.048" in printed.out
+    assert "trainer and engine part at 'model.layers.1.self_attn.q_proj' output (Linear), by up to 0.048" in printed.out
     assert "q_proj.weight is the trainer's of no recorded step" in printed.out
     printed = cli("align", tmp_path / "trainer", tmp_path / "engine", "--json")
     members = printed.json
@@ -463,7 +465,8 @@ def test_modules_with_other_names_in_the_engine_are_paired_by_a_file(tmp_path: P
     names = tmp_path / "names.txt"
     names.write_text("up = fc1\ndown = fc2\n")
     found = cli("align", tmp_path / "trainer", tmp_path / "engine", "--rename", names)
-    assert "they part at 'up' output (Linear)" in found.out and "up.weight is the trainer's of no recorded" in found.out
+    assert "trainer and engine part at 'up' output (Linear)" in found.out
+    assert "up.weight is the trainer's of no recorded" in found.out
 
 
 def test_positions_that_are_none_are_left_out(tmp_path: Path) -> None:
@@ -489,10 +492,11 @@ def test_speculated_tokens_that_are_thrown_away_are_no_difference(tmp_path: Path
     assert found.num_tokens == 7 and not found.tokens and found.num_samples == 1
 
 
-def test_runs_without_tokens_are_refused_with_what_to_record(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
+@pytest.mark.parametrize("rules", ["site=output keep=tensor", "site=input keep=stats"])
+def test_runs_without_tokens_are_refused_with_what_to_record(rules: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(9, 4))
     for side in ("trainer", "engine"):
-        with recorder.attach(model, enabled=True, dir=str(tmp_path / side), rules="site=output keep=tensor"):
-            model(torch.randn(2, 4))
-    with pytest.raises(LookupFailedError, match="no call of the model has its tokens; record the model's inputs"):
+        with recorder.attach(model, enabled=True, dir=str(tmp_path / side), rules=rules):
+            model(torch.tensor([[3, 1, 4]]))
+    with pytest.raises(LookupFailedError, match="the tokens were recorded of no call; record the model's inputs"):
         aligned(tmp_path)
