@@ -184,12 +184,12 @@ class NoGradient(StreakRule):
             never = key.site == "param" and (key.root, key.module_path, key.name) not in having
             if never and is_asked and num >= self.thresholds["records"]:
                 is_odd = (key.root, template(key.module_path), key.name) in alike
-                what = "never had a gradient" + (", and those of its like have" if is_odd else "")
+                what = "never had a gradient" + (", while this parameter of other layers has" if is_odd else "")
                 if module is not None and "output" in module.sites and (key.root, key.module_path) not in called:
                     what += ": its module is never called"
                     is_odd = False
                 severity = Severity.WARNING if is_odd else Severity.NOTE
-                yield self.finding(lane, 0, what, "records without", num, self.thresholds["records"], severity)
+                yield self.finding(lane, 0, what, "records without a gradient", num, self.thresholds["records"], severity)
         yield from self._waiting.finish()
 
 
