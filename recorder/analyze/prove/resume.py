@@ -288,7 +288,7 @@ def prove_resume(
     with tempfile.TemporaryDirectory(prefix="recorder-prove-") as temporary:
         launches = Launches(command, Path(temporary), num_steps, report)
         killed, resumed = launches.launch_to_resume(
-            f"killed at the end of step {num_steps - 1}", "resumed", resumed_command, environ
+            f"to be killed at the end of step {num_steps - 1}", "resumed", resumed_command, environ
         )
         proof = judge_resume(killed, resumed, num_steps=num_steps)
         said = launches.said

@@ -40,7 +40,7 @@ class NonFinite(CheckRule):
     severity = Severity.ERROR
     sites, columns = SITES, ("nan_count", "inf_count", "numel")
     settings = (Setting("elements", 1, "elements", "smdebug's ExplodingTensor"),)
-    advice = "recorder first names what was last healthy before it; this shows the value"
+    advice = "recorder first names what was last healthy before it, and recorder stats the value"
 
     def set_up(self) -> None:
         self._masks: dict[tuple[int, float], float] = {}
