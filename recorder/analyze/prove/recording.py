@@ -83,7 +83,7 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
         return tell(CHANGED, f"{CHANGED} {text}", other.step)
     if itself.step is not None:
         text = f"the program differs by itself from step {itself.step} on: {_described(itself.differences)}"
-        notes.append("fix the seeds and set torch.use_deterministic_algorithms(True), so that the program repeats itself")
+        notes.append("fix seeds and set torch.use_deterministic_algorithms(True), so that the program repeats itself")
         if itself.step:
             notes.append(f"up to step {itself.step - 1} the recorder changed nothing")
         return tell(UNKNOWN, f"{UNKNOWN}: {text}", itself.step)

@@ -189,7 +189,8 @@ class NoGradient(StreakRule):
                     what += ": its module is never called"
                     is_odd = False
                 severity = Severity.WARNING if is_odd else Severity.NOTE
-                yield self.finding(lane, 0, what, "records without a gradient", num, self.thresholds["records"], severity)
+                measure, limit = "records without a gradient", self.thresholds["records"]
+                yield self.finding(lane, 0, what, measure, num, limit, severity)
         yield from self._waiting.finish()
 
 
