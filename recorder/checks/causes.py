@@ -32,7 +32,7 @@ _SOON = 10
 _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("not_optimized", Link.SAME, ("unchanged", "no_gradient")),
     ("initialisation", Link.NEAR, ("saturated", "dead", "dead_units", "vanishing", "exploding", "no_gradient")),
-    ("data", Link.LATER, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank")),
+    ("data", Link.LATER, ("overfitting", "spike", "jump", "loss", "dead", "outlier_rank", "no_gradient")),
     ("evaluation_mode", Link.LATER, ("overfitting", "evaluation_output")),
     ("evaluation_output", Link.LATER, ("overfitting",)),
     ("not_cleared", Link.LATER, ("spike", "jump", "loss", "update", "exploding")),

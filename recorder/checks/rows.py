@@ -62,6 +62,8 @@ class ModuleFacts(NamedTuple):
     class_name: str
     sites: tuple[str, ...]
     """The sites at which a recording rule selects values of the module."""
+    frozen: tuple[str, ...] = ()
+    """The parameters that require no gradient."""
     untrained: tuple[str, ...] = ()
     """The parameters that have a gradient and that no optimizer has."""
     evaluated: int | None = None

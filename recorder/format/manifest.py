@@ -86,6 +86,8 @@ class RecordedModule:
     """True if the hooks do nothing, because the module is compiled."""
     disarmed: Mapping[str, int] = field(default_factory=dict)
     """By site, the first step without its hooks, which the recorder removed because they kept failing."""
+    frozen: tuple[str, ...] = ()
+    """The parameters that require no gradient."""
     untrained: tuple[str, ...] = ()
     """The parameters that have a gradient and that no optimizer has."""
     evaluated: int | None = None

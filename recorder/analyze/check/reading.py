@@ -80,7 +80,9 @@ class RunRows:
         self._probe = probe_size(run.writers) if steps is None else None
         self.catalog = catalog or Catalog(
             {
-                key: ModuleFacts(info.class_name, info.sites, info.untrained, info.evaluated, info.uncleared)
+                key: ModuleFacts(
+                    info.class_name, info.sites, info.frozen, info.untrained, info.evaluated, info.uncleared
+                )
                 for key, info in run.modules.items()
             }
         )

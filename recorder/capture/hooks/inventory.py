@@ -203,6 +203,7 @@ class Inventory:
             step: the step that the update ends.
         """
         untrained: dict[int, list[str]] = {}
+        frozen: dict[int, list[str]] = {}
         num_trained, trains_any = 0, False
         for i, hooked in enumerate(self._root.modules[: len(self._modules)]):
             described, module = self._modules[i], hooked.module()
@@ -211,6 +212,8 @@ class Inventory:
             if is_new and _depends_on_mode(module) and self._is_trained_around(described["path"]):
                 self._add(i, {"evaluated": step})
             for name, parameter in hooked.own("_parameters"):
+                if not parameter.requires_grad:
+                    frozen.setdefault(i, []).append(name)
                 if not parameter.is_leaf or not parameter.requires_grad or parameter.grad is None:
                     continue
                 if id(parameter) in trained:
@@ -219,6 +222,9 @@ class Inventory:
                     untrained.setdefault(i, []).append(name)
         if self._modules and not trains_any and "evaluated" not in self._modules[0]:
             self._add(0, {"evaluated": step})
+        for i, names in frozen.items():
+            if names != self._modules[i].get("frozen"):
+                self._add(i, {"frozen": names})
         if sum(map(len, untrained.values())) >= num_trained:
             return  # the optimizers have copies of the parameters, as those of mixed precision do
         for i, names in untrained.items():

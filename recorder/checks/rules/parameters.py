@@ -188,6 +188,8 @@ class NoGradient(StreakRule):
                 if module is not None and "output" in module.sites and (key.root, key.module_path) not in called:
                     what += ": its module is never called"
                     is_odd = False
+                elif module is not None and key.name in module.frozen:
+                    what, is_odd = "never had a gradient: its requires_grad is False", False
                 severity = Severity.WARNING if is_odd else Severity.NOTE
                 measure, limit = "records without a gradient", self.thresholds["records"]
                 yield self.finding(lane, 0, what, measure, num, limit, severity)

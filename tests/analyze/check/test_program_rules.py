@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recorder.analyze.check.check import check
+from recorder.checks.rule import Severity
 from tests.rigs.capturing import flagged
 
 RULES = "site=grad,output keep=stats"
@@ -56,3 +57,19 @@ def test_a_frozen_norm_may_be_in_evaluation_mode(tmp_path: Path, is_frozen: bool
     model[1].eval().requires_grad_(not is_frozen)
     expected = [] if is_frozen else [("evaluation_mode", "1")]
     assert trained(tmp_path, model, clear=nn.Module.zero_grad) == expected
+
+
+def test_a_frozen_layer_that_the_optimizer_has_is_a_note(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    with flagged(tmp_path, "site=grad,param,output keep=stats") as recording:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(12):
+            model(torch.randn(4, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    findings = [one for one in check(recording.run).findings if one.rule == "no_gradient"]
+    assert {(one.module_path, one.name, one.severity) for one in findings} == {
+        ("0", "weight", Severity.NOTE), ("0", "bias", Severity.NOTE),
+    }  # fmt: skip
+    assert {one.what for one in findings} == {"never had a gradient: its requires_grad is False"}
