@@ -159,13 +159,13 @@ class ProbedSeries(NamedTuple):
 
 
 class ProbedStep(NamedTuple):
-    """The numbers of the probe at one step, one for each value. The lists are not changed any more, but may grow."""
+    """The numbers of the probe at one step, one for each value that was known then. `series` may grow."""
 
     step: int
     series: list[ProbedSeries]
-    sums: list[float]
+    sums: npt.NDArray[np.float64]
     """The sum of the squares of the finite elements of each value."""
-    numels: list[int]
+    numels: npt.NDArray[np.float64]
     """The elements of each value that were seen; 0 where the value was not seen at this step."""
 
 

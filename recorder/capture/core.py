@@ -131,9 +131,9 @@ class Capture:
         self.lost: Callable[[], object] = self._sequence.__next__
         """Numbers a value that is neither put nor dropped, so that the ledger finds the value. Needs no memory."""
         self.probe: Probe | None = None
+        """The numbers of values at every step; None until a rule with ``keep=probe`` selects a value."""
         self.on_probed: Callable[[ProbedStep], None] | None = None
         """Takes the numbers of the probe at the end of each step. Set before the first value."""
-        """The numbers of values at every step; None until a rule with ``keep=probe`` selects a value."""
         self.scalars = Scalars(self, self.roots)
         self.taps_by_hand = TapsByHand(self, self.roots)
         self.rule_commands = RuleCommands(

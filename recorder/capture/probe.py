@@ -242,15 +242,15 @@ class Probe:
         if not self._steps:
             self._began_s = time.monotonic()
         num, at = len(self._columns), len(self._steps)
-        with np.errstate(over="ignore"):
-            self._block[_L2, :num, at] = np.sqrt(self._sums)
-        self._block[_NUMEL, :num, at] = self._numels
+        sums, numels = np.array(self._sums), np.array(self._numels, np.float64)
+        self._block[_L2, :num, at] = np.sqrt(sums)
+        self._block[_NUMEL, :num, at] = numels
         if self._were_bad:
             self._were_bad = {
                 column: how for column, how in self._were_bad.items() if column in self._bad or not self._numels[column]
             }
         if self._on_step is not None:
-            self._on_step(ProbedStep(self._step, self._columns, self._sums, self._numels))
+            self._on_step(ProbedStep(self._step, self._columns, sums, numels))
         for column, counts in self._bad.items():
             self._block[_NUM_NAN : _NUM_INF + 1, column, at] = counts
         self._sums, self._numels, self._bad = [0.0] * num, [0] * num, {}

@@ -44,6 +44,7 @@ _ALWAYS = ("nan_count", "inf_count")
 _UNWANTED = -1
 _MAX_PROBED = 1024
 """The most steps of the probe that wait for the writer thread."""
+_NONE = np.zeros(0)
 _MOST_DUE, _JUDGE_EVERY_S = 64, 2.0
 """The most steps, and the longest time, that are judged together."""
 
@@ -100,6 +101,17 @@ class LiveChecks:
         except Exception as error:  # an error here must not end the recording
             self._turn_off(error)
 
+    def look(self) -> None:
+        """Judge the probe of a training without scalars, of which no record ever begins a step. The same thread."""
+        if self._is_off or not self._only_scalars or self._lanes or len(self._probed) < _MOST_DUE:
+            return
+        try:
+            self._step = self._probed[-1].step
+            self._end_steps()
+            self._judge()
+        except Exception as error:  # an error here must not end the recording
+            self._turn_off(error)
+
     def finish(self) -> None:
         """Judge the last step. `CheckRule.finish` is not called, because it expects a complete run."""
         if self._is_off:
@@ -151,7 +163,7 @@ class LiveChecks:
         if self._probed and self._probed[0].step == self._step:
             self._end_step(self._probed.popleft(), rows)
         elif rows:
-            self._end_step(ProbedStep(self._step, [], [], []), rows)
+            self._end_step(ProbedStep(self._step, [], _NONE, _NONE), rows)
 
     def _judge(self) -> None:
         due, self._due, self._judged_s = self._due, [], time.monotonic()
@@ -183,9 +195,9 @@ class LiveChecks:
         if num > len(self._probed_lanes):
             more = [self._lane_in_probe(one) for one in probed.series[len(self._probed_lanes) : num]]
             self._probed_lanes = np.append(self._probed_lanes, np.array(more, np.int64))
-        lanes, counts = self._probed_lanes[:num], np.array(probed.numels, np.float64)
+        lanes, counts = self._probed_lanes[:num], probed.numels
         is_there = (lanes != _UNWANTED) & (counts > 0)
-        squares = np.array(probed.sums, np.float64)[is_there]
+        squares = probed.sums[is_there]
         there = np.ones(len(squares))
         numbers = {"sum_sq": squares, "l2": np.sqrt(squares), "numel": counts[is_there], IS_PROBE: there}
         return lanes[is_there], numbers | {"nan_count": there * 0, "inf_count": there * 0}

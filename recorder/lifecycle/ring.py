@@ -118,9 +118,9 @@ class RingWatch:
 
     def look(self, capture: Capture) -> None:
         """Write the requested steps, and notify the other ranks; say the first finding. Writer thread."""
-        if self.worst is not None and not self._has_said and log.can_say(_logger):
-            self._has_said = True
-            log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, in_words(self.worst))
+        if self._checks is not None:
+            self._checks.look()
+        self._say_finding()
         if self._triggers is not None:
             self._look_whether_off(capture)
             self._triggers.look(capture.clock.step)
@@ -129,6 +129,7 @@ class RingWatch:
         """Look for triggers a last time, before the waiting values are lost. Writer thread."""
         if self._checks is not None:
             self._checks.finish()
+            self._say_finding()
         if self._triggers is None:
             return
         self._look_whether_off(capture)
@@ -149,6 +150,11 @@ class RingWatch:
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
+
+    def _say_finding(self) -> None:
+        if self.worst is not None and not self._has_said and log.can_say(_logger):
+            self._has_said = True
+            log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, in_words(self.worst))
 
     def _look_whether_off(self, capture: Capture) -> None:
         """Tell the triggers if capture has turned the ring off, which may happen after the first step."""

@@ -133,7 +133,7 @@ def probed(step: int, square: float, numel: int = 8) -> ProbedStep:
     series = [
         ProbedSeries(Origin("model", "up", "grad", "weight"), "optimizer", "train", "final", {"dtype": "float32"})
     ]
-    return ProbedStep(step, series, [square], [numel])
+    return ProbedStep(step, series, np.array([square]), np.array([float(numel)]))
 
 
 @pytest.mark.parametrize("has_losses", [True, False])
@@ -154,3 +154,13 @@ def test_a_step_without_the_value_is_no_sample_and_a_record_counts_once() -> Non
         fed.checks.probed(probed(step, 1e9, numel=8 if step % 2 else 0))
     fed.checks.finish()
     assert fed.said == []
+
+
+def test_the_probe_of_a_training_without_scalars_is_judged_and_not_kept() -> None:
+    fed = Fed(only_scalars=True)
+    for step in range(2000):
+        fed.checks.probed(probed(step, 1e6 if step == 1500 else 1.0 + step % 3))
+        if step % 50 == 0:
+            fed.checks.look()
+            assert len(fed.checks._probed) < 64
+    assert {(one.rule, one.step) for _, one in fed.said} == {("jump", 1500), ("spike", 1500)}
