@@ -38,6 +38,7 @@ class NonFiniteValue(NamedTuple):
     """The value's module and site, as in ``'blocks.0' output``."""
     counts: str
     """The text that says how many elements are NaN and how many are infinite."""
+    module_path: str
 
 
 class FirstNonFinite:
@@ -86,7 +87,9 @@ class FirstNonFinite:
         if not num_nan and may_mask(origin.site, origin.name):
             return
         is_gradient = origin.site in GRADIENTS
-        value = NonFiniteValue(step, _where(staged), _counts(num_nan, num_inf, math.prod(staged.shape)))
+        value = NonFiniteValue(
+            step, _where(staged), _counts(num_nan, num_inf, math.prod(staged.shape)), origin.module_path
+        )
         if self._waiting is None and not is_gradient:
             self.first = value
         elif self._waiting is None:
@@ -122,7 +125,7 @@ class FirstNonFinite:
             logging.WARNING,
             "rank %d: the first value that is not finite: step %d, %s (%s)%s",
             self._rank,
-            *self.first,
+            *self.first[:3],
             f"; {command} tells where it comes from" if command else "",
         )
 

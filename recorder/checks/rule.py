@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from ..system import text
 from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Integers, Memory, Rows, SeriesKey, Spells, Streaks, begins
 
@@ -82,6 +83,12 @@ class Finding(NamedTuple):
     def first_step(self) -> int:
         """The first step at which the finding holds, as far as is known."""
         return self.step if self.since is None else self.since
+
+    @property
+    def text(self) -> str:
+        """The finding as a part of a line."""
+        where = " ".join(filter(None, (self.module_path and repr(self.module_path), self.site, self.name)))
+        return f"step {self.step}, {where}: {self.what} ({self.measure} {text.number(self.value)})"
 
 
 class Replicas(NamedTuple):

@@ -30,6 +30,7 @@ from .metrics import DaemonCollector, MetricsServer, make_registry
 from .settings import DaemonSettings, reloaded
 from .shipping.run import RunShipper
 from .shipping.shipped import Shipping
+from .telling import tell
 from .watching import Entries, Folder, find_runs
 
 logger = logging.getLogger("recorder.daemon")
@@ -113,7 +114,7 @@ class Daemon:
                 requests = self.shared.destination.requests
                 collector = DaemonCollector(
                     counters=self.counters, health=self.health, requests=requests, runs=lambda: self.runs,
-                    seen=self.seen, watched=self._watched,
+                    seen=self.seen, watched=self._watched, to=self.shared.destination.url,
                 )  # fmt: skip
                 server = MetricsServer(settings, make_registry(collector), self._is_alive, self._why_not_ready)
                 self.url, self.port = server.url, server.port
@@ -260,6 +261,8 @@ class Daemon:
             if is_open:
                 self._run_errands(run, now_s)
                 self._carry(run, now_s)
+                if news := run.live_news():
+                    self._submit("small", partial(tell, run, news), run)
         if now_s >= self._next_summary_s or self._has_unlisted_run():
             self._next_summary_s = now_s + max(_SUMMARY_S, self.shared.settings.status_s)
             if is_open and not self._is_summary_due:
@@ -356,7 +359,7 @@ class Daemon:
             run.cataloged_bytes = 0  # the first catalog is made `catalog_s` later, or at the end
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
             run.next_check_s = now_s + settings.check_s
-            self._errand(run, lambda: self._check(run))
+            self._errand(run, lambda: tell(run, errands.check(run)))
 
     def _carry(self, run: RunShipper, now_s: float) -> None:
         settings = self.shared.settings
@@ -376,13 +379,6 @@ class Daemon:
     def _errand(self, run: RunShipper, job: Callable[[], None]) -> None:
         self._errands.add(run.key)
         self._submit("errand", job, run, partial(self._errands.discard, run.key))
-
-    def _check(self, run: RunShipper) -> None:
-        news = errands.check(run)
-        for finding in news:
-            logger.warning("%s: %s at step %s", run.key, finding["rule"], finding["step"], extra={"finding": finding})
-        if news and self.shared.settings.webhook:
-            errands.tell_webhook(self.shared.settings.webhook, news, partial(self.counters.add, "webhooks"))
 
     def _remove(self, run: RunShipper) -> None:
         """Remove an ended run from this disk, once the store has confirmed again that it has all the run's files."""

@@ -1,9 +1,7 @@
 """The errands of the daemon for a run: repairs, catalogs, checks, and commands that are carried to the run.
 
 Commands of the package run in processes of their own at the lowest priority, so a command that crashes on a damaged
-run, or takes much memory, does not harm the daemon. New findings are posted to the webhook. The webhook's receiver may
-be slow, unreachable or malicious, and can waste only a few seconds of one thread: only the status of its answer is
-read, and a redirect is never followed.
+run, or takes much memory, does not harm the daemon.
 
 Commands from the store change only what a run records, whoever sends them. The daemon validates each command, and each
 writer validates it once more. Commands are carried only under `accept_commands`. With a key, a command needs a
@@ -16,22 +14,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import http.client
 import json
 import logging
 import os
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from ..errors import CommandError, ConfigError, RunError, StoreError
 from ..format.commands import COMMAND_BYTES, COMMANDS, MAX_COMMANDS, UNDO, Command, command_name, parse_command_name
@@ -40,14 +34,13 @@ from ..format.rundir import RUN_MANIFEST, parse_json
 from ..storage.commands import CommandFolder, send
 from .destination import Destination, TakenError
 from .shipping.run import RunShipper
+from .telling import MEMBERS
 
 logger = logging.getLogger("recorder.daemon")
 
 _LONGEST_COMMAND_S = 1800.0
 _MAX_CATALOG_BYTES = 256 << 20
 _CATALOG_PAUSE_S = 60.0
-_TOLD_MEMBERS = ("rule", "severity", "step", "ranks", "module_path")
-"""The members of a finding that are sent to the webhook."""
 
 
 def _run(words: list[str], must_end: Callable[[], bool]) -> tuple[int, str, str]:
@@ -157,61 +150,9 @@ def check(run: RunShipper) -> list[dict[str, Any]]:
         what = str(finding.get("rule")), str(finding.get("severity"))
         counts[what] = counts.get(what, 0) + 1
         if what[1] == "error" and counts[what] > before.get(what, 0):
-            news.append({"run": run.key, **{name: finding.get(name) for name in _TOLD_MEMBERS}})
+            news.append({name: finding.get(name) for name in MEMBERS})
     run.findings = counts
     return news
-
-
-_WEBHOOK_TIMEOUT_S = 5.0
-_MAX_TOLD_FINDINGS = 50
-
-
-def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[str], None]) -> threading.Thread:
-    """Post findings in a new thread, and return it; within 10 s `counted` is called with ``sent`` or ``failed``."""
-
-    def post() -> None:
-        try:
-            status = _post(url, findings)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            counted("failed")
-            logger.warning("the webhook at %s cannot be told (%s)", urlsplit(url).hostname, type(error).__name__)
-            return
-        counted("sent" if 200 <= status < 300 else "failed")
-        if not 200 <= status < 300:
-            logger.warning("the webhook at %s answers %d, and is not followed", urlsplit(url).hostname, status)
-
-    thread = threading.Thread(target=post, name="recorder-webhook", daemon=True)
-    thread.start()
-    return thread
-
-
-def _post(url: str, findings: list[dict[str, Any]]) -> int:
-    parts = urlsplit(url)
-    assert parts.hostname is not None, "the settings were checked"
-    where = parts.hostname, parts.port
-    connection: http.client.HTTPConnection
-    if parts.scheme == "https":
-        context = ssl.create_default_context()
-        connection = http.client.HTTPSConnection(*where, timeout=_WEBHOOK_TIMEOUT_S, context=context)
-    else:
-        connection = http.client.HTTPConnection(*where, timeout=_WEBHOOK_TIMEOUT_S)
-    body = json.dumps({"source": "recorder-daemon", "findings": findings[:_MAX_TOLD_FINDINGS], "number": len(findings)})
-    killer: threading.Timer | None = None
-    try:
-        connection.connect()
-        sock = connection.sock
-        # The timer is needed because an answer that arrives byte by byte would never exceed the socket's timeout.
-        killer = threading.Timer(_WEBHOOK_TIMEOUT_S, lambda: sock.shutdown(2))
-        killer.daemon = True
-        killer.start()
-        path = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
-        connection.request("POST", path, body.encode(), {"Content-Type": "application/json"})
-        with connection.getresponse() as answer:
-            return answer.status
-    finally:
-        if killer is not None:
-            killer.cancel()
-        connection.close()
 
 
 _OLDEST_S = 3600.0

@@ -67,6 +67,9 @@ _DROP_REASONS = (
 )
 """Reasons for dropped rows that are served as 0 until rows are dropped. FORMAT.md allows further reasons."""
 
+_LIVE_RULES = (("nonfinite", "error", ""), ("spike", "warning", ""), ("jump", "warning", ""))
+"""Rule, severity and module of findings in training that are served as 0 before there are any."""
+
 _Value = str | Callable[[WriterShipper], float | None]
 """The member of a rank's status that is served, or a function that returns the number."""
 _OF_RANK: tuple[tuple[str, str, _Value], ...] = (
@@ -101,9 +104,10 @@ class DaemonCollector:
     runs: Callable[[], list[RunShipper]]
     seen: Callable[[], dict[str, int]]
     watched: list[str]
+    to: str
 
     def collect(self) -> Iterable[Any]:
-        yield InfoMetricFamily("recorder_daemon", "The daemon's version", value={"version": __version__})
+        yield InfoMetricFamily("recorder_daemon", "The daemon", value={"version": __version__, "to": self.to})
         for name, (text, label, words) in COUNTED.items():
             family = CounterMetricFamily(f"recorder_daemon_{name}", text, labels=[label] if label else [])
             for word, total in (dict.fromkeys(words, 0) | self.counters.of(name)).items():
@@ -170,6 +174,14 @@ class DaemonCollector:
             for reason, count in (dict.fromkeys(_DROP_REASONS, 0) | dict(_balance(writer).dropped)).items():
                 dropped.add_metric([run.key, run.name, str(writer.rank), reason], count)
         yield dropped
+        live = CounterMetricFamily(
+            "recorder_live_findings", "Findings of rules in training", labels=(*_RANK, "rule", "severity", "module")
+        )
+        for run, writer in writers:
+            told = {(one.rule, one.severity, one.module): one.number for one in writer.findings}
+            for words, count in (dict.fromkeys(_LIVE_RULES, 0) | told).items():
+                live.add_metric([run.key, run.name, str(writer.rank), *words], count)
+        yield live
         findings = GaugeMetricFamily(
             "recorder_findings", "Findings of the last check", labels=(*_RUN, "rule", "severity")
         )

@@ -48,7 +48,7 @@ class DaemonSettings:
     log: str = _setting("text", "how lines are written to standard error: text or json", "KIND")
     catalog_s: float = _setting(3600.0, "seconds between two catalogs of a run that grows; 0: none")
     check_s: float = _setting(0.0, "seconds between two checks of a run that grows; 0: none")
-    webhook: str = _setting("", "a URL to which findings of severity error are posted", "URL")
+    webhook: str = _setting("", "a URL to which new findings are posted: Slack's, or one that takes JSON", "URL")
     accept_commands: bool = _setting(False, "carry commands from the store to the runs of this node")
     key_file: str = _setting("", "the file with the key that signs commands", "FILE")
     recheck_s: float = _setting(3600.0, "seconds between two looks at what the store still has of a run")

@@ -155,16 +155,20 @@ OTHER_REASONS = "other"
 """The name under which a status counts drops whose own reasons do not fit."""
 _MAX_REASONS = 24
 _MAX_ANSWERS = 8
+_MAX_FINDINGS = 8
 _MAX_TEXT = 200
 
 
 def encode_status(facts: Mapping[str, object]) -> bytes:
     """Return the bytes of a status file: a manifest, padded to its size by a member of blanks."""
-    facts = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
+    facts = _short(facts)
     dropped = facts.get("dropped")
-    for num_reasons, num_commands in ((_MAX_REASONS, _MAX_ANSWERS), (1, _MAX_ANSWERS), (1, 1), (0, 0)):
+    most = (_MAX_REASONS, _MAX_ANSWERS, _MAX_FINDINGS)
+    for num_reasons, num_commands, num_findings in (most, (1, *most[1:]), (1, 1, _MAX_FINDINGS), (1, 1, 1), (0, 0, 0)):
         if answers := facts.get("commands"):
             facts["commands"] = list(answers)[-num_commands:] if num_commands else []  # type: ignore[call-overload]
+        if findings := facts.get("findings"):
+            facts["findings"] = [_short(one) for one in list(findings)[:num_findings]]  # type: ignore[call-overload]
         if isinstance(dropped, dict) and len(dropped) > num_reasons:
             facts["dropped"] = _largest(dropped, num_reasons)
         members = {"format": FORMAT_NAME, "version": list(FORMAT_VERSION), **facts, "padding": ""}
@@ -174,6 +178,10 @@ def encode_status(facts: Mapping[str, object]) -> bytes:
     else:
         raise ValueError(f"a status of {len(text)} bytes: {STATUS_BYTES} are what it may have")
     return encode_manifest({**members, "padding": " " * (STATUS_BYTES - len(text))})
+
+
+def _short(facts: Mapping[str, object]) -> dict[str, object]:
+    return {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in facts.items()}
 
 
 def _largest(dropped: Mapping[str, int], num_reasons: int) -> dict[str, int]:

@@ -79,7 +79,7 @@ class Description:
         """Return the members of `_writer.json` that may still change before the last row is written."""
         return {"events": events.as_list(), "commands": [answer.members() for answer in commands.answers()]}
 
-    def status(self, capture: Capture, commands: Commands) -> dict[str, Any]:
+    def status(self, capture: Capture, commands: Commands, findings: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the content of `_status.json`, to which the writer adds its own members."""
         pool = capture.pool
         return {
@@ -93,6 +93,7 @@ class Description:
             "longest_wait_s": round(pool.longest_wait_s, 3),
             "commands": [answer.short_members() for answer in commands.newest_answers()],
             "commands_refused": commands.num_refused,
+            "findings": findings,
         }
 
     def _identity(self) -> dict[str, Any]:

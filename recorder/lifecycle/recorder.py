@@ -47,7 +47,7 @@ from .commands import Commands
 from .description import Description
 from .model_search import EarlyOptimizers, collector_paused, is_only_model, model_around, unmatched_rules
 from .program import GraphTaps, ProgramCalls, is_data_worker
-from .ring import RingWatch, in_words
+from .ring import RingWatch
 from .signals import TerminationWatch, blocked_in_new_threads, replaced_interrupts, unhandled_exception
 from .summary import Estimate, FinalSummary, Summary
 
@@ -433,10 +433,11 @@ class Recorder:
             if self.capture is None or self.commands is None:
                 return
             self._ring.end(self.capture, self.commands)
-            if not self._ring.has_triggers:
+            if self._description is None:
                 return
-            news = self._description.news(self.events, self.commands) if self._description is not None else {}
-            self._writer.set_manifest({**self._last_manifest, **news})
+            if self._ring.has_triggers:
+                news = self._description.news(self.events, self.commands)
+                self._writer.set_manifest({**self._last_manifest, **news})
             self._show_status(self.capture)
         except Exception as error:
             self.events.add("hook_error", f"a last trigger failed: {type(error).__name__}: {error}", key="ending")
@@ -444,7 +445,8 @@ class Recorder:
     def _show_status(self, capture: Capture) -> None:
         assert self._description is not None and self.commands is not None
         self._answer(capture)
-        self._writer.set_status(self._description.status(capture, self.commands))
+        findings = self._ring.findings(capture.nonfinite.first)
+        self._writer.set_status(self._description.status(capture, self.commands, findings))
 
     def _answer(self, capture: Capture) -> None:
         """Set the present answers to commands that change rules. Any thread."""
@@ -610,7 +612,7 @@ class Recorder:
             last_step=stats.last_written_step,
             ledger=ledger,
             nonfinite=capture.nonfinite.first,
-            finding=in_words(self._ring.worst) if self._ring.worst is not None else "",
+            finding=self._ring.worst.text if self._ring.worst is not None else "",
             written_bytes=stats.written_bytes,
             waited_s=capture.pool.waited_s,
             longest_wait_s=capture.pool.longest_wait_s,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ..capture.core import Capture
+from ..capture.nonfinite import NonFiniteValue
 from ..capture.staging.pool import Pool, RingMemory
 from ..checks.book import check_settings
 from ..checks.live import LIVE_RULES, LiveChecks
@@ -27,7 +28,7 @@ from ..records import Measured, ProbedStep, Staged
 from ..rules import RingWindow, ring_window
 from ..system import log
 from ..system.log import Events
-from ..system.text import counted, number, one_line, size
+from ..system.text import counted, one_line, size
 from ..write.ring import MAX_DUMPS, Dump
 from .commands import Commands
 
@@ -50,6 +51,8 @@ class RingWatch:
         self._checks: LiveChecks | None = None
         self.worst: Finding | None = None
         """The worst finding of the rules so far, and the first of these; NaN and infinities are told elsewhere."""
+        self._findings: dict[tuple[str, str], dict[str, Any]] = {}
+        """The findings for the rank's status, by rule and module."""
         self._has_said = False
         self._rank = 0
         self._current_step: Callable[[], int | None] = lambda: None
@@ -147,14 +150,32 @@ class RingWatch:
     def _found(self, finding: Finding) -> None:
         if finding.rule != "nonfinite" and finding.severity > Severity.NOTE:
             self.worst = max(self.worst or finding, finding, key=lambda one: one.severity)
+            self._count(finding)
         where = " ".join(filter(None, (finding.module_path, finding.site, finding.name)))
         kind = OWN_RULE if any(rule.name == finding.rule for rule in self._own_rules) else finding.rule
         self.ask(kind, f"{finding.rule}: {where}: {finding.what}", step=finding.step)
 
+    def _count(self, finding: Finding) -> None:
+        module = finding.module_path
+        if (finding.rule, module) not in self._findings and len(self._findings) >= _MAX_FINDINGS:
+            module = ""
+        first = {"rule": finding.rule, "severity": finding.severity.word, "module": module, "step": finding.step}
+        told = self._findings.setdefault((finding.rule, module), {**first, "number": 0, "text": finding.text})
+        told["number"] += 1
+
+    def findings(self, nonfinite: NonFiniteValue | None) -> list[dict[str, Any]]:
+        """Return the findings for the rank's status, the first non-finite value among them. Writer thread."""
+        found = list(self._findings.values())
+        if nonfinite is not None:
+            text = f"step {nonfinite.step}, {nonfinite.where}: not finite ({nonfinite.counts})"
+            first = {"rule": "nonfinite", "severity": Severity.ERROR.word, "module": nonfinite.module_path}
+            found.insert(0, {**first, "step": nonfinite.step, "number": 1, "text": text})
+        return found
+
     def _say_finding(self) -> None:
         if self.worst is not None and not self._has_said and log.can_say(_logger):
             self._has_said = True
-            log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, in_words(self.worst))
+            log.say(_logger, logging.WARNING, "rank %d: %s", self._rank, self.worst.text)
 
     def _look_whether_off(self, capture: Capture) -> None:
         """Tell the triggers if capture has turned the ring off, which may happen after the first step."""
@@ -163,14 +184,10 @@ class RingWatch:
             self._triggers.turn_off()
 
 
-def in_words(one: Finding) -> str:
-    """Return a finding as a part of a line."""
-    where = " ".join(filter(None, (repr(one.module_path), one.site, one.name)))
-    return f"step {one.step}, {where}: {one.what} ({one.measure} {number(one.value)})"
-
-
 _logger = logging.getLogger("recorder")
 _MAX_TEXT = 200
+_MAX_FINDINGS = 8
+"""The most modules with findings in a status, and so in labels of metrics: further ones count without their module."""
 _MAX_ASKED = 64
 """The most triggers that wait for the writer thread, which looks five times a second. Others are only counted."""
 _DUE = ("exception", "signal", "user")

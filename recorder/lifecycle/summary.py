@@ -18,6 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from ..capture.nonfinite import NonFiniteValue
 from ..numerics.units import sides_of
 from ..records import KEEP_HISTOGRAM, KEEP_PROBE, KEEP_TENSOR, KEEP_UNITS, Staged
 from ..rules import Rule, Schedule
@@ -36,8 +37,8 @@ class Summary:
     world_size: int
     last_step: int | None
     ledger: Mapping[str, Any]
-    nonfinite: tuple[int, str, str] | None
-    """Step, value and kind of the first nonfinite value of rank 0."""
+    nonfinite: NonFiniteValue | None
+    """The first value of rank 0 that is not finite."""
     written_bytes: int
     waited_s: float
     longest_wait_s: float
@@ -59,9 +60,8 @@ class Summary:
         dropped = [f"{count:,} {reason}" for reason, count in ledger["dropped"].items()]
         clauses = []
         if self.nonfinite is not None:
-            step, where, _ = self.nonfinite
             view = " (of rank 0; recorder first looks at all ranks)" if self.world_size > 1 else ""
-            clauses.append(f"not finite since step {step}, {where}{view}")
+            clauses.append(f"not finite since step {self.nonfinite.step}, {self.nonfinite.where}{view}")
         if self.finding:
             clauses.append(self.finding)
         clauses.append(f"dropped {', '.join(dropped)}" if dropped else "nothing dropped")

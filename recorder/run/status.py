@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ UNCHANGED, CHANGED, UNKNOWN = "unchanged", "changed", "cannot tell"
 VERDICTS = (UNCHANGED, CHANGED, UNKNOWN)
 _MAX_REASONS = 64
 _MAX_ANSWERS = 64
+_MAX_FINDINGS = 16
 _MAX_TEXT = 300
 _MAX_SMALL_MANIFEST_BYTES = 1 << 20
 """The size of the largest manifest that is read in place of a status: thousands of larger ones would take minutes."""
@@ -37,6 +38,29 @@ _BEGIN_S = 60.0
 
 ENDED = ("closed", "killed", "failed")
 """The states that a writer never leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveFinding:
+    """What a rule that runs in training has found in one module on one rank."""
+
+    rule: str
+    severity: str
+    module: str
+    """The module's path; empty for the whole model, and for what the status has no room to tell apart."""
+    step: int
+    """The step of the first finding."""
+    number: int
+    """The number of findings."""
+    text: str
+    """The first finding, as a part of a line."""
+
+    @classmethod
+    def read_all(cls, raw: dict[str, Any]) -> tuple[LiveFinding, ...]:
+        """Read the findings of a status."""
+        found = [cls(**one.plain(cls)) for one in Members(raw).list_inner("findings")[:_MAX_FINDINGS]]
+        names = ("rule", "severity", "module", "text")
+        return tuple(replace(one, **{name: getattr(one, name)[:_MAX_TEXT] for name in names}) for one in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

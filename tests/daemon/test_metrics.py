@@ -1,32 +1,25 @@
-"""What the daemon shows: each metric is documented, promtool has nothing against them, and a webhook cannot hurt."""
+"""What the daemon shows: each metric is documented, promtool has nothing against them, and TLS and password hold."""
 
 from __future__ import annotations
 
 import base64
-import http.server
 import re
 import socket
 import ssl
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from recorder.daemon import errands
 from recorder.daemon.daemon import Daemon
 from recorder.errors import ConfigError
 from recorder.records import KEEP_STATS
 from tests.daemon.support import at_work, settings
 from tests.daemon.test_shipping import small_run
-from tests.rigs.command_line import Cli
 from tests.rigs.programs import needs
 from tests.rigs.server import StoreServer
 from tests.rigs.waiting import wait_until
@@ -123,6 +116,7 @@ def test_counters_are_there_before_they_count_anything(shown: dict[str, str]) ->
         'recorder_daemon_errors_total{kind="internal"} 0.0',
         "recorder_daemon_lost_objects_total 0.0",
         'recorder_rows_dropped_total{name="run-a",rank="0",reason="disk_full",run="run-a"} 0.0',
+        'recorder_live_findings_total{module="",name="run-a",rank="0",rule="jump",run="run-a",severity="warning"} 0.0',
     ):
         assert line in shown["/metrics"]
 
@@ -183,71 +177,3 @@ def test_a_file_for_the_port_that_cannot_be_used_is_said(tmp_path: Path, name: s
         Daemon(
             settings(tmp_path, str(tmp_path / "there"), listen="127.0.0.1:0", **{name: str(tmp_path / "file")})
         ).run()
-
-
-def test_the_webhook_is_told_rank_and_module_of_what_check_finds(
-    cli: Cli, recorded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = cli("check", recorded, "--json")
-    monkeypatch.setattr(errands, "_run", lambda words, is_stopping: (told.exit_code, told.out, told.err))
-    shared = SimpleNamespace(is_stopping=lambda: False, counters=SimpleNamespace(add=lambda *words: None))
-    run: Any = SimpleNamespace(path=str(recorded), key="run-a", shared=shared, findings={})
-    first = {
-        "run": "run-a",
-        "rule": "nonfinite",
-        "severity": "error",
-        "step": 9,
-        "ranks": [1],
-        "module_path": "layers.0",
-    }
-    assert errands.check(run)[0] == first
-    assert errands.check(run) == [], "what was told is no news"
-
-
-@pytest.mark.parametrize("kind", ["fine", "slow", "redirect", "endless", "refuses", "down"])
-def test_a_webhook_is_told_once_and_cannot_hurt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errands, "_WEBHOOK_TIMEOUT_S", 0.5)
-    bodies: list[bytes] = []
-
-    class Receiver(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
-            if kind == "slow":
-                time.sleep(2)
-            if kind == "endless":
-                for _ in range(40):
-                    self.wfile.write(b"H")
-                    time.sleep(0.1)
-            if kind == "redirect":
-                self.send_response(307)
-                self.send_header("Location", "http://127.0.0.1:9/again")
-                self.end_headers()
-                return
-            self.send_response(500 if kind == "refuses" else 200)
-            self.end_headers()
-
-        def log_message(self, *words: Any) -> None: ...
-
-    class Server(http.server.ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *words: Any) -> None: ...
-
-    server = Server(("127.0.0.1", 0), Receiver)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    if kind == "down":
-        server.shutdown()
-        server.server_close()
-    results: Counter[str] = Counter()
-    try:
-        findings = [{"rule": "spike", "severity": "error"}]
-        url = f"http://127.0.0.1:{server.server_address[1]}/hook"
-        errands.tell_webhook(url, findings, lambda result: results.update([result])).join(20)
-    finally:
-        if kind != "down":
-            server.shutdown()
-            server.server_close()
-        thread.join(10)
-    assert results == {"sent" if kind == "fine" else "failed": 1}
-    assert len(bodies) == int(kind != "down")

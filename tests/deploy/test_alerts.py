@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from recorder.daemon.metrics import DaemonCollector
 from recorder.daemon.telemetry import Counters, Health, Requests
 from recorder.daemon.watching import Stamp
+from recorder.run.status import LiveFinding
 from tests.rigs.programs import needs
 
 ALERTS = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yaml"
@@ -42,6 +43,7 @@ class Node:
             state="alive",
             status={"step": 1, "observed": 10, "written": 10, "dropped": {}},
             lifetime=SimpleNamespace(attempt=0, started_ns=1),
+            findings=(),
         )
         self.run: Any = SimpleNamespace(
             key="run-a",
@@ -97,6 +99,8 @@ def hang(node: Node) -> None:
 Incident = Callable[[Node], None]
 """Called each minute from the incident's first on."""
 
+FOUND = LiveFinding(rule="nonfinite", severity="error", module="blocks.3", step=7, number=1, text="step 7, ...")
+
 INCIDENTS: dict[str, tuple[Incident, int]] = {
     "RecorderStoreAway": (lambda node: setattr(node.health, "problem", "it is away"), 7),
     "RecorderStoreSlow": (hang, 12),
@@ -108,6 +112,7 @@ INCIDENTS: dict[str, tuple[Incident, int]] = {
     "RecorderRankKilled": (lambda node: setattr(node.writer, "state", "dead"), 3),
     "RecorderConflict": (lambda node: once(node, "conflicts", "stats"), 1),
     "RecorderObjectsLost": (lambda node: once(node, "lost_objects", ""), 1),
+    "RecorderFindingInTraining": (lambda node: setattr(node.writer, "findings", (FOUND,)), 1),
     "RecorderFinding": (lambda node: node.run.findings.update({("spike", "error"): 1}), 1),
     "RecorderDaemonErrors": (lambda node: once(node, "errors", "internal"), 1),
 }
@@ -127,7 +132,7 @@ def series_of(incident: Incident, begins: int, monkeypatch: pytest.MonkeyPatch) 
     seen = {"foreign": 0, "refused": 0}
     collector = DaemonCollector(
         counters=node.counters, health=node.health, requests=node.requests, runs=lambda: [node.run],
-        seen=lambda: seen, watched=["/recordings"],
+        seen=lambda: seen, watched=["/recordings"], to="s3://bucket/runs",
     )  # fmt: skip
     scrapes = []
     for node.minute in range(NUM_SCRAPES):
@@ -167,6 +172,11 @@ def test_an_alert_fires_in_its_incident_and_not_before(
                 firing(name, begins + after, is_wanted=True),
                 *(firing(other, begins + after, is_wanted=False) for other in INCIDENTS if other != name),
             ],
+            "alert_rule_test": [
+                {"alertname": name, "eval_time": f"{begins + after}m", "exp_alerts": [SAID[name]]}
+                for name in [name]
+                if name in SAID
+            ],
         }
         for begins in ((BEGINS, 0) if name in BEFORE_THE_FIRST_SCRAPE else (BEGINS,))
     ]
@@ -178,7 +188,21 @@ def test_an_alert_fires_in_its_incident_and_not_before(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+SAID = {
+    "RecorderFindingInTraining": {
+        "exp_labels": {
+            **{"severity": "warning", "instance": "a", "run": "run-a", "name": "name-a", "rule": "nonfinite"},
+            **{"module": "blocks.3", "to": "s3://bucket/runs"},
+        },
+        "exp_annotations": {
+            "summary": "name-a (run-a): nonfinite in blocks.3",
+            "description": "`recorder first s3://bucket/runs/run-a` says where it comes from.",
+        },
+    }
+}
+"""What an alert says to the person that it wakes."""
 BEFORE_THE_FIRST_SCRAPE = {
-    *("RecorderRowsDropped", "RecorderRankKilled", "RecorderConflict", "RecorderObjectsLost", "RecorderDaemonErrors")
+    "RecorderFindingInTraining",
+    *("RecorderRowsDropped", "RecorderRankKilled", "RecorderConflict", "RecorderObjectsLost", "RecorderDaemonErrors"),
 }
 """Rules on what may have happened before Prometheus first looks."""

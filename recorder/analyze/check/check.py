@@ -265,7 +265,8 @@ def reply_of(run: Run, checked: Checked, typed: str, *, fails_from: int | None, 
             "probed": checked.num_probed,
             "steps": checked.steps,
             "findings": [
-                one._asdict() | {"severity": one.severity.word, "ranks": list(one.ranks)} for one in checked.findings
+                one._asdict() | {"severity": one.severity.word, "ranks": list(one.ranks), "text": one.text}
+                for one in checked.findings
             ],
             "not_judged": [one._asdict() for one in checked.unjudged],
             "problems": run.problems,

@@ -41,6 +41,8 @@ class RunShipper:
         self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
         """The number of findings of `recorder check`, by rule and severity."""
+        self._seen_findings: set[tuple[str, str, int | None]] = set()
+        """The live findings that `live_news` has returned, by rule, module and rank."""
         self._counts = Entries()
         self._next_look_s = self._next_settled_look_s = 0.0
         self._has_reconciled = self._has_looked = self._was_removed = False
@@ -213,6 +215,18 @@ class RunShipper:
                 os.rmdir(self.there.names[-1], dir_fd=parent.descriptor)
             return num_bytes, True
         return num_bytes, False
+
+    def live_news(self) -> list[dict[str, Any]]:
+        """Return the findings of rules that run in training that no earlier call returned, each with all its ranks."""
+        news: dict[tuple[str, str], dict[str, Any]] = {}
+        for writer in self.all_writers:
+            for one in writer.findings:
+                if (key := (one.rule, one.module, writer.rank)) not in self._seen_findings:
+                    self._seen_findings.add(key)
+                    first = {"rule": one.rule, "severity": one.severity, "step": one.step, "ranks": []}
+                    told = news.setdefault(key[:2], {**first, "module_path": one.module, "text": one.text})
+                    told["ranks"].append(writer.rank)
+        return list(news.values())
 
     def look_again(self) -> None:
         self._next_look_s = 0.0

@@ -29,6 +29,7 @@ from ...format.rundir import (
     parse_rank_dir,
 )
 from ...read.messages import FIRST_MESSAGE, block_at
+from ...run.status import LiveFinding
 from ..destination import TakenError
 from ..watching import Folder, LocalFile, RefusedError, Stamp, WriterFiles, list_writer, sealed_name
 from .shipped import LOOK_S, ShippedRun
@@ -54,6 +55,8 @@ class WriterShipper:
         """``alive``, ``closed``, ``dead`` (its process is gone), or ``quiet`` (it is unknown whether the process
         lives)."""
         self.status: dict[str, Any] = {}
+        self.findings: tuple[LiveFinding, ...] = ()
+        """What the rules that run in training have found, by the status."""
         self.lifetime = Lifetime()
         self.balance = Balance()
         """The balance in the manifest or in the status, whichever is later."""
@@ -310,7 +313,7 @@ class WriterShipper:
             return None
         if raw.get("step") != self.status.get("step"):
             self.step_changed_s = time.time()
-        self.status = raw
+        self.status, self.findings = raw, LiveFinding.read_all(raw)
         return content
 
     def _judge(self, files: WriterFiles) -> None:

@@ -1,0 +1,124 @@
+"""Tells people of findings: a line in the daemon's log, and a message to the webhook, once in the whole fleet.
+
+Of all daemons that find the same, the one whose mark is first at the destination posts: 512 nodes see one jump of the
+loss. The webhook's receiver may be slow, unreachable or malicious, and can waste only a few seconds of one thread: only
+the status of its answer is read, and a redirect is never followed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import re
+import shlex
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import StoreError
+from ..format.rundir import encode_manifest
+from .destination import TakenError
+from .shipping.run import RunShipper
+
+logger = logging.getLogger("recorder.daemon")
+
+MEMBERS = ("rule", "severity", "step", "ranks", "module_path", "text")
+"""The members of a finding that are told, besides those of its run."""
+_TOLD = "_told"
+"""The folder of a run at the destination with a mark for each day and rule that was posted."""
+_SLACK = "hooks.slack.com"
+_WEBHOOK_TIMEOUT_S = 5.0
+_MAX_TOLD_FINDINGS = 50
+
+
+def tell(run: RunShipper, findings: list[dict[str, Any]]) -> None:
+    """Log findings of a run, and post those of rules that no daemon has posted today."""
+    where = f"{run.shared.destination.url}/{run.key}"
+    for finding in findings:
+        command = f"recorder {'first' if finding['rule'] == 'nonfinite' else 'check'} {shlex.quote(where)}"
+        finding |= {"run": run.key, "name": run.name, "command": command}
+        logger.warning("%s: %s: %s; type: %s", run.key, finding["rule"], finding["text"], command,
+                       extra={"finding": finding})  # fmt: skip
+    url = run.shared.settings.webhook
+    rules = {rule for rule in {str(finding["rule"]) for finding in findings} if url and _is_first(run, rule)}
+    if due := [finding for finding in findings if finding["rule"] in rules]:
+        tell_webhook(url, due, partial(run.shared.counters.add, "webhooks"))
+
+
+def _is_first(run: RunShipper, rule: str) -> bool:
+    """Put the mark of today for a rule; return False if it was there. A store that fails stops no message."""
+    name = re.sub(r"[^A-Za-z0-9.-]", "-", rule)[:60]
+    key = f"{run.key}/{_TOLD}/{time.strftime('%Y-%m-%d', time.gmtime())}-{name}.json"
+    try:
+        run.shared.destination.put_if(key, encode_manifest({"node": run.shared.node, "time_ns": time.time_ns()}), None)
+    except TakenError:
+        return False
+    except StoreError as error:
+        run.shared.failed(error, run.key)
+    return True
+
+
+def tell_webhook(url: str, findings: list[dict[str, Any]], counted: Callable[[str], None]) -> threading.Thread:
+    """Post findings in a new thread, and return it; within 10 s `counted` is called with ``sent`` or ``failed``."""
+    host = urlsplit(url).hostname
+
+    def post() -> None:
+        try:
+            status = _post(url, message(findings, is_slack=host == _SLACK))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            counted("failed")
+            logger.warning("the webhook at %s cannot be told (%s)", host, type(error).__name__)
+            return
+        counted("sent" if 200 <= status < 300 else "failed")
+        if not 200 <= status < 300:
+            logger.warning("the webhook at %s answers %d, and is not followed", host, status)
+
+    thread = threading.Thread(target=post, name="recorder-webhook", daemon=True)
+    thread.start()
+    return thread
+
+
+def message(findings: list[dict[str, Any]], *, is_slack: bool) -> dict[str, Any]:
+    """Return the body of a post. Slack takes the text alone, in which it reads ``&``, ``<`` and ``>`` as markup."""
+    told = findings[:_MAX_TOLD_FINDINGS]
+    text = "\n".join(
+        f"{one['name']} ({one['run']}), ranks {', '.join(map(str, one['ranks'])) or 'all'}: {one['rule']}: "
+        f"{one['text']}\n`{one['command']}`"
+        for one in told
+    )
+    if is_slack:
+        return {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")}
+    return {"source": "recorder-daemon", "text": text, "findings": told, "number": len(findings)}
+
+
+def _post(url: str, body: dict[str, Any]) -> int:
+    parts = urlsplit(url)
+    assert parts.hostname is not None, "the settings were checked"
+    where = parts.hostname, parts.port
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        connection = http.client.HTTPSConnection(*where, timeout=_WEBHOOK_TIMEOUT_S, context=context)
+    else:
+        connection = http.client.HTTPConnection(*where, timeout=_WEBHOOK_TIMEOUT_S)
+    killer: threading.Timer | None = None
+    try:
+        connection.connect()
+        sock = connection.sock
+        # The timer is needed because an answer that arrives byte by byte would never exceed the socket's timeout.
+        killer = threading.Timer(_WEBHOOK_TIMEOUT_S, lambda: sock.shutdown(2))
+        killer.daemon = True
+        killer.start()
+        path = f"{parts.path or '/'}{'?' + parts.query if parts.query else ''}"
+        connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with connection.getresponse() as answer:
+            return answer.status
+    finally:
+        if killer is not None:
+            killer.cancel()
+        connection.close()
