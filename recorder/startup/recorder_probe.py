@@ -112,35 +112,46 @@ class ProgramProbe:
     def _look(self, optimizer: Any) -> dict[str, str]:
         """Return the digest of each value, by its kind and its name, separated by a space."""
         seen: dict[str, str] = {}
-        parameters = [
-            (g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])
-        ]
-        if any(id(parameter) not in self._names for _, _, parameter in parameters):
-            self._find_models(parameters)
+        self._see_models(seen, [optimizer])
+        for reference in self._models:
+            if (model := reference()) is not None:
+                self._see_gradients(seen, model.parameters())
+        for group, settings in enumerate(optimizer.param_groups):
+            self._see_gradients(seen, settings["params"])
+            _see(seen, f"lr group {group}", settings["lr"])
+        _see_random_states(seen)
+        return seen
+
+    def _see_models(self, seen: dict[str, str], optimizers: list[Any]) -> None:
+        """See the models that have parameters of some optimizers, and the state of these optimizers."""
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        if any(id(parameter) not in self._names for group in groups for parameter in group):
+            self._find_models(groups)
         for number, reference in enumerate(self._models):
             if (model := reference()) is None:
                 continue
             for name, buffer in model.named_buffers():
-                seen[f"buffer {_prefix(number)}{_canonical(model, name)}"] = _digest(buffer)
+                seen[f"buffer {_prefix(number)}{_canonical(model, name)}"] = _described(buffer)
             for name, parameter in model.named_parameters():
-                _see_parameter(seen, f"{_prefix(number)}{_canonical(model, name)}", parameter)
-        for group, index, parameter in parameters:
-            name = self._names.get(id(parameter)) or f"(parameter {index} of group {group})"
-            _see_parameter(seen, name, parameter)
-            _see(seen, f"optim {name}", optimizer.state.get(parameter, {}))
-        for group, settings in enumerate(optimizer.param_groups):
-            for key, value in settings.items():
-                if key == "lr":
-                    _see(seen, f"optim lr of group {group}", value)
-        _see_random_states(seen)
-        return seen
+                seen[f"param {_prefix(number)}{_canonical(model, name)}"] = _described(parameter)
+        for optimizer in optimizers:
+            for settings in optimizer.param_groups:
+                for parameter in settings["params"]:
+                    name = self._names[id(parameter)]
+                    seen.setdefault(f"param {name}", _described(parameter))
+                    _see(seen, f"optim {name}", optimizer.state.get(parameter, {}))
 
-    def _find_models(self, parameters: list[tuple[int, int, Any]]) -> None:
-        """Find the outermost modules that have the optimizer's parameters, and name those parameters."""
+    def _see_gradients(self, seen: dict[str, str], parameters: Any) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None and id(parameter) in self._names:
+                seen[f"grad {self._names[id(parameter)]}"] = _described(parameter.grad)
+
+    def _find_models(self, groups: list[list[Any]]) -> None:
+        """Name the parameters of the groups of optimizers, after the outermost modules that have them."""
         # `isinstance` is not used: it reads a proxy's `__class__`, which may load the object behind the proxy.
         outer = _outermost([one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)])
         held = [{id(parameter): name for name, parameter in module.named_parameters()} for module in outer]
-        for _, _, parameter in parameters:
+        for group, index, parameter in ((g, i, one) for g, some in enumerate(groups) for i, one in enumerate(some)):
             if id(parameter) in self._names:
                 continue
             candidates = [number for number, names in enumerate(held) if id(parameter) in names]
@@ -151,7 +162,7 @@ class ProgramProbe:
                 for identity, name in held[best].items():
                     self._names.setdefault(identity, _prefix(model_number) + _canonical(model, name))
             else:
-                self._names[id(parameter)] = ""
+                self._names[id(parameter)] = f"(parameter {index} of group {group})"
 
 
 def _outermost(instances: list[Any]) -> list[Any]:
@@ -192,13 +203,6 @@ def _canonical(model: Any, name: str) -> str:
     return ".".join(part for part in parts if part not in _TRANSPARENT)
 
 
-def _see_parameter(seen: dict[str, str], name: str, parameter: Any) -> None:
-    if f"param {name}" not in seen:
-        seen[f"param {name}"] = _digest(parameter)
-        if parameter.grad is not None:
-            seen[f"grad {name}"] = _digest(parameter.grad)
-
-
 def _see_random_states(seen: dict[str, str]) -> None:
     seen["rng cpu"] = _digest(torch.get_rng_state())
     seen["rng python"] = _hash(repr(random.getstate()).encode())
@@ -209,16 +213,39 @@ def _see_random_states(seen: dict[str, str]) -> None:
 
 
 def _see(seen: dict[str, str], name: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        seen[name] = _digest(value)
-    elif isinstance(value, dict):
-        for key, inner in value.items():
+    if isinstance(value, (dict, list, tuple)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             _see(seen, f"{name}.{key}", inner)
-    elif isinstance(value, (list, tuple)):
-        for key, inner in enumerate(value):
-            _see(seen, f"{name}.{key}", inner)
-    elif isinstance(value, (bool, int, float, str)):
-        seen[name] = _hash(repr(value).encode())
+    elif isinstance(value, (torch.Tensor, bool, int, float)):
+        seen[name] = _described(value)
+
+
+def _described(value: Any) -> str:
+    """Return ``= 0.5`` for a single number; else type, ``zero``, ``bfloat16`` or ``-`` for the values, and a digest.
+
+    For a part of a DTensor follow the shape of the whole tensor, and offsets and sizes of the part.
+    """
+    if not isinstance(value, torch.Tensor):
+        return f"= {value!r}"
+    try:
+        whole: Any = value
+        tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return f"{tensor.dtype} - {_digest(value)}"
+        if not tensor.dim():
+            return f"= {tensor.item()!r}"
+        word = "-"
+        if tensor.numel() and not tensor.any():
+            word = "zero"
+        elif tensor.dtype is torch.float32 and tensor.numel() > 1 and torch.equal(tensor.bfloat16().float(), tensor):
+            word = "bfloat16"
+        described = f"{str(tensor.dtype).removeprefix('torch.')} {word} {_digest(value)}"
+        if tensor.shape != whole.shape:
+            chunk = whole.__create_chunk_list__()[0]
+            described += f" {[*whole.shape]} {[*chunk.offsets]} {[*chunk.sizes]}".replace(", ", ",")
+        return described
+    except Exception:
+        return f"- - {_digest(value)}"
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -85,10 +85,8 @@ class ResumeProbe(base.ProgramProbe):
             return {}
         seen, self._seen, self._num_batches = self._seen, {}, 0
         for group, settings in enumerate(optimizer.param_groups):
-            seen[f"lr group {group}"] = _described(settings["lr"])
-            for index, parameter in enumerate(settings["params"]):
-                if parameter.grad is not None:
-                    seen[f"grad {self._name(parameter, group, index)}"] = _described(parameter.grad)
+            seen[f"lr group {group}"] = base._described(settings["lr"])
+            self._see_gradients(seen, settings["params"])
         return seen
 
     def _leave(self) -> None:
@@ -96,9 +94,6 @@ class ResumeProbe(base.ProgramProbe):
         if self._is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
         super()._leave()
-
-    def _name(self, parameter: Any, group: int, index: int) -> str:
-        return self._names.get(id(parameter)) or f"(parameter {index} of group {group})"
 
     def _look_before(self) -> None:
         seen = self._seen
@@ -110,43 +105,21 @@ class ResumeProbe(base.ProgramProbe):
             if kind:
                 found.setdefault(kind, []).append(one)
         optimizers = [one for one in found.get(_OPTIMIZER, []) if "param_groups" in vars(one)]  # else it wraps another
-        parameters = [
-            (g, i, p)
-            for one in optimizers
-            for g, group in enumerate(one.param_groups)
-            for i, p in enumerate(group["params"])
-        ]
-        if any(id(parameter) not in self._names for _, _, parameter in parameters):
-            self._find_models(parameters)
-        for number, reference in enumerate(self._models):
-            if (model := reference()) is not None:
-                self._see_module(seen, model, base._prefix(number))
-        for optimizer in optimizers:
-            for group, settings in enumerate(optimizer.param_groups):
-                for index, parameter in enumerate(settings["params"]):
-                    name = self._name(parameter, group, index)
-                    seen.setdefault(f"param {name}", _described(parameter))
-                    _see(seen, f"optim {name}", optimizer.state.get(parameter, {}))
+        self._see_models(seen, optimizers)
         models = {id(reference()) for reference in self._models}
         for module in base._outermost(found.get(_MODULE, [])):
             if id(module) not in models:
                 _see_other(seen, self._other(module), [*module.named_parameters(), *module.named_buffers()])
         for schedule in found.get(_SCHEDULE, []):
             members = {key: value for key, value in schedule.state_dict().items() if key not in _NOT_RESTORED}
-            _see(seen, f"schedule {self._other(schedule)}", members)
+            base._see(seen, f"schedule {self._other(schedule)}", members)
         for scaler in found.get(_SCALER, []):
-            _see(seen, f"scaler {self._other(scaler)}", scaler.state_dict())
+            base._see(seen, f"scaler {self._other(scaler)}", scaler.state_dict())
         for stateful in found.get(_STATEFUL, []):
             tensors = [pair for key, value in _attributes(stateful).items() for pair in self._tensors(key, value)]
             _see_other(seen, self._other(stateful), tensors)
         base._see_random_states(seen)
         _see_own_generators(seen)
-
-    def _see_module(self, seen: dict[str, str], model: Any, prefix: str) -> None:
-        for name, buffer in model.named_buffers():
-            seen[f"buffer {prefix}{base._canonical(model, name)}"] = _described(buffer)
-        for name, parameter in model.named_parameters():
-            seen[f"param {prefix}{base._canonical(model, name)}"] = _described(parameter)
 
     def _other(self, one: Any) -> str:
         """Return the name of an object: its type, with a number where an earlier object has the same type."""
@@ -188,38 +161,7 @@ def _attributes(one: Any) -> dict[str, Any]:
 
 def _see_other(seen: dict[str, str], name: str, tensors: list[tuple[str, torch.Tensor]]) -> None:
     for key, tensor in tensors:
-        seen[f"other {name}.{key}"] = _described(tensor)
-
-
-def _see(seen: dict[str, str], name: str, value: Any) -> None:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _see(seen, f"{name}.{key}", inner)
-    elif isinstance(value, (list, tuple)):
-        for key, inner in enumerate(value):
-            _see(seen, f"{name}.{key}", inner)
-    elif isinstance(value, (torch.Tensor, bool, int, float)):
-        seen[name] = _described(value)
-
-
-def _described(value: Any) -> str:
-    """Return ``= 0.5`` for a single number; else type, ``zero``, ``bfloat16`` or ``-`` for the values, and a digest."""
-    if not isinstance(value, torch.Tensor):
-        return f"= {value!r}"
-    try:
-        tensor = value.to_local() if hasattr(value, "to_local") else value
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            return f"{tensor.dtype} - {base._digest(value)}"
-        if not tensor.dim():
-            return f"= {tensor.item()!r}"
-        word = "-"
-        if tensor.numel() and not tensor.any():
-            word = "zero"
-        elif tensor.dtype is torch.float32 and tensor.numel() > 1 and torch.equal(tensor.bfloat16().float(), tensor):
-            word = "bfloat16"
-        return f"{str(tensor.dtype).removeprefix('torch.')} {word} {base._digest(value)}"
-    except Exception:
-        return f"- - {base._digest(value)}"
+        seen[f"other {name}.{key}"] = base._described(tensor)
 
 
 def _digests_of_data(value: Any) -> list[str]:

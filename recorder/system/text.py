@@ -17,9 +17,14 @@ _MAX_DEPTH = 50
 """The most levels of a JSON document. Deeper parts of untrusted input become ``...``."""
 
 
+def plural(noun: str, number: int) -> str:
+    """Return a noun for a number of things: ``row``, ``rows``; ``batch``, ``batches``."""
+    return noun if number == 1 else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+
+
 def counted(number: int, noun: str) -> str:
     """Return ``1 row``, ``2,000 rows``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {plural(noun, number)}"
 
 
 def listed(items: Iterable[object], most: int = 8) -> str:
@@ -56,7 +61,7 @@ def one_line(value: object) -> str:
 
 def named(noun: str, numbers: Sequence[object], most: int = 8) -> str:
     """Return ``rank 3``, ``ranks 1, 2``."""
-    return f"{noun}{'s' * (len(numbers) > 1)} {listed(numbers, most)}"
+    return f"{plural(noun, max(len(numbers), 1))} {listed(numbers, most)}"
 
 
 def size(num_bytes: int) -> str:

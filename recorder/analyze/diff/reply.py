@@ -235,8 +235,7 @@ def accusations(culprits: Sequence[Culprit], limit: int) -> Iterator[str]:
     for culprit in led[: limit or None]:
         rank = f", {named('rank', culprit.ranks)}" if culprit.ranks else ""
         if culprit.micro_batches:
-            some = ", ".join(map(str, culprit.micro_batches))
-            rank += f", micro-batch{'es' * (len(culprit.micro_batches) > 1)} {some}"
+            rank += f", {named('micro-batch', culprit.micro_batches, most=len(culprit.micro_batches))}"
         yield f"culprit: step {culprit.step}, {culprit.phase} of {_accused(culprit)}{rank}: {_symptom(culprit)}"
         if culprit.hint:
             yield f"hint: {culprit.hint}"
@@ -256,7 +255,7 @@ def _accused(culprit: Culprit) -> str:
         few = "all parameters" if culprit.num_params else "some parameters"
         accused = f"{culprit.num_params} parameters" if culprit.num_params > 1 else few
         if culprit.stages:
-            accused += f" of stage{'s' * (len(culprit.stages) > 1)} {', '.join(map(str, culprit.stages))}"
+            accused += f" of {named('stage', culprit.stages, most=len(culprit.stages))}"
         accused += " alike"
     return accused + (f" ({culprit.why})" if culprit.why else "")
 

@@ -6,36 +6,70 @@ A proof launches the program several times and compares. torch is never imported
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...config import load_settings
 from ...errors import LookupFailedError, RecorderError
 from ...run.finding import runs_in, typed_for
 from ...run.notes import proof_state
 from ...run.reply import Reply, StateLine
 from ...run.run import Run, open_run
 from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof, keep_proof
-from ...system.text import printable
+from ...system.text import listed, named, plural, printable
 
-KINDS = {
-    "param": "parameters",
-    "grad": "gradients",
-    "buffer": "buffers",
-    "optim": "optimizer states",
-    "lr": "learning rates",
-    "schedule": "members of learning-rate schedules",
-    "scaler": "members of gradient scalers",
-    "other": "values beside the model",
-    "rng": "random states",
-    "batch": "batches",
+NOUNS = {
+    "param": "parameter",
+    "buffer": "buffer",
+    "optim": "optimizer state",
+    "lr": "learning rate",
+    "schedule": "learning-rate schedule",
+    "scaler": "gradient scaler",
+    "other": "state beside the model",
+    "rng": "random state",
+    "batch": "batch",
+    "grad": "gradient",
 }
-"""What the values of each kind are called; the kind is the first word of a key of `Look.digests`."""
+"""What a value of each kind is called; the kind is the first word of a key of `Look.digests`."""
+_GENERATORS = {"cpu": "the CPU", "cuda": "the GPU", "python": "Python", "numpy": "NumPy"}
+MAX_LISTED = 4
+"""The most values that a message names."""
+
+
+def generator(key: str) -> str:
+    """Return what has the random state with this key, in words."""
+    name = key.removeprefix("rng ")
+    return _GENERATORS.get(name, f"the program's own generator {name}")
+
+
+def values_named(keys: Iterable[str]) -> str:
+    """Return which values of one kind these are: ``parameters w, b``, ``random state of the CPU``."""
+    keys = list(dict.fromkeys(keys))
+    kind = keys[0].partition(" ")[0]
+    if kind == "rng":
+        return f"random state of {listed(map(generator, keys), MAX_LISTED)}"
+    noun = NOUNS[kind] if kind == "other" else plural(NOUNS[kind], len(keys))
+    return f"{noun} {listed((key.partition(' ')[2] for key in keys), MAX_LISTED)}"
+
+
+def on_ranks(ranks: Collection[int]) -> str:
+    """Return on which ranks something is: `` on ranks 0, 1``; empty for no ranks."""
+    return f" on {named('rank', sorted(ranks))}" if ranks else ""
+
+
+def count_kinds(keys: Iterable[str]) -> Counter[str]:
+    """Return how many values there are of each kind, by the plural of the kind's noun."""
+    return Counter(plural(NOUNS[key.partition(" ")[0]], 2) for key in keys)
 
 
 class Look(NamedTuple):
@@ -131,20 +165,7 @@ def reply_of(proved: Proven) -> Reply:
     proof = proved.proof
 
     def members() -> dict[str, Any]:
-        names = (
-            "subject",
-            "verdict",
-            "text",
-            "steps",
-            "ranks",
-            "first_step",
-            "notes",
-            "compared",
-            "commands",
-            "commit",
-        )
-        runs = [str(run.path) for run in proved.runs]
-        return {**{name: getattr(proof, name) for name in names}, "runs": runs, "said": proved.said}
+        return {**asdict(proof), "runs": [str(run.path) for run in proved.runs], "said": proved.said}
 
     def parts() -> Iterator[str | StateLine]:
         yield from (f"  | {printable(line)}" for line in proved.said.splitlines())
@@ -158,50 +179,49 @@ def reply_of(proved: Proven) -> Reply:
 
 
 class Launches:
-    """The launches of one proof, each of which leaves what its probes write in a folder of its own."""
+    """The launches of one proof, each of which leaves what its probes write in a temporary folder of its own."""
 
-    def __init__(self, command: Sequence[str], folder: Path, num_steps: int, report: Callable[[str], None]) -> None:
-        self._command = list(command)
-        self._folder = folder
-        self._num_steps = num_steps
+    def __init__(self, environ: Mapping[str, str], num_steps: int, report: Callable[[str], None]) -> None:
+        """`environ` records, with the user's settings. `report` is called with a text about the next launch."""
+        self.environ = environ
+        self.num_steps = num_steps
         self._report = report
+        self._recordings = Path(load_settings(environ=environ).settings.dir).absolute()
+        self._before = os.listdir(self._recordings) if self._recordings.is_dir() else []
+        self._temporary = tempfile.TemporaryDirectory(prefix="recorder-prove-")
+        self._commands: list[str] = []
         self._num_launches = 0
-        self.said = ""
+        self._said = ""
         """The last lines that the last failed launch wrote."""
 
-    def launch(self, what: str, environ: Mapping[str, str]) -> Observed:
-        """Run the command until each rank has made its steps."""
-        return read_observed(*self._launch(what, self._command, environ, self._new_folder()))
+    def __enter__(self) -> Launches:
+        return self
 
-    def launch_to_resume(
-        self, what: str, again: str, resumed_command: Sequence[str], environ: Mapping[str, str]
-    ) -> tuple[Observed, Observed]:
-        """Run the command until its ranks kill themselves, and run the other command, unless the launcher restarts."""
-        folder = self._new_folder()
-        resumed_folder = folder / RESUMED
-        _, exit_code = self._launch(what, self._command, {**environ, _PROBE_RESUME: "killed"}, folder)
-        killed = read_observed(folder, exit_code)
-        if not resumed_folder.exists() and killed.num_steps == self._num_steps:
-            self.said = ""
-            resumed_folder.mkdir()
-            environ = {**environ, _PROBE_RESUME: RESUMED}
-            _, exit_code = self._launch(again, resumed_command, environ, resumed_folder)
-        return killed, read_observed(resumed_folder, exit_code)
+    def __exit__(self, *error: object) -> None:
+        self._temporary.cleanup()
 
-    def _new_folder(self) -> Path:
-        folder = self._folder / str(self._num_launches + 1)
-        folder.mkdir()
-        return folder
+    def launch(
+        self, what: str, command: Sequence[str], environ: Mapping[str, str] | None = None, *,
+        num_steps: int | None = None, resume: str = "", folder: Path | None = None,
+    ) -> Observed:  # fmt: skip
+        """Run a command until each rank has made its steps, and return what the probes saw.
 
-    def _launch(self, what: str, command: Sequence[str], environ: Mapping[str, str], folder: Path) -> tuple[Path, int]:
+        With `resume` the probe looks at each step's state before the step: ``killed`` or `RESUMED`. Raises
+        LookupFailedError if two processes trained as one rank, and OSError if the command cannot be run.
+        """
         self._num_launches += 1
+        self._commands.append(shlex.join(command))
         self._report(f"{self._num_launches}: {what}")
-        its_environ = {**environ, _PROBE: str(folder), _PROBE_STEPS: str(self._num_steps)}
+        folder = folder or Path(self._temporary.name) / str(self._num_launches)
+        folder.mkdir()
+        probing = {_PROBE: str(folder), _PROBE_STEPS: str(num_steps or self.num_steps)}
+        probing |= {_PROBE_RESUME: resume} if resume else {}
         written = folder / "written.txt"
         with written.open("wb") as file:
             process = subprocess.Popen(
-                command, env=its_environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
-            )
+                command, env={**(environ or self.environ), **probing},
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
             exit_code = _wait(process, folder)
         if _is_done(folder):
             exit_code = 0
@@ -209,8 +229,50 @@ class Launches:
             lines = written.read_text(encoding="utf-8", errors="replace").splitlines()
             summary = next((i for i, line in enumerate(lines) if i and "failed (exitcode: " in line), len(lines))
             del lines[summary:]  # what torchrun adds to the rank's own words
-            self.said = "\n".join(lines[-_TAIL_LINES:])
-        return folder, exit_code
+            self._said = "\n".join(lines[-_TAIL_LINES:])
+        return read_observed(folder, exit_code)
+
+    def launch_to_resume(
+        self, command: Sequence[str], again: str, resumed_command: Sequence[str], num_resumed_steps: int | None = None
+    ) -> tuple[Observed, Observed]:
+        """Run the command until its ranks kill themselves, and run the other command, unless the launcher restarts."""
+        folder = Path(self._temporary.name) / "killed"
+        what = f"to be killed at the end of step {self.num_steps - 1}"
+        killed = self.launch(what, command, resume="killed", folder=folder)
+        if (folder / RESUMED).exists():
+            return killed, read_observed(folder / RESUMED, killed.exit_code)
+        if killed.num_steps < self.num_steps:
+            return killed, Observed(exit_code=killed.exit_code, ranks={})
+        self._said = ""
+        resumed = self.launch(
+            again, resumed_command, num_steps=num_resumed_steps, resume=RESUMED, folder=folder / RESUMED
+        )
+        return killed, resumed
+
+    def proven(self, proof: Proof, *recorded: Observed) -> Proven:
+        """Write the certificate into the runs that launches have recorded, and return it with these runs."""
+        seen = [rank for launch in recorded for rank in launch.ranks.values()]
+        commands = tuple(dict.fromkeys(self._commands))
+        proof = replace(proof, commands=commands, commit=_commit(), time_ns=time.time_ns())
+        if seen:
+            proof = replace(proof, versions=seen[0].versions, machine=seen[0].machine)
+        runs = self.runs_of(*recorded)
+        if proof.verdict == UNCHANGED and proof.subject == "recording" and not any(run.num_rows for run in runs):
+            text = f"the program left no row in a run in {self._recordings}, and nothing shows what recording would do"
+            proof = replace(proof, verdict=UNKNOWN, text=f"{UNKNOWN}: {text}")
+        for run in runs:
+            keep_proof(proof, run.path)
+        return Proven(proof, runs, self._said)
+
+    def runs_of(self, *recorded: Observed) -> tuple[Run, ...]:
+        """Return the runs that launches have recorded. Runs that were there before the first launch do not count."""
+        pids = {rank.pid for launch in recorded for rank in launch.ranks.values()}
+        runs = []
+        for found in runs_in(self._recordings, without=self._before) if self._recordings.is_dir() else ():
+            with suppress(RecorderError):
+                run = open_run(found.location)
+                runs += [run] if any(writer.manifest.pid in pids for writer in run.writers) else []
+        return tuple(runs)
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> int:
@@ -250,27 +312,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def keep(
-    proof: Proof, commands: Sequence[Sequence[str]], folder: Path, before: set[str], launches: Sequence[Observed]
-) -> tuple[Proof, tuple[Run, ...]]:
-    """Write the certificate into the runs that launches have recorded in a folder, and return both.
-
-    Runs that were there `before` stay as they are.
-    """
-    seen = [rank for launch in launches for rank in launch.ranks.values()]
-    lines = tuple(dict.fromkeys(map(shlex.join, commands)))
-    proof = replace(proof, commands=lines, commit=_commit(), time_ns=time.time_ns())
-    if seen:
-        proof = replace(proof, versions=seen[0].versions, machine=seen[0].machine)
-    runs = _runs_of(folder, before, {rank.pid for rank in seen})
-    if proof.verdict == UNCHANGED and proof.subject == "recording" and not any(run.num_rows for run in runs):
-        text = f"{UNKNOWN}: the program left no row in a run in {folder}, and nothing shows what recording would do"
-        proof = replace(proof, verdict=UNKNOWN, text=text)
-    for run in runs:
-        keep_proof(proof, run.path)
-    return proof, tuple(runs)
-
-
 def _commit() -> str:
     """Return the commit of the folder in which the program is started; empty where git does not know it."""
     try:
@@ -283,19 +324,3 @@ def _commit() -> str:
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], capture_output=True, text=True, check=True, timeout=_GIT_S)
     return done.stdout.strip()
-
-
-def _runs_of(folder: Path, before: set[str], pids: set[int]) -> list[Run]:
-    runs = []
-    if not folder.is_dir():
-        return []
-    for found in runs_in(folder):
-        if found.location.name in before:
-            continue
-        try:
-            run = open_run(found.location)
-        except RecorderError:
-            continue
-        if any(writer.manifest.pid in pids for writer in run.writers):
-            runs.append(run)
-    return runs

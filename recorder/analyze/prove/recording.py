@@ -5,30 +5,20 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
-from ...config import FLAG, PREFIX, load_settings
-from ...run.finding import runs_in
+from ...config import FLAG, PREFIX
 from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed, named
-from .launches import KINDS, Launches, Observed, Proven, keep
+from .launches import MAX_LISTED, Launches, Observed, Proven, count_kinds, on_ranks, values_named
 
-_NOUNS = {
-    "grad": "gradient",
-    "param": "parameter",
-    "buffer": "buffer",
-    "optim": "optimizer state",
-    "rng": "random state",
-}
-"""The word for each kind of digest. A difference of one kind causes differences of the later kinds."""
+_ORDER = ("grad", "param", "buffer", "optim", "lr", "rng")
+"""The kinds of values. A difference of one kind causes differences of the later kinds."""
 _UNSEEDED = ("rng python", "rng numpy")
 """The random states that the operating system seeds in each process, unless the program does."""
-_MAX_LISTED = 4
 
 
 class _Difference(NamedTuple):
@@ -70,11 +60,10 @@ def judge(plain: Observed, again: Observed, recorded: Observed, *, num_steps: in
         return tell(UNKNOWN, f"{UNKNOWN}: {text} with exit code {plain.exit_code}")
     ignored = _unseeded(plain, again)
     if ignored:
-        generators = " and ".join(sorted(key.partition(" ")[2] for key in ignored))
-        notes.append(f"the random state of {generators} is not compared: the program does not seed it")
+        notes.append(f"not compared, since the program does not seed it: {values_named(sorted(ignored))}")
     looks = [seen.looks[0].digests for seen in plain.ranks.values() if seen.looks]
-    if unread := sorted({key for look in looks for key, digest in look.items() if digest.startswith("unread")}):
-        notes.append(f"not compared, since their bits cannot be read here: {listed(unread, _MAX_LISTED)}")
+    if unread := sorted({key for look in looks for key, digest in look.items() if "unread" in digest}):
+        notes.append(f"not compared, since their bits cannot be read here: {listed(unread, MAX_LISTED)}")
     itself, other = _compare(plain, again, ignored), _compare(plain, recorded, ignored)
     if (own := _ends(plain, again)) and itself.step is None:
         return tell(UNKNOWN, f"{UNKNOWN}: without the recorder the program differs by itself: {own}")
@@ -120,7 +109,7 @@ def _compare(a: Observed, b: Observed, ignored: set[str]) -> _Course:
         for one, other in zip(a.ranks[rank].looks, b.ranks[rank].looks, strict=False):
             keys = (one.digests.keys() | other.digests.keys()) - ignored
             differing = [key for key in keys if one.digests.get(key) != other.digests.get(key)]
-            compared.update(KINDS[key.partition(" ")[0]] for key in keys)
+            compared += count_kinds(keys)
             differences += [_Difference(one.step, rank, key) for key in differing]
             if differing:
                 break
@@ -144,18 +133,10 @@ def _ends(a: Observed, b: Observed) -> str:
 
 
 def _described(differences: Sequence[_Difference]) -> str:
-    told = []
-    for kind, noun in _NOUNS.items():
-        ranks_of: dict[str, list[int]] = {}
-        for one in differences:
-            its_kind, _, name = one.key.partition(" ")
-            if its_kind == kind:
-                ranks_of.setdefault(name, []).append(one.rank)
-        if ranks_of:
-            names = listed(list(ranks_of), _MAX_LISTED)
-            ranks = sorted({rank for some in ranks_of.values() for rank in some})
-            told.append(f"{noun} {names} on {named('rank', ranks)}")
-    return "; ".join(told)
+    kinds = [[one for one in differences if one.key.startswith(f"{kind} ")] for kind in _ORDER]
+    return "; ".join(
+        values_named(one.key for one in some) + on_ranks({one.rank for one in some}) for some in kinds if some
+    )
 
 
 def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes: list[str]) -> tuple[str, int]:
@@ -174,7 +155,7 @@ def _compare_printed(plain: Observed, again: Observed, recorded: Observed, notes
             problem = f"rank {rank} prints {_shown(more)} under the recorder"
     if num_left_out:
         lines = counted(num_left_out, "printed line")
-        notes.append(f"{lines} not compared: they differ without the recorder, too, as times do")
+        notes.append(f"not compared, since two launches without the recorder differ there, as times do: {lines}")
     return problem, num_compared
 
 
@@ -182,31 +163,19 @@ def _shown(lines: Counter[str]) -> str:
     return repr(next(iter(lines))[:80])
 
 
-def prove(
-    command: Sequence[str], environ: Mapping[str, str], *, num_steps: int, report: Callable[[str], None]
-) -> Proven:
-    """Run a program three times and judge whether the recorder changes it; if it seems so, run it a fourth time.
-
-    `environ` is the environment that records, with the user's settings. `report` is called with a text about the next
-    launch. Raises LookupFailedError if two processes trained as one rank, and OSError if the command cannot be run.
-    """
+def prove(launches: Launches, command: Sequence[str]) -> Proven:
+    """Run a program three times and judge whether the recorder changes it; if it seems so, run it a fourth time."""
     ours = (PREFIX, f"_{PREFIX}")
-    bare = {name: value for name, value in environ.items() if name != FLAG and not name.startswith(ours)}
-    folder = Path(load_settings(environ=environ).settings.dir).absolute()
-    before = {run.location.name for run in runs_in(folder)} if folder.is_dir() else set()
-    with tempfile.TemporaryDirectory(prefix="recorder-prove-") as temporary:
-        launches = Launches(command, Path(temporary), num_steps, report)
-        plain = launches.launch("without the recorder", bare)
-        if plain.ranks:
-            again = launches.launch("without the recorder once more", bare)
-            recorded = launches.launch("with the recorder", environ)
-            proof = judge(plain, again, recorded, num_steps=num_steps)
-            if proof.verdict == CHANGED:
-                third = launches.launch("without the recorder, to be sure", bare)
-                sure = judge(plain, third, recorded, num_steps=num_steps)
-                proof = sure if sure.verdict != CHANGED else proof
-        else:
-            proof, recorded = judge(plain, plain, plain, num_steps=num_steps), plain
-        said = launches.said
-    proof, runs = keep(proof, [command], folder, before, [recorded] if proof.ranks else [])
-    return Proven(proof, runs, said)
+    bare = {name: value for name, value in launches.environ.items() if name != FLAG and not name.startswith(ours)}
+    num_steps = launches.num_steps
+    plain = launches.launch("without the recorder", command, bare)
+    if not plain.ranks:
+        return launches.proven(judge(plain, plain, plain, num_steps=num_steps))
+    again = launches.launch("without the recorder once more", command, bare)
+    recorded = launches.launch("with the recorder", command)
+    proof = judge(plain, again, recorded, num_steps=num_steps)
+    if proof.verdict == CHANGED:
+        third = launches.launch("without the recorder, to be sure", command, bare)
+        sure = judge(plain, third, recorded, num_steps=num_steps)
+        proof = sure if sure.verdict != CHANGED else proof
+    return launches.proven(proof, recorded)

@@ -6,33 +6,18 @@ interruption. `judge_resume` compares the two launches, without any process or f
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ...config import load_settings
-from ...run.finding import runs_in
 from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed, named
-from .launches import KINDS, Launches, Observed, Proven, keep
+from .launches import MAX_LISTED, Launches, Observed, Proven, count_kinds, on_ranks, values_named
 
-_STATE = {
-    "param": "parameter",
-    "buffer": "buffer",
-    "optim": "optimizer state",
-    "lr": "learning rate",
-    "schedule": "learning-rate schedule",
-    "scaler": "gradient scaler",
-    "other": "state beside the model",
-    "rng": "random state",
-}
-"""The noun for each kind of state, causes before effects."""
+_STATE = ("param", "buffer", "optim", "lr", "schedule", "scaler", "other", "rng")
+"""The kinds of state, causes before effects."""
 _ALIGNING = ("param", "optim", "schedule", "buffer", "batch")
 """The kinds of values that show at which step the resumed run goes on."""
-_GENERATORS = {"cpu": "the CPU", "cuda": "the GPU", "python": "Python", "numpy": "NumPy"}
-_MAX_LISTED = 4
 _Digests = Mapping[str, str]
 
 
@@ -83,7 +68,7 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
         ]
         for i in range(min(resumed.num_steps, killed.num_steps - start))
     ]
-    compared.update(KINDS[key.partition(" ")[0]] for step in steps for pair in step for key in pair.then)
+    compared += count_kinds(key for step in steps for pair in step for key in pair.then)
     course = _BothLaunches(killed, steps)
     findings = [*course.state_findings(0), *course.batch_findings()]
     notes += course.notes
@@ -153,61 +138,64 @@ class _BothLaunches:
         """Yield a finding for each way in which a kind of state differs at the beginning of a step."""
         num_findings = 0
         for kind in _STATE:
-            groups: dict[str, list[tuple[str, int]]] = {}
-            """Keys and ranks, by the words that say how the values differ."""
+            groups: dict[tuple[str, bool], list[tuple[str, int]]] = {}
+            """Keys and ranks, by the words that say how the values differ, and by whether no step changes them."""
             for pair in self._steps[i]:
                 for key, then in _of_kind(pair.then, kind).items():
                     now = pair.now.get(key, "")
-                    if now != then and not (kind == "rng" and self._is_idle(key, pair.rank)):
-                        groups.setdefault(self._how(key, pair.rank, then, now), []).append((key, pair.rank))
-            for how, places in groups.items():
-                num_findings += 1
+                    if now != then:
+                        is_idle = kind == "rng" and self._is_idle(key, pair.rank)
+                        groups.setdefault((self._how(key, pair.rank, then, now), is_idle), []).append((key, pair.rank))
+            for (how, is_idle), places in groups.items():
                 text = self._sentence(i, kind, how, places)
+                if is_idle:
+                    self._note(f"{text}, and no step {'draws from' if kind == 'rng' else 'changes'} it")
+                    continue
+                num_findings += 1
                 if kind == "rng" and num_findings == 1 and not any(map(_has_other_batches, self._steps[i])):
                     text = f"{text}, nothing else: dropout and whatever else draws from it"
                 yield _Finding(self._steps[i][0].step, text)
 
     def _is_idle(self, key: str, rank: int) -> bool:
-        """Return whether no step of the killed launch has moved a random state, and note it."""
-        is_idle = len({look.digests.get(key) for look in self._killed.ranks[rank].looks}) == 1
-        note = f"the random state of {_generator(key)} differs, and no step draws from it"
-        if is_idle and note not in self.notes:
-            self.notes.append(note)
-        return is_idle
+        """Return whether no step of the killed launch has moved a value."""
+        return len({look.digests.get(key) for look in self._killed.ranks[rank].looks}) == 1
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _how(self, key: str, rank: int, then: str, now: str) -> str:
         """Return in words how a value differs from what it was."""
-        if key.startswith("rng "):
-            return "another"
         if not now:
-            return "missing"
+            return "is missing"
+        if key.startswith("rng "):
+            return "differs"
         (type_then, *word_then), (type_now, *word_now) = then.split(" ")[:2], now.split(" ")[:2]
         if type_then == type_now == "=":
-            return f"{word_now[0]} and not {word_then[0]}"
+            return f"is {word_now[0]} and not {word_then[0]}"
         if type_then != type_now:
-            return f"{type_now} and not {type_then}"
+            return f"is {type_now} and not {type_then}"
         if word_now == ["zero"] != word_then:
-            return "zero"
+            return "is zero"
         looks = self._killed.ranks[rank].looks
         if steps := [look.step for look in looks if look.digests.get(key) == now]:
-            return f"as at step {steps[-1]}"
+            return f"is as at step {steps[-1]}"
         if word_now == ["bfloat16"] != word_then:
-            return "rounded to bfloat16"
-        return "another"
+            return "is rounded to bfloat16"
+        return "is another"
 
     def _sentence(self, i: int, kind: str, how: str, places: Sequence[tuple[str, int]]) -> str:
-        names = list(dict.fromkeys(key.partition(" ")[2] for key, _ in places))
-        ranks = sorted({rank for _, rank in places})
-        on = "" if len(ranks) == len(self._steps[i]) else f" on {named('rank', ranks)}"
-        if kind == "rng":
-            return f"random state of {listed(dict.fromkeys(map(_generator, names)), _MAX_LISTED)} differs{on}"
+        keys = dict.fromkeys(key for key, _ in places)
+        ranks = {rank for _, rank in places}
+        on = on_ranks(ranks if len(ranks) < len(self._steps[i]) else ())
         if kind == "optim":
-            owners = {name.rpartition(".")[0] for name in names}
-            members = dict.fromkeys(name.rpartition(".")[2] for name in names)
-            what = f"optimizer state of {counted(len(owners), 'parameter')} is {how}{on}"
-            return f"{what}: {listed(members, _MAX_LISTED)}"
-        nouns = _STATE[kind] if len(names) == 1 or kind == "other" else f"{_STATE[kind]}s"
-        return f"{nouns} {listed(names, _MAX_LISTED)} {'is' if nouns == _STATE[kind] else 'are'} {how}{on}"
+            owners = {key.rpartition(".")[0] for key in keys}
+            members = dict.fromkeys(key.rpartition(".")[2] for key in keys)
+            what = f"optimizer state of {counted(len(owners), 'parameter')}"
+            return f"{what} {how}{on}: {listed(members, MAX_LISTED)}"
+        if len(keys) > 1 and kind not in ("other", "rng"):
+            how = how.replace("is ", "are ", 1)
+        return f"{values_named(keys)} {how}{on}"
 
     def batch_findings(self) -> Iterator[_Finding]:
         """Yield a finding for each way in which ranks read other batches, at the first step at which they do."""
@@ -227,13 +215,14 @@ class _BothLaunches:
     def gradients(self, i: int) -> str:
         """Return which gradients of a step differ, on which ranks; empty if none do."""
         places = [
-            (key.partition(" ")[2], pair.rank)
+            (key, pair.rank)
             for pair in self._steps[i]
             for key, digest in _of_kind(pair.then, "grad").items()
             if pair.now.get(key) != digest
         ]
-        names = listed(dict.fromkeys(name for name, _ in places), _MAX_LISTED)
-        return f"the gradients of {names} differ on {named('rank', sorted({r for _, r in places}))}" if places else ""
+        keys = dict.fromkeys(key for key, _ in places)
+        on = on_ranks({rank for _, rank in places})
+        return f"{values_named(keys)} {'differs' if len(keys) == 1 else 'differ'}{on}" if places else ""
 
 
 def _reading(pair: _Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
@@ -246,7 +235,7 @@ def _reading(pair: _Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
         return f"makes the step of {len(now)} of its {len(then)} batches: the gradients accumulated before are lost"
     wrong = next((number for number, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), None)
     if wrong is None:
-        return f"makes the step of {counted(len(now), 'batch')} and not of {len(then)}".replace("batchs", "batches")
+        return f"makes the step of {counted(len(now), 'batch')} and not of {len(then)}"
     if (at := read_at.get(now[wrong])) is None:
         return "reads a batch that the interrupted run did not read in its steps"
     step, number = at
@@ -265,32 +254,7 @@ def _has_other_batches(pair: _Pair) -> bool:
     return _of_kind(pair.then, "batch") != _of_kind(pair.now, "batch")
 
 
-def _generator(key: str) -> str:
-    name = key.removeprefix("rng ")
-    return _GENERATORS.get(name, f"the program's own generator {name}")
-
-
-def prove_resume(
-    command: Sequence[str],
-    resumed_command: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    num_steps: int,
-    report: Callable[[str], None],
-) -> Proven:
-    """Run a program until it has made some steps, kill it, resume it, and judge whether it goes on as it did.
-
-    `environ` is the environment that records, with the user's settings. `report` is called with a text about the next
-    launch. Raises LookupFailedError if two processes trained as one rank, and OSError if a command cannot be run.
-    """
-    folder = Path(load_settings(environ=environ).settings.dir).absolute()
-    before = {run.location.name for run in runs_in(folder)} if folder.is_dir() else set()
-    with tempfile.TemporaryDirectory(prefix="recorder-prove-") as temporary:
-        launches = Launches(command, Path(temporary), num_steps, report)
-        killed, resumed = launches.launch_to_resume(
-            f"to be killed at the end of step {num_steps - 1}", "resumed", resumed_command, environ
-        )
-        proof = judge_resume(killed, resumed, num_steps=num_steps)
-        said = launches.said
-    proof, runs = keep(proof, [command, resumed_command], folder, before, [killed, resumed])
-    return Proven(proof, runs, said)
+def prove_resume(launches: Launches, command: Sequence[str], resumed_command: Sequence[str]) -> Proven:
+    """Run a program until it has made some steps, kill it, resume it, and judge whether it goes on as it did."""
+    killed, resumed = launches.launch_to_resume(command, "resumed", resumed_command)
+    return launches.proven(judge_resume(killed, resumed, num_steps=launches.num_steps), killed, resumed)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...analyze.prove.launches import reply_of
+from ...analyze.prove.launches import Launches, reply_of
 from ...analyze.prove.recording import prove
 from ...analyze.prove.resume import prove_resume
 from ...errors import ConfigError, LookupFailedError
@@ -51,7 +51,7 @@ def command(
 
     The certificate is kept with the run; ls, doctor and report show it.
 
-    Exit code 0: unchanged. 1: changed. 2: nobody can say, because the program differs by itself, or takes no step.
+    Exit code 0: unchanged. 1: changed. 2: cannot tell, because the program differs by itself, or takes no step.
     """
     environ, rest = split_assignments(words)
     if rest[:1] == ["--"]:
@@ -61,10 +61,11 @@ def command(
     launched = prepare(environ, rest)
     if shutil.which(launched[0], path=environ.get("PATH")) is None:
         raise ConfigError(f"cannot run {launched[0]!r}: no such program")
-    if not resume and resume_with is None:
-        return reply_of(prove(launched, environ, num_steps=steps, report=_say_launch))
     resumed = prepare(environ, shlex.split(resume_with)) if resume_with else launched
-    return reply_of(prove_resume(launched, resumed, environ, num_steps=steps, report=_say_launch))
+    with Launches(environ, steps, _say_launch) as launches:
+        if resume or resume_with:
+            return reply_of(prove_resume(launches, launched, resumed))
+        return reply_of(prove(launches, launched))
 
 
 def _say_launch(text: str) -> None:

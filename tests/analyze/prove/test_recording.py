@@ -51,7 +51,7 @@ NOISE = launched((0, 2, "grad w", "x"), (0, 2, "param w", "y"))
         (PLAIN, PLAIN, "unchanged", "4 steps of 2 ranks, 32 values and 2 printed lines", None),
         (PLAIN, launched((1, 3, "param w", "x")), "changed", "from step 3 on: parameter w on rank 1", 3),
         (NOISE, PLAIN, "cannot tell", "by itself from step 2 on: gradient w on rank 0; parameter w on rank 0", 2),
-        (NOISE, launched((1, 1, "rng cpu", "x")), "changed", "from step 1 on: random state cpu on rank 1", 1),
+        (NOISE, launched((1, 1, "rng cpu", "x")), "changed", "from step 1 on: random state of the CPU on rank 1", 1),
         (NOISE, launched((1, 2, "rng cpu", "x")), "cannot tell", "by itself from step 2 on", 2),
         (PLAIN, launched(steps=3, code=1), "changed", "rank 0 took 4 steps, then 3 (exit codes 0 and 1)", None),
         (launched(steps=3), PLAIN, "cannot tell", "rank 0 took 4 steps, then 3", None),
@@ -75,8 +75,8 @@ def test_what_nobody_seeds_and_what_tells_the_time_is_left_out_and_said() -> Non
     proof = judge(first, second, third, num_steps=9)
     assert proof.verdict == "unchanged"
     assert proof.notes == (
-        "the random state of python is not compared: the program does not seed it",
-        "2 printed lines not compared: they differ without the recorder, too, as times do",
+        "not compared, since the program does not seed it: random state of Python",
+        "not compared, since two launches without the recorder differ there, as times do: 2 printed lines",
         "the program ended by itself after 4 steps of 9",
     )
 
@@ -92,13 +92,14 @@ def test_a_program_without_a_step_is_no_proof() -> None:
 def test_a_program_that_records_nothing_proves_nothing(
     has_run: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(self: object, what: str, environ: object) -> Observed:
+    def launch(self: object, what: str, *more: object) -> Observed:
         if what == "with the recorder" and has_run:
             HandmadeWriter(make_run(tmp_path / "run"), 0).finish(pid=1)
         return PLAIN
 
     monkeypatch.setattr(Launches, "launch", launch)
-    found = recording.prove(["program"], {"RECORDER_DIR": str(tmp_path)}, num_steps=4, report=print)
+    with Launches({"RECORDER_DIR": str(tmp_path)}, 4, print) as launches:
+        found = recording.prove(launches, ["program"])
     assert found.proof.verdict == "cannot tell"
     assert "left no row" in found.proof.text
     assert [run.proof for run in found.runs] == [found.proof] * has_run
