@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import NotARunError
+from ..run.notes import RowFinding
 from ..run.reply import Reply, Table, plain, table_of
 from ..run.run import Run
 from ..system.text import counted
@@ -29,17 +30,6 @@ class SameLayout(NamedTuple):
     example: str
 
 
-class Contradiction(NamedTuple):
-    """The first value that contradicts its layout."""
-
-    step: int
-    module_path: str
-    site: str
-    name: str
-    ranks: tuple[int, ...]
-    text: str
-
-
 class Layouts(NamedTuple):
     """The answer about some steps of a run."""
 
@@ -47,7 +37,9 @@ class Layouts(NamedTuple):
     last_step: int
     ways: list[SameLayout]
     """The ways in which values lie, that of the most values first."""
-    contradiction: Contradiction | None
+    num_values: int
+    """The number of values. One that lies otherwise at another step counts once here, and in both ways in `ways`."""
+    contradiction: RowFinding | None
     num_contradictions: int
 
 
@@ -70,14 +62,13 @@ def layouts(run: Run) -> Layouts:
             examples.setdefault(how, {})[" ".join(filter(None, (repr(module_path), site, name)))] = None
     ways = [SameLayout(*how, len(values), next(iter(values))) for how, values in examples.items()]
     wrong = [one for one in rows.findings if one.kind in _CONTRADICTIONS]
-    worst = min(wrong, key=lambda one: one.step, default=None)  # of one step the first in the order of execution
     return Layouts(
         first_step=min(steps, default=first),
         last_step=max(steps, default=first),
         ways=sorted(ways, key=lambda way: -way.num_values),
-        contradiction=None
-        if worst is None
-        else Contradiction(worst.step, worst.module_path, worst.site, worst.name, worst.ranks, worst.text),
+        num_values=len({value for values in examples.values() for value in values}),
+        # Of one step the first in the order of execution.
+        contradiction=min(wrong, key=lambda one: one.step, default=None),
         num_contradictions=len(wrong),
     )
 
@@ -90,7 +81,6 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
         return {"run": run.run_id, **shown}
 
     def parts() -> Iterator[str | Table]:
-        num_values = sum(way.num_values for way in answer.ways)
         steps = f"step {answer.first_step}"
         if answer.last_step > answer.first_step:
             steps = f"steps {answer.first_step} to {answer.last_step}"
@@ -99,7 +89,7 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
             [[way.layout, way.ground, f"{way.num_values:,}", way.example] for way in answer.ways],
             numbers=("values",),
             prose=("layout", "ground"),
-            title=f"{run.name}: {counted(num_values, 'value')} at {steps}",
+            title=f"{run.name}: {counted(answer.num_values, 'value')} at {steps}",
         )
         found = answer.contradiction
         if found is None:

@@ -245,8 +245,12 @@ class Capture:
             if chunk is not None and 'Partial"' in chunk.placements:
                 local, keep, note = self._summand(tensor, local, keep, note)
             if keep & KEEP_PROBE:
-                keep = self._keep_probed(origin, moment, phase, scope, chunk, local, keep)
-                if not keep:
+                has_turned = self._show_probe(origin, moment, phase, scope, chunk, local)
+                keep &= ~KEEP_PROBE
+                if has_turned:
+                    note = note if keep else merged_notes(note, _TURNED)
+                    keep |= KEEP_STATS
+                elif not keep:
                     return
             if (
                 self.channel.refused
@@ -317,15 +321,13 @@ class Capture:
         # The result is that of `Staged(*fields)`, in a third of the time.
         (put or self.channel.put)(tuple.__new__(Staged, fields))
 
-    def _keep_probed(
-        self, origin: Origin, moment: Moment, phase: str, scope: str | None, chunk: Chunk | None,
-        local: torch.Tensor, keep: int,
-    ) -> int:  # fmt: skip
-        """Show a value to the probe, and return what else is kept: statistics if the value has turned non-finite."""
+    def _show_probe(
+        self, origin: Origin, moment: Moment, phase: str, scope: str | None, chunk: Chunk | None, local: torch.Tensor
+    ) -> bool:
+        """Show a value to the probe, and return whether the value has turned non-finite."""
         if self.probe is None:
             self.probe = Probe(self.observe, self.on_probed, use_native=self.settings.native)
-        has_turned = self.probe.saw(origin, moment, phase, scope, chunk, local)
-        return keep & ~KEEP_PROBE | (KEEP_STATS if has_turned else 0)
+        return self.probe.saw(origin, moment, phase, scope, chunk, local)
 
     def _ask_probe(self, question: Callable[..., None], *arguments: int) -> None:
         try:
@@ -554,6 +556,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
+_TURNED = '{"turned":true}'
 _MASKED = '{"masked":true}'
 _NO_STATISTICS_OF_PARTIAL = '{"no_statistics":"Partial"}'
 _NO_ROOM = {

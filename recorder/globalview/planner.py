@@ -15,7 +15,7 @@ from ..columns import HANDED_ON
 from ..errors import LookupFailedError
 from ..format.manifest import Stage
 from ..layout.levels import BatchGroup, WholeTensors, compose, renumbered, within
-from ..layout.placement import RANK_BOUND, NoPlan, Plan, RankChunk, named, reduce_op
+from ..layout.placement import RANK_BOUND, TURNED, NoPlan, Plan, RankChunk, named, reduce_op
 from ..layout.rules import (
     Batch,
     ChunkValues,
@@ -50,6 +50,7 @@ _OTHER_INPUTS = (
     "whose ranks have batches of their own, and neither DDP nor FSDP was seen, which would tell; "
     "--layout '...=shard(DIM)' or '...=per_rank' can"
 )
+_TURNED = "it turned NaN or infinite here; other ranks or micro-batches have no row of it at this step"
 _ASSUMED = " (assumed to be replicas: neither DDP nor FSDP was seen; --layout '...=per_rank' if they are not)"
 
 
@@ -116,7 +117,9 @@ class Planner:
             plan, differing = _leave_with_ranks(plan, value, differing)
         present = dict.fromkeys(value.ranks)
         missing = tuple(rank for rank in value.expected if rank not in present)
-        if missing and not is_own:
+        if value.chunks[0].rank_bound == TURNED and (missing or isinstance(plan, NoPlan)):
+            plan, differing = NoPlan("per_rank", _TURNED), _Differing()
+        elif missing and not is_own:
             self._report_missing_ranks(value, missing)
         if differing.copies:
             plan = self._report_differing_copies(plan, value, override, differing)
@@ -355,7 +358,7 @@ def _without_layout_rule(question: Question) -> Plan | NoPlan | None:
     if value.group.conflict and (is_plain or value.batch_groups is not None):
         return NoPlan("inconsistent" if value.group.model_groups else "per_rank", value.group.conflict)
     if question.num_expected > 1 or len(chunks) > 1:
-        bounds = (chunk.rank_bound for chunk in chunks if chunk.rank_bound and chunk.global_shape is None)
+        bounds = (chunk.rank_bound for chunk in chunks if chunk.rank_bound in RANK_BOUND and chunk.global_shape is None)
         rank_bound = next(bounds, None)
         if rank_bound is not None and (rank_bound == "no_layout" or site not in STATES):
             return NoPlan("per_rank", RANK_BOUND[rank_bound])

@@ -9,11 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..columns import COUNTS, MEASURED, STATISTICS, parse_shape
 from ..format.manifest import MAX_RANKS, ParallelRanks, RecordedRoot, Stage
+from ..numerics.keys import Integers
 from ..read.writers import RecordedWriter
 from ..system.text import listed
 
@@ -23,6 +26,22 @@ class Launch(NamedTuple):
 
     attempt: int
     number: int
+
+
+def find_superseded(winners: Mapping[int, int], sources: Integers, steps: Integers) -> npt.NDArray[np.bool_]:
+    """Flag the rows of steps that another source has won.
+
+    Args:
+        winners: by step, the launch or the attempt whose rows count.
+        sources: of each row, its launch or its attempt.
+        steps: of each row, its step.
+    """
+    if not winners:
+        return np.zeros(len(steps), np.bool_)
+    known = np.array(sorted(winners), np.int64)
+    wins = np.array([winners[step] for step in known.tolist()], np.int64)
+    at = np.minimum(np.searchsorted(known, steps), len(known) - 1)
+    return np.asarray((known[at] == steps) & (sources != wins[at]))
 
 
 class Topology:

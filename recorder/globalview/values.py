@@ -21,7 +21,7 @@ from ..sites import ACTIVATIONS, GRADIENTS, NUMBERS, STATES
 from .leaves import BatchDims, ChunkKeys, Leaves, Observation, Sample
 from .planner import GlobalValue, Overrides, Planner
 from .row_groups import COLUMNS, LABELS, FindingLog, GroupedRows, GroupedValues, RowFinding, RowGrouper, Wanted
-from .run_topology import Topology
+from .run_topology import Topology, find_superseded
 from .value_rows import ValueReader, ValueRows
 
 _MAX_LOOKED_UP = 100_000
@@ -39,12 +39,8 @@ def find_counting_rows(rows: MetadataRows, topology: Topology, findings: Finding
     steps = rows.numbers("step")
     of_writer = {number: steps[counts & (writers == number)] for number in np.unique(writers[counts]).tolist()}
     winners = topology.winners({number: np.unique(own).tolist() for number, own in of_writer.items()})
-    if not winners:
-        return counts
-    launches = np.array(topology.launch_indices())[writers]
-    known = np.array(sorted(winners))
-    wins = np.array([winners[step] for step in known.tolist()])
-    is_superseded = counts & (launches != wins[np.minimum(np.searchsorted(known, steps), len(known) - 1)])
+    launches = np.array(topology.launch_indices(), np.int64)[writers]
+    is_superseded = counts & find_superseded(winners, launches, steps)
     if is_superseded.any():
         text = f"{is_superseded.sum()} rows of earlier attempts at steps that a later one recorded are left out"
         findings.add("superseded", int(np.flatnonzero(is_superseded)[0]), (), text)

@@ -309,6 +309,8 @@ RANK_BOUND = {
     "inner_of": "it is a part of a composite tensor, which means nothing without the rank's other parts",
 }
 """The members of a row's note that forbid joining its chunk with other ranks' chunks, each with the reason."""
+TURNED = "turned"
+"""The member of the note of a row that a rank wrote out of turn, because the value turned NaN or infinite there."""
 MAX_NAMED = 8
 """The most ranks that a message lists."""
 
@@ -324,7 +326,7 @@ class RankChunk(NamedTuple):
     placements: str | None = None
     mesh: str | None = None
     rank_bound: str | None = None
-    """The member of `RANK_BOUND` that the row has; None without one."""
+    """The member of `RANK_BOUND`, or `TURNED`, that the row has; None without one."""
     micro_step: int = 0
 
 

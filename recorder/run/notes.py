@@ -19,7 +19,7 @@ from ..errors import NotARunError
 from ..format.commands import DUMP, ENDED, MISSED, PAUSE, REFUSED, SET, WAITING, Answer, Command
 from ..format.encodings import ENCODING_OF
 from ..format.rundir import parse_shard_name
-from ..globalview.row_groups import RowFinding
+from ..globalview.row_groups import RowFinding as RowFinding
 from ..globalview.values import GlobalValues, load_sample
 from ..numerics.keys import encode
 from ..numerics.moments import integers

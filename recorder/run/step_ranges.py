@@ -26,6 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..errors import ClusterError, RecorderError, RunError
+from ..globalview.run_topology import find_superseded as find_superseded
 from ..globalview.view import GlobalView
 from ..numerics.moments import integers
 from ..read.metadata import SIZE_COLUMNS, StepSizes
@@ -224,8 +225,7 @@ class Attempts:
         if self._is_one:
             return np.ones(len(steps), np.bool_)
         run, topology = self._run, self._run.topology
-        distinct, step_indices = np.unique(steps, return_inverse=True)
-        if not all(step in self._newest for step in distinct.tolist()):
+        if not self._newest.keys() >= set(np.unique(steps).tolist()):
             steps_of = {}
             for number, writer in enumerate(run.writers):
                 own = (attempts == writer.attempt) & (ranks == (-1 if writer.rank is None else writer.rank))
@@ -234,9 +234,8 @@ class Attempts:
                 launch: run.writers[number].attempt for number, launch in enumerate(topology.launch_indices())
             }
             winners = {step: attempt_at[launch] for step, launch in topology.winners(steps_of).items()}
-            self._newest |= {step: winners.get(step, -1) for step in distinct.tolist()}
-        newest = np.array([self._newest[step] for step in distinct.tolist()], np.int64)[step_indices]
-        return np.asarray((attempts == newest) | (newest < 0))
+            self._newest = winners | self._newest
+        return ~find_superseded(self._newest, attempts, steps)
 
 
 SEES_AS_HERE = "every worker has to see runs and output as the process does that hands out the work"

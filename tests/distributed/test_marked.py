@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +11,11 @@ import recorder
 from recorder.analyze.check.check import check
 from recorder.analyze.first.first import first
 from recorder.analyze.layouts import layouts, reply_of
+from recorder.merge.merge import merge_run
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
-OF_TWO, OF_FOUR = ("tp", "sp", "mains", "fault", "drop", "drop_seed"), ("ddp_tp", "ddp_sp")
+OF_TWO, OF_FOUR = ("tp", "sp", "mains", "fault", "drop", "drop_seed", "turned"), ("ddp_tp", "ddp_sp")
 SOUND = ("tp", "sp", "mains", *OF_FOUR)
 
 
@@ -82,7 +84,22 @@ def test_layouts_says_how_values_lie_and_on_which_ground(runs: dict[str, recorde
     assert ways["Shard(2), batches along dim 1", "marked, assumed"] > 5
     assert ways["Shard(0), batches along dim 1", "assumed"] > 5
     assert answer.contradiction is None and reply_of(runs["ddp_sp"], answer).exit_code == 0
+    of_value = runs["turned"].to_pandas()[["module_path", "site", "name"]].drop_duplicates()
+    answer = layouts(runs["turned"])  # one value is a rank's own at one step, and global at the other
+    assert answer.num_values == len(of_value) == sum(way.num_values for way in answer.ways) - 1
     assert {way.layout for way in layouts(runs["whole"]).ways} == {"whole"}
+
+
+def test_what_turned_nan_on_one_rank_is_not_missing_on_the_others(
+    runs: dict[str, recorder.Run], tmp_path: Path
+) -> None:
+    """Without records at these steps, only the rank whose part turned NaN wrote a row of it."""
+    report = merge_run(runs["turned"], tmp_path / "merged")
+    assert report.num_problems == 0
+    frame = recorder.open_run(tmp_path / "merged").to_pandas()
+    rows = frame[(frame["site"] == "output") & (frame["step"] == 0)].set_index("module_path")["rank"]
+    assert rows["block.up"] == 1
+    assert rows[["block.down", "block"]].isna().all()  # summed over the ranks, so all of them have NaN
 
 
 def test_layouts_names_the_first_value_that_contradicts_its_layout(runs: dict[str, recorder.Run]) -> None:

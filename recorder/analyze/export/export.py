@@ -27,7 +27,7 @@ from ...run.notes import MissingRanks, missing_ranks, without_numbers
 from ...run.reply import Aside, Reply
 from ...run.run import RecordedWriter, Run
 from ...run.selection import GlobalOptions, Selection
-from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially, writer_step_ranges
+from ...run.step_ranges import Mapper, attempt_step_ranges, find_superseded, map_serially, writer_step_ranges
 from ...system.text import counted, size
 from .files import published_file, widest_first, write_npz, write_safetensors
 from .tensors import BATCH_BYTES, Entry, RowId, SelectedRows, Tensors, batched, row_spans
@@ -429,7 +429,7 @@ class _Counting:
         self._is_stranger = np.zeros(len(run.writers), np.bool_)
         self._is_stranger[run.topology.foreign_writers] = True
         self._launches = np.array(run.topology.launch_indices(), np.int64)
-        self._steps, self._wins = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self._winners: dict[int, int] = {}
         if len(set(self._launches.tolist())) < 2:
             return
         steps_of: dict[int, Integers] = {}
@@ -440,15 +440,10 @@ class _Counting:
                 one = first_of.setdefault(int(self._launches[number]), number)
                 own = [batch.column("step").to_numpy() for shard in writer.shards for batch in shard.columns(["step"])]
                 steps_of[one] = np.unique(np.concatenate([steps_of.get(one, np.zeros(0, np.int64)), *own]))
-        winners = run.topology.winners({number: steps.tolist() for number, steps in steps_of.items()})
-        self._steps = np.array(sorted(winners), np.int64)
-        self._wins = np.array([winners[step] for step in self._steps.tolist()], np.int64)
+        self._winners = run.topology.winners({number: steps.tolist() for number, steps in steps_of.items()})
 
     def select(self, writers: Integers, steps: Integers) -> npt.NDArray[np.bool_]:
         counts = ~self._is_stranger[writers]
-        if len(self._steps):
-            at = np.minimum(np.searchsorted(self._steps, steps), len(self._steps) - 1)
-            is_superseded = counts & (self._launches[writers] != self._wins[at])
-            self.num_superseded += int(is_superseded.sum())
-            counts &= ~is_superseded
-        return np.asarray(counts)
+        is_superseded = counts & find_superseded(self._winners, self._launches[writers], steps)
+        self.num_superseded += int(is_superseded.sum())
+        return np.asarray(counts & ~is_superseded)

@@ -204,7 +204,11 @@ def train(name: str, group: Any, replicas: Any) -> None:
     of_heads = [] if name == "fault" else [*net.block.attention.head_norm.parameters()]
     mains = [main_of(parameter) for parameter in net.parameters()] if name == "mains" else [*net.parameters()]
     optimizer = torch.optim.SGD(mains, lr=0.05, momentum=0.9)
-    with recorder.attach(net, enabled=True, dir=name, rules="site=* keep=tensor,stats,fingerprint"):
+    rules = "site=* keep=tensor,stats,fingerprint"
+    if name == "turned":
+        rules = "site=output keep=probe; site=output keep=stats steps=1"
+        net.block.up.bias.data[0] += torch.nan if group.rank() else 0
+    with recorder.attach(net, enabled=True, dir=name, rules=rules):
         for step in range(STEPS):
             words = torch.randint(WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step))
             torch.manual_seed(step + (dist.get_rank() if "seed" in name else 0))
