@@ -443,10 +443,18 @@ class Recorder:
             self.events.add("hook_error", f"a last trigger failed: {type(error).__name__}: {error}", key="ending")
 
     def _show_status(self, capture: Capture) -> None:
-        assert self._description is not None and self.commands is not None
         self._answer(capture)
-        findings = self._ring.findings(capture.nonfinite.first)
-        self._writer.set_status(self._description.status(capture, self.commands, findings))
+        self._writer.set_status(self._status(capture))
+
+    def _status(self, capture: Capture) -> dict[str, Any]:
+        assert self._description is not None and self.commands is not None
+        return self._description.status(capture, self.commands, self._ring.findings(capture.nonfinite.first))
+
+    def status(self) -> dict[str, Any]:
+        """Return what the rank's status would say now, with its run and its accounts. Any thread."""
+        if self.capture is None:
+            return {}
+        return {"run": str(self.run_dir()), **self._writer.stats().ledger, **self._status(self.capture)}
 
     def _answer(self, capture: Capture) -> None:
         """Set the present answers to commands that change rules. Any thread."""
