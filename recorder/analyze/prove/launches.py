@@ -41,15 +41,9 @@ NOUNS = {
     "grad": "gradient",
 }
 """What a value of each kind is called; the kind is the first word of a key of `Look.digests`."""
-_GENERATORS = {"cpu": "the CPU", "cuda": "the GPU", "python": "Python", "numpy": "NumPy"}
+GENERATORS = {"cpu": "the CPU", "cuda": "the GPU", "python": "Python", "numpy": "NumPy"}
 MAX_LISTED = 4
 """The most values that a message names."""
-
-
-def generator(key: str) -> str:
-    """Return what has the random state with this key, in words."""
-    name = key.removeprefix("rng ")
-    return _GENERATORS.get(name, f"the program's own generator {name}")
 
 
 def values_named(keys: Iterable[str]) -> str:
@@ -57,7 +51,9 @@ def values_named(keys: Iterable[str]) -> str:
     keys = list(dict.fromkeys(keys))
     kind = keys[0].partition(" ")[0]
     if kind == "rng":
-        return f"random state of {listed(map(generator, keys), MAX_LISTED)}"
+        names = (key.removeprefix("rng ") for key in keys)
+        words = (GENERATORS.get(name, f"the program's own generator {name}") for name in names)
+        return f"random state of {listed(words, MAX_LISTED)}"
     noun = NOUNS[kind] if kind == "other" else plural(NOUNS[kind], len(keys))
     return f"{noun} {listed((key.partition(' ')[2] for key in keys), MAX_LISTED)}"
 
@@ -69,7 +65,8 @@ def on_ranks(ranks: Collection[int]) -> str:
 
 def count_kinds(keys: Iterable[str]) -> Counter[str]:
     """Return how many values there are of each kind, by the plural of the kind's noun."""
-    return Counter(plural(NOUNS[key.partition(" ")[0]], 2) for key in keys)
+    nouns = {kind: plural(noun, 2) for kind, noun in NOUNS.items()} | {"other": "values beside the model"}
+    return Counter(nouns[key.partition(" ")[0]] for key in keys)
 
 
 class Look(NamedTuple):

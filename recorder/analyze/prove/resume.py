@@ -21,7 +21,7 @@ _ALIGNING = ("param", "optim", "schedule", "buffer", "batch")
 _Digests = Mapping[str, str]
 
 
-class _Pair(NamedTuple):
+class Pair(NamedTuple):
     """One step of one rank in both launches."""
 
     step: int
@@ -43,7 +43,7 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
     Steps are those of the killed launch, which was killed at the end of its step ``num_steps - 1``.
     """
     notes: list[str] = []
-    steps: list[list[_Pair]] = []
+    steps: list[list[Pair]] = []
     compared: Counter[str] = Counter()
 
     def tell(verdict: str, text: str, first_step: int | None = None) -> Proof:
@@ -63,13 +63,13 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
         notes.append(f"the resumed launch ended with exit code {resumed.exit_code}")
     steps = [
         [
-            _Pair(start + i, rank, seen.looks[start + i].digests, resumed.ranks[rank].looks[i].digests)
+            Pair(start + i, rank, seen.looks[start + i].digests, resumed.ranks[rank].looks[i].digests)
             for rank, seen in killed.ranks.items()
         ]
         for i in range(min(resumed.num_steps, killed.num_steps - start))
     ]
     compared += count_kinds(key for step in steps for pair in step for key in pair.then)
-    course = _BothLaunches(killed, steps)
+    course = BothLaunches(killed, steps)
     findings = [*course.state_findings(0), *course.batch_findings()]
     notes += course.notes
     for i in range(len(steps)):
@@ -103,10 +103,17 @@ def _incomparable(killed: Observed, resumed: Observed, num_steps: int) -> str:
 
 
 def _start(killed: Observed, resumed: Observed) -> int | None:
-    """Return the step of the killed launch with which the resumed launch goes on; None if it starts anew.
+    """Return the step of the killed launch with which the resumed launch goes on; None if it starts anew."""
+    votes = votes_of(killed, resumed)
+    if all(kinds == ["batch"] for kinds in votes.values()):  # no sign of a restored state
+        return None
+    return max(votes, key=lambda step: (len(votes[step]), "param" in votes[step], step))
 
-    Each kind of values votes for the steps at which most of its values were equal. A kind that was most equal at step 0
-    has no vote: it was not restored, or never changes. Batches alone are no sign of a restored state.
+
+def votes_of(killed: Observed, resumed: Observed) -> dict[int, list[str]]:
+    """Return at which steps of the killed launch most values of a kind were what the resumed launch begins with.
+
+    A kind that was most equal at step 0 has no vote: it was not restored, or never changes.
     """
     votes: dict[int, list[str]] = {}
     for kind in _ALIGNING:
@@ -120,15 +127,13 @@ def _start(killed: Observed, resumed: Observed) -> int | None:
             for step in range(killed.num_steps):
                 if num_equal[step] == most:
                     votes.setdefault(step, []).append(kind)
-    if all(kinds == ["batch"] for kinds in votes.values()):
-        return None
-    return max(votes, key=lambda step: (len(votes[step]), "param" in votes[step], step))
+    return votes
 
 
-class _BothLaunches:
+class BothLaunches:
     """The steps that both launches have made."""
 
-    def __init__(self, killed: Observed, steps: Sequence[Sequence[_Pair]]) -> None:
+    def __init__(self, killed: Observed, steps: Sequence[Sequence[Pair]]) -> None:
         self._killed = killed
         self._steps = steps
         self.notes: list[str] = []
@@ -144,7 +149,7 @@ class _BothLaunches:
                 for key, then in _of_kind(pair.then, kind).items():
                     now = pair.now.get(key, "")
                     if now != then:
-                        is_idle = kind == "rng" and self._is_idle(key, pair.rank)
+                        is_idle = (kind == "rng" or not now) and self._is_idle(key, pair.rank)
                         groups.setdefault((self._how(key, pair.rank, then, now), is_idle), []).append((key, pair.rank))
             for (how, is_idle), places in groups.items():
                 text = self._sentence(i, kind, how, places)
@@ -225,7 +230,7 @@ class _BothLaunches:
         return f"{values_named(keys)} {'differs' if len(keys) == 1 else 'differ'}{on}" if places else ""
 
 
-def _reading(pair: _Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
+def _reading(pair: Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
     """Return in words which batches a resumed step reads in place of its own.
 
     `read_at` gives for each batch the step that read it in the killed launch, and the batch's number in the step.
@@ -250,7 +255,7 @@ def _of_kind(digests: _Digests, kind: str) -> dict[str, str]:
     return {key: digest for key, digest in digests.items() if key.startswith(f"{kind} ")}
 
 
-def _has_other_batches(pair: _Pair) -> bool:
+def _has_other_batches(pair: Pair) -> bool:
     return _of_kind(pair.then, "batch") != _of_kind(pair.now, "batch")
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ...analyze.prove.checkpoint import prove_checkpoint
 from ...analyze.prove.launches import Launches, reply_of
 from ...analyze.prove.recording import prove
 from ...analyze.prove.resume import prove_resume
 from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.reply import Reply
+from ..paths import local_path
 
 EPILOG = (
     "Examples: recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py    "
@@ -38,6 +41,12 @@ def command(
     resume_with: Annotated[
         str | None, typer.Option(metavar="COMMAND", help="The command that resumes, where it is another one.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", parser=local_path, help="Where the program saves: show what its last one holds."
+        ),
+    ] = None,
 ) -> Reply:
     """Show that a program trains with the recorder as without.
 
@@ -48,6 +57,9 @@ def command(
     With --resume it launches the program, kills it after the steps, and launches it again: does the program, which
     loads its own checkpoint, go on as it did before? It names what was not restored, and batches that are read again
     or left out, by step and rank. The first launch must find no checkpoint, and save one some steps before the last.
+
+    With --checkpoint it launches the program once, and compares the last checkpoint in that folder, value by value,
+    with what the run held at that step: missing, stale, of another type, too much.
 
     The certificate is kept with the run; ls, doctor and report show it.
 
@@ -61,8 +73,12 @@ def command(
     launched = prepare(environ, rest)
     if shutil.which(launched[0], path=environ.get("PATH")) is None:
         raise ConfigError(f"cannot run {launched[0]!r}: no such program")
+    if checkpoint is not None and (resume or resume_with):
+        raise LookupFailedError("--checkpoint and --resume are two questions: ask one after the other")
     resumed = prepare(environ, shlex.split(resume_with)) if resume_with else launched
     with Launches(environ, steps, _say_launch) as launches:
+        if checkpoint is not None:
+            return reply_of(prove_checkpoint(launches, launched, checkpoint))
         if resume or resume_with:
             return reply_of(prove_resume(launches, launched, resumed))
         return reply_of(prove(launches, launched))

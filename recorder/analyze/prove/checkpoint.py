@@ -1,0 +1,357 @@
+"""Shows whether a checkpoint holds what the run held: `prove_checkpoint` launches a program, and reads what it saved.
+
+Files of `torch.save`, `torch.distributed.checkpoint` and safetensors are read, under whatever names a program keeps its
+state. torch is imported where a checkpoint is read, and only there. A class that a file names is never imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import LookupFailedError
+from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
+from ...system.text import counted, listed
+from .launches import (
+    GENERATORS,
+    MAX_LISTED,
+    RESUMED,
+    Launches,
+    Look,
+    Observed,
+    Proven,
+    RankSeen,
+    count_kinds,
+    values_named,
+)
+from .resume import BothLaunches, Pair, votes_of
+
+_NUMPY = re.compile(r"numpy\.(_core|core)\.multiarray\.(_reconstruct|scalar)|numpy\.(ndarray|dtype)")
+"""The names in a file that make arrays of numpy, as a random state has, and nothing else."""
+_GENERATOR_BYTES = {5056: "cpu", 16: "cuda"}
+"""The sizes of torch's random states."""
+_CLOCKS_APART_NS = 1_000_000_000
+"""How far the clock of a file system may be behind that of this process."""
+_MOVED = "moved"
+"""In place of a digest: the checkpoint has a random state, which has moved on before the step began."""
+_HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "rng")
+"""The kinds of values that a checkpoint should hold."""
+
+
+class _StandIn:
+    """In place of an object whose class is the program's own; its attributes are those of the object."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """One value of a checkpoint."""
+
+    path: str
+    """The keys that lead to the value, with dots between. The number of a parameter in an optimizer follows a ``#``."""
+    value: Any
+    _described: dict[str, str] = field(default_factory=dict)
+
+    def described(self, like: str) -> str:
+        """Return the value as the probe describes values: the part of a tensor that a described value is, or all."""
+        part = like.partition("[")[2]
+        if part not in self._described:
+            value = self.value
+            if part:
+                shape, offsets, sizes = (
+                    [int(number) for number in re.findall(r"\d+", one)] for one in part.split("] [")
+                )
+                if shape == list(getattr(value, "shape", ())):
+                    spans = zip(offsets, sizes, strict=True)
+                    value = value[tuple(slice(at, at + size) for at, size in spans)]
+            plain = import_module("recorder_probe")._described(value)
+            self._described[part] = f"{plain} [{part}" if part else plain
+        return self._described[part]
+
+
+class _RandomState(NamedTuple):
+    """One random state of a checkpoint."""
+
+    generator: str
+    """``cpu``, ``cuda``, ``python`` or ``numpy``: what has random states of this form."""
+    digest: str
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a checkpoint holds."""
+
+    leaves: dict[str, list[_Leaf]] = field(default_factory=dict)
+    """The values by their paths; several where the ranks' files have the same paths."""
+    random_states: list[_RandomState] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    """The names of files that could not be read, with the reason."""
+
+    def add(self, value: Any, path: str = "", *, by_number: bool = False) -> None:
+        """Add all values of a tree of dicts, lists and objects."""
+        inner: Mapping[Any, Any] | None = None
+        if (state := _random_state(value)) is not None:
+            self.random_states.append(state)
+        elif isinstance(value, _StandIn):
+            inner = vars(value)
+        elif isinstance(value, Mapping):
+            inner = value
+        elif isinstance(value, (list, tuple)):
+            inner = dict(enumerate(value))
+        elif hasattr(value, "untyped_storage") or isinstance(value, (bool, int, float)):
+            self.leaves.setdefault(path, []).append(_Leaf(path, value))
+        is_optimizer = inner is not None and {"state", "param_groups"} <= inner.keys()
+        for key, one in (inner or {}).items():
+            mark = "#" if by_number and str(key).isdigit() else ""
+            self.add(one, f"{path}.{mark}{key}" if path else f"{mark}{key}", by_number=is_optimizer and key == "state")
+
+
+def _random_state(value: Any) -> _RandomState | None:
+    """Return the random state that a value is, with the digest that the probe takes of it."""
+    probe = import_module("recorder_probe")
+    if hasattr(value, "untyped_storage"):
+        is_state = str(value.dtype) == "torch.uint8" and value.dim() == 1 and value.numel() in _GENERATOR_BYTES
+        return _RandomState(_GENERATOR_BYTES[value.numel()], probe._digest(value)) if is_state else None
+    if isinstance(value, Mapping) and "bit_generator" in value:
+        return _RandomState("numpy", probe._hash(repr(dict(value)).encode()))
+    if not isinstance(value, (list, tuple)):
+        return None
+    if len(value) == 5 and value[0] == "MT19937":
+        return _RandomState("numpy", probe._hash(repr([probe._plain(part) for part in value]).encode()))
+    if len(value) == 3 and isinstance(value[1], (list, tuple)) and len(value[1]) == 625:
+        return _RandomState("python", probe._hash(repr((value[0], tuple(value[1]), value[2])).encode()))
+    return None
+
+
+def read_contents(place: Path, since_ns: int, num_ranks: int) -> Contents:
+    """Read the newest checkpoint in a folder, or the one that `place` is, of the files that have changed since a time.
+
+    Raises LookupFailedError if there is none.
+    """
+    times = {path: time_ns for path in (place, *place.rglob("*")) if (time_ns := _saved_at(path)) >= since_ns}
+    if not times:
+        raise LookupFailedError(
+            f"{place}: the program has saved no checkpoint there before it was ended; raise --steps, or name the "
+            "folder in which it saves (files of torch.save, torch.distributed.checkpoint and safetensors are read)"
+        )
+    newest = max(times, key=times.__getitem__)
+    folder = newest if newest.is_dir() else newest.parent
+    files = [one for one in sorted(times, key=times.__getitem__, reverse=True) if folder in (one, one.parent)]
+    contents = Contents()
+    for path in _of_one_checkpoint(files, num_ranks):
+        try:
+            contents.add(_load(path))
+        except Exception as error:  # what a file of the program's own may raise is not known
+            contents.unread.append(f"{path.name} ({type(error).__name__})")
+    return contents
+
+
+def _saved_at(path: Path) -> int:
+    """Return when a checkpoint was saved as this file, or in this folder, in nanoseconds; -1 if it is no checkpoint."""
+    metadata = path / ".metadata"
+    if metadata.is_file():
+        return metadata.stat().st_mtime_ns
+    is_file = path.is_file() and path.suffix != ".distcp"
+    is_read = is_file and (path.suffix == ".safetensors" or zipfile.is_zipfile(path))
+    return path.stat().st_mtime_ns if is_read else -1
+
+
+def _of_one_checkpoint(files: Sequence[Path], num_ranks: int) -> Iterator[Path]:
+    """Yield files, the newest first, without those of earlier steps: names that differ in a number that is no rank."""
+    newest: dict[str, list[int]] = {}
+    for path in files:
+        numbers = [int(number) for number in re.findall(r"\d+", path.name)]
+        latest = newest.setdefault(re.sub(r"\d+", "#", path.name), numbers)
+        others = [pair for pair in zip(numbers, latest, strict=True) if pair[0] != pair[1]]
+        if "-of-" in path.name or (len(others) < 2 and all(max(pair) < num_ranks for pair in others)):
+            yield path
+
+
+def _load(path: Path) -> Any:
+    import torch
+
+    if path.suffix == ".safetensors":
+        return import_module("safetensors.torch").load_file(path)
+    if path.is_dir():
+        convert = import_module("torch.distributed.checkpoint.format_utils").dcp_to_torch_save
+        with tempfile.TemporaryDirectory(prefix="recorder-prove-") as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            convert(path, os.path.join(folder, "checkpoint.pt"))
+            return _load(Path(folder, "checkpoint.pt"))
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    types = [getattr(np.dtypes, name) for name in np.dtypes.__all__]
+    with torch.serialization.safe_globals([*types, *((_real_or_stand_in(name), name) for name in names)]):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _real_or_stand_in(name: str) -> Any:
+    if _NUMPY.fullmatch(name) or name == "_codecs.encode":
+        module, _, attribute = name.rpartition(".")
+        return getattr(import_module(module), attribute)
+    return _StandIn
+
+
+class _Match:
+    """The values of a checkpoint under the keys of one rank's values, by name, or else by content."""
+
+    def __init__(self, seen: RankSeen, contents: Contents) -> None:
+        self.now: dict[str, str] = {}
+        self.used: set[str] = set()
+        """The paths of the values that the rank has."""
+        self._leaves = contents.leaves
+        self._looked: dict[str, list[str]] = {}
+        """The digests of each key, those of the last step first."""
+        for look in reversed(seen.looks):
+            for key, digest in look.digests.items():
+                if key.partition(" ")[0] in _HELD:
+                    self._looked.setdefault(key, []).append(digest)
+        self._paths: dict[str, list[tuple[str, str]]] = {}
+        """Each path, and the path with names in place of the parameters' numbers, by the path's last part."""
+        for path, name in self._with_names().items():
+            self._paths.setdefault(name.rpartition(".")[2], []).append((path, name))
+        self._match(
+            sorted((key for key in self._looked if not key.startswith("rng ")), key=lambda key: -key.count("."))
+        )
+        self._match_random_states(contents.random_states)
+
+    def _with_names(self) -> dict[str, str]:
+        """Return each path with the name of a parameter in place of its number in an optimizer."""
+        parameters = {key.removeprefix("param ") for key in self._looked}
+        owners: dict[str, None] = {}
+        for key in self._looked:
+            parts = key.removeprefix("optim ").split(".")
+            if key.startswith("optim "):
+                prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+                owners.setdefault(next((name for name in prefixes if name in parameters), ""))
+        numbers = sorted({int(number) for path in self._leaves for number in re.findall(r"#(\d+)", path)})
+        if len(numbers) != len(owners):
+            return {path: path for path in self._leaves}
+        names = dict(zip(numbers, owners, strict=True))
+        return {path: re.sub(r"#(\d+)", lambda found: names[int(found[1])], path) for path in self._leaves}
+
+    def _named(self, key: str) -> Iterator[str]:
+        """Yield the paths that end with the name of a value."""
+        kind, _, name = key.partition(" ")
+        if kind in ("schedule", "scaler", "other"):
+            name = name.partition(".")[2]  # the name begins with the object's class
+        for path, with_names in self._paths.get(name.rpartition(".")[2], []):
+            if path not in self.used and f".{with_names}".endswith(f".{name}"):
+                yield path
+
+    def _match(self, keys: Sequence[str]) -> None:
+        """Match keys, the longest names first, because ``average.0.weight`` ends with ``0.weight``, too."""
+        contents = {leaf.described(""): path for path, leaves in self._leaves.items() for leaf in leaves}
+        for key in keys:
+            paths = list(self._named(key))
+            pairs = ((digest, path) for digest in self._looked[key] for path in paths)
+            self._use(key, next((pair for pair in pairs if self._has(*pair)), None))
+        for key in keys:
+            is_tensor = not self._looked[key][0].startswith("=")
+            pairs = ((digest, contents.get(digest, "")) for digest in self._looked[key] if is_tensor)
+            self._use(key, next((pair for pair in pairs if pair[1] and pair[1] not in self.used), None))
+        for key in keys:
+            if path := next(self._named(key), ""):
+                self._use(key, (self._leaves[path][0].described(self._looked[key][0]), path))
+
+    def _has(self, digest: str, path: str) -> bool:
+        return any(leaf.described(digest) == digest for leaf in self._leaves[path])
+
+    def _use(self, key: str, found: tuple[str, str] | None) -> None:
+        if found is not None and key not in self.now:
+            self.now[key] = found[0]
+            self.used.add(found[1])
+
+    def _match_random_states(self, states: Sequence[_RandomState]) -> None:
+        digests = {state.digest for state in states}
+        for key, looked in self._looked.items():
+            if key.startswith("rng ") and (found := next((one for one in looked if one in digests), "")):
+                self.now[key] = found
+        others = {state.generator for state in states if state.digest not in self.now.values()}
+        for key in self._looked:
+            name = key.removeprefix("rng ")
+            is_there = name in others or (others and name not in GENERATORS)
+            if key.startswith("rng ") and key not in self.now and is_there:
+                self.now[key] = _MOVED
+
+
+def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
+    """Return whether a checkpoint holds what the run held as one of its steps began."""
+    notes = [f"not read: {listed(contents.unread, MAX_LISTED)}"] if contents.unread else []
+    pairs: list[Pair] = []
+
+    def tell(verdict: str, text: str, first_step: int | None = None) -> Proof:
+        return Proof(
+            subject="checkpoint", verdict=verdict, text=f"{verdict}: {text}", steps=len(pairs[:1]),
+            ranks=len(run.ranks), first_step=first_step, notes=tuple(notes),
+            compared=dict(count_kinds(key for pair in pairs for key in pair.then)),
+        )  # fmt: skip
+
+    matches = {rank: _Match(seen, contents) for rank, seen in run.ranks.items()}
+    held = {rank: RankSeen(pid=0, looks=(Look(0, match.now),), printed=()) for rank, match in matches.items()}
+    if not contents.leaves:
+        return tell(UNKNOWN, "the checkpoint holds no values")
+    start = max(votes_of(run, Observed(exit_code=0, ranks=held)), default=None)  # no value is from the future
+    if start is None:
+        return tell(CHANGED, "the checkpoint holds the state of no step after step 0")
+    moved: dict[str, None] = {}
+    for rank, match in matches.items():
+        then = {
+            key: digest
+            for key, digest in run.ranks[rank].looks[start].digests.items()
+            if key.partition(" ")[0] in _HELD
+            and (key in match.now or not (key.startswith("other ") and digest.startswith("=")))
+        }
+        moved |= dict.fromkeys(key for key in then if match.now.get(key) == _MOVED)
+        pairs.append(Pair(start, rank, {key: then[key] for key in then if key not in moved}, match.now))
+    comparison = BothLaunches(run, [pairs])
+    findings = list(comparison.state_findings(0))
+    notes += comparison.notes
+    if moved:
+        notes.append(f"{values_named(moved)} moved on before step {start} began: --resume shows whether it is restored")
+    if extra := _extra(contents, matches, pairs):
+        notes.append(f"the checkpoint also holds what the run did not hold: {listed(extra, MAX_LISTED)}")
+    after = f"after {counted(start, 'step')}"
+    if findings:
+        is_unsure = contents.unread and all(" missing" in finding.text for finding in findings)
+        text = "; ".join(finding.text for finding in findings)
+        return tell(UNKNOWN if is_unsure else CHANGED, f"in the checkpoint {after}, {text}", start)
+    ranks = counted(len(pairs), "rank")
+    values = f"{sum(len(pair.then) for pair in pairs):,} values of {ranks}"
+    return tell(UNCHANGED, f"the checkpoint holds what the run held {after}: {values}, bit by bit")
+
+
+def _extra(contents: Contents, matches: Mapping[int, _Match], pairs: Sequence[Pair]) -> list[str]:
+    """Return the paths of tensors that no rank has, under this name or another one."""
+    used = {path for match in matches.values() for path in match.used}
+    known = {digest for pair in pairs for digest in pair.then.values()}
+    return [
+        path
+        for path, leaves in contents.leaves.items()
+        if path not in used and hasattr(leaves[0].value, "shape") and leaves[0].described("") not in known
+    ]
+
+
+def prove_checkpoint(launches: Launches, command: Sequence[str], place: Path) -> Proven:
+    """Run a program for some steps, and judge whether the last checkpoint that it has saved holds what it should.
+
+    Raises LookupFailedError if the program has saved no checkpoint.
+    """
+    since_ns = time.time_ns() - _CLOCKS_APART_NS
+    run = launches.launch(f"ends after step {launches.num_steps - 1}", command, resume=RESUMED)
+    if not run.ranks:
+        text = f"{UNKNOWN}: no step of an optimizer was seen before the program ended with exit code {run.exit_code}"
+        return launches.proven(Proof(subject="checkpoint", verdict=UNKNOWN, text=text))
+    return launches.proven(judge_checkpoint(run, read_contents(place, since_ns, len(run.ranks))), run)
