@@ -10,7 +10,7 @@ Never reads a payload. Rows of recomputed forwards are left out, because the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,10 +21,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..columns import COUNTS, SCHEMA, STATISTICS
+from ..errors import CorruptError
 from ..numerics.keys import Integers, codes, group, group_rows
 from ..numerics.moments import combine_rows, integers, numbers
 from ..read.run import list_paths
 from ..read.writers import RecordedWriter
+from ..run.probe import probe_size, probe_tables
 from ..run.run import Run
 from ..run.step_ranges import Attempts, cut_rows, first_parts, with_coded_texts
 from ..sites import SITE_OF, Kind
@@ -159,6 +161,8 @@ class Axes:
     first_step: int | None = None
     last_step: int | None = None
     num_rows: int = 0
+    is_probed: bool = False
+    """True if numbers of the probe are among the values."""
     below: str | None = None
     """The path of a module: only the module, its submodules and scalars are drawn. None draws everything."""
 
@@ -187,18 +191,63 @@ class Axes:
         if found:
             self.first_step = min(found) if self.first_step is None else min(self.first_step, *found)
             self.last_step = max(found) if self.last_step is None else max(self.last_step, *found)
+        about = table.select(("global_shape", "shape", "dtype", "numel", "step"))
         for number in np.argsort(sequence[firsts], kind="stable").tolist():
-            key, row = keys[number], int(firsts[number])
-            if key in self.index or not self._is_wanted(key):
-                continue
-            self._of_any_root[key[1:]] = -1 if key[1:] in self._of_any_root else len(self.index)
-            self.index[key] = len(self.index)
-            about = {name: table.column(name)[row].as_py() for name in ("global_shape", "shape", "dtype", "numel")}
-            self.is_scalar.append(is_number(key.site))
-            self.shapes.append(about["global_shape"] or about["shape"])
-            self.dtypes.append(about["dtype"])
-            self.numels.append(about["numel"])
-            self.first_steps.append(int(steps[row]))
+            self._add_series(
+                keys[number], {name: about.column(name)[int(firsts[number])].as_py() for name in about.column_names}
+            )
+
+    def add_probe(self, table: Any) -> None:
+        """Add the series and the steps of a part of the probe; `is_probed` is true from then on."""
+        _, keys, firsts = keys_of(table)
+        found = set(np.unique(integers(table.column("step"))).tolist())
+        self.num_steps += len(found - self.steps - self.scalar_steps)
+        self.steps |= found
+        self.is_probed = True
+        for key, first in zip(keys, firsts.tolist(), strict=True):
+            about = {name: table.column(name)[first].as_py() for name in ("dtype", "numel", "step")}
+            self._add_series(key, about | {"global_shape": "", "shape": ""})
+
+    def _add_series(self, key: DrawnSeries, about: Mapping[str, Any]) -> None:
+        if key in self.index or not self._is_wanted(key):
+            return
+        self._of_any_root[key[1:]] = -1 if key[1:] in self._of_any_root else len(self.index)
+        self.index[key] = len(self.index)
+        self.is_scalar.append(is_number(key.site))
+        self.shapes.append(about["global_shape"] or about["shape"])
+        self.dtypes.append(about["dtype"])
+        self.numels.append(about["numel"])
+        self.first_steps.append(about["step"])
+
+
+MAX_PROBED = 4_000_000
+"""The most numbers of a probe that are drawn; they are in memory together, at 48 bytes each."""
+PROBED = ("l2", "nan_count", "inf_count")
+
+
+def probe_values(run: Run, axes: Axes) -> list[SeriesValues]:
+    """Return the numbers that the probe has of each value at each step, and add their series and steps to the axes.
+
+    The list is empty without a probe, and with one of too many ranks or numbers to be drawn. A later attempt supersedes
+    the steps of an earlier one from its first step on. Damage ends the list: `recorder verify` reports it.
+    """
+    sizes = [(writer, probe_size([writer])) for writer in run.writers] if len(run.ranks) <= MAX_RANKS else []
+    if sum(size.num_numbers for _, size in sizes if size) > MAX_PROBED:
+        return []
+    found = []
+    with suppress(CorruptError):
+        for writer, own in sizes:
+            later = [size.first_step for one, size in sizes if size and one.attempt > writer.attempt]
+            for table in probe_tables([writer] if own else []):
+                is_counted = pc.not_equal(table.column("phase"), _RECOMPUTED)
+                if later:
+                    is_counted = pc.and_(is_counted, pc.less(table.column("step"), min(later)))
+                table = table.filter(is_counted)
+                axes.add_probe(table)
+                columns = {name: numbers(table.column(name)) for name in PROBED}
+                steps, ranks = integers(table.column("step")), integers(table.column("rank"))
+                found.append(SeriesValues(axes.numbers_of(table), steps, ranks, columns))
+    return found
 
 
 def is_number(site: str) -> bool:

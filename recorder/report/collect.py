@@ -29,11 +29,11 @@ from ..run.reply import span
 from ..run.run import Run
 from ..storage.locations import Location, store_of
 from ..system.text import counted, size
-from .axes import Axes, DrawnSeries, StepRows, modules_block, step_rows
+from .axes import Axes, DrawnSeries, SeriesValues, StepRows, modules_block, probe_values, step_rows
 from .blocks import Cube, PageBlock
 from .distributions import ImageFinder
 from .statistics import StatisticsBlocks, check_statistics
-from .top import DoctorLine, Highlight, facts_of, gaps_block, of_first, top_block
+from .top import DoctorLine, Highlight, facts_of, first_of, gaps_block, of_first, top_block
 
 _MAX_DIFFERING = 200
 _OF_CULPRIT = ("step", "phase", "module_path", "site", "name", "seen_at", "ranks", "why", "hint", "max_abs", "of_max",
@@ -66,18 +66,23 @@ def collect(
         rows = stack.enter_context(step_rows(run))
         images = ImageFinder(run)
         axes = _axes(rows, report, images, below)
-        others, other_axes, steps = None, Axes(), None
+        probe = probe_values(run, axes)
+        others, other_axes, other_probe, steps = None, Axes(), list[SeriesValues](), None
         if against is not None:
             others = stack.enter_context(step_rows(against))
             other_axes = _axes(others, report, None, below)
+            other_probe = probe_values(against, other_axes)
             steps = sorted(axes.steps | other_axes.steps)
         share = 1.0 if against is None else 0.5
         collected = StatisticsBlocks(run, axes, asked=statistics, steps=steps, share=share)
         collected.collect(rows, report)
+        collected.add_probe(probe)
         check_statistics(run, axes, collected)
         nonfinite = first(run)
         report(run.num_rows)
         told: dict[str, Any] = {"version": __version__, "against": None if against is None else against.name}
+        if (bad := nonfinite.nonfinite) is not None:
+            told["first"] = first_of(bad.value)
         if checks is None:
             told["verdict"] = "`recorder doctor` was not asked; it says so on its own"
             checks = ()
@@ -97,6 +102,7 @@ def collect(
         if against is not None and others is not None:
             other = StatisticsBlocks(against, other_axes, asked=collected.names, steps=steps, share=share, prefix="b.")
             other.collect(others, report)
+            other.add_probe(other_probe)
             pairs = pairs_of(collected, other)
             yield from apart_blocks(collected, other, pairs)
             yield from other.blocks(modules)
@@ -243,7 +249,7 @@ def _described(key: DrawnSeries, layout: TensorLayout) -> dict[str, Any]:
 
 
 VIEW = "_view.json"
-KINDS = ("map", "lines", "numbers", "histograms", "units", "graph")
+KINDS = ("map", "lines", "numbers", "histograms", "units")
 MAX_PANES = 40
 MAX_BYTES = 256 << 10
 _MAX_NAME = 200

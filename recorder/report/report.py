@@ -90,7 +90,7 @@ def inline_page(
     from .page import page
 
     title = printable(run.name) if below is None else f"{printable(below)!r} of {printable(run.name)}"
-    panels = ("lines", "histograms", "units") if below is not None else ()
+    panels = ("lines", "numbers", "histograms", "units") if below is not None else ()
     blocks = collect(run, against=against, statistics=statistics, checks=None, below=below)
     pieces = page(f"{title} - recorder", blocks, address=urlencode(view or {}), panels=panels)
     return InlinePage(title, b"".join(pieces).decode(), height_pixels or HEIGHT_PIXELS)

@@ -15,7 +15,7 @@ from ..errors import LookupFailedError
 from ..globalview.view import GlobalView
 from ..numerics.keys import Integers
 from ..run.run import Run
-from .axes import Axes, DrawnSeries, Lanes, OddRanks, SeriesValues, StepRows, is_number, spread_of, values_of
+from .axes import PROBED, Axes, DrawnSeries, Lanes, OddRanks, SeriesValues, StepRows, is_number, spread_of, values_of
 from .blocks import Cube, GrowingCube, PageBlock
 from .distributions import HistogramCollector, UnitsCollector
 
@@ -43,6 +43,8 @@ _MAX_GLOBAL_STEP_ROWS = 20_000
 and gigabytes.
 """
 _MAX_REASONS = 2000
+_ALIKE = 1e-3
+"""How far apart two norms of one tensor may be, as a share: they were computed in another order."""
 _MANY_STEPS = 1 << 30
 """The number of steps that a growing run is assumed to reach."""
 
@@ -133,6 +135,38 @@ class StatisticsBlocks:
                     self._put_own(values, cube)
         if self.lanes.has_global and not self.lanes.is_merged:
             self._add_global(rows)
+
+    def add_probe(self, values: Sequence[SeriesValues]) -> None:
+        """Add the numbers of the probe, and make those of all ranks together of them."""
+        for one in values:
+            series = np.where(one.series >= 0, self._number[one.series], -1)
+            is_drawn = series >= 0
+            numbers = {
+                name: one.numbers[name][is_drawn] if name in one.numbers else np.full(is_drawn.sum(), np.nan)
+                for name in self.cube.values
+            }
+            self._put_own(SeriesValues(series[is_drawn], one.steps[is_drawn], one.ranks[is_drawn], numbers), self.cube)
+        if values and self.lanes.has_global and "l2" in self.names:
+            self._join_probe()
+
+    def _join_probe(self) -> None:
+        """Make the norm of all ranks together, at the steps where the probe alone has norms of ranks.
+
+        Ranks have parts of a tensor, whose squares add up, or the same tensor: most steps with rows say which it is.
+        """
+        norms, whole = self.cube.values["l2"][:, 1:].astype(np.float64), self.cube.values["l2"][:, 0]
+        counts = [self.cube.values[name] for name in ("nan_count", "inf_count")]
+        is_bad = np.logical_or.reduce([of[:, 1:].max(axis=1) > 0 for of in counts])
+        is_missing = np.isnan(whole)
+        for joined, join in ((np.sqrt(np.square(norms).sum(axis=1)), np.sum), (norms.mean(axis=1), np.max)):
+            is_known = ~is_missing & ~is_bad & ~np.isnan(joined)
+            is_close = is_known & (np.abs(whole - joined) <= _ALIKE * joined)
+            is_so = 2 * is_close.sum(axis=1) > is_known.sum(axis=1)
+            is_new = is_so[:, None] & is_missing & ~np.isnan(joined)
+            whole[is_new] = joined[is_new]
+            self.cube.has_row[:, 0] |= is_new
+            for of in counts:
+                of[:, 0][is_new] = join(of[:, 1:], axis=1)[is_new]
 
     @property
     def growing_cubes(self) -> list[GrowingCube]:
@@ -287,13 +321,32 @@ class StatisticsBlocks:
 
     def steps_known(self) -> dict[str, Any]:
         """Return the columns of the cubes and the number of steps in them, for the axes of the page."""
+        firsts = [cube.first_steps[0] for cube in (self.cube, self.scalar_cube) if cube.first_steps]
+        lasts = [cube.last_step for cube in (self.cube, self.scalar_cube) if cube.last_step is not None]
         return {
+            "probed": self._axes.is_probed,
+            "gradient_norm": self._gradient_norm(),
+            "ends": [min(firsts), max(lasts)] if firsts and lasts else [],
             "steps": self.cube.first_steps,
             "num_steps": self.cube.num_steps,
             "last_step": self.cube.last_step,
             "scalar_steps": self.scalar_cube.first_steps,
             "num_scalar_steps": self.scalar_cube.num_steps,
         }
+
+    def _gradient_norm(self) -> list[float | None]:
+        """Return the norm of all gradients at each column: -1 is one that is not finite, null an unknown one."""
+        grads = [number for number, key in enumerate(self.series) if key.site == "grad" and key.mode == "train"]
+        if not grads or "l2" not in self.names or (len(self.lanes.ranks) > 1 and not self.lanes.has_global):
+            return []
+        of_whole = {
+            name: self.cube.values[name][grads, 0, : len(self.cube.first_steps)].astype(np.float64) for name in PROBED
+        }
+        norms = np.sqrt(np.nansum(np.square(of_whole["l2"]), axis=0))
+        num_known = (~np.isnan(of_whole["l2"])).sum(axis=0)
+        is_bad = (of_whole["nan_count"] > 0).any(axis=0) | (of_whole["inf_count"] > 0).any(axis=0)
+        whole = np.where(is_bad, -1.0, np.where(2 * num_known > num_known.max(initial=0), norms, np.nan))
+        return [None if np.isnan(one) else float(f"{one:.5g}") for one in whole.tolist()]
 
     def further_blocks(self) -> Iterator[PageBlock]:
         """Yield the blocks of histograms, of units, and, if there are many ranks, of each rank's deviations."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,10 @@ class Highlight(NamedTuple):
     paths: tuple[str, ...] = ()
     lasts: bool = False
     """True if the finding is a state that lasts from its first step on, such as a dead layer, and no event."""
+    about: Mapping[str, str] = MappingProxyType({})
+    """The cells of the finding in the table: ``what``, ``module``, ``value``, ``step``, ``rank``, ``size``, ``advice``,
+    and ``type``, a command to type. Empty if the sentence is all there is to say.
+    """
 
 
 def top_block(
@@ -87,7 +92,10 @@ def top_block(
             "facts": list(facts),
             "checks": [[check.state, check.text] for check in [*missing, *checks] if check.text][:_MAX_CHECKS],
             "num_missing": len(missing),
-            "findings": [[*_packed(one), [_packed(other) for other in more]] for one, *more in faults(listed, steps)],
+            "findings": [
+                [*_packed(one), [_packed(other) for other in more], {**one.about, "first": one.steps and one.steps[0]}]
+                for one, *more in faults(listed, steps)
+            ],
             "notes": list(notes[:_MAX_CHECKS]),
             "dumps": [[dump.first_step, dump.last_step, _of_dump(dump)] for dump in run.dumps],
             **numbers,
@@ -226,8 +234,9 @@ def of_first(search: First) -> Iterator[Highlight]:
         where = f"step {value.step}, {_named(value)}" + ("" if value.rank is None else f", rank {value.rank}")
         of_fault: dict[str, Any] = {"steps": (value.step, value.step), "paths": (value.module_path,)}
         rest = f"{counted(search.num_nonfinite, 'value')} of {counted(search.num_nonfinite_modules, 'module')}"
-        counts = f"({what} of {counted(bad.numel, 'element')})"
-        yield Highlight(f"First NaN or infinity: {where} {counts}", _link(value), **of_fault)
+        counts = f"{what} of {counted(bad.numel, 'element')}"
+        about = _cells(value, what="First NaN or infinity", size=counts)
+        yield Highlight(f"First NaN or infinity: {where} ({counts})", _link(value), **of_fault, about=about)
         if search.num_nonfinite > 1:
             yield Highlight(f"From there on {rest} are not finite", {"view": "map", "site": value.site}, **of_fault)
     if (differing := search.replica) is not None:
@@ -235,14 +244,22 @@ def of_first(search: First) -> Iterator[Highlight]:
         at = differing.value
         where = f"step {at.step}, {_named(at)}, ranks {groups}"
         of_replica: dict[str, Any] = {"steps": (at.step, at.step), "paths": (at.module_path,), "lasts": True}
-        yield Highlight(f"First replica that differs: {where}", _link(at), **of_replica)
+        about = _cells(at, what="First replica that differs") | {"rank": groups}
+        yield Highlight(f"First replica that differs: {where}", _link(at), **of_replica, about=about)
     for value in (one.value for one in search.buffers[:_MAX_LISTED] if one.is_stale):
-        yield Highlight(f"Ranks hold different buffers: step {value.step}, {_named(value)}", _link(value))
+        about = _cells(value, what="Ranks hold different buffers")
+        yield Highlight(f"Ranks hold different buffers: step {value.step}, {_named(value)}", _link(value), about=about)
     if not search.is_found:
         for told in filter(None, (search.all_finite, search.replicas_agree)):
             yield Highlight(told[0].upper() + told[1:], {}, "right")
         if search.why_none_compared:
             yield Highlight(f"Replicas were not compared: {search.why_none_compared}", {}, "note")
+
+
+def first_of(value: RecordedValue) -> dict[str, Any]:
+    """Return where the first value that is not finite is, for its mark in the map."""
+    names = ("module_path", "site", "name", "step", "rank")
+    return dict(zip(("module", *names[1:]), (getattr(value, name) for name in names), strict=True))
 
 
 def _of_dumps(run: Run) -> Iterator[Highlight]:
@@ -289,12 +306,21 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
         first, last = group[0], group[-1]
         key, step = collected.series[first.series], int(steps[first.column])
         times = f"{first.ratio:,.0f}" if first.ratio < _MANY else f"{first.ratio:.1e}"
-        text = f"{_named(key)} jumps: its {name} at step {step} is {times} times the largest of the records before it"
+        times = f"{times} times the largest of the records before it"
+        text, with_it = f"{_named(key)} jumps: its {name} at step {step} is {times}", ""
         if num_more := len({one.series for one in group}) - 1:
-            text += f"; {counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
+            with_it = f"{counted(num_more, 'more value')} {'jump' if num_more > 1 else 'jumps'} with it"
+            text += f"; {with_it}"
         its_steps = step, int(steps[last.column])
         link = {"view": "lines", "module": key.module_path, "site": key.site, "name": key.name, "step": step}
-        yield Highlight(text, link | {"stat": name}, steps=its_steps, paths=(key.module_path,))
+        about = {
+            "what": f"{name} jumps",
+            "module": key.module_path or "(the model)",
+            "value": _site(key),
+            "step": str(step),
+        }
+        about |= {"size": times, "advice": with_it}
+        yield Highlight(text, link | {"stat": name}, steps=its_steps, paths=(key.module_path,), about=about)
 
 
 class _Jump(NamedTuple):
@@ -320,6 +346,17 @@ def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> 
         is_jump = (largest > 0) & (ratio >= _JUMP * np.exp(slope * until))
     for index in np.flatnonzero(is_jump).tolist():
         yield int(known[index + _NUM_BEFORE]), float(ratio[index])
+
+
+def _site(value: RecordedValue | DrawnSeries) -> str:
+    return f"{value.site} {value.name}".rstrip()
+
+
+def _cells(value: RecordedValue, *, what: str, size: str = "") -> dict[str, str]:
+    """Return the cells of a finding about one value, for the table of findings."""
+    rank = "" if value.rank is None else str(value.rank)
+    where = {"module": value.module_path or "(the model)", "value": _site(value), "step": str(value.step), "rank": rank}
+    return {"what": what, **where, "size": size}
 
 
 def _named(value: RecordedValue | DrawnSeries) -> str:

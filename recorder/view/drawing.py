@@ -63,7 +63,7 @@ _MAX_DOCTOR_ROWS = 300_000
 _MAX_TOLD = 200
 _BAD_STATES = ("killed", "failed", "silent")
 
-Judge = Callable[[Sequence[Finding]], list[Highlight]]
+Judge = Callable[[Sequence[Finding], str], list[Highlight]]
 Doctor = Callable[[Run], list[DoctorLine]]
 
 
@@ -359,8 +359,14 @@ class Drawing:
             "live": {"state": self.state, "step": known[1] if known else None, "found": self._found_text()},
             "verdict": None if self._checked is not None else self._verdict(bad),
         }
+        if nonfinite := next((one for one in self._found if one.rule == "nonfinite"), None):
+            where = {"module": nonfinite.module_path, "site": nonfinite.site, "name": nonfinite.name}
+            numbers["first"] = where | {
+                "step": nonfinite.step,
+                "rank": nonfinite.ranks[0] if len(nonfinite.ranks) == 1 else None,
+            }
         nothing = [Highlight("The rules of recorder check find nothing", {}, "right")]
-        told = self._judge(self._found) if self._found else nothing
+        told = self._judge(self._found, self.name) if self._found else nothing
         is_growing = self.state == "live"
         self._keep(top_block(run, checks, told, (), self.collected, numbers, facts, is_growing=is_growing))
 

@@ -101,7 +101,7 @@ def open_page(browser: Browser) -> Iterator[Open]:
 def write_page(run: Path, path: Path, against: Path | None = None) -> Path:
     """A page as the command writes it."""
     opened = recorder.open_run(run)
-    checks, judged = told_by_doctor(opened), told_by_check(check(opened).findings)
+    checks, judged = told_by_doctor(opened), told_by_check(check(opened).findings, opened.name)
     other = None if against is None else recorder.open_run(against)
     write_report(opened, path, against=other, checks=checks, judged=judged)
     return path

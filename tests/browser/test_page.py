@@ -16,6 +16,7 @@ import recorder
 from recorder.numerics.histogram import Histogram
 from recorder.numerics.units import packed
 from tests.browser.conftest import Open, Opened, write_page
+from tests.rigs.command_line import module
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.report_pages import HOSTILE, hostile_run, run_of
 from tests.rigs.small_runs import NUM_STEPS
@@ -52,12 +53,19 @@ def hash_of(opened: Opened) -> dict[str, str]:
 
 def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
     opened = open_page(trained)
-    assert opened.page.locator("nav a").all_inner_texts() == ["Run", "Map", "Lines", "Graph", "Ranks", "Images"]
+    assert opened.page.locator("nav a").all_inner_texts() == ["Run", "Map", "Lines", "Ranks", "Images"]
     assert "Net" in opened.text("#panel-top") and "ranks" in opened.text("#panel-top")
-    assert "step 15" in opened.text("#panel-top .findings") and "rank 1" in opened.text("#panel-top .findings")
+    cells = opened.page.locator("#panel-top .findings > tbody > tr").first.locator("td").all_inner_texts()
+    assert cells[1].startswith("First NaN or infinity") and cells[2:] == [
+        "head",
+        "output",
+        "15",
+        "1",
+        "1 NaN of 8 elements",
+    ]
     assert rows_of(opened) == ["Net", "stem", "blocks", "0", "fc", "1", "fc", "head"]
-    assert opened.page.locator("#panel-lines .plot canvas").count() == 2
-    assert "stem" in opened.text("#panel-graph") and "[2,4]" in opened.text("#panel-graph")
+    assert opened.page.locator("#panel-lines .plot canvas").count() == 1
+    assert opened.page.locator("#panel-top .track strong").all_inner_texts() == ["loss"]
     assert opened.page.locator("#panel-ranks tbody tr").count() == 2
     assert opened.page.locator("#panel-images canvas").count() == 4 + 6 + 3
     for canvas in ("#panel-map .heat-chunk", "#panel-lines .plot canvas", "#panel-images .tile"):
@@ -82,12 +90,16 @@ def test_a_click_on_the_map_shows_the_line_and_is_in_the_address(open_page: Open
     opened.redrawn()
     assert opened.text("#panel-lines .chart-head strong") == "head output"
     address = hash_of(opened)
-    assert (address["view"], address["step"]) == ("lines", "3")
+    assert address["step"] == "3"
+    for panel in ("#panel-lines .plot", "#panel-map .heat-name.chosen"):  # the lines are beside the map
+        box = opened.page.locator(panel).bounding_box()
+        assert box is not None and box["y"] > 0 and box["y"] + box["height"] <= 900
     assert json.loads(address["pins"])[0][:2] == ["head", "output"]
     again = open_page(trained, "#" + urllib.parse.urlsplit(opened.page.url).fragment)
     assert again.text("#panel-lines .chart-head strong") == "head output"
-    box = again.page.locator("#panel-lines").bounding_box()
-    assert box is not None and box["y"] < 300  # the page is where the link led
+    again.page.click("#unpin")
+    again.redrawn()
+    assert "pins" not in hash_of(again) and again.page.locator(".docked").count() == 0
 
 
 def test_other_values_are_chosen_and_containers_fold(open_page: Open, trained: Path) -> None:
@@ -133,7 +145,7 @@ def test_a_drag_zooms_all_pictures(open_page: Open, trained: Path) -> None:
     address = hash_of(opened)
     first, last = int(address["from"]), int(address["to"])
     assert 4 <= first <= 6 and 9 <= last <= 11
-    assert f"now {first} to {last}" in opened.text("#panel-map .bar")
+    assert opened.text("#zoom-out") == f"all steps (now {first} to {last})"
     opened.page.click("#zoom-out")
     opened.redrawn()
     assert "from" not in hash_of(opened)
@@ -160,8 +172,7 @@ def test_a_drag_on_the_map_zooms_all_pictures_and_is_no_click(
     drag_over_map(opened, first, last)
     address = hash_of(opened)
     assert (address["from"], address["to"]) == ("4", "9") and "pins" not in address
-    assert "now 4 to 9" in opened.text("#panel-map .bar")
-    assert opened.page.locator("#zoom-out").count() == 1
+    assert opened.text("#zoom-out") == "all steps (now 4 to 9)"
     opened.page.locator(CELLS).click(position=point_at(opened, rows_of(opened).index("head"), 3, 6))
     opened.redrawn()
     assert hash_of(opened)["step"] == "7"  # a click after it is one
@@ -274,16 +285,6 @@ def test_the_keyboard_is_enough(open_page: Open, trained: Path) -> None:
     assert opened.text("#panel-lines .chart-head strong") == "head output"
 
 
-def test_the_graph_opens_and_closes(open_page: Open, trained: Path) -> None:
-    opened = open_page(trained)
-    boxes = opened.page.locator("#panel-graph .box-name")
-    assert boxes.all_inner_texts() == ["Net", "stem", "blocks", "0", "fc", "1", "fc", "head"]
-    opened.page.get_by_role("button", name="close blocks").click()
-    opened.redrawn()
-    assert boxes.all_inner_texts() == ["Net", "stem", "blocks", "head"]
-    assert opened.page.locator("#panel-graph .box-head.bad").count() == 1
-
-
 def test_histograms_are_drawn_over_steps(open_page: Open, tmp_path: Path) -> None:
     counts = Histogram(first=-1, counts=np.array([[0, 0, 4], [8, 16, 0]]))
     values = {(0, step): 1.0 for step in range(4)}
@@ -312,6 +313,103 @@ def test_units_are_drawn_sorted_over_steps(open_page: Open, tmp_path: Path) -> N
     assert "root mean square about 4" in opened.text(".tooltip")
     pixels = opened.pixels("#panel-units .heat-chunk")
     assert len({tuple(pixels[row * ROW_PIXELS + 8, 20]) for row in range(4)}) == 4
+
+
+def run_with_loss(path: Path) -> Path:
+    """A layer whose output is recorded at steps 0, 10, 20 and 30, and the loss at each step up to 35."""
+    run = make_run(path)
+    rows = [
+        make_row(0, np.float64(1.0), step=step, site="scalar", name="loss", module_path="", encoding=None)
+        if is_loss
+        else make_row(
+            0, np.ones(4, np.float32) * (8 if step == 30 else 1), step=step, module_path="net.fc", encoding=None
+        )
+        for step in range(36)
+        for is_loss in (False, True)
+        if is_loss or step % 10 == 0
+    ]
+    writer = HandmadeWriter(run)
+    writer.add_shard([[row | {"seq": seq} for seq, row in enumerate(rows)]], kind="stats")
+    modules = [module("", "Net"), module("net.fc", "Linear")]
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules}])
+    return run
+
+
+def test_all_pictures_have_one_axis_of_steps_to_scale(open_page: Open, tmp_path: Path) -> None:
+    opened = open_page(write_page(run_with_loss(tmp_path / "run"), tmp_path / "r.html"))
+    where = "one => { const box = one.getBoundingClientRect(); return [box.left, box.width]; }"
+    pictures = ("#panel-top .u-over", "#panel-lines .u-over", "#panel-map .heat-cells")
+    left, width = opened.page.locator(pictures[0]).first.evaluate(where)
+    for picture in pictures:
+        assert opened.page.locator(picture).first.evaluate(where) == pytest.approx([left, width], abs=0.5), picture
+    cells = opened.page.locator("#panel-map .heat-cells")
+    for step, told in ((4, 0), (6, 10), (14, 10), (26, 30), (34, 30)):  # a column reaches half way to those beside it
+        cells.hover(position={"x": (step + 0.5) * width / 36, "y": 5})
+        assert f"step {told}" in opened.page.locator(".tooltip div").all_inner_texts(), step
+    cursor = opened.page.locator("#panel-top .u-cursor-x").first.evaluate(where)[0]
+    assert cursor - left == pytest.approx(30.5 * width / 36, abs=2)  # one cursor for all
+
+
+def test_colours_may_be_against_the_median_of_the_row(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    stem, head = (rows_of(opened).index(name) for name in ("stem", "head"))
+    before = cell_at(opened, stem, 3)
+    opened.page.select_option("#choose-colors", "median")
+    opened.redrawn()
+    assert opened.text("#panel-map .legend-title") == "largest magnitude of output, against the median of its row"
+    assert cell_at(opened, stem, 3) != before and cell_at(opened, head, 15) == MAGENTA
+    opened.page.locator(CELLS).hover(position=point_at(opened, stem, 3))
+    assert "times the median of its row" in opened.text(".tooltip")
+    assert hash_of(opened)["colors"] == "median"
+
+
+def test_modules_are_found_by_name_or_class_and_unfolded_to_a_depth(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    opened.page.locator("#find").fill("fc")
+    opened.page.keyboard.press("Enter")
+    opened.redrawn()
+    assert rows_of(opened) == ["blocks", "0", "fc", "1", "fc"]
+    opened.page.locator("#find").fill("")
+    opened.page.keyboard.press("Enter")
+    opened.page.select_option("#choose-depth", "2")
+    opened.redrawn()
+    assert rows_of(opened) == ["Net", "stem", "blocks", "0", "1", "head"]
+
+
+def test_what_came_after_the_first_nan_is_paler(open_page: Open, tmp_path: Path) -> None:
+    values = {(0, step): 1.0 if step < 5 else float("nan") for step in range(10)}
+    opened = open_page(write_page(run_of(tmp_path / "run", values), tmp_path / "r.html"))
+    row = rows_of(opened).index("fc")
+    assert cell_at(opened, row, 5, 10) == MAGENTA
+    assert cell_at(opened, row, 6, 10) not in (MAGENTA, cell_at(opened, row, 4, 10))
+    assert opened.page.locator("#panel-map .legend-item").all_inner_texts()[:2] == [
+        "the first NaN or infinity",
+        "after it",
+    ]
+
+
+def test_a_flag_leads_to_its_finding_on_the_map(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    flag = opened.page.locator("#panel-top .flags .flag").first
+    assert flag.inner_text() == "1" and "First NaN or infinity: step 15" in (flag.get_attribute("title") or "")
+    flag.click()
+    opened.redrawn()
+    assert opened.page.locator("#panel-map .heat-name.chosen .heat-label").inner_text() == "head"
+    assert opened.text("#panel-lines .chart-head strong") == "head output"
+
+
+def test_a_chart_is_moved_in_and_zoomed_by_the_keyboard(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    opened.page.locator("#panel-top .chart-body").first.focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight"):
+        opened.page.keyboard.press(key)
+    assert "at 2" in opened.text("#panel-top .chart-legend .reading")
+    opened.page.keyboard.press("+")
+    opened.redrawn()
+    assert (hash_of(opened)["from"], hash_of(opened)["to"]) == ("0", "7")
+    opened.page.go_back()
+    opened.redrawn()
+    assert "from" not in hash_of(opened)
 
 
 class Scaled(nn.Module):
@@ -392,11 +490,11 @@ def test_it_prints(open_page: Open, trained: Path) -> None:
     opened.page.evaluate("() => window.dispatchEvent(new Event('beforeprint'))")
     opened.redrawn()
     axis = opened.pixels("#panel-map .heat-axis")
-    assert axis[..., :3][axis[..., 3] > 200].max() < 100  # dark numbers, as paper is light
+    assert axis[..., :3][axis[..., 3] > 200].max() < 130  # dark numbers, as paper is light
     opened.page.evaluate("() => window.dispatchEvent(new Event('afterprint'))")
     opened.redrawn()
     axis = opened.pixels("#panel-map .heat-axis")
-    assert axis[..., :3][axis[..., 3] > 200].min() > 100
+    assert axis[..., :3][axis[..., 3] > 200].min() > 130
     opened.page.emulate_media(media="print")
     assert (
         not opened.page.locator("nav").is_visible() and opened.page.locator("#panel-map .heat-chunk").first.is_visible()
@@ -444,7 +542,7 @@ def test_a_dump_is_marked_on_the_steps_and_told(open_page: Open, tmp_path: Path)
     opened.page.locator("#panel-top .findings a", has_text=f"{text}; 16 rows").click()
     opened.redrawn()
     assert (hash_of(opened)["from"], hash_of(opened)["to"]) == ("6", "9")
-    assert opened.page.locator("#panel-map .bar button").inner_text() == "all steps (now 6 to 9)"
+    assert opened.text("#zoom-out") == "all steps (now 6 to 9)"
     assert opened.page.locator("b", has_text="loss").count() == 0
 
 

@@ -326,7 +326,7 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     told = list(joined(one for one in checked.findings if not one.cause))
     for one in told[:_MAX_FINDINGS]:
         yield StateLine(one.worst.severity.word, sentence(one))
-        yield f"{_INDENT}{one.worst.advice}{_command(typed, one)}"
+        yield f"{_INDENT}" + ": ".join(filter(None, [one.worst.advice, command_of(typed, one)]))
         if under := list(joined(follower for follower in checked.findings if follower.cause in one.words)):
             yield f"{_INDENT}from it follow: {shortened('; '.join(map(_in_short, under)), _MAX_FOLLOWING)}"
     if len(told) > _MAX_FINDINGS:
@@ -366,17 +366,11 @@ def joined(findings: Iterable[Finding]) -> Iterator[ToldFindings]:
 
 def sentence(one: ToldFindings) -> str:
     """Return one sentence: the rule, the module, the steps, the ranks, the fault, and the number with its threshold."""
-    worst = one.worst
+    parts, worst = where_of(one), one.worst
     if not worst.site:
-        return f"{worst.rule}: {worst.what}"
-    paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
-    names = f" {shortened(listed(one.names, _MAX_MODULES), _MAX_PATH)}" if one.names else ""
-    steps = f"step {one.first_step}" + (f" to {one.last_step}" if one.last_step > one.first_step else "")
-    steps = steps if worst.since is None else f"since {steps}"
-    against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}" if worst.measure else ""
-    against = "; ".join(filter(None, [against, shortened(worst.detail, _MAX_DETAIL)]))
-    where = f"{listed(paths, _MAX_MODULES)} {worst.site}{names}"
-    return f"{worst.rule}: {where}, {steps}{_ranks(one.ranks)}: {worst.what}" + (f" ({against})" if against else "")
+        return parts["what"]
+    where = ", ".join(filter(None, [f"{parts['module']} {parts['value']}", parts["step"], parts["rank"]]))
+    return f"{worst.rule}: {where}: {worst.what}" + (f" ({parts['size']})" if parts["size"] else "")
 
 
 def _in_short(one: ToldFindings) -> str:
@@ -390,14 +384,35 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f", rank{'s' * (len(ranks) > 1)} {shown}{more}" if ranks else ""
 
 
-def _command(typed: str, one: ToldFindings) -> str:
+def where_of(one: ToldFindings) -> dict[str, str]:
+    """Return the parts of `sentence`, by the titles of a table: what, module, value, step, rank and size."""
+    worst = one.worst
+    if not worst.site:
+        return {"what": f"{worst.rule}: {worst.what}"}
+    paths = [shortened(path, _MAX_PATH) for path in grouped(one.paths)]
+    names = f" {shortened(listed(one.names, _MAX_MODULES), _MAX_PATH)}" if one.names else ""
+    against = f"{worst.measure} {number(worst.value)}, threshold {number(worst.threshold)}" if worst.measure else ""
+    return {
+        "what": f"{worst.rule}: {worst.what}",
+        "module": listed(paths, _MAX_MODULES),
+        "value": f"{worst.site}{names}",
+        "step": ("since " if worst.since is not None else "")
+        + f"step {one.first_step}"
+        + (f" to {one.last_step}" if one.last_step > one.first_step else ""),
+        "rank": _ranks(one.ranks).removeprefix(", "),
+        "size": "; ".join(filter(None, [against, shortened(worst.detail, _MAX_DETAIL)])),
+    }
+
+
+def command_of(typed: str, one: ToldFindings) -> str:
+    """Return the command that shows the numbers of a finding; empty where the finding is about no value."""
     worst = one.worst
     if not worst.site:
         return ""
     words = ["recorder", "stats", typed, worst.module_path, "--site", worst.site]
     words += ["--step", f"{max(worst.first_step - 5, 0)}:{worst.step + 2}"] if worst.step >= 0 else []
     words += ["--rank", str(worst.ranks[0])] if len(one.ranks) == 1 else []
-    return f": {shlex.join(words)}"
+    return shlex.join(words)
 
 
 def _wants(checked: Checked) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...analyze.check.check import check, joined, sentence
+from ...analyze.check.check import check, command_of, joined, sentence, where_of
 from ...analyze.doctor.reply import checks_of
 from ...checks.rule import Finding, Severity
 from ...errors import LookupFailedError
@@ -45,7 +45,7 @@ def command(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> Reply:
-    """Draw a run as one HTML file: maps, lines, graph, ranks.
+    """Draw a run as one HTML file: the loss, maps, lines, ranks.
 
     The file needs no network and runs no scripts but its own: send it, or keep it beside the job's other results.
 
@@ -63,7 +63,7 @@ def command(
     with progress("report", num_looks(run, other) + 2 * run.num_rows, unit="rows") as report:
         checks = told_by_doctor(run)
         report(run.num_rows)
-        judged = told_by_check(check(run).findings)
+        judged = told_by_check(check(run).findings, run.name)
         report(run.num_rows)
         num_bytes = write_report(
             run, out, against=other, statistics=names, checks=checks, judged=judged, force=force, report=report
@@ -81,8 +81,11 @@ def told_by_doctor(run: Run) -> list[DoctorLine]:
     return [DoctorLine(check.state, check.text, check.members) for check in checks_of(run)]
 
 
-def told_by_check(findings: Sequence[Finding]) -> list[Highlight]:
-    """Return the sentences of `recorder check`, each with a link to the lines of its worst value."""
+def told_by_check(findings: Sequence[Finding], typed: str) -> list[Highlight]:
+    """Return the sentences of `recorder check`, each with a link to the lines of its worst value.
+
+    `typed` is the run in the commands that the page says.
+    """
     folded = list(joined(findings))
     highlights = []
     for one in folded[:_MAX_JUDGED]:
@@ -98,6 +101,7 @@ def told_by_check(findings: Sequence[Finding]) -> list[Highlight]:
                 steps=(one.first_step, one.last_step) if worst.step >= 0 else None,
                 paths=tuple(one.paths),
                 lasts=worst.since is not None,
+                about=where_of(one) | {"advice": worst.advice, "type": command_of(typed, one)},
             )
         )
     if len(folded) > _MAX_JUDGED:

@@ -44,8 +44,8 @@ class AgainstPanel {
       choose: (row, column) => {
         const cell = this.drawn.cells[row][column], series = cell?.series ?? this.drawn.rows[row].series[0];
         if (!series) return;
-        app.state.set({ pins: [keyOf(series)], step: app.run.steps[this.drawn.from + column], module: series.path });
-        app.show("lines");
+        app.state.set({ pins: [keyOf(series)], step: this.drawn.columns[column].first, module: series.path });
+        app.beside();
       },
       fold: (row) => this.tree.turn(this.drawn.rows[row]),
       app,
@@ -56,16 +56,16 @@ class AgainstPanel {
       only(data.only_a, data.a), only(data.only_b, data.b));
   }
   async update() {
-    const { run, other, choices, state } = this.app;
+    const { run, other, choices, axis } = this.app;
     const { statistic } = choices;
     const [picture, beside, apart] = await Promise.all([run.picture(statistic), other.picture(statistic), run.cube(statistic, "apart")]);
-    const [from, to] = columnRange(run.steps, state);
     const rows = this.tree.rows((number) => choices.seriesOf(number).filter((one) => this.otherOf(one) !== null));
-    const values = [];
+    const all = rows.flatMap((row) => row.series), known = new Set([...picture.columnsWith(all), ...(beside?.columnsWith(all.map((one) => this.otherOf(one))) ?? [])]);
+    const values = [], columns = axis.columns(run.steps, [...known].sort((a, b) => a - b), (c) => run.lastStep(c));
     const cells = rows.map((row) => {
       const line = [];
       const pairs = row.series.map((one) => [one, this.otherOf(one)]);
-      for (let c = from; c < to; c++) {
+      for (const { c } of columns) {
         let outlier = null;
         for (const [one, two] of pairs) {
           const a = picture.cell(one.number, run.mainLane, c), b = beside ? beside.cell(two.number, other.mainLane, c) : { kind: HOLE, value: NaN };
@@ -81,10 +81,10 @@ class AgainstPanel {
       }
       return line;
     });
-    this.drawn = { rows, cells, from };
+    this.drawn = { rows, cells, columns };
     const colors = new Colors(values);
     this.legend.replaceChildren(legendOf(colors, `${STATISTIC_TEXTS[statistic]} of ${choices.siteAndMode[0]}: share apart`));
-    this.heat.draw({ rows, columns: run.steps.slice(from, to).map(String), cell: (r, c) => cells[r][c], colors, steps: run.stepsOf(from, to) });
+    this.heat.draw({ rows, columns, cell: (r, c) => cells[r][c], colors });
   }
   /** The series of the second run that is drawn beside one of the first. */
   otherOf(series) {
@@ -92,7 +92,7 @@ class AgainstPanel {
     return number === undefined || number < 0 ? null : this.app.other.series[number];
   }
   describe(row, column) {
-    const cell = this.drawn.cells[row][column], step = this.app.run.steps[this.drawn.from + column];
+    const cell = this.drawn.cells[row][column], step = this.drawn.columns[column].first;
     const lines = [cell?.series ? valueText(cell.series.path, cell.series.site, cell.series.name) : this.drawn.rows[row].label, `step ${step}`];
     if (cell?.kind === NUMBER) lines.push(`${shortNumber(cell.a.value, 4, cell.a.digits)} | ${shortNumber(cell.b.value, 4, cell.b.digits)}`, `${shortNumber(100 * cell.value, 3, cell.digits)} % apart`);
     else if (cell?.kind === NONFINITE) lines.push(`${cell.nan} NaN, ${cell.inf} infinite in the two together`);

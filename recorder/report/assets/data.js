@@ -148,12 +148,8 @@ class RunData {
   }
   /** The last step that a column stands for. */
   lastStep(column) {
-    if (column + 1 < this.steps.length) return this.steps[column + 1] - 1;
-    return this.axes.last_step;
-  }
-  /** The steps of columns, as [first, last]. */
-  stepsOf(from, to) {
-    return this.steps.slice(from, to).map((step, c) => [step, this.isBinned ? this.lastStep(from + c) : step]);
+    if (!this.isBinned) return this.steps[column];
+    return column + 1 < this.steps.length ? this.steps[column + 1] - 1 : this.axes.last_step;
   }
   get isBinned() {
     return this.axes.num_steps > this.steps.length;
@@ -164,6 +160,19 @@ class RunData {
 class Picture {
   constructor(cube, nan, inf, ownLanes) {
     Object.assign(this, { cube, nan, inf, ownLanes });
+  }
+  /** The columns in which a value of some series is known on any lane; all columns where none is. */
+  columnsWith(some) {
+    const { numLanes, numColumns } = this.cube, isKnown = new Uint8Array(numColumns);
+    for (const series of some) {
+      for (let lane = 0; lane < numLanes; lane++) {
+        for (let c = 0, at = this.cube.at(series.number, lane, 0); c < numColumns; c++, at++) {
+          if (!Number.isNaN(this.cube.values[at]) || this.nan?.values[at] > 0 || this.inf?.values[at] > 0) isKnown[c] = 1;
+        }
+      }
+    }
+    const all = [...isKnown.keys()], known = all.filter((c) => isKnown[c]);
+    return known.length ? known : all;
   }
   cell(series, lane, column) {
     if (lane === ANY_RANK) {
@@ -203,11 +212,11 @@ class Modules {
   node(path) {
     if (this.nodes.has(path)) return this.nodes.get(path);
     const cut = path.lastIndexOf(".");
-    const node = { path, label: path.slice(cut + 1), children: [], order: Infinity, number: this.numberOf.get(path) ?? null };
+    const node = { path, label: path.slice(cut + 1), children: [], depth: 0, order: Infinity, number: this.numberOf.get(path) ?? null };
     this.nodes.set(path, node);
     if (path !== "") {
       const parent = this.node(cut < 0 ? "" : path.slice(0, cut));
-      node.parent = parent;
+      node.depth = parent.depth + 1;
       parent.children.push(node);
     }
     return node;

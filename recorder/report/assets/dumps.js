@@ -13,10 +13,10 @@ class Dumps {
   of(from, to = from) {
     return this.all.filter(({ first, last }) => from <= last && first <= to).map(({ text }) => `${DUMP_MARK} ${text}`);
   }
-  /** The columns of each dump, as [first, last]; `columns` are [first step, last step]. */
+  /** The columns of each dump, as [first, last]; `columns` have their first and last step. */
   over(columns) {
     return this.all.map(({ first, last }) => {
-      const inside = columns.map(([from, to], c) => (from <= last && first <= to ? c : -1)).filter((c) => c >= 0);
+      const inside = columns.map(({ first: from, last: to }, c) => (from <= last && first <= to ? c : -1)).filter((c) => c >= 0);
       return inside.length ? [inside[0], inside[inside.length - 1]] : null;
     }).filter(Boolean);
   }

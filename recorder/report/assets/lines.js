@@ -1,7 +1,6 @@
-// Lines over steps: the chosen values on every rank and on all together, and the numbers of the step below them.
+// Lines over steps: the chosen values on every rank and on all together.
 
-const STEP_INCREMENTS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
-const MAX_PINS = 8, MAX_SCALARS = 6, CHART_PIXELS = 250, SCALAR_PIXELS = 150;
+const MAX_PINS = 8, CHART_PIXELS = 210;
 
 /** How a lane is drawn. */
 function laneStyle(lane, count, color, isBeside) {
@@ -10,70 +9,91 @@ function laneStyle(lane, count, color, isBeside) {
   return { stroke: color, width: kind === "global" || kind === "median" || count === 1 ? 2.2 : 1.2, dash };
 }
 
-/** One picture of lines with its own legend; all pictures zoom together. */
+/** One picture of lines with its own legend, on the axis of steps; `isTrack` has its title beside it, and no ruler. */
 class Chart {
-  constructor(app, height) {
-    this.app = app;
-    this.height = height;
-    this.plotted = null;
+  constructor(app, height, isTrack = false) {
+    Object.assign(this, { app, height, isTrack, plotted: null, hidden: new Set() });
     this.head = el("div", { class: "chart-head" });
-    this.body = el("div", { class: "chart-body" });
+    this.body = el("div", { class: "chart-body", tabindex: "0", role: "application", onkeydown: (event) => this.key(event) });
+    this.flags = el("div", { class: "flags" });
     this.legend = el("div", { class: "chart-legend" });
-    this.element = el("figure", { class: "chart" }, this.head, this.body, this.legend);
-    this.hidden = new Set();
+    this.element = el("figure", { class: isTrack ? "chart track" : "chart" }, this.head, this.flags, this.body, this.legend);
   }
   /** `lines` are {label, values, bad, style}; `values` has null for a hole, `bad` says where a value is not finite. */
-  draw({ title, steps, lines, isLog, link = null, about = [] }) {
-    this.given = { title, steps, lines, isLog, link, about };
+  draw({ title, steps, lines, isLog, about = [], flags = [], hasRuler = true }) {
+    this.given = { title, steps, lines, isLog, about, flags, hasRuler };
     this.plotted?.destroy();
-    const { state } = this.app;
+    const { axis } = this.app;
     this.head.replaceChildren(el("strong", {}, title), ...about.map((text) => el("span", { class: "dim" }, text)));
-    const width = Math.max(this.body.clientWidth || this.element.clientWidth || 600, 200);
+    this.body.setAttribute("aria-label", `${visible(title)} over steps; left and right move, plus, minus and 0 zoom`);
+    const width = Math.max(this.body.clientWidth || this.element.clientWidth || 600, 200), gutter = axis.gutter(width);
+    this.element.style.setProperty("--gutter", `${gutter}px`);
     const shown = lines.filter((line) => !this.hidden.has(line.label));
     const numbers = shown.flatMap((line) => line.values.filter((value) => value !== null && value !== undefined));
     const smallest = numbers.reduce((low, value) => (value !== 0 ? Math.min(low, Math.abs(value)) : low), Infinity);
     const isAllPositive = numbers.length > 0 && numbers.every((value) => value > 0);
-    const text = cssColor("--text"), grid = cssColor("--grid");
-    const numPoints = steps.length;
-    const axis = {
-      stroke: text, font: "11px system-ui, sans-serif", grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 },
-    };
-    let from = state.get("from"), to = state.get("to");
-    if (from !== null && to !== null && !steps.some((step) => from <= step && step <= to)) from = to = null;
-    const edges = [steps[0] ?? 0, steps[steps.length - 1] ?? 1];
-    const pad = numPoints > 1 ? 0 : 1;
+    const lineStyle = { stroke: cssColor("--grid"), width: 1 };
+    const ruled = { stroke: cssColor("--dim"), font: "11px system-ui, sans-serif", grid: lineStyle, ticks: { ...lineStyle, size: 4 } };
     const options = {
-      width, height: this.height, legend: { show: false }, class: "plot",
-      cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
+      width, height: this.height, legend: { show: false }, class: "plot", padding: [flags.length ? 20 : 8, 0, hasRuler ? 0 : 8, 0],
+      cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
       scales: {
-        x: { time: false, range: () => [from ?? edges[0] - pad, to ?? edges[1] + pad] },
+        x: { time: false, range: () => axis.domain },
         y: isLog && numbers.length ? { distr: isAllPositive ? 3 : 4, asinh: Number.isFinite(smallest) ? smallest : 1 } : {
           range: (_, low, high) => this.range(low, high) },
       },
       axes: [
-        { ...axis, incrs: STEP_INCREMENTS, space: 60, size: 30, values: (_, splits) => splits.map(String) },
-        { ...axis, size: 64, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
+        { ...ruled, size: hasRuler ? 26 : 0, gap: 2, splits: () => axis.ticks(width - gutter),
+          values: (plot, splits) => splits.map((split) => (hasRuler && axis.pixelOf(split, width - gutter) < width - gutter - 12 ? String(split) : "")) },
+        { ...ruled, size: gutter, gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
       ],
       series: [{}, ...shown.map((line) => ({
-        ...line.style, label: "", spanGaps: false, points: { show: numPoints <= 60, size: 5, fill: line.style.stroke },
+        ...line.style, label: "", spanGaps: false, points: { show: steps.length <= 60 || undefined, size: 5, fill: line.style.stroke },
       }))],
       hooks: {
-        setSelect: [(plot) => {
-          if (plot.select.width < 4) return;
-          const low = Math.ceil(plot.posToVal(plot.select.left, "x"));
-          const high = Math.floor(plot.posToVal(plot.select.left + plot.select.width, "x"));
-          if (high >= low) state.set({ from: low, to: Math.max(high, low) });
-        }],
         drawAxes: [(plot) => this.drawDumps(plot)],
         draw: [(plot) => this.drawMarks(plot, shown)],
-        setCursor: [(plot) => this.follow(plot, shown)],
+        setCursor: [(plot) => {
+          axis.point(plot.cursor.left < 0 ? null : axis.stepAt(plot.cursor.left, width - gutter), this);
+          this.follow(plot, shown);
+        }],
       },
     };
-    const data = [steps, ...shown.map((line) => line.values)];
     this.body.replaceChildren();
-    this.plotted = new uPlot(options, data, this.body);
-    this.body.firstElementChild?.addEventListener("dblclick", () => state.set({ from: null, to: null }));
+    this.plotted = new uPlot(options, [steps, ...shown.map((line) => line.values)], this.body);
+    axis.zoomable(this.plotted.over);
+    axis.pictures.add(this);
+    this.placeFlags(flags, width - gutter);
     this.makeLegend(lines);
+  }
+  /** Flags over the picture; those at one place are one, which says all. */
+  placeFlags(flags, width) {
+    const places = new Map();
+    for (const flag of flags) {
+      const x = Math.round(this.app.axis.pixelOf(flag.step, width));
+      if (x < 0 || x > width) continue;
+      const near = [...places.keys()].find((other) => Math.abs(other - x) < 16) ?? x;
+      places.set(near, [...(places.get(near) ?? []), flag]);
+    }
+    this.flags.replaceChildren(...[...places].map(([x, some]) => el("a", {
+      class: `flag ${some[0].mark}`, href: some[0].href, style: { left: `${x}px` }, title: some.map((one) => visible(one.text)).join("\n"),
+      onclick: some[0].onclick, "aria-label": `finding at step ${some[0].step}: ${visible(some[0].text)}`,
+    }, some[0].label)));
+  }
+  /** The cursor of another picture. */
+  pointAt(step) {
+    this.plotted?.setCursor(step === null ? { left: -10, top: -10 } : { left: this.plotted.valToPos(step, "x"), top: 0 });
+  }
+  key(event) {
+    const { axis } = this.app, { steps } = this.given, { idx } = this.plotted.cursor;
+    if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
+      const [low, high] = axis.domain, inside = [...steps.keys()].filter((at) => low <= steps[at] && steps[at] <= high);
+      const next = event.key === "ArrowLeft" ? inside.findLast((at) => at < (idx ?? Infinity)) : inside.find((at) => at > (idx ?? -1));
+      if (next !== undefined) this.pointAt(steps[next]);
+      axis.point(steps[next ?? idx], this);
+      event.preventDefault();
+    } else if (event.key === "Escape") this.pointAt(null);
+    else axis.key(event, idx === null || idx === undefined ? (axis.domain[0] + axis.domain[1]) / 2 : steps[idx]);
   }
   range(low, high) {
     if (low === null || high === null) return [0, 1];
@@ -106,11 +126,10 @@ class Chart {
     const ratio = devicePixelRatio || 1;
     const inside = (x) => x >= left - 1 && x <= left + width + 1;
     context.save();
-    const step = this.app.state.get("step");
-    if (step !== null) {
-      const x = plot.valToPos(step, "x", true);
+    for (const step of new Set([this.app.state.get("step"), ...this.given.flags.map((flag) => flag.step)])) {
+      const x = plot.valToPos(step ?? NaN, "x", true);
       if (inside(x)) {
-        context.strokeStyle = cssColor("--text");
+        context.strokeStyle = cssColor("--dim");
         context.setLineDash([3 * ratio, 3 * ratio]);
         context.beginPath();
         context.moveTo(x, top);
@@ -141,7 +160,7 @@ class Chart {
     const { steps } = this.given;
     const hasDumps = steps.length > 0 && this.app.dumps.of(steps[0], steps[steps.length - 1]).length > 0;
     this.dumpNote = el("span", { class: "dump-note" }, `${DUMP_MARK} dump`);
-    this.legend.replaceChildren(...lines.map((line) => {
+    this.legend.replaceChildren(...(hasBad ? [el("span", { class: "bad-note" }, "▼ NaN or infinite")] : []), ...lines.map((line) => {
       const reading = el("span", { class: "reading" });
       this.readings.set(line.label, reading);
       const mark = el("canvas", { class: "swatch", "aria-hidden": "true" });
@@ -160,7 +179,7 @@ class Chart {
           this.draw(this.given);
         },
       }, mark, line.label, reading);
-    }), ...(hasBad ? [el("span", { class: "bad-note" }, "▼ NaN or infinite")] : []), ...(hasDumps ? [this.dumpNote] : []));
+    }), ...(hasDumps ? [this.dumpNote] : []));
   }
   follow(plot, shown) {
     const index = plot.cursor.idx;
@@ -176,37 +195,33 @@ class Chart {
   }
 }
 
-/** The lines of a series. */
-function linesOf(run, picture, series, { lanes, colorOf, named, isBeside = false }) {
+/** The lines of a series at some columns. */
+function linesOf(run, picture, series, { columns, lanes, colorOf, named, isBeside = false }) {
   return lanes.map((lane) => {
     const values = [], digits = [], bad = [];
-    for (let c = 0; c < picture.cube.numColumns; c++) {
+    columns.forEach((c, at) => {
       const cell = picture.cell(series.number, lane, c);
-      values.push(Number.isNaN(cell.value) ? null : cell.value);
+      values.push(Number.isNaN(cell.value) || (cell.kind === NONFINITE && cell.value === 0) ? null : cell.value); // nothing of it is finite
       digits.push(cell.digits);
-      if (cell.kind === NONFINITE) bad.push(c);
-    }
+      if (cell.kind === NONFINITE) bad.push(at);
+    });
     return { label: named(lane), values, digits, bad, style: laneStyle(run.lane(lane), lanes.length, colorOf(lane), isBeside) };
   });
 }
 
 class LinesPanel {
-  /** `only` is "lines" or "numbers" (of the step) where a pane shows no more than these. */
-  constructor(app, only = null) {
+  constructor(app) {
     this.app = app;
-    this.only = only;
     this.id = "lines";
     this.title = "Lines";
-    this.isShown = app.run.series.length > 0 || app.run.scalars.length > 0;
+    this.isShown = app.run.series.length > 0;
     this.listens = ["pins", "module", "site", "mode", "name", "stat", "lane", "from", "to", "step", "log", "each"];
-    this.charts = [];
-    this.scalarCharts = [];
+    this.chart = new Chart(app, CHART_PIXELS);
   }
   build(section) {
+    this.section = section;
     this.options = el("div", { class: "bar" });
-    this.pictures = el("div", { class: "charts" });
-    this.scalars = el("div", { class: "charts" });
-    put(section, this.options, this.pictures, this.scalars);
+    put(section, this.options, this.chart.element);
   }
   /** The series that are drawn: those that were chosen; else those of a link; else the first that there is. */
   get pinned() {
@@ -227,49 +242,41 @@ class LinesPanel {
   }
   async update() {
     const { app } = this, { state, run, choices, other } = app;
-    if (this.only === "numbers") return this.updateScalars(state.get("each") !== "0");
     const pinned = this.pinned, { statistic } = choices;
-    const isLog = state.get("log") === "1";
-    const isEach = state.get("each") !== "0";
+    const isLog = state.get("log") === "1", isEach = state.get("each") !== "0", isDocked = state.get("pins", []).length > 0;
+    this.section.classList.toggle("docked", isDocked); // it stays in sight beside the map
     this.options.replaceChildren(
       toggle("logarithmic", isLog, (isOn) => state.set({ log: isOn ? "1" : null }), { id: "log" }),
       ...(run.lanes.length > 1 ? [toggle("every rank", isEach, (isOn) => state.set({ each: isOn ? null : "0" }), { id: "each" })] : []),
       this.adder(),
-      ...(state.get("from") !== null ? [el("button", { type: "button", id: "zoom-out", onclick: () => state.set({ from: null, to: null }) }, "all steps")] : []),
-      el("span", { class: "dim" }, "Drag over a picture to zoom, double-click for all steps."));
-    const picture = run.series.length ? await run.picture(statistic) : null;
-    const lines = [];
+      ...(isDocked ? [el("button", { type: "button", class: "quiet", id: "unpin", onclick: () => state.set({ pins: null, module: null, step: null }) }, "close")] : []));
+    const picture = await run.picture(statistic), alike = run.series.filter((one) => pinned.some(({ site, mode }) => one.site === site && one.mode === mode));
+    const columns = picture.columnsWith(alike), lines = [];
     for (const [number, series] of pinned.entries()) {
       const lanes = isEach ? run.drawnLanes : [choices.lane];
       const name = valueText(series.path, series.site, series.name);
       const colorOf = (lane) => lineColor(pinned.length > 1 ? number : Math.max(lane, 0));
       const named = (lane) => (pinned.length > 1 ? `${name}, ${run.laneName(lane)}` : run.laneName(lane));
-      lines.push(...linesOf(run, picture, series, { lanes, colorOf, named }));
+      lines.push(...linesOf(run, picture, series, { columns, lanes, colorOf, named }));
       const beside = app.against?.otherOf(series);
       if (beside) {
         const otherPicture = await other.picture(statistic);
         if (otherPicture) {
           const otherLanes = isEach ? other.drawnLanes : [other.mainLane];
           lines.push(...linesOf(other, otherPicture, beside, {
-            lanes: otherLanes, colorOf, isBeside: true,
+            columns, lanes: otherLanes, colorOf, isBeside: true,
             named: (lane) => `${app.top.against}: ${pinned.length > 1 ? name + ", " : ""}${other.laneName(lane)}`,
           }));
         }
       }
     }
-    while (this.charts.length < 1) {
-      const chart = new Chart(app, CHART_PIXELS);
-      this.charts.push(chart);
-      this.pictures.append(chart.element);
-    }
     const title = pinned.length === 1 ?
       valueText(pinned[0].path, pinned[0].site, pinned[0].name) : plural(pinned.length, "value");
-    this.pictures.hidden = !pinned.length;
+    this.chart.element.hidden = !pinned.length;
     if (pinned.length) {
       const about = [STATISTIC_TEXTS[statistic], pinned.length === 1 ? `${pinned[0].dtype} ${pinned[0].shape}` : ""];
-      this.charts[0].draw({ title, steps: run.steps, lines, isLog, about });
+      this.chart.draw({ title, steps: columns.map((c) => run.steps[c]), lines, isLog, about });
     }
-    if (this.only === null) await this.updateScalars(isEach);
   }
   /** A field to add a value by the path of its module. */
   adder() {
@@ -301,36 +308,6 @@ class LinesPanel {
     if (number !== undefined) return `No value of the module ${name} was recorded.`;
     const near = nearest(this.unknown, paths.filter(Boolean));
     return `There is no module ${name}${near.length ? `; the nearest names are ${near.map(visible).join(", ")}` : ""}.`;
-  }
-  async updateScalars(isEach) {
-    const { app } = this, { run, other } = app;
-    const isRate = (one) => one.name.startsWith("lr."); // behind the loss, as there may be many
-    const scalars = [...run.scalars].sort((a, b) => isRate(a) - isRate(b)).slice(0, MAX_SCALARS);
-    if (!scalars.length) return;
-    const picture = await run.picture("mean", "scalars");
-    const otherPicture = other?.scalars.length ? await other.picture("mean", "scalars") : null;
-    for (const [index, series] of scalars.entries()) {
-      if (!this.scalarCharts[index]) {
-        this.scalarCharts[index] = new Chart(app, SCALAR_PIXELS);
-        this.scalars.append(this.scalarCharts[index].element);
-      }
-      const lanes = isEach ? run.drawnLanes : [run.mainLane];
-      const colorOf = (lane) => lineColor(Math.max(lane, 0));
-      let steps = run.axes.scalar_steps;
-      let lines = linesOf(run, picture, series, { lanes, colorOf, named: (lane) => run.laneName(lane) });
-      const beside = otherPicture && other.scalars.find((one) => one.path === series.path && one.name === series.name && one.mode === series.mode);
-      if (beside) {
-        const more = linesOf(other, otherPicture, beside, {
-          lanes: [other.mainLane], colorOf, isBeside: true, named: (lane) => `${app.top.against}: ${other.laneName(lane)}`,
-        });
-        [steps, lines] = joinSteps([[steps, lines], [other.axes.scalar_steps, more]]);
-      }
-      lines = lines.filter((line) => line.bad.length || line.values.some((value) => value !== null && value !== undefined));
-      const where = series.path === "" ? "" : ` of ${pathText(series.path)}`;
-      const mode = series.mode === "train" ? "" : ` (${series.mode})`;
-      this.scalarCharts[index].draw({ title: `${series.name || series.site}${where}${mode}`, steps, lines, isLog: false, about: [
-        run.scalars.length > MAX_SCALARS && index === MAX_SCALARS - 1 ? `${plural(run.scalars.length - MAX_SCALARS, "more number")} not drawn` : ""] });
-    }
   }
 }
 

@@ -3,7 +3,7 @@
 const LIVE = document.documentElement.dataset.live ?? null;
 const LIVE_TEXTS = { reading: "reading what is there", live: "live", over: "over", gone: "deleted" };
 /** Panels that do not grow with steps: each is made anew where its block is a new one, and not drawn at other times. */
-const REMADE = { top: TopPanel, ranks: RanksPanel, images: ImagesPanel, histograms: HistogramsPanel, units: UnitsPanel };
+const REMADE = { ranks: RanksPanel, images: ImagesPanel, histograms: HistogramsPanel, units: UnitsPanel };
 
 class App {
   constructor(blocks) {
@@ -53,23 +53,25 @@ class App {
     this.run = new RunData(blocks, axes.data, this.modules);
     const isPair = blocks.has("against");
     this.other = isPair ? new RunData(blocks, (await blocks.get("b.axes")).data, this.modules, "b.") : null;
+    this.axis = new StepAxis(this);
     this.choices = new Choices(this);
     this.gaps = new Gaps(this, gaps);
     this.against = isPair ? new AgainstPanel(this, await blocks.get("against")) : null;
     this.lines = new LinesPanel(this);
+    this.head = new TopPanel(this);
     this.panes = new PanesPanel(this, blocks.has("panes") ? await blocks.get("panes") : null);
     const { panels: wanted } = document.documentElement.dataset;
     this.panels = [
-      new TopPanel(this), this.against, this.panes, new MapPanel(this),
-      this.lines,
+      this.head, this.against, this.panes, new MapPanel(this), this.lines, new NumbersPanel(this, wanted === undefined ? "rest" : "all"),
       new HistogramsPanel(this, blocks.has("histograms") ? await blocks.get("histograms") : null),
-      new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new GraphPanel(this), new RanksPanel(this, ranks), new ImagesPanel(this, images),
+      new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new RanksPanel(this, ranks), new ImagesPanel(this, images),
     ].filter((panel) => panel?.isShown && (wanted === undefined || wanted.split(" ").includes(panel.id)));
   }
   build() {
     const page = document.getElementById("page");
     const title = this.top.against ? `${this.top.run} against ${this.top.against}` : this.top.run;
     this.bar = el("div", { class: "choices" });
+    this.zoomed = el("button", { type: "button", class: "primary", id: "zoom-out", hidden: true, onclick: () => this.axis.zoom(null, null) });
     const links = this.panels.map((panel) => el("a", { href: `#view=${panel.id}`, "data-view": panel.id, onclick: (event) => {
       event.preventDefault();
       this.show(panel.id);
@@ -78,11 +80,11 @@ class App {
     page.replaceChildren();
     page.append(
       el("a", { class: "skip", href: "#view=map", onclick: (event) => { event.preventDefault(); this.show("map"); } }, "to the map"),
-      el("header", {}, el("h1", {}, title, this.liveText), el("nav", { "aria-label": "panels" }, links), this.bar),
+      el("header", {}, el("h1", {}, title, this.liveText), el("nav", { "aria-label": "panels" }, links), el("div", { class: "bar" }, this.bar, this.zoomed)),
       el("main", {}, this.panels.map((panel) => {
         panel.section = el("section", { id: `panel-${panel.id}`, "aria-label": panel.title }, el("h2", {}, panel.title, this.keepers(panel)));
-        return panel.section;
-      })),
+        return [el("div", { id: `at-${panel.id}` }), panel.section];
+      }).flat()),
       el("footer", {}, `Made by recorder ${this.top.version}. ` + (this.source ? "This page asks nothing but the server that it came from." :
         "This file holds numbers for drawing and asks nothing of a network.")));
     for (const panel of this.panels) panel.build(panel.section);
@@ -90,10 +92,15 @@ class App {
   }
   /** Buttons that keep a picture as a pane. */
   keepers(panel) {
-    if (!this.source || !(panel.id in PANE_KINDS)) return [];
-    const keep = (kind, text) => el("button", { type: "button", class: "keep", "data-keep": kind, onclick: () => this.panes.add(kind, panel) }, text);
-    const isNumbers = panel.id === "lines" && this.run.scalars.length > 0;
-    return [keep(panel.id, "keep as a pane"), ...(isNumbers ? [keep("numbers", "keep the numbers of the step as a pane")] : [])];
+    if (!this.source || !(panel.id in PANE_KINDS)) return null;
+    return el("button", { type: "button", class: "keep", "data-keep": panel.id, onclick: () => this.panes.add(panel.id, panel) }, "keep as a pane");
+  }
+  flags() {
+    return this.head.flags();
+  }
+  /** Show the lines of what was clicked: where there is room, they have come beside the picture by themselves. */
+  beside() {
+    if (NARROW.matches) this.show("lines");
   }
   change(names) {
     const concerned = this.panels.filter((panel) => names === null || panel.listens.some((name) => names.includes(name)));
@@ -104,6 +111,8 @@ class App {
   async redraw(panels) {
     if (!this.bar) return; // a window may change its size before the page is built
     if (this.run?.series.length && !this.bar.contains(document.activeElement)) this.bar.replaceChildren(this.choices.bar());
+    this.zoomed.hidden = !this.axis?.isZoomed;
+    if (!this.zoomed.hidden) this.zoomed.textContent = `all steps (now ${this.axis.domain.map((end, index) => end + (index ? -0.5 : 0.5)).join(" to ")})`;
     for (const panel of panels) {
       if (!panel.update) continue;
       try {
@@ -131,7 +140,9 @@ class App {
   }
   goTo(id, behavior = "auto") {
     if (id === null) return;
-    document.getElementById(`panel-${id}`)?.scrollIntoView({ block: "start", behavior });
+    if (id === "map" && NARROW.matches && this.state.get("pins", []).length) id = "lines";
+    document.getElementById(`at-${id}`)?.scrollIntoView({ block: "start", behavior }); // a docked panel itself is always in sight
+    if (id === "map") document.querySelector("#panel-map .chosen")?.scrollIntoView({ block: "nearest", behavior });
     for (const link of document.querySelectorAll("nav a")) link.toggleAttribute("aria-current", link.dataset.view === id);
   }
   /** Everything, from a server: at the beginning, and when series, lanes or columns are others. */

@@ -39,7 +39,7 @@ class Choices {
   }
   get statistic() {
     const { statistics } = this;
-    return statistics.includes(this.app.state.get("stat")) ? this.app.state.get("stat") : statistics[0];
+    return statistics.includes(this.app.state.get("stat")) ? this.app.state.get("stat") : statistics[this.app.run.axes.probed && statistics.includes("l2") ? statistics.indexOf("l2") : 0]; // the probe has norms alone
   }
   get lane() {
     const { run, state } = this.app, number = Number(state.get("lane") ?? run.mainLane);
@@ -72,16 +72,6 @@ class Choices {
   }
 }
 
-/** Which columns are looked at: those of the steps that were zoomed to. */
-function columnRange(steps, state) {
-  const from = state.get("from", -Infinity), to = state.get("to", Infinity);
-  let first = steps.findIndex((step) => step >= from);
-  if (first < 0) first = Math.max(steps.length - 1, 0);
-  let last = steps.length;
-  while (last > first + 1 && steps[last - 1] > to) last--;
-  return [first, last];
-}
-
 /** Rows of the tree: modules that have such values, and what contains them, as far as it is unfolded. */
 class FoldedTree {
   constructor(app) {
@@ -92,12 +82,15 @@ class FoldedTree {
     const { modules, state } = this.app;
     const has = new Map();
     const all = modules.below(modules.root).reverse(); // children before what contains them, as `below` gives parents first
+    const find = state.get("find", "").toLowerCase(), depth = Number(state.get("depth", Infinity));
+    const isFound = (node) => `${node.path} ${modules.className(node.number)}`.toLowerCase().includes(find);
     for (const node of all) {
-      const own = node.number === null ? [] : seriesOf(node.number);
+      const own = node.number === null || !isFound(node) ? [] : seriesOf(node.number);
       has.set(node, { own, count: (own.length ? 1 : 0) + node.children.reduce((sum, child) => sum + has.get(child).count, 0) });
     }
-    const isOpen = this.defaultOpen(has);
-    const opened = new Set(state.get("open", [])), shut = new Set(state.get("shut", []));
+    const isOpen = find || depth < Infinity ? new Set(all.filter((node) => find || node.depth < depth)) : this.defaultOpen(has);
+    const opened = new Set(state.get("open", [])), shut = new Set(state.get("shut", [])), chosen = state.get("module", "");
+    for (let at = chosen.indexOf("."); at > 0; at = chosen.indexOf(".", at + 1)) opened.add(chosen.slice(0, at)); // what was chosen is in sight
     const rows = [];
     const visit = (node, indent) => {
       const { own, count } = has.get(node);
@@ -109,9 +102,9 @@ class FoldedTree {
         modules.below(node).flatMap((one) => has.get(one).own);
       if (!isOnly || !open) {
         rows.push({
-          node, series, indent, fold: children.length ? (open ? "open" : "shut") : null,
+          node, series, indent, isChosen: node.path !== "" && node.path === chosen, fold: children.length ? (open ? "open" : "shut") : null,
           label: node === modules.root ? modules.className(node.number) || "(the model)" : node.label,
-          note: open || !children.length ? "" : `${count}`,
+          note: `${node === modules.root ? "" : modules.className(node.number)}${open || !children.length ? "" : ` · ${count}`}`,
           title: `${pathText(node.path)} ${visible(modules.className(node.number))}\n${visible(modules.source(node.number))}`,
         });
       }
@@ -153,14 +146,14 @@ class MapPanel {
     this.title = "Map";
     this.isShown = app.run.series.length > 0;
     this.tree = new FoldedTree(app);
-    this.listens = ["site", "mode", "name", "stat", "lane", "axes", "from", "to", "open", "shut", "step", "module"];
+    this.listens = ["site", "mode", "name", "stat", "lane", "axes", "from", "to", "open", "shut", "step", "module", "colors", "find", "depth"];
   }
   build(section) {
     this.options = el("div", { class: "bar" });
     this.legend = el("div", {});
     this.note = el("p", { class: "note" });
     this.heat = new HeatMap({
-      label: "map of modules and steps; arrow keys move, Enter shows the line, space folds",
+      label: "map of modules and steps; arrow keys move, Enter shows the line, space folds, plus, minus and 0 zoom",
       describe: (row, column) => this.describe(row, column),
       choose: (row, column, isMore) => this.choose(row, column, isMore),
       fold: (row) => this.tree.turn(this.drawn.rows[row]),
@@ -178,47 +171,83 @@ class MapPanel {
     if (run.axes.num_ranks > 1) offered.push(["module-rank", "modules over ranks"], ["rank-step", "ranks over steps"]);
     return offered;
   }
+  bar() {
+    const { state, modules } = this.app, deepest = Math.max(...[...modules.nodes.values()].map((node) => node.depth));
+    const depths = Array.from({ length: Math.min(deepest, 8) }, (_, depth) => [String(depth + 1), plural(depth + 1, "level")]);
+    return [
+      choice("map of", this.axesOffered, this.axes, (value) => state.set({ axes: value }), { id: "choose-axes" }),
+      !this.isDeviation && choice("colours", [["", "absolute"], ["median", "against the row's median"], ["first", "against the row's first step"]], state.get("colors", ""),
+        (value) => state.set({ colors: value || null }), { id: "choose-colors" }),
+      deepest > 1 && choice("unfolded", [["", "as room allows"], ...depths], state.get("depth", ""),
+        (value) => state.set({ depth: value || null, open: [], shut: null }), { id: "choose-depth" }),
+      el("label", { class: "choice" }, el("input", { type: "search", id: "find", placeholder: "find a module or class", "aria-label": "module or class to find",
+        value: state.get("find"), onchange: (event) => state.set({ find: event.target.value || null }) })),
+    ];
+  }
   async update() {
     const { app } = this, { state, run, choices } = app;
     const isMany = run.blocks.has(`${run.prefix}by-rank/deviation`);
     this.isDeviation = isMany && this.axes !== "module-step";
     const statistic = choices.statistic;
-    const [from, to] = columnRange(run.steps, state);
-    this.options.replaceChildren(
-      choice("map of", this.axesOffered, this.axes, (value) => state.set({ axes: value }), { id: "choose-axes" }),
-      ...(from > 0 || to < run.steps.length ? [el("button", { type: "button", onclick: () => state.set({ from: null, to: null }) },
-        `all steps (now ${run.steps[from]} to ${run.lastStep(to - 1)})`)] : []));
-    const drawn = this.axes === "module-step" ? await this.moduleSteps(statistic, from, to) :
-      this.axes === "module-rank" ? await this.moduleRanks(statistic, from, to, isMany) :
-        await this.rankSteps(statistic, from, to, isMany);
-    this.drawn = drawn;
-    const values = [];
-    for (const row of drawn.cells) for (const cell of row) if (cell !== null && cell.kind === NUMBER) values.push(cell.value);
-    const colors = new Colors(values);
-    const title = this.isDeviation ? "quartile ranges from the median of the ranks" :
-      `${STATISTIC_TEXTS[statistic]} of ${choices.siteAndMode[0]}`;
-    this.legend.replaceChildren(legendOf(colors, title));
-    const step = state.get("step");
-    let marked = null;
-    if (step !== null && drawn.isOfSteps) {
-      for (let c = from; c < to; c++) if (run.steps[c] <= step && step <= run.lastStep(c)) marked = c - from;
+    if (!this.options.contains(document.activeElement) || document.activeElement.id !== "find") {
+      this.options.replaceChildren();
+      put(this.options, ...this.bar());
     }
-    this.heat.draw({ rows: drawn.rows, columns: drawn.columns, cell: (r, c) => drawn.cells[r][c], colors, marked, steps: drawn.isOfSteps ? run.stepsOf(from, to) : null });
-    this.note.replaceChildren(...this.notes(drawn, from, to));
+    const drawn = this.drawn = this.axes === "module-step" ? await this.moduleSteps(statistic) :
+      this.axes === "module-rank" ? await this.moduleRanks(statistic, isMany) : await this.rankSteps(statistic, isMany);
+    const hasFirst = this.markFirst(drawn);
+    const colors = this.colorsOf(drawn);
+    const title = this.isDeviation ? "quartile ranges from the median of the ranks" : `${STATISTIC_TEXTS[statistic]} of ${choices.siteAndMode[0]}` +
+      (colors.isRatio ? `, against the ${state.get("colors") === "first" ? "first step" : "median"} of its row` : "");
+    const bad = hasFirst ? [[NONFINITE, "the first NaN or infinity"], [NONFINITE, "after it", true]] : [[NONFINITE, "NaN or infinite", Boolean(app.top.first)]];
+    this.legend.replaceChildren(legendOf(colors, title, [...bad, ...KIND_TEXTS.slice(1)]));
+    const step = state.get("step");
+    const marked = step === null || !drawn.isOfSteps ? null : drawn.columns.findIndex((one) => one.first <= step && step <= one.last);
+    this.heat.draw({ rows: drawn.rows, columns: drawn.columns, cell: (r, c) => drawn.cells[r][c], colors, marked });
+    this.note.replaceChildren(...this.notes(drawn));
   }
-  notes(drawn, from, to) {
+  /** Tell the first cell that is not finite from those that came after it; returns whether it is on the map. */
+  markFirst({ rows, cells, columns, isOfSteps, ranks }) {
+    const { first } = this.app.top, { run } = this.app;
+    if (!first) return false;
+    let hasFirst = false;
+    rows.forEach((row, r) => cells[r].forEach((cell, c) => {
+      if (cell?.kind !== NONFINITE) return;
+      const isThere = !row.series || row.series.some((one) => one.path === first.module && one.site === first.site && one.name === first.name);
+      const isThen = isOfSteps ? columns[c].first <= first.step && first.step <= columns[c].last : cell.step === undefined || cell.step === first.step;
+      const rank = ranks ? ranks[c] : row.lane !== undefined ? run.lane(row.lane).rank : null;
+      cell.isFirst = isThere && isThen && (rank === null || first.rank === null || rank === first.rank) && cell.series?.site === first.site;
+      cell.isLater = !cell.isFirst;
+      hasFirst ||= cell.isFirst;
+    }));
+    return hasFirst;
+  }
+  /** The colours of numbers: of themselves, or of how many times they are what is usual in their row. */
+  colorsOf({ cells }) {
+    const kind = this.isDeviation ? null : this.app.state.get("colors"), values = [];
+    for (const row of cells) {
+      const known = row.filter((cell) => cell?.kind === NUMBER), sizes = known.map((cell) => Math.abs(cell.value)).filter((size) => size > 0);
+      const base = kind === "median" ? [...sizes].sort((a, b) => a - b)[sizes.length >> 1] : sizes[0];
+      for (const cell of known) {
+        if (kind) cell.shade = base > 0 ? Math.abs(cell.value) / base : 1;
+        values.push(cell.shade ?? cell.value);
+      }
+    }
+    return new Colors(values, Boolean(kind));
+  }
+  notes(drawn) {
     const { run, choices, modules } = this.app;
     const texts = [];
     if (drawn.isOfSteps && run.isBinned) {
       texts.push(`${plural(run.axes.num_steps, "step")} in ${run.steps.length} columns: each shows the value that stands out most of its steps.`);
     }
     if (run.axes.global_steps !== null && drawn.isOfSteps && run.lane(choices.lane).kind === "global") {
-      texts.push(`Values of all ranks together were made for ${plural(run.axes.global_steps, "step")} of this large run; the others are holes here.`);
+      texts.push(`Values of all ranks together were made for ${plural(run.axes.global_steps, "step")} of this run; the others are holes here.`);
     }
     if (!run.axes.has_global && run.axes.num_ranks > 1) {
       texts.push("Values of all ranks together are not made of a run with so many rows in a step; `recorder stats --global` makes them.");
     }
-    const dumps = drawn.isOfSteps ? this.app.dumps.over(run.stepsOf(from, to)) : [];
+    const dumps = drawn.isOfSteps ? this.app.dumps.over(drawn.columns) : [];
     if (dumps.length) texts.push(`${DUMP_MARK} on the axis: steps that ${plural(dumps.length, "trigger")} had the ranks write; the pointer says why.`);
     if (drawn.isOfModules) {
       const hidden = modules.rows.filter((_, number) => !choices.seriesOf(number).length).length;
@@ -226,109 +255,86 @@ class MapPanel {
     }
     return texts.map((text) => el("span", {}, text + " "));
   }
-  async moduleSteps(statistic, from, to) {
-    const { run, choices } = this.app;
-    const picture = await run.picture(statistic);
-    const rows = this.tree.rows((number) => choices.seriesOf(number));
-    const cells = rows.map((row) => {
-      const line = [];
-      for (let c = from; c < to; c++) {
-        let outlier = null;
-        for (const series of row.series) {
-          const cell = picture.cell(series.number, choices.lane, c);
-          cell.series = series;
-          outlier = outstanding(outlier, cell);
-        }
-        line.push(outlier);
+  /** Of some series on a lane, at some columns, the cell that stands out. */
+  outlier(picture, some, lane, columns) {
+    let outlier = null;
+    for (const series of some) {
+      for (const c of columns) {
+        const cell = picture.cell(series.number, lane, c);
+        outlier = outstanding(outlier, Object.assign(cell, { series, step: this.app.run.steps[c] }));
       }
-      return line;
-    });
-    const columns = run.steps.slice(from, to);
-    return { rows, cells, columns: columns.map(String), steps: columns, isOfSteps: true, isOfModules: true, lane: choices.lane };
+    }
+    return outlier;
+  }
+  /** The columns with a value of some series, on the axis of steps. */
+  columnsOf(picture, some) {
+    const { run, axis } = this.app;
+    return axis.columns(run.steps, picture.columnsWith(some), (c) => run.lastStep(c));
+  }
+  async moduleSteps(statistic) {
+    const { run, choices } = this.app, picture = await run.picture(statistic);
+    const rows = this.tree.rows((number) => choices.seriesOf(number)), columns = this.columnsOf(picture, rows.flatMap((row) => row.series));
+    const cells = rows.map((row) => columns.map(({ c }) => this.outlier(picture, row.series, choices.lane, [c])));
+    return { rows, cells, columns, isOfSteps: true, isOfModules: true, lane: choices.lane };
   }
   /** Over ranks a cell shows what stands out of all steps. */
-  async moduleRanks(statistic, from, to, isMany) {
+  async moduleRanks(statistic, isMany) {
     const { run, choices } = this.app;
     const rows = this.tree.rows((number) => choices.seriesOf(number));
     const picture = isMany ? await run.picture("deviation", "by-rank") : await run.picture(statistic);
-    const lanes = run.lanes.map((lane, number) => ({ ...lane, number })).filter((lane) => lane.kind === "rank");
-    const columns = isMany ? Array.from({ length: picture.cube.numColumns }, (_, c) => this.rankOf(c, picture.cube.numColumns)) :
-      lanes.map((lane) => lane.rank);
-    const cells = rows.map((row) => columns.map((_, c) => {
-      let outlier = null;
-      for (const series of row.series) {
-        const [lane, first, last] = isMany ? [0, c, c + 1] : [lanes[c].number, from, to];
-        for (let at = first; at < last; at++) {
-          const cell = picture.cell(series.number, lane, at);
-          cell.series = series;
-          if (!isMany) cell.step = run.steps[at];
-          outlier = outstanding(outlier, cell);
-        }
-      }
-      return outlier;
+    const lanes = [...run.lanes.keys()].filter((lane) => run.lanes[lane].kind === "rank"), { numColumns } = picture.cube;
+    const ranks = isMany ? Array.from({ length: numColumns }, (_, c) => this.rankOf(c, numColumns)) : lanes.map((lane) => run.lanes[lane].rank);
+    const steps = isMany ? [] : this.columnsOf(picture, rows.flatMap((row) => row.series)).map(({ c }) => c);
+    const cells = rows.map((row) => ranks.map((_, c) => {
+      const cell = isMany ? this.outlier(picture, row.series, 0, [c]) : this.outlier(picture, row.series, lanes[c], steps);
+      return isMany && cell ? Object.assign(cell, { step: undefined }) : cell;
     }));
-    return { rows, cells, columns: columns.map(String), ranks: columns, isOfModules: true };
+    return { rows, cells, columns: ranks.map(String), ranks, isOfModules: true };
   }
   rankOf(bin, numBins) {
     const { num_ranks: num, ranks } = this.app.run.axes;
     return ranks.length === numBins ? ranks[bin] : Math.ceil((bin * num) / numBins);
   }
-  async rankSteps(statistic, from, to, isMany) {
-    const { run, choices, state } = this.app;
+  async rankSteps(statistic, isMany) {
+    const { run, choices, state, axis } = this.app;
     if (isMany) {
       const picture = await run.picture("deviation", "rank-steps");
       const site = run.axes.sites.indexOf(choices.siteAndMode[0]), { numLanes, numColumns } = picture.cube;
       const rows = Array.from({ length: numLanes }, (_, bin) => ({ label: `rank ${this.rankOf(bin, numLanes)}`, title: "", indent: 0, fold: null }));
-      const cells = rows.map((_, bin) => Array.from({ length: numColumns }, (_, c) => picture.cell(site, bin, c)));
       const steps = Array.from({ length: numColumns }, (_, c) => run.steps[Math.ceil((c * run.steps.length) / numColumns)]);
-      return { rows, cells, columns: steps.map(String), steps };
+      const columns = axis.columns(steps, undefined, (c) => (run.steps.length > numColumns && c + 1 < numColumns ? steps[c + 1] - 1 : steps[c]));
+      return { rows, cells: rows.map((_, bin) => columns.map(({ c }) => picture.cell(site, bin, c))), columns, isOfSteps: true };
     }
     const picture = await run.picture(statistic);
     const module = state.get("module"), number = module === null ? undefined : this.app.modules.numberOf.get(module);
     let series = number === undefined ? [] : choices.seriesOf(number);
     if (!series.length) series = this.app.modules.rows.flatMap((_, one) => choices.seriesOf(one));
-    const lanes = run.lanes.map((lane, at) => ({ ...lane, number: at }));
-    const rows = lanes.map((lane) => ({ label: run.laneName(lane.number), title: "", indent: 0, fold: null, lane: lane.number }));
-    const cells = rows.map((row) => {
-      const line = [];
-      for (let c = from; c < to; c++) {
-        let outlier = null;
-        for (const one of series) {
-          const cell = picture.cell(one.number, row.lane, c);
-          cell.series = one;
-          outlier = outstanding(outlier, cell);
-        }
-        line.push(outlier);
-      }
-      return line;
-    });
-    const columns = run.steps.slice(from, to);
-    return { rows, cells, columns: columns.map(String), steps: columns, isOfSteps: true };
+    const rows = run.lanes.map((_, lane) => ({ label: run.laneName(lane), title: "", indent: 0, fold: null, lane, series }));
+    const columns = this.columnsOf(picture, series);
+    const cells = rows.map((row) => columns.map(({ c }) => this.outlier(picture, series, row.lane, [c])));
+    return { rows, cells, columns, isOfSteps: true };
   }
   describe(row, column) {
-    const { run, choices, state, gaps } = this.app;
-    const { rows, cells, steps, ranks } = this.drawn;
-    const cell = cells[row][column], [from] = columnRange(run.steps, state);
-    const series = cell?.series;
-    const title = series ? valueText(series.path, series.site, series.name) : rows[row].label;
-    const lines = [visible(title)];
-    if (steps) {
-      const last = this.drawn.isOfSteps ? run.lastStep(from + column) : steps[column];
-      lines.push(last > steps[column] ? `steps ${steps[column]} to ${last}` : `step ${steps[column]}`);
-    }
+    const { run, choices, gaps } = this.app, { rows, ranks, isOfSteps, lane } = this.drawn, at = this.drawn.columns[column];
+    const cell = this.drawn.cells[row][column], series = cell?.series ?? rows[row].series?.[0];
+    const lines = [visible(series ? valueText(series.path, series.site, series.name) : rows[row].label)];
+    if (series?.shape) lines.push(`${series.dtype} ${series.shape}`);
+    if (isOfSteps) lines.push(at.last > at.first ? `steps ${at.first} to ${at.last}` : `step ${at.first}`);
     if (ranks) lines.push(`rank ${ranks[column]}` + (cell?.step !== undefined ? `, step ${cell.step}` : ""));
-    else if (this.drawn.lane !== undefined) lines.push(run.laneName(this.drawn.lane));
+    else if (lane !== undefined || rows[row].lane !== undefined) lines.push(run.laneName(lane ?? rows[row].lane));
     if (rows[row].series?.length > 1) lines.push(`what stands out of ${plural(rows[row].series.length, "value")}`);
     const what = this.isDeviation ? "quartile ranges from the median" : STATISTIC_TEXTS[choices.statistic];
     if (cell === null) lines.push("has no such value of its own");
     else if (cell.kind === NONFINITE) {
       lines.push([cell.nan && `${cell.nan} NaN`, cell.inf && `${cell.inf} infinite`].filter(Boolean).join(", "));
+      if (cell.isFirst) lines.push("the first of the run that is not finite");
       if (!Number.isNaN(cell.value)) lines.push(`${what} of the others: ${shortNumber(cell.value, 4, cell.digits)}`);
     } else if (cell.kind === NUMBER) {
       lines.push(`${what}: ${shortNumber(cell.value, 4, cell.digits)}`);
+      if (cell.shade !== undefined) lines.push(`${shortNumber(cell.shade, 3)} times the ${this.app.state.get("colors") === "first" ? "first" : "median"} of its row`);
       if (series && choices.statistic === "zero_count") lines.push(`of ${plural(series.numel, "element")}`);
     } else {
-      lines.push(...gaps.why(cell, series, steps?.[column] ?? null, this.drawn.lane ?? null, ranks?.[column] ?? null));
+      lines.push(...gaps.why(cell, series, isOfSteps ? at.first : null, lane ?? rows[row].lane ?? null, ranks?.[column] ?? null));
     }
     return lines;
   }
@@ -337,9 +343,9 @@ class MapPanel {
     const cell = this.drawn.cells[row][column], series = cell?.series ?? this.drawn.rows[row].series?.[0];
     if (!series) return;
     const key = keyOf(series), pins = isMore ? state.get("pins", []) : [];
-    const step = this.drawn.steps?.[column] ?? cell?.step ?? null;
+    const step = this.drawn.isOfSteps ? this.drawn.columns[column].first : cell?.step ?? null;
     state.set({ pins: [...pins.filter((one) => JSON.stringify(one) !== JSON.stringify(key)), key], step, module: series.path });
-    this.app.show("lines");
+    this.app.beside();
   }
 }
 

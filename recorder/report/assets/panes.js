@@ -1,7 +1,7 @@
 // Panes: pictures that somebody put together and named, each with choices of its own. A server saves them with the run.
 
 const PANE_NAMES = ["site", "mode", "name", "stat", "lane", "axes", "log", "each", "from", "to", "step", "module", "pins", "open", "shut"];
-const PANE_KINDS = { map: "Map", lines: "Lines", numbers: "Numbers of the step", histograms: "Histograms", units: "Units", graph: "Graph" };
+const PANE_KINDS = { map: "Map", lines: "Lines", numbers: "Numbers of the step", histograms: "Histograms", units: "Units" };
 
 /** The choices of one pane; they are no part of the page's address. */
 class PaneState {
@@ -101,7 +101,7 @@ class PanesPanel {
     }) : el("strong", { class: "pane-name" }, pane.name);
     const body = el("div", { class: "pane-body" });
     const element = el("article", { class: pane.wide ? "pane wide" : "pane" }, el("div", { class: "pane-head" }, name,
-      button("↗", "show in full", () => app.follow(pane.kind === "numbers" ? "lines" : pane.kind, pane.state)),
+      button("↗", "show in full", () => app.follow(pane.kind, pane.state)),
       ...(this.canChange ? [
         button("←", "move forward", () => move(-1), index === 0), button("→", "move back", () => move(1), index === this.panes.length - 1),
         button("↔", pane.wide ? "make narrow" : "make wide", () => {
@@ -120,8 +120,9 @@ class PanesPanel {
       this.drawOne(one);
       if (this.canChange) this.save();
     });
+    own.axis = new StepAxis(own, own.state, app.axis.pictures);
     own.state.address = (values) => app.state.address(values);
-    own.show = (id) => app.follow(id, own.state.values);
+    own.beside = () => app.follow("map", own.state.values);
     const one = { element, body, own, kind: pane.kind, panel: null };
     return one;
   }
@@ -130,8 +131,8 @@ class PanesPanel {
     own.choices = new Choices(own);
     const block = this.app.blocks.has(kind) ? await this.app.blocks.get(kind) : null; // a live one has newer and newer ones
     if (one.panel === null) {
-      own.lines = new LinesPanel(own, kind === "numbers" ? "numbers" : "lines");
-      one.panel = kind === "map" ? new MapPanel(own) : kind === "graph" ? new GraphPanel(own) :
+      own.lines = new LinesPanel(own);
+      one.panel = kind === "map" ? new MapPanel(own) : kind === "numbers" ? new NumbersPanel(own, "all") :
         kind === "histograms" ? new HistogramsPanel(own, block) : kind === "units" ? new UnitsPanel(own, block) : own.lines;
       if (!one.panel.isShown) {
         put(body, el("p", { class: "note" }, "There is nothing of this kind in this run."));

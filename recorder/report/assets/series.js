@@ -22,16 +22,13 @@ class SeriesPanel {
   /** Draw cells, by row and by some `steps` of the block; cells that are null stay empty. */
   draw(series, { what, unit, kinds, steps, rows, cells, describe }) {
     const name = valueText(series.path, series.site, series.name);
-    const from = this.app.state.get("from", -Infinity), to = this.app.state.get("to", Infinity);
-    const all = steps.map((step) => this.block.data.steps[step]), indices = [...all.keys()];
-    const inside = indices.filter((column) => from <= all[column] && all[column] <= to);
-    const shown = inside.length ? inside : indices, columns = shown.map((column) => all[column]);
+    const columns = this.app.axis.columns(steps.map((step) => this.block.data.steps[step]));
     const heat = new HeatMap({
       label: `${what} of ${visible(name)} over steps`, choose: () => {}, fold: () => {}, app: this.app,
-      describe: (row, column) => [visible(name), `step ${columns[column]}`, ...describe(row, shown[column])],
+      describe: (row, column) => [visible(name), `step ${columns[column].first}`, ...describe(row, columns[column].c)],
     });
     const colors = new Colors(cells.flat().filter((cell) => cell?.kind === NUMBER).map((cell) => cell.value));
     put(this.heats, el("h3", {}, name), legendOf(colors, unit, kinds), heat.element);
-    heat.draw({ rows, columns: columns.map(String), cell: (r, c) => cells[r][shown[c]], colors, steps: columns.map((step) => [step, step]) });
+    heat.draw({ rows, columns, cell: (r, c) => cells[r][columns[c].c], colors });
   }
 }

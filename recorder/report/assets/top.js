@@ -1,4 +1,6 @@
-// The head of the page: what ran, whether its record is whole, what stands out.
+// The head of the page: what ran in one line, the loss with flags, and a table of what stands out.
+
+const IN_SHORT = ["model", "ranks", "layout", "steps", "state"], COLUMNS = ["module", "value", "step", "rank", "size"];
 
 class TopPanel {
   constructor(app) {
@@ -6,39 +8,71 @@ class TopPanel {
     this.id = "top";
     this.title = "Run";
     this.isShown = true;
-    this.listens = [];
+    this.numbers = new NumbersPanel(app, "head");
+    this.listens = this.numbers.listens;
   }
   build(section) {
-    const { top, state } = this.app;
-    const facts = el("table", { class: "facts" }, top.facts.filter(([name]) => name !== "rule").map(([name, value]) =>
-      el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value))));
-    const rules = top.facts.filter(([name]) => name === "rule");
-    const finding = ([text, link, mark, more = []]) => {
-      const isLink = Object.keys(link).length > 0;
-      const words = isLink ? el("a", { href: state.address(this.target(link)) }, text) : el("span", {}, text);
-      return el("li", { class: mark }, words, more.length > 0 && el("details", {},
-        el("summary", {}, `${plural(more.length, "more finding")} of the same fault`), el("ul", { class: "findings" }, more.map(finding))));
-    };
-    const findings = el("ul", { class: "findings" }, top.findings.map(finding));
-    const verdict = top.verdict ? top.verdict : top.num_missing ? `not whole: ${plural(top.num_missing, "finding")} of recorder doctor` : "whole, as far as recorder doctor sees";
-    const checks = top.checks.map(([mark, text]) => el("li", { class: `check ${mark}` }, el("b", {}, mark), " " + text));
-    put(section, 
-      el("div", { class: "columns" },
-        el("div", {}, el("h3", {}, "What ran"), facts,
-          rules.length > 0 && el("details", {}, el("summary", {}, plural(rules.length, "rule")),
-            el("ul", { class: "checks" }, rules.map(([, text]) => el("li", {}, text))))),
-        el("div", {}, el("h3", {}, "What stands out"), findings,
-          el("h3", {}, "Is it whole?"),
-          el("p", { class: top.num_missing ? "verdict wrong" : top.verdict && !top.checks.length ? "dim" : "verdict right", id: "verdict" }, verdict),
-          top.num_missing > 0 && el("ul", { class: "checks" }, checks.slice(0, Math.min(top.num_missing, 8))),
-          top.checks.length > 0 && el("details", {}, el("summary", {}, top.verdict ? plural(top.checks.length, "rank") : `all ${plural(top.checks.length, "answer")} of recorder doctor`),
-            el("ul", { class: "checks" }, checks.slice(top.num_missing).map((one) => one.cloneNode(true)))),
-          top.notes.length > 0 && el("details", {}, el("summary", {}, plural(top.notes.length, "note")),
-            el("ul", { class: "checks" }, top.notes.map((text) => el("li", {}, text)))))));
+    this.line = el("summary", { class: "line" });
+    this.more = el("div", { class: "more" });
+    this.findings = el("div", {});
+    put(section, el("details", { class: "facts-line" }, this.line, this.more));
+    this.numbers.build(section);
+    put(section, this.findings);
   }
-  /** What the address says where a finding is followed. */
+  async update() {
+    const { top } = this.app;
+    if (this.drawn !== top) {
+      this.drawn = top; // a live page has a newer one now and then
+      this.tell(top);
+    }
+    await this.numbers.update();
+  }
+  tell(top) {
+    const facts = top.facts.filter(([name]) => name !== "rule"), rules = top.facts.filter(([name]) => name === "rule");
+    const verdict = top.verdict ? top.verdict : top.num_missing ? `not whole: ${plural(top.num_missing, "finding")} of recorder doctor` : "whole, as far as recorder doctor sees";
+    const mood = top.num_missing ? "verdict wrong" : top.verdict && !top.checks.length ? "dim" : "verdict right";
+    this.line.replaceChildren(...facts.filter(([name]) => IN_SHORT.includes(name)).map(([name, value]) => el("span", { class: "fact" }, el("span", { class: "dim" }, name), ` ${value}`)),
+      el("span", { class: mood, id: "verdict" }, verdict));
+    const list = (title, texts) => texts.length > 0 && el("details", {}, el("summary", {}, title), el("ul", { class: "checks" }, texts.map((text) => el("li", {}, text))));
+    const open = [...this.more.querySelectorAll("details")].map((one) => one.open);
+    this.more.replaceChildren();
+    put(this.more, el("table", { class: "facts" }, facts.map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)))),
+      el("div", {}, top.checks.length > 0 && el("ul", { class: "checks" }, top.checks.map(([mark, text]) => el("li", { class: `check ${mark}` }, el("b", {}, mark), " " + text))),
+        list(plural(rules.length, "rule"), rules.map(([, text]) => text)), list(plural(top.notes.length, "note"), top.notes)));
+    [...this.more.querySelectorAll("details")].forEach((one, number) => { one.open = open[number] ?? false; });
+    this.tellFindings(top.findings);
+  }
+  /** A table of faults: where each was seen, since when, how large, and what to do; what followed from it is folded below. */
+  tellFindings(findings) {
+    const open = [...this.findings.querySelectorAll("details")].map((one) => one.open);
+    const isTable = findings.some(([, , , , about]) => about.module);
+    const rows = findings.map((finding, number) => {
+      const [text, link, mark, more, about] = finding;
+      const words = ([text, link]) => Object.keys(link).length ? el("a", { href: this.app.state.address(this.target(link)) }, text) : el("span", {}, text);
+      const followers = more.length > 0 && el("details", {}, el("summary", {}, `${plural(more.length, "more finding")} of the same fault`),
+        el("ul", { class: "findings" }, more.map((one) => el("li", { class: one[2] }, words(one)))));
+      const isWhole = !about.module && !about.size;
+      return el("tr", { class: mark }, el("td", { class: "flag-cell" }, el("span", { class: `flag ${mark}` }, this.label(number, mark))),
+        el("td", { class: "what", colspan: isWhole && isTable ? COLUMNS.length + 1 : null }, words([about.what ?? text, link]),
+          about.advice && el("div", { class: "dim" }, about.advice), about.type && el("code", { class: "type" }, about.type), followers),
+        !isWhole && COLUMNS.map((name) => el("td", { class: name, "data-name": name }, (about[name] ?? "").replace(/step |ranks? /, ""))));
+    });
+    this.findings.replaceChildren(el("div", { class: "scroll" }, el("table", { class: "grid findings" },
+      isTable && el("thead", {}, el("tr", {}, ["", "what stands out", ...COLUMNS].map((title) => el("th", { scope: "col" }, title === "size" ? "how large" : title)))), el("tbody", {}, rows))));
+    [...this.findings.querySelectorAll("details")].forEach((one, number) => { one.open = open[number] ?? false; });
+  }
+  label(number, mark) {
+    return mark === "right" ? "✓" : mark === "note" ? "–" : String(number + 1);
+  }
+  /** The findings that have a step, to be marked where steps are drawn. */
+  flags() {
+    return this.app.top.findings.map(([text, link, mark, , { first }], number) => ({
+      step: first ?? null, text, mark, label: this.label(number, mark), href: this.app.state.address(this.target(link)),
+    })).filter((flag) => flag.step !== null && flag.mark === "wrong");
+  }
+  /** What the address says where a finding is followed: its value on the map, and its lines beside that. */
   target(link) {
-    const { module, site, name, step, stat, view, rank, from, to } = link;
+    const { module, site, name, step, stat, rank, from, to } = link, view = link.view === "lines" ? "map" : link.view;
     const values = { view, site, step, stat, module, from, to };
     if (module !== undefined && site !== undefined) {
       const series = this.app.run.series.find((one) => one.path === module && one.site === site && one.name === (name ?? ""));

@@ -1,0 +1,64 @@
+// The numbers of the step: the loss and the norm of the gradient at the head of the page, the others further down.
+
+const MAX_SCALARS = 8, TRACK_PIXELS = 118, LOG_FROM = 50;
+
+class NumbersPanel {
+  /** `part` is "head" for the loss and the norm, "rest" for the others, "all" in a pane. */
+  constructor(app, part = "rest") {
+    Object.assign(this, { app, part, id: "numbers", title: "Numbers", charts: [] });
+    const shown = app.run.scalars.slice().sort((a, b) => this.rank(a) - this.rank(b));
+    const isHead = (one) => this.rank(one) < 2 && shown.findIndex((other) => this.rank(other) === this.rank(one)) === shown.indexOf(one);
+    this.scalars = shown.filter((one) => part === "all" || isHead(one) === (part === "head"));
+    this.isShown = this.scalars.length > 0 || part === "head";
+    this.listens = ["from", "to", "step", "each"];
+  }
+  /** The loss comes first, then the norm of the gradient, and rates last, as there may be many. */
+  rank({ name, mode }) {
+    if (mode !== "train" || name.startsWith("lr.")) return name.startsWith("lr.") ? 4 : 3;
+    return name === "loss" ? 0 : /grad.*norm/.test(name) ? 1 : /loss$/.test(name) ? 2 : 3;
+  }
+  build(section) {
+    this.body = el("div", { class: "tracks" });
+    put(section, this.body);
+  }
+  async update() {
+    const { app } = this, { run, other, state } = app, flags = this.part === "head" ? app.flags() : [];
+    const pictures = this.scalars.length ? await Promise.all([run.picture("mean", "scalars"), other?.scalars.length ? other.picture("mean", "scalars") : null]) : [];
+    const drawn = this.scalars.slice(0, MAX_SCALARS).map((series) => this.linesOf(series, ...pictures, state.get("each") !== "0"));
+    if (this.part === "head" && !this.scalars.some((one) => this.rank(one) === 1)) drawn.push(this.gradientNorm());
+    const some = drawn.filter(Boolean);
+    some.forEach((one, index) => {
+      const chart = this.charts[index] ??= new Chart(app, TRACK_PIXELS, true), isLast = index === some.length - 1;
+      this.body.append(chart.element);
+      const values = one.lines.flatMap((line) => line.values).filter((value) => value > 0), isWide = Math.max(...values) > LOG_FROM * Math.min(...values);
+      const more = isLast && this.scalars.length > MAX_SCALARS ? `${plural(this.scalars.length - MAX_SCALARS, "more number")} not drawn` : "";
+      chart.draw({ ...one, isLog: isWide && one.lines.every((line) => line.values.every((value) => value === null || value === undefined || value > 0)), hasRuler: isLast,
+        flags: index ? flags.map((flag) => ({ ...flag, label: "" })) : flags, about: [...(one.about ?? []), more].filter(Boolean) });
+    });
+    for (const chart of this.charts.slice(some.length)) chart.element.remove();
+  }
+  linesOf(series, picture, otherPicture, isEach) {
+    const { run, other, top } = this.app, colorOf = (lane) => lineColor(Math.max(lane, 0));
+    const own = picture.columnsWith([series]);
+    let steps = own.map((c) => run.axes.scalar_steps[c]);
+    let lines = linesOf(run, picture, series, { columns: own, lanes: isEach ? run.drawnLanes : [run.mainLane], colorOf, named: (lane) => run.laneName(lane) });
+    const beside = otherPicture && other.scalars.find((one) => one.path === series.path && one.name === series.name && one.mode === series.mode);
+    if (beside) {
+      const columns = otherPicture.columnsWith([beside]), more = linesOf(other, otherPicture, beside, {
+        columns, lanes: [other.mainLane], colorOf, isBeside: true, named: (lane) => `${top.against}: ${other.laneName(lane)}`,
+      });
+      [steps, lines] = joinSteps([[steps, lines], [columns.map((c) => other.axes.scalar_steps[c]), more]]);
+    }
+    lines = lines.filter((line) => line.bad.length || line.values.some((value) => value !== null && value !== undefined));
+    const title = `${series.name || series.site}${series.mode === "train" ? "" : ` (${series.mode})`}`;
+    return { title, about: series.path === "" ? [] : [`of ${pathText(series.path)}`], steps, lines };
+  }
+  /** The norm of all gradients, where no number of the step is one. */
+  gradientNorm() {
+    const { run } = this.app, norms = run.axes.gradient_norm, columns = [...norms.keys()].filter((c) => norms[c] !== null);
+    if (!columns.length) return null;
+    const values = columns.map((c) => (norms[c] < 0 ? null : norms[c])), bad = [...columns.keys()].filter((at) => values[at] === null);
+    const style = laneStyle({ kind: "global" }, 1, lineColor(0), false);
+    return { title: "gradient norm", about: ["of all parameters"], steps: columns.map((c) => run.steps[c]), lines: [{ label: "all ranks together", values, digits: values.map(() => 5), bad, style }] };
+  }
+}
