@@ -72,17 +72,18 @@ PRESETS = {
         "site=grad keep=ring; site=scalar keep=stats"
     ),
     "rollout": parse_rules(
-        "module='' site=input,output name='!past_key_values*' keep=tensor;"
-        "class=*Embedding site=input keep=tensor; site=input name=top_k_index keep=tensor;"
-        "leaf=yes site=output name='!past_key_values*' steps=0:4,4::16 call=0:4 keep=tensor;"
+        "module='' site=input,output name='!past_key_values*' keep=tokens;"
+        "class=*Embedding,*Model,*CausalLM,*LMHeadModel site=input name='!past_key_values*' keep=tokens;"
+        "site=input name=top_k_index keep=tokens;"
+        "leaf=yes site=output name='!past_key_values*' steps=0:4,4::16 call=0:4 keep=tokens;"
         "site=param steps=::64 keep=stats,fingerprint"
     ),
     "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram,units"),
     "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),
 }
 """The rules of each preset: for the least cost, to find the first NaN at its step, to write the steps before a trigger,
-for `align` (tokens and logits of each call, modules and weights now and then), to record everything, and to make `diff`
-most certain.
+for `align` (tokens and log-probabilities of each call, modules and weights now and then), to record everything, and to
+make `diff` most certain.
 """
 
 

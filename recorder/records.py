@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .sites import PROBE
+from .sites import PROBE, TOKENS
 
 KEEP_TENSOR = 1
 """The payload is written."""
@@ -31,6 +31,8 @@ KEEP_RING = 64
 """The payload waits in memory for a trigger, and is written only then. Never with `KEEP_TENSOR`."""
 KEEP_PROBE = 128
 """One number of the value at every step is kept, in blocks of steps; see `capture/probe.py`."""
+KEEP_TOKENS = 256
+"""A sketch of each token is kept, in blocks of calls; see `capture/token_blocks.py`."""
 KEEP_VALUES = KEEP_TENSOR | KEEP_RING
 """The bits that need the values themselves in host memory."""
 KEEP_NUMBERS = KEEP_STATS | KEEP_HISTOGRAM | KEEP_UNITS
@@ -44,7 +46,7 @@ PART_BYTES = 32 << 20
 
 def kind_of(keep: int, site: str) -> str:
     """Return the kind of shard that a record belongs to. A scalar's payload stays with statistics, kept longest."""
-    if site == PROBE:
+    if site in (PROBE, TOKENS):
         return PROBE
     return "tensors" if keep & KEEP_TENSOR and site != "scalar" else "stats"
 

@@ -27,6 +27,7 @@ from .records import (
     KEEP_RING,
     KEEP_STATS,
     KEEP_TENSOR,
+    KEEP_TOKENS,
     KEEP_UNITS,
 )
 from .sites import OF_REPLAY, SITES
@@ -38,6 +39,7 @@ KEEPS = {
     "histogram": KEEP_STATS | KEEP_HISTOGRAM,
     "units": KEEP_STATS | KEEP_UNITS,
     "probe": KEEP_PROBE,
+    "tokens": KEEP_TOKENS,
     "replay": KEEP_TENSOR | KEEP_REPLAY,
     "ring": KEEP_RING,
 }
@@ -419,6 +421,8 @@ def _contradictions(chosen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     keep = chosen.get("keep", 0)
     if keep & KEEP_REPLAY and chosen["site"] != OF_REPLAY:
         yield "site", f"keep=replay is of {', '.join(OF_REPLAY)}; leave site out, or write a rule for each"
+    if keep & KEEP_TOKENS and not {"input", "output"}.issuperset(chosen["site"]):
+        yield "keep", "tokens is of the sites input and output; write a rule for other sites"
     if "unit_dim" in chosen and not keep & KEEP_UNITS:
         yield "unit_dim", "it says which units keep=units sums, which this rule does not ask for"
     if keep & KEEP_RING and keep & KEEP_TENSOR:

@@ -113,6 +113,15 @@ ALL_SITES = (
         is_selectable=False,
         since=4,
     ),
+    Site(
+        name="tokens",
+        kind=Kind.NUMBER,
+        phase="forward",
+        expected=Expected.NOTHING,
+        is_given=True,
+        is_selectable=False,
+        since=4,
+    ),
 )
 """All sites, in the order in which people see them."""
 
@@ -122,9 +131,8 @@ CALL = "call"
 """The site of the data that a replay of a call needs besides its arguments: facts as JSON, parameters, buffers."""
 PROBE = "probe"
 """The site of the rows of `keep=probe`, and the kind of the shards that have them: a row is a value over many steps."""
-SAID_SAMPLES = "tokens.sample_ids"
-SAID_POSITIONS = "tokens.positions"
-"""The names of the rows, at the site ``input`` of the root, that `recorder.tokens` makes: whose tokens a call has."""
+TOKENS = "tokens"
+"""The site of the rows of `keep=tokens`, which are in the shards of the probe: a row is a value over several calls."""
 OF_REPLAY = ("input", "output", "grad_input", "grad_output", "grad")
 """The sites whose tensors a replay is made of and compared with."""
 SITE_OF: Mapping[str, Site] = {site.name: site for site in ALL_SITES}

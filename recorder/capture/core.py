@@ -28,6 +28,7 @@ from ..records import (
     KEEP_PROBE,
     KEEP_RING,
     KEEP_STATS,
+    KEEP_TOKENS,
     KEEP_VALUES,
     PART_BYTES,
     Chunk,
@@ -53,6 +54,7 @@ from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
 from .staging.pool import Pool, PoolBlock, RingMemory
+from .token_blocks import TokenBlocks
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
 """Returns a shape as a cached tuple, because each new object in the queue brings the garbage collector nearer."""
@@ -132,6 +134,7 @@ class Capture:
         """Numbers a value that is neither put nor dropped, so that the ledger finds the value. Needs no memory."""
         self.probe: Probe | None = None
         """The numbers of values at every step; None until a rule with ``keep=probe`` selects a value."""
+        self._token_blocks: TokenBlocks | None = None
         self.on_probed: Callable[[ProbedStep], None] | None = None
         """Takes the numbers of the probe at the end of each step. Set before the first value."""
         self.scalars = Scalars(self, self.roots)
@@ -189,6 +192,8 @@ class Capture:
         """Hand over every value that waits for the end of a step, whatever the cost."""
         if self.probe is not None:
             self._ask_probe(self.probe.flush)
+        if self._token_blocks is not None:
+            self._token_blocks.flush()
         self.scalars.record_losses()
         self.aliases.flush()
         for stager in list(self._stagers.values()):
@@ -244,6 +249,12 @@ class Capture:
             local, chunk = plain(tensor, chunk)
             if chunk is not None and 'Partial"' in chunk.placements:
                 local, keep, note = self._summand(tensor, local, keep, note)
+            if keep & KEEP_TOKENS:
+                keep &= ~KEEP_TOKENS
+                if chunk is None and put is None and phase == "forward":
+                    self.token_blocks().saw(origin, moment, local)
+                if not keep:
+                    return
             if keep & KEEP_PROBE:
                 has_turned = self._show_probe(origin, moment, phase, scope, chunk, local)
                 keep &= ~KEEP_PROBE
@@ -334,6 +345,12 @@ class Capture:
             question(*arguments)
         except Exception as error:
             self.hook_failed("the probe", error)
+
+    def token_blocks(self) -> TokenBlocks:
+        """Return the blocks of ``keep=tokens``, which begin with the first value that such a rule selects."""
+        if self._token_blocks is None:
+            self._token_blocks = TokenBlocks(self.observe)
+        return self._token_blocks
 
     def _take_in_ring(self, nbytes: int, moment: Moment) -> PoolBlock | None:
         """Take a block for a value that waits for a trigger; wait for room only if a trigger has asked for its step."""
@@ -533,6 +550,8 @@ class Capture:
         """Remove every hook; records that were put on the channel stay there."""
         if self.probe is not None:
             self._ask_probe(self.probe.close)
+        if self._token_blocks is not None:
+            self._token_blocks.flush()
         self.scalars.record_losses()
         self.is_open = False
         self.aliases.flush()

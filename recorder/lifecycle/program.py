@@ -5,7 +5,6 @@ The callers are training threads and threads that run a graph. Nothing here may 
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ import torch
 from torch import nn
 
 from ..capture.core import Capture
-from ..capture.hooks.callbacks import SAID_TOKENS
 from ..capture.hooks.root import Root
+from ..capture.token_blocks import SAID_TOKENS
 from ..config import Settings
-from ..sites import MAX_COUNT, SAID_POSITIONS, SAID_SAMPLES
+from ..sites import MAX_COUNT
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
 from ..system.text import one_line
@@ -26,8 +25,6 @@ from ..taps import module_taps
 from ..taps.graphs import is_traced
 
 _EARLY_EVENT = "before_first_call"
-_ID_BYTES = 48
-"""The bytes of a sample's name in a row: names of all ranks make one tensor, which needs one width."""
 _MAX_SHOWN = 100
 """The most characters of a name in a message."""
 
@@ -116,22 +113,18 @@ class ProgramCalls:
     @contextmanager
     def tokens(self, sample_ids: Any, positions: Any) -> Iterator[None]:
         """Say whose tokens the calls inside the context are given, for `recorder.tokens`."""
-        rows: dict[str, torch.Tensor] = {}
+        before = SAID_TOKENS.names, SAID_TOKENS.positions
         try:
-            if sample_ids is not None:
-                ids = sample_ids.tolist() if isinstance(sample_ids, torch.Tensor) else sample_ids
-                texts = [_as_bytes(str(one)) for one in ids]
-                joined = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
-                rows[SAID_SAMPLES] = joined.view(len(texts), _ID_BYTES)
-            if positions is not None:
-                rows[SAID_POSITIONS] = torch.as_tensor(positions, dtype=torch.int64)
+            ids = sample_ids.tolist() if isinstance(sample_ids, torch.Tensor) else sample_ids
+            names = None if ids is None else [str(one) for one in ids]
+            said = None if positions is None else torch.as_tensor(positions, dtype=torch.int64)
+            SAID_TOKENS.names, SAID_TOKENS.positions = names, said
         except Exception as error:
             self._failed("tokens", error)
-        before, SAID_TOKENS.rows = SAID_TOKENS.rows, rows
         try:
             yield
         finally:
-            SAID_TOKENS.rows = before
+            SAID_TOKENS.names, SAID_TOKENS.positions = before
 
     def name_step(self, number: int) -> None:
         """Set the step for `recorder.step`; before the recording begins, set the step with which it will begin."""
@@ -156,14 +149,6 @@ class ProgramCalls:
             self._recorder.events.add("step_went_back", text, key="step")
         capture.clock.name(step)
         capture.step_changed()
-
-
-def _as_bytes(text: str) -> bytes:
-    """Return the name of a sample in `_ID_BYTES` bytes; the end of a longer one becomes a digest of it."""
-    encoded = text.encode()
-    if len(encoded) > _ID_BYTES:
-        encoded = encoded[: _ID_BYTES - 17] + b"~" + hashlib.blake2b(encoded, digest_size=8).hexdigest().encode()
-    return encoded.ljust(_ID_BYTES, b"\0")
 
 
 def _shown(name: object) -> str:

@@ -1,4 +1,4 @@
-"""The probe of a run: one number of each value at every step, as one table."""
+"""Rows of several steps or calls: the probe, one number of each value at every step, and what is kept of tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ..numerics.dtypes import as_array
 from ..read.payload import decode_payload
 from ..read.shard_rows import ShardRows
 from ..read.writers import RecordedWriter
+from ..sites import PROBE, TOKENS
 
 _OF_ROW = ("attempt", "rank", "root", "module_path", "phase", "mode", "scope")
 _OF_NOTE = ("dtype", "global_numel")
 _COUNTS = ("nan_count", "inf_count", "numel")
-_COLUMNS = (*_OF_ROW, "name", "step", "dtype", "shape", "encoding", "payload_bytes", "note", "batch", "row")
-_SIZE = ("step", "shape", "note")
+_COLUMNS = (*_OF_ROW, "site", "name", "step", "dtype", "shape", "encoding", "payload_bytes", "note", "batch", "row")
+_SIZE = ("site", "step", "shape", "note")
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 PROBE_SCHEMA = pa.schema(
     [
@@ -61,7 +62,9 @@ def probe_size(writers: Iterable[RecordedWriter]) -> ProbeSize | None:
     """Return how many numbers a probe has, and its steps; None if there is no probe. Payloads are not read."""
     num_numbers, firsts, lasts = 0, [], []
     for batch in (batch for one in writers for shard in one.probe_shards for batch in shard.columns(_SIZE)):
-        for step, shape, note in zip(*(batch.column(name).to_pylist() for name in _SIZE), strict=True):
+        for site, step, shape, note in zip(*(batch.column(name).to_pylist() for name in _SIZE), strict=True):
+            if site != PROBE:
+                continue
             length = parse_shape(shape)[-1]
             num_numbers += length
             firsts.append(step)
@@ -71,15 +74,10 @@ def probe_size(writers: Iterable[RecordedWriter]) -> ProbeSize | None:
 
 def _tables(shard: ShardRows) -> Iterator[Any]:
     """Yield one table for each batch of a shard."""
-    for batch in shard.columns(_COLUMNS):
-        rows = pa.Table.from_batches([batch]).to_pylist()
-        if not rows:
-            continue
-        payloads = {number: shard.read(number, ("data",)).column("data") for number in {row["batch"] for row in rows}}
+    for rows, arrays in _blocks(shard, PROBE):
         notes = [note_members(row["note"]) for row in rows]
         blocks = [
-            _numbers(row, payloads[row["batch"]][row["row"]].as_buffer(), note, str(shard.path))
-            for row, note in zip(rows, notes, strict=True)
+            _numbers(row, values, note, str(shard.path)) for row, values, note in zip(rows, arrays, notes, strict=True)
         ]
         lengths = [block.shape[1] for block in blocks]
         is_there = np.concatenate([block[-1] > 0 for block in blocks])
@@ -99,13 +97,55 @@ def _tables(shard: ShardRows) -> Iterator[Any]:
         yield pa.table([columns[name] for name in PROBE_SCHEMA.names], schema=PROBE_SCHEMA)
 
 
-def _numbers(row: Mapping[str, Any], data: Any, note: Mapping[str, Any], where: str) -> npt.NDArray[np.float64]:
+def _blocks(shard: ShardRows, site: str) -> Iterator[tuple[list[dict[str, Any]], list[npt.NDArray[Any]]]]:
+    """Yield the rows of a site in each batch of a shard, with their payloads."""
+    for batch in shard.columns(_COLUMNS):
+        rows = [row for row in pa.Table.from_batches([batch]).to_pylist() if row["site"] == site]
+        data = {number: shard.read(number, ("data",)).column("data") for number in {row["batch"] for row in rows}}
+        arrays = []
+        for row in rows:
+            payload = data[row["batch"]][row["row"]].as_buffer()
+            decoded = decode_payload(row["encoding"], payload, row["payload_bytes"], row["dtype"])
+            arrays.append(as_array(decoded, row["dtype"], parse_shape(row["shape"])))
+        if rows:
+            yield rows, arrays
+
+
+class TokenBlock(NamedTuple):
+    """A row of ``keep=tokens``: what some calls have of one value, one call after the other."""
+
+    attempt: int
+    rank: int
+    root: str
+    module_path: str
+    name: str
+    dtype: str
+    order: int
+    """The number of the value among those of its rank, in the order of execution."""
+    calls: list[dict[str, Any]]
+    """The facts of each call, with its number and how many of the `numbers` are its own."""
+    numbers: npt.NDArray[Any]
+
+
+def token_blocks(writers: Iterable[RecordedWriter]) -> Iterator[TokenBlock]:
+    """Yield the rows of ``keep=tokens`` of some writers. CorruptError: a payload is damaged, or the note of a row."""
+    for writer in writers:
+        for shard in writer.probe_shards:
+            for rows, arrays in _blocks(shard, TOKENS):
+                for row, numbers in zip(rows, arrays, strict=True):
+                    note = note_members(row["note"])
+                    calls = note.get("calls")
+                    if not isinstance(calls, list) or sum(call["num"] for call in calls) != numbers.size:
+                        raise CorruptError(f"{shard.path}: the note of a row of tokens does not tell its calls")
+                    of = {name: row[name] for name in TokenBlock._fields if name in row}
+                    yield TokenBlock(**of, order=note["order"], calls=calls, numbers=numbers)
+
+
+def _numbers(
+    row: Mapping[str, Any], values: npt.NDArray[Any], note: Mapping[str, Any], where: str
+) -> npt.NDArray[np.float64]:
     """Return the l2, NaN, infinite and all elements of a value at each step of a block; no elements: not seen."""
-    values = as_array(
-        decode_payload(row["encoding"], data, row["payload_bytes"], row["dtype"]),
-        row["dtype"],
-        parse_shape(row["shape"]),
-    ).astype(np.float64)
+    values = values.astype(np.float64)
     if values.ndim == 2 and len(values) == 1 + len(_COUNTS):
         return values
     if values.ndim != 1:

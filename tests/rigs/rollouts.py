@@ -12,7 +12,7 @@ import recorder
 from recorder.analyze.align.align import Aligned, align
 from tests.rigs.kernels import vision
 
-RULES = "site=input,output name='!past_key_values*' keep=tensor,stats; site=param keep=fingerprint,stats"
+RULES = "site=input,output name='!past_key_values*' keep=tokens; site=param keep=fingerprint,stats"
 PAD, BOS, EOS = 0, 1, 2
 LENGTH = 6
 NUM_NEW = 5

@@ -6,15 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import LookupFailedError
 from ...run.run import Run
 from ..diff.renames import NO_RENAMES, Renames
-from .search import Floats, JoinedTokens, LogprobsApart, Parting, Search, TokenAt, ValueApart
+from .search import JoinedTokens, LogprobsApart, Parting, Search, ValueApart
 from .sequences import TokensApart, compare_tokens, match_samples
-from .tokens import Side
-from .weights import WRONG, WeightState, compare_weights
+from .tokens import ENGINE, TRAINER, Side
+from .weights import WRONG, ModelParameters, WeightState, compare_weights
 
 CLIP = 0.2
 """A ratio of probabilities that is farther from 1 is clipped, as PPO clips it by default."""
@@ -56,7 +55,7 @@ class Aligned:
 
 def align(
     trainer: Run,
-    engine: Run,
+    engine: Run | None = None,
     *,
     noise: Sequence[Run] = (),
     renames: Renames = NO_RENAMES,
@@ -66,7 +65,8 @@ def align(
 
     Args:
         trainer: the run of the trainer; its order of execution counts.
-        engine: the run of the engine, which wrote the tokens.
+        engine: the run of the engine, which wrote the tokens; None if the trainer's run has both, as where one program
+            generates and trains: then its calls with gradients are the trainer's, and those that decode the engine's.
         noise: further runs of the engine, such as one with other batches: what they differ in is noise.
         renames: names of the engine's modules.
         step: the trainer's steps to compare, as in rules; None: all. Of a token in several steps the first counts.
@@ -74,9 +74,11 @@ def align(
     Raises:
         LookupFailedError: the tokens of a run's calls were not recorded, or the two have no token in common.
     """
-    if renames:
-        renames.check_used(engine.module_paths)
-    ours, theirs = Side(trainer, step=step), Side(engine, renames=renames)
+    if engine is None:
+        ours, theirs = Side(trainer, step=step, part=TRAINER), Side(trainer, renames=renames, part=ENGINE)
+    else:
+        ours, theirs = Side(trainer, step=step), Side(engine, renames=renames)
+    renames.check_used(theirs.run.module_paths)
     sides = [ours, theirs, *(Side(run, renames=renames) for run in noise)]
     by_name = all(side.is_named for side in sides)
     matches = [match_samples(ours, side, by_name=by_name) for side in sides[1:]]
@@ -84,54 +86,45 @@ def align(
     joined = JoinedTokens(ours, theirs, list(zip(sides[1:], matches, strict=True)))
     if not joined.num_tokens:
         why = next((one.text for one in told), "the tokens of one of them are not known; say them with recorder.tokens")
-        raise LookupFailedError(f"{trainer.name} and {engine.name} have no token in common: {why}")
-    history = Side(trainer) if step is not None else ours  # the parameters of all steps
-    of_weights, states = compare_weights(history, theirs, joined.steps)
+        which = f"trainer and engine of {trainer.name}" if engine is None else f"{trainer.name} and {engine.name}"
+        raise LookupFailedError(f"{which} have no token in common: {why}")
+    parameters = ModelParameters(trainer, ours.root), ModelParameters(theirs.run, theirs.root, renames)
+    of_weights, states = compare_weights(*parameters, joined.steps)
     search = Search(ours, theirs, sides[2:], joined, states)
     parting = search.find()
     return Aligned(
         num_tokens=joined.num_tokens, num_samples=joined.num_samples, joined_by="names" if by_name else "tokens",
         num_unknown=ours.num_unknown + theirs.num_unknown, step=joined.step, tokens=told,
-        logprobs=_logprobs(ours, joined), values=search.values, experts=search.experts,
+        logprobs=_logprobs(joined), values=search.values, experts=search.experts,
         bounds=f"10 times what {', '.join(run.name for run in noise)} differ in" if noise else "assumed for the type",
-        parting=parting, weights=states, weights_step=of_weights, notes=[*search.notes, *_unpaired(ours, theirs)],
+        parting=parting, weights=states, weights_step=of_weights,
+        notes=[*search.notes, *_swapped(ours, theirs), *_unpaired(ours, theirs)],
     )  # fmt: skip
 
 
-def _logprobs(trainer: Side, joined: JoinedTokens) -> LogprobsApart | None:
-    """Return how far the log-probabilities of the trainer's tokens are apart; None if no logits are on both sides."""
-    largest_id = max((token for sample in trainer.samples for token in sample.tokens), default=0)
-    for name in reversed(trainer.values):
-        if name.site != "output" or name.is_cache or (pair := joined.pair(name)) is None:
-            continue
-        chosen = [
-            (row, following, number, position + 1)
-            for row, slot in enumerate(pair.slots.tolist())
-            for number, position in ((int(joined.samples[slot]), int(joined.positions[slot])),)
-            for following in trainer.samples[number].tokens[position + 1 : position + 2]
-            if following >= 0
-        ]
-        if pair.trainer.shape[1] <= largest_id or not chosen:
-            continue
-        rows, tokens, samples, positions = (np.array(one, np.int64) for one in zip(*chosen, strict=True))
-        apart = _logprob(pair.trainer[rows], tokens) - _logprob(pair.engine[rows], tokens)
-        with np.errstate(over="ignore"):
-            ratio = np.exp(apart)
-        worst = int(np.argmax(np.abs(apart)))
-        largest = TokenAt(
-            trainer.name_of(samples[worst]), int(positions[worst]), int(tokens[worst]), float(apart[worst])
+def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
+    """Return how far the log-probabilities of the tokens are apart; None if no token has one on both sides."""
+    apart = joined.logprobs[0] - joined.logprobs[1]
+    known = np.flatnonzero(~np.isnan(apart))
+    if not known.size:
+        return None
+    worst = int(known[np.argmax(np.abs(apart[known]))])
+    largest, apart = joined.at(worst, float(apart[worst])), apart[known]
+    with np.errstate(over="ignore"):
+        ratio = np.exp(apart)
+    return LogprobsApart(
+        len(apart), float(apart.mean()), float(np.abs(apart).mean()), float((ratio - 1 - apart).mean()),
+        float((np.abs(ratio - 1) > CLIP).mean()), largest,
+    )  # fmt: skip
+
+
+def _swapped(trainer: Side, engine: Side) -> Iterator[str]:
+    decodes = [any(call.is_continued for call in side.calls.values()) for side in (trainer, engine)]
+    if decodes == [True, False]:
+        names = trainer.run.name, engine.run.name
+        yield "{} decodes token by token and {} does not: is the second one the trainer? Then name it first".format(
+            *names
         )
-        return LogprobsApart(
-            len(apart), float(apart.mean()), float(np.abs(apart).mean()), float((ratio - 1 - apart).mean()),
-            float((np.abs(ratio - 1) > CLIP).mean()), largest,
-        )  # fmt: skip
-    return None
-
-
-def _logprob(logits: Floats, tokens: npt.NDArray[np.int64]) -> Floats:
-    top = logits.max(axis=1, keepdims=True)
-    total = np.log(np.exp(logits - top).sum(axis=1)) + top[:, 0]
-    return np.asarray(logits[np.arange(len(tokens)), tokens] - total)
 
 
 def _unpaired(trainer: Side, engine: Side) -> Iterator[str]:

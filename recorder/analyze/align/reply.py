@@ -17,7 +17,7 @@ from .weights import EQUAL, UNKNOWN, WRONG, told_weight
 _FEW = 8
 
 
-def reply_of(trainer: Run, engine: Run, found: Aligned, *, limit: int | None, of_weights: bool) -> Reply:
+def reply_of(trainer: Run, engine: Run | None, found: Aligned, *, limit: int | None, of_weights: bool) -> Reply:
     """Return the reply. The exit code is 1 if the two part, or if tokens or weights differ."""
     most = _FEW if limit is None else limit or None
     is_wrong = any(state.state in WRONG for state in found.weights) if of_weights else not found.is_fine
@@ -28,14 +28,14 @@ def reply_of(trainer: Run, engine: Run, found: Aligned, *, limit: int | None, of
     )
 
 
-def _members(trainer: Run, engine: Run, found: Aligned) -> dict[str, Any]:
+def _members(trainer: Run, engine: Run | None, found: Aligned) -> dict[str, Any]:
     members = {one.name: plain(getattr(found, one.name)) for one in fields(found)}
-    return {"trainer": str(trainer.path), "engine": str(engine.path), "is_fine": found.is_fine, **members}
+    return {"trainer": str(trainer.path), "engine": str((engine or trainer).path), "is_fine": found.is_fine, **members}
 
 
-def _parts(trainer: Run, engine: Run, found: Aligned, most: int | None) -> Iterator[str | StateLine | Table]:
-    yield f"trainer: {trainer.path}, step {found.step}"
-    yield f"engine: {engine.path}"
+def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -> Iterator[str | StateLine | Table]:
+    yield f"trainer: {trainer.name} ({trainer.path}), step {found.step}"
+    yield f"engine: {engine.name} ({engine.path})" if engine else "engine: the calls of the same run that decode"
     what = (
         f"{counted(found.num_tokens, 'token')} of {counted(found.num_samples, 'sample')}, joined by {found.joined_by}"
     )

@@ -13,23 +13,26 @@ import numpy as np
 import numpy.typing as npt
 
 from .sequences import Match
-from .tokens import Array, Integers, Side, ValueName
+from .tokens import Array, Floats, Integers, Side, ValueName
 from .weights import WRONG, WeightState, told_weight
 
-Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
-BOUNDS = {"float64": 1e-10, "float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
+BOUNDS = {"float64": 2e-10, "float32": 4e-5, "float16": 2e-2, "bfloat16": 1e-1}
 """How far a token's values may be apart, relatively, without a measured noise. What rounds once per value (the 16-bit
-types) is a dozen roundings; float32 adds up in another order, too, which is some hundred roundings."""
+types) is a dozen roundings; float32 adds up in another order, too, which is some hundred roundings. A sketch shows up
+to twice of either."""
 _TIMES_NOISE = 10.0
 """A difference counts that is more than so many times what a second run of the engine shows at the value."""
 _FLOOR = 0.1
 """With a measured noise the bound is at least this share of the one without: a repeat may hit no noise by luck."""
-_SMALL = 0.01
-"""A token whose values are smaller than this share of the median token's counts as so large."""
+_SMALL = 0.5
+"""A token whose sketch is smaller than this share of the median token's counts as so large: one in 100 is by chance."""
+
 _MAX_AGREEING = 16
 """What parts is followed by another value that parts within so many outputs: those of one layer of a transformer, since
 the norm of the first residual may hide a scale from all of attention."""
+_AGREES = 0.01
+"""The share of its bound within which a value agrees so well that what parts later in its sample began later."""
 _NUM_BINS = 8
 _MAX_EXPERTS = 64
 """The most whole numbers of a token that can be the experts which a router has chosen for it."""
@@ -61,7 +64,7 @@ class LogprobsApart(NamedTuple):
 
 
 class ValueApart(NamedTuple):
-    """How far one value of the two sides is apart, over all tokens that both have."""
+    """How far one value of the two sides is apart, over all tokens that both have, by its sketch."""
 
     module_path: str
     site: str
@@ -156,6 +159,8 @@ class JoinedTokens:
         joined = joined[np.argsort(ours[joined, 3], kind="stable")]
         self.step = int(ours[joined[0], 3]) if joined.size else 0
         """The first step of the trainer whose tokens are joined."""
+        self.logprobs = np.stack([_logprobs_by_slot(side, num_slots) for side in (trainer, engine)])
+        """The log-probability of each token on both sides, NaN where it is not known."""
         self.steps = dict(zip(theirs[joined, 3].tolist(), ours[joined, 3].tolist(), strict=True))
         """By step of the engine, the last step of the trainer that has tokens of it."""
 
@@ -165,7 +170,7 @@ class JoinedTokens:
         return TokenAt(self._trainer.name_of(number), position, self._trainer.samples[number].tokens[position], apart)
 
     def pair(self, name: ValueName) -> ValuePair | None:
-        """Return the rows of a value at the tokens at which both sides have it; None if there are none."""
+        """Return a value's numbers at the tokens at which both sides have it; None if there are none."""
         ours, theirs = self._trainer.pick(name), self._engine.pick(name)
         if ours is None or theirs is None or ours[0].shape[1] != theirs[0].shape[1]:
             return None
@@ -181,7 +186,16 @@ def _by_slot(side: Side, num_slots: int) -> Integers:
     for key, call in reversed(side.calls.items()):
         has_slot = side.slots[key] >= 0
         rows = (np.ones_like(call.given), call.given, np.full_like(call.given, call.is_continued))
-        found[side.slots[key][has_slot]] = np.stack([*rows, np.full_like(call.given, key.step)], axis=1)[has_slot]
+        found[side.slots[key][has_slot]] = np.stack([*rows, np.full_like(call.given, call.step)], axis=1)[has_slot]
+    return found
+
+
+def _logprobs_by_slot(side: Side, num_slots: int) -> Floats:
+    """Return by slot the log-probability of the first call that tells it."""
+    found = np.full(num_slots, np.nan)
+    for key, call in reversed(side.calls.items()):
+        is_known = (side.slots[key] >= 0) & ~np.isnan(call.logprobs)
+        found[side.slots[key][is_known]] = call.logprobs[is_known]
     return found
 
 
@@ -209,7 +223,7 @@ class Search:
             row = next(iter(rows.values()))
             if "int" in row.dtype:
                 self._compare_experts(name)
-            if row.dtype not in BOUNDS or name.is_cache or (pair := self._joined.pair(name)) is None:
+            if row.dtype not in BOUNDS or (pair := self._joined.pair(name)) is None:
                 continue
             apart, bound = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
             compared.append(_Compared(name, pair.slots, apart, apart > bound))
@@ -225,17 +239,14 @@ class Search:
             types = self.values[0].dtype_trainer, self.values[0].dtype_engine
             text = "the trainer computes in {}, the engine in {}: what the narrower type rounds is noise"
             self.notes.append(text.format(*types))
-        cancelled = []
-        for number, one in enumerate(compared):
-            if self._begins_type(number) or (one.is_beyond.any() and self._is_followed(number)):
-                return self._parting(number, one)
-            if one.is_beyond.any():
-                cancelled.append(self.values[number])
-        if cancelled:
-            text = f"{cancelled[0].text} differs by up to {cancelled[0].largest:.2g}, and what follows agrees"
+        beyond = [number for number, one in enumerate(compared) if one.is_beyond.any() or self._begins_type(number)]
+        first = next((number for number in beyond if self._begins_type(number) or self._is_followed(number)), None)
+        if cancelled := [self.values[number] for number in beyond if first is None or number < first]:
+            so = "what follows agrees" if first is None else "what follows parts elsewhere, too"
+            text = f"{cancelled[0].text} differs by up to {cancelled[0].largest:.2g}, and {so}"
             more = f" (so do {len(cancelled) - 1} more values)" if len(cancelled) > 1 else ""
             self.notes.append(f"{text}{more}: positions that are shifted for whole samples cancel so")
-        return None
+        return None if first is None else self._parting(first, compared[first])
 
     def _bound(self, name: ValueName, pair: ValuePair) -> float:
         types = pair.dtype_trainer, pair.dtype_engine
@@ -255,10 +266,20 @@ class Search:
         return number > 0 and is_other[-1] and not any(is_other[:-1])
 
     def _is_followed(self, number: int) -> bool:
-        """Whether one of the modules that run next parts, too: else nothing uses what parts, or it cancels."""
-        path = self.values[number].module_path
-        later = [one for one in self.values[number + 1 :] if one.site == "output" and one.module_path != path]
-        return not later or any(one.num_beyond for one in later[:_MAX_AGREEING])
+        """Whether one of the modules that run next parts, too, and in no other samples.
+
+        Else nothing uses what parts, or it cancels, and what parts later in samples that agree here has another reason.
+        """
+        one = self._compared[number]
+        others = self._compared[number + 1 :]
+        later = [other for other in others if other.name.site == "output" and other.name[0] != one.name[0]]
+        following = next((other for other in later[:_MAX_AGREEING] if other.is_beyond.any()), None)
+        if following is None:
+            return not later
+        samples = self._joined.samples
+        is_same = one.apart < _AGREES * self.values[number].bound
+        agreeing = np.setdiff1d(samples[one.slots], samples[one.slots[~is_same]])
+        return not np.isin(agreeing, samples[following.slots[following.is_beyond]]).any()
 
     def _parting(self, number: int, one: _Compared) -> Parting:
         positions = self._joined.positions[one.slots]
@@ -295,7 +316,9 @@ class Search:
         if wrong:
             return "weights", "weights differ: " + "; ".join(map(told_weight, wrong[:3]))
         for what, slots, ours, theirs in self._whole_inputs(path, beyond):
-            if (differs := np.flatnonzero((np.sort(ours) != np.sort(theirs)).any(axis=1))).size:
+            differs = np.flatnonzero((np.sort(ours) != np.sort(theirs)).any(axis=1))
+            samples = self._joined.samples
+            if differs.size and np.isin(samples[beyond], samples[slots[differs]]).all():
                 at = int(differs[0])
                 token = self._joined.at(int(slots[at]), 0.0)
                 numbers = (", ".join(f"{one:.0f}" for one in side[at]) for side in (ours, theirs))
@@ -304,6 +327,12 @@ class Search:
         if value.dtype_trainer != value.dtype_engine:
             types = f"{value.dtype_trainer} in the trainer, {value.dtype_engine} in the engine"
             return "dtype", f"the type of the values differs: {types}"
+        for around in (path, block):
+            here, there = (side.ran_inside(around) for side in (self._trainer, self._engine))
+            if (alone := sorted(here ^ there)) and (here <= there or there <= here):
+                side = "engine" if here < there else "trainer"
+                why = " (an adapter that was not merged, or that is switched off?)" if "lora" in alone[0] else ""
+                return "module", f"{alone[0]!r} runs in the {side} alone{why}"
         of_weights = "its weights and " if any(one.module_path == path for one in inside) else ""
         before = f"{of_weights}what runs before it agree" if before_it else "nothing that runs before it was compared"
         if name.site == "input":
@@ -340,7 +369,7 @@ class Search:
         factor = float((a * b).sum() / max((b * b).sum(), np.finfo(np.float64).tiny))
         if abs(factor - 1) > bound and factor and float(np.median(apart_by_token(a, factor * b))) <= bound:
             yield f"the trainer's values are {factor:.4g} times the engine's: a scale or a temperature on one side?"
-        ours, theirs = ({key.mode for key in side.values[name]} for side in (self._trainer, self._engine))
+        ours, theirs = ({call.mode for call in side.calls.values()} for side in (self._trainer, self._engine))
         if "train" in ours and "train" not in theirs:
             yield "the trainer ran in training mode, and the engine did not: is a dropout on?"
 

@@ -1,43 +1,36 @@
-"""Which token each row of an activation belongs to: the sample, and the position in the sample.
+"""Which token of which sample each row of a run's values belongs to, from the rows of ``keep=tokens``.
 
 A call of the model says it by its own arguments (`input_ids`, `attention_mask`, `position_ids`, `cache_position`,
-`cu_seqlens`), or the program says it by `recorder.tokens`. Hashes of the tokens of a sample, up to and with each one,
-find the sample of the other run whatever its batches, paddings and orders are. This module must never guess: a call
-that goes on from a cache whose beginning was not recorded has no tokens, and is counted.
+`cu_seqlens`, the places in a paged cache), or the program says it by `recorder.tokens`. Hashes of the tokens of a
+sample, up to and with each one, find the sample of the other run whatever its batches, paddings and orders are. This
+module must never guess: a call that goes on from a cache without a recorded beginning has no tokens, and is counted.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from ...columns import parse_shape
 from ...errors import LookupFailedError
+from ...numerics.sketch import token_rows
+from ...rules import Schedule
+from ...run.probe import TokenBlock, token_blocks
 from ...run.run import Run
-from ...run.selection import Selection
-from ...sites import SAID_POSITIONS, SAID_SAMPLES
 from ..diff.renames import NO_RENAMES, Renames
 
 Array = npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
-_IDS = ("input_ids", "tokens", "ids", "idx")
-"""The names of the argument that has the tokens, best first; else the root's first argument of whole numbers has."""
-_POSITIONS = ("position_ids", "positions")
-_LENGTHS = ("cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q")
-_NOT_IDS = ("labels", "attention_mask", "mask", "cache_position", SAID_POSITIONS, SAID_SAMPLES, *_POSITIONS, *_LENGTHS)
-_CACHES = ("past_key_values", "past_key_value", "kv_cache", "cache")
-_WHOLE = ("int64", "int32", "int16", "uint8")
 _MODULUS = 1 << 64
 _MAX_POSITION = 1 << 24
 """Positions from here on are no positions of tokens, but of a file that somebody has damaged."""
+TRAINER, ENGINE = "trainer", "engine"
+"""The parts of a run of one program that trains and generates: calls with gradients, and calls that decode."""
 
 
 class ValueName(NamedTuple):
@@ -49,43 +42,23 @@ class ValueName(NamedTuple):
     occurrence: int
     """The number of the module's call within a call of the model, from 0."""
 
-    @property
-    def is_cache(self) -> bool:
-        """Whether the value is a cache of keys and values, which is compared by what attention makes of it."""
-        return self.name.partition(".")[0] in _CACHES
-
 
 class CallKey(NamedTuple):
     """What tells the calls of a model apart."""
 
-    step: int
-    mode: str
-    micro_step: int | None
-    rank: int | None
-    """None where the value is of all ranks together."""
+    attempt: int
+    rank: int
     number: int
 
 
-class TokenRow(NamedTuple):
-    """The columns of one row that `align` needs; named as in the registry of columns."""
+class Piece(NamedTuple):
+    """What one call has of a value: the sketch, or the whole numbers, of its tokens."""
 
-    at: int
-    """The row in the global view."""
-    step: int
-    mode: str
-    micro_step: int | None
-    rank: int | None
-    call: int
-    root: str
-    phase: str
-    module_path: str
-    site: str
-    name: str
-    dtype: str
     shape: tuple[int, ...]
-    encoding: str | None
-    fingerprint: str | None
-    l2: float | None
+    """The shape of the value itself."""
+    numbers: Array
+    dtype: str
+    facts: Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -113,61 +86,84 @@ class SampleTokens:
 class TokensOfCall(NamedTuple):
     """The tokens of one call of the model, without padding; one element of each array for each token."""
 
-    shape: tuple[int, ...]
-    """The shape of the tokens as the model got them: batch and sequence, or tokens alone."""
-    is_continued: bool
-    """True if the call goes on from a cache, as a decoding step does."""
+    step: int
+    mode: str
+    grid: tuple[int, int]
+    """The samples, and the tokens of each, as the model got them; one sample of all where they are flat or packed."""
+    kept: Integers
+    """The columns for which the model computed logits, where it was told which."""
     at: Integers
-    """The flat index in `shape`."""
+    """The flat index in `grid`."""
     samples: Integers
     """The number of the sample, in the order in which the run's samples have begun."""
     positions: Integers
     """The position of the token in its sample, from 0; padding does not count."""
     given: Integers
     """The position that the model was given; -1 where it was given none that was recorded."""
+    logprobs: Floats
+    """The log-probability of the token by the logits of the token before it; NaN where it is not known."""
 
-    def rows_of(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Integers] | None:
-        """Return the trailing shape of a value and the row of each token in it (-1: none); None if it has no tokens."""
-        num = math.prod(self.shape)
-        batch, length = self.shape if len(self.shape) == 2 else (1, num)
-        column = self.at % max(length, 1)
-        if len(self.shape) == 2 and shape[:2] == self.shape:
-            return shape[2:], self.at
-        if len(self.shape) == 2 and len(shape) > 1 and shape[:2] == (1, length):
-            return shape[2:], column
-        if len(shape) > 2 and length > 1 and shape[:2] == (batch, 1):  # the last position alone, as for the logits
-            return shape[2:], np.where(column == length - 1, self.at // length, -1)
-        return (shape[1:], self.at) if len(shape) > 1 and shape[0] == num > 0 else None
+    @property
+    def is_continued(self) -> bool:
+        """Whether the call goes on from a cache, as a decoding step does."""
+        return bool(self.positions.size and self.positions.min())
+
+    def rows_of(self, shape: tuple[int, ...]) -> tuple[int, Integers] | None:
+        """Return the number of a value's rows, and the row of each token (-1: none); None if its rows are no tokens."""
+        rows = token_rows(shape, self.grid, len(self.kept))
+        if rows is None:
+            return None
+        row, column = np.divmod(self.at, self.grid[1])
+        if rows.kind == "kept":
+            places = np.full(self.grid[1], -1)
+            places[self.kept] = np.arange(len(self.kept))
+            return rows.num(shape), places[column]
+        if rows.kind == "last":
+            own = column - (self.grid[1] - shape[1])
+            return rows.num(shape), np.where(own >= 0, row * shape[1] + own, -1)
+        return rows.num(shape), column if rows.kind == "columns" else self.at
 
 
 class Side:
     """One run, the trainer's or the engine's: its calls with their tokens, and its values by name."""
 
-    def __init__(self, run: Run, *, step: str | None = None, renames: Renames = NO_RENAMES) -> None:
-        self.run = run
-        self._global = run.view().rows()
-        table = renames.apply(self._global.table).append_column("at", pa.array(np.arange(len(self._global))))
-        table = Selection(site="input,output,param", step=step).narrow(table).select(TokenRow._fields)
-        rows = [TokenRow(**{**row, "shape": parse_shape(row["shape"])}) for row in table.to_pylist()]
-        self.parameters = [row for row in rows if row.site == "param"]
-        rows = [row for row in rows if row.site != "param" and row.phase == "forward"]
-        first = self._first_with_tokens(rows)
-        self.root, self._anchor = first.root, first.module_path
-        self.values: dict[ValueName, dict[CallKey, TokenRow]] = {}
-        """The rows of each value by call, in the order of execution."""
-        self._add_values([row for row in rows if row.root == self.root])
-        self.samples: list[SampleTokens] = []
-        self.padding: set[int] = set()
-        """The tokens that stand where a mask hides them."""
-        self.calls: dict[CallKey, TokensOfCall] = {}
-        self.num_unknown = 0
-        """The calls that go on from a cache whose beginning was not recorded."""
-        self._join()
+    def __init__(
+        self, run: Run, *, step: str | None = None, renames: Renames = NO_RENAMES, part: str | None = None
+    ) -> None:
+        """Read the rows of tokens.
 
-    def array(self, row: TokenRow) -> Array:
-        """Return the tensor of a row."""
-        tensor: Array = self._global.array(row.at)
-        return tensor
+        Args:
+            run: the run.
+            step: the steps of the calls, as in rules; None: all.
+            renames: names of the modules.
+            part: `TRAINER` or `ENGINE` of a run that has both; None: all calls.
+        """
+        self.run = run
+        self._given: dict[CallKey, Piece] = {}
+        self.values: dict[ValueName, dict[CallKey, Piece]] = {}
+        """What the calls have of each value, in the order of execution."""
+        self._logprobs: dict[str, dict[CallKey, Piece]] = {"logprobs": {}, "chosen": {}}
+        blocks = sorted(token_blocks(run.writers), key=lambda block: block.order)
+        self.root = next((block.root for block in blocks if block.name == "inputs"), "")
+        if not self.root:
+            raise LookupFailedError(
+                f"{run.name}: the tokens were recorded of no call; record with preset=rollout, "
+                'or rules "site=input,output keep=tokens", and say tokens with recorder.tokens'
+            )
+        for block in blocks:
+            if block.root == self.root:
+                self._add(block, renames)
+        steps = Schedule.parse(step) if step is not None else None
+        copies = self._copies()
+        keys = [
+            key for key, given in sorted(self._given.items())
+            if key[:2] not in copies and (steps is None or given.facts["step"] in steps)
+            and (part is None or (given.facts["mode"] == "no_grad") == (part == ENGINE))
+        ]  # fmt: skip
+        self._join(keys)
+        if part == ENGINE:  # others only score what was written, as for a reference
+            written = {int(one) for call in self.calls.values() if call.is_continued for one in call.samples}
+            self._join([key for key, call in self.calls.items() if not written.isdisjoint(call.samples.tolist())])
 
     @property
     def is_named(self) -> bool:
@@ -190,116 +186,167 @@ class Side:
         }
         self._is_taken = np.zeros(num_slots, bool)
 
+    def ran_inside(self, path: str) -> set[str]:
+        """Return the modules inside a module of which a call has a value."""
+        inside = {name: rows for name, rows in self.values.items() if path and name[0].startswith(f"{path}.")}
+        return {name.module_path for name, rows in inside.items() if not self.calls.keys().isdisjoint(rows)}
+
     def pick(self, name: ValueName) -> tuple[Array, Integers, str] | None:
         """Return a value, one row a token; the slot of the token of each row; the dtype.
 
-        Of a token that several calls have shown it is the first. None if no call has the value with its elements.
+        Of a token that several calls have shown it is the first. None if no call has the value.
         """
         self._is_taken[:] = False
         pieces: list[Array] = []
         taken: list[Integers] = []
-        trailing: tuple[int, ...] | None = None
         dtype = ""
-        for key, row in self.values.get(name, {}).items():
+        for key, piece in self.values.get(name, {}).items():
             call = self.calls.get(key)
-            found = call.rows_of(row.shape) if call is not None and row.encoding is not None else None
-            if found is None or 0 in row.shape or (trailing is not None and found[0] != trailing):
+            found = call.rows_of(piece.shape) if call is not None else None
+            if found is None or not piece.numbers.size:
+                continue
+            numbers = piece.numbers.reshape(found[0], -1)
+            if pieces and numbers.shape[1] != pieces[0].shape[1]:
                 continue
             slots, first = np.unique(np.where(found[1] >= 0, self.slots[key], -1), return_index=True)
             is_new = (slots >= 0) & ~self._is_taken[slots]
             if is_new.any():
-                trailing, dtype = found[0], row.dtype
+                dtype = dtype or piece.dtype
                 self._is_taken[slots[is_new]] = True
                 taken.append(slots[is_new])
-                pieces.append(self.array(row).reshape(-1, math.prod(trailing))[found[1][first[is_new]]])
+                pieces.append(numbers[found[1][first[is_new]]])
         return (np.concatenate(pieces), np.concatenate(taken), dtype) if pieces else None
 
-    def _first_with_tokens(self, rows: Sequence[TokenRow]) -> TokenRow:
-        """Return a row of the outermost module that was given the tokens."""
-        given = [row for row in rows if row.name in (SAID_POSITIONS, SAID_SAMPLES) or _may_be_tokens(row)]
-        if all(row.encoding is None for row in given):
-            raise LookupFailedError(
-                f"{self.run.name}: the tokens were recorded of no call; record the model's inputs "
-                "(rules \"module='' site=input keep=tensor\", or preset=rollout), or say them with recorder.tokens"
-            )
-        return min(given, key=lambda row: (row.module_path != "", row.module_path.count(".")))
+    def _add(self, block: TokenBlock, renames: Renames) -> None:
+        """Add what each call of a block has."""
+        first = 0
+        for facts in block.calls:
+            key = CallKey(block.attempt, block.rank, facts["call"])
+            own = block.numbers[first : first + facts["num"]]
+            first += facts["num"]
+            piece = Piece(tuple(facts.get("shape", ())), own, block.dtype, facts)
+            if block.name == "inputs":
+                self._given.setdefault(key, piece)
+            elif block.name in self._logprobs:
+                self._logprobs[block.name].setdefault(key, piece)
+            elif "experts" not in block.module_path.split(".")[:-1]:  # inside, rows are in the order of the experts
+                site, _, name = block.name.partition(" ")
+                value = ValueName(renames.old(block.module_path), site, name, facts["occurrence"])
+                self.values.setdefault(value, {}).setdefault(key, piece)
 
-    def _add_values(self, rows: Sequence[TokenRow]) -> None:
-        distinct = {(row.module_path, row.step, row.mode, row.micro_step, row.rank, row.call) for row in rows}
-        calls = Counter(one[:-1] for one in distinct)
-        for row in rows:
-            moment = (row.step, row.mode, row.micro_step, row.rank)
-            of_model, of_module = calls[(self._anchor, *moment)], calls[(row.module_path, *moment)]
-            is_permuted = "experts" in row.module_path.split(".")[:-1]  # inside, rows are in the order of the experts
-            # A module whose calls do not add up runs outside the model's calls, or in some of them.
-            if of_model and of_module % of_model == 0 and not is_permuted:
-                number, occurrence = divmod(row.call, of_module // of_model)
-                name = ValueName(row.module_path, row.site, row.name, occurrence)
-                self.values.setdefault(name, {}).setdefault(CallKey(*moment, number), row)
+    def _copies(self) -> set[tuple[int, int]]:
+        """Return the attempts and ranks that have the tokens of a rank before them, as in tensor parallelism."""
+        tokens: dict[tuple[int, int], list[bytes]] = {}
+        for key, piece in sorted(self._given.items()):
+            tokens.setdefault(key[:2], []).append(piece.numbers.tobytes())
+        return {one for one, own in tokens.items() if any(other < one and tokens[other] == own for other in tokens)}
 
-    def _given(self, key: CallKey, *names: str, anywhere: bool = False) -> Array | None:
-        """Return an argument of a call of the model, or, with `anywhere`, of the first module that was given it."""
-        for name, rows in self.values.items():
-            fits = name.site == "input" and name.name in names and (anywhere or name.module_path == self._anchor)
-            if fits and key in rows and rows[key].encoding is not None:
-                return self.array(rows[key])
-        return None
-
-    def _join(self) -> None:
-        inputs = {
-            name: rows for name, rows in self.values.items()
-            if name.site == "input" and name.module_path == self._anchor
-        }  # fmt: skip
-        named: dict[str, int] = {}
-        before: list[int] = []
-        num_columns = 0
-        for key in dict.fromkeys(key for rows in inputs.values() for key in rows):
-            own = [rows[key] for rows in inputs.values() if key in rows]
-            ids = [row for row in own if _may_be_tokens(row) and row.encoding is not None]
-            ids.sort(key=lambda row: _IDS.index(row.name) if row.name in _IDS else len(_IDS))
-            said = self._given(key, SAID_POSITIONS)
-            tokens = self.array(ids[0]) if ids else None if said is None else np.full(said.shape, -1)
-            has_grid = tokens is not None and tokens.ndim in (1, 2) and tokens.size > 0
-            if tokens is None or not has_grid or (said is not None and said.size != tokens.size):
+    def _join(self, keys: Sequence[CallKey]) -> None:
+        self.samples: list[SampleTokens] = []
+        self.padding: set[int] = set()
+        """The tokens that stand where a mask hides them."""
+        self.calls: dict[CallKey, TokensOfCall] = {}
+        self.num_unknown = 0
+        """The calls that go on from a cache whose beginning was not recorded."""
+        self._named: dict[str, int] = {}
+        self._before: list[int] = []
+        """The sample of each row of the call before."""
+        self._ends: tuple[int, list[tuple[int, int]]] = -1, []
+        """The call before, and the sample and the position of each row of logits that it left for the next call."""
+        self._num_columns = 0
+        self._had_cache = False
+        """Whether the call before went on from a cache: then a sample that is repeated is scored anew."""
+        self._at_slot: dict[int, tuple[int, int]] = {}
+        """The sample and the position of the token at each place of a paged cache."""
+        of: tuple[int, int] | None = None
+        for key in keys:
+            if key[:2] != of:
+                of, self._before, self._ends, self._num_columns, self._at_slot = key[:2], [], (-1, []), 0, {}
+            call = self._joined(key, self._given[key])
+            if call is None:
                 self.num_unknown += 1
+            else:
+                self.calls[key] = call
+                self._ends = key.number, _ends(call)
+
+    def _joined(self, key: CallKey, piece: Piece) -> TokensOfCall | None:
+        """Return the tokens of a call; None if nobody can tell whose they are."""
+        facts, given, first = piece.facts, dict[str, Array](), 0
+        for name, shape in facts["shapes"].items():
+            size = int(np.prod(shape))
+            given[name] = piece.numbers[first : first + size].reshape(shape).astype(np.int64)
+            first += size
+        grid = given["tokens"].reshape(-1, given["tokens"].shape[-1])
+        said = given.get("said")
+        if said is not None and said.size != grid.size:
+            return None
+        inside = (rows.get(key) for name, rows in self.values.items() if name[1:3] == ("input", "position_ids"))
+        inner = next((one.numbers.reshape(one.shape) for one in inside if one is not None), None)
+        positions = _fitted(given.get("positions", inner), grid.shape)
+        real = np.ones(grid.shape, bool)
+        if "mask" in given:
+            real = given["mask"] != 0
+        past = 0 if said is not None or "slots" in given else _past(facts, given, positions, grid.shape[1])
+        if "seen" in given and past + grid.shape[1] <= given["seen"].shape[1]:
+            real = given["seen"][:, past : past + grid.shape[1]] != 0
+        if past and (past != self._num_columns or len(self._before) != len(grid)):
+            return None
+        self._num_columns = past + grid.shape[1]
+        self.padding |= set(grid[~real].tolist())
+        said = None if said is None else said.reshape(grid.shape)
+        names = facts.get("names") or []
+        now: list[int] = []
+        told: list[tuple[int, int, int]] = []
+        for row, columns in self._sequences(grid, real, positions, given):
+            name = names[len(now)] if len(now) < len(names) else None
+            start = None if said is None or not columns.size else int(said[row, columns[0]])
+            sample = self._sample(row, columns, grid, past=past, name=name, start=start, number=len(now), given=given)
+            now.append(sample)
+            if sample < 0:
                 continue
-            grid = tokens.reshape(-1, tokens.shape[-1])
-            mask = _flat(self._given(key, "attention_mask"), grid.shape[1])
-            given = self._given(key, *_POSITIONS, anywhere=True)
-            past = self._past(key, own, grid.shape[1], mask, given) if said is None else 0
-            if past and (past != num_columns or len(before) != len(grid)):
+            first = len(self.samples[sample].tokens) if past or "slots" in given else 0
+            index = first + np.arange(columns.size) if said is None else said[row, columns]
+            for column, position in self._put(sample, columns, index, grid[row]):
+                told.append((row * grid.shape[1] + column, sample, position))
+                if "slots" in given and column < given["slots"].size:
+                    self._at_slot[int(given["slots"].flat[column])] = sample, position
+        self._before, self._had_cache = now, past > 0
+        at, samples, places = np.array(told, np.int64).reshape(-1, 3).T
+        model = np.full(len(at), -1) if positions is None else positions.reshape(-1)[at]
+        call = TokensOfCall(
+            facts["step"], facts["mode"], (grid.shape[0], grid.shape[1]), given.get("kept", np.zeros(0, np.int64)),
+            at, samples, places, model, np.full(len(at), np.nan),
+        )  # fmt: skip
+        self._add_logprobs(key, call, given.get("lengths", np.zeros(1, np.int64)).reshape(-1))
+        return call
+
+    def _sample(
+        self, row: int, columns: Integers, grid: Array, *, past: int, name: str | None, start: int | None, number: int,
+        given: Mapping[str, Array],
+    ) -> int:  # fmt: skip
+        """Return the sample that a sequence of a call is of, which may begin with it; -1 if nobody can tell."""
+        if name is not None and name in self._named:
+            return self._named[name]
+        behind = given["goes_on_behind"].flat[number] if number < given.get("goes_on_behind", columns[:0]).size else -1
+        if behind >= 0:
+            if (owner := self._at_slot.get(int(behind))) is None:
                 self.num_unknown += 1
-                continue
-            num_columns = past + grid.shape[1]
-            real = np.ones(grid.shape, bool)
-            if mask is not None and mask.ndim == 2 and len(mask) == len(grid) and mask.shape[1] >= grid.shape[1]:
-                real = mask[:, -grid.shape[1] :] != 0
-                self.padding |= set(grid[~real].tolist())
-            given = _fitted(given, grid.shape)
-            said = None if said is None else said.reshape(grid.shape)
-            names = self._given(key, SAID_SAMPLES)
-            texts = [] if names is None or names.ndim != 2 else [row.tobytes().rstrip(b"\0") for row in names]
-            now: list[int] = []
-            told: list[tuple[int, ...]] = []
-            for row, of_row in self._sequences(key, grid, real, given):
-                text = texts[len(now)].decode(errors="replace") if len(now) < len(texts) else None
-                start = None if said is None or not of_row.size else int(said[row, of_row[0]])
-                if text in named:
-                    sample = named[text]
-                elif row < len(before) and (past or self._goes_on(before[row], start, grid[row, of_row])):
-                    sample = before[row]
-                else:
-                    sample = len(self.samples)
-                    self.samples.append(SampleTokens(text))
-                if text is not None:
-                    named[text] = sample
-                now.append(sample)
-                first = len(self.samples[sample].tokens) if past else 0
-                index = first + np.arange(of_row.size) if said is None else said[row, of_row]
-                told += self._put(sample, row, of_row, index, grid, given)
-            before = now
-            columns = [np.array(one, np.int64) for one in zip(*told, strict=True)] or [np.zeros(0, np.int64)] * 4
-            self.calls[key] = TokensOfCall(tokens.shape, bool(columns[2].size and columns[2].min()), *columns)
+                return -1
+            sample, position = owner
+            if position == len(self.samples[sample].tokens) - 1:
+                return sample
+            self.samples.append(SampleTokens(name))  # another sample found these blocks in the cache
+            for place, token in enumerate(self.samples[sample].tokens[: position + 1]):
+                self.samples[-1].put(place, token)
+        elif row < len(self._before) and "slots" not in given and self._before[row] >= 0 and (
+            past or (not self._had_cache and self._goes_on(self._before[row], start, grid[row, columns]))
+        ):  # fmt: skip
+            return self._before[row]
+        else:
+            self.samples.append(SampleTokens(name))
+        if name is not None:
+            self._named[name] = len(self.samples) - 1
+        return len(self.samples) - 1
 
     def _goes_on(self, sample: int, start: int | None, tokens: Array) -> bool:
         """Whether tokens go on with a sample by the position that was said, or repeat all of it, as without a cache."""
@@ -308,69 +355,83 @@ class Side:
             0 < len(known) < len(tokens) and tokens[: len(known)].tolist() == known
         )
 
-    def _put(
-        self, number: int, row: int, columns: Integers, index: Integers, grid: Array, given: Array | None
-    ) -> Iterator[tuple[int, ...]]:
-        """Add tokens to a sample, and yield the columns of `TokensOfCall` of each."""
+    def _put(self, number: int, columns: Integers, index: Integers, tokens: Array) -> Iterator[tuple[int, int]]:
+        """Add tokens to a sample, and yield the column and the position of each."""
         sample = self.samples[number]
         for place, column in zip(index.tolist(), columns.tolist(), strict=True):
             # Nobody can tell whose token it is where those before it were never shown; a name tells it.
-            if not 0 <= place < _MAX_POSITION or (place > len(sample.tokens) and sample.name is None):
-                continue
-            sample.put(place, int(grid[row, column]))
-            yield row * grid.shape[1] + column, number, place, -1 if given is None else int(given[row, column])
+            if 0 <= place < _MAX_POSITION and (place <= len(sample.tokens) or sample.name is not None):
+                sample.put(place, int(tokens[column]))
+                yield column, place
 
-    def _past(self, key: CallKey, own: Sequence[TokenRow], length: int, mask: Array | None, given: Array | None) -> int:
-        """Return the number of tokens, with padding, that a call finds in its cache."""
-        if (at := self._given(key, "cache_position")) is not None and at.size:
-            return int(at.flat[0])
-        if mask is not None and mask.ndim == 2:
-            return max(0, int(mask.shape[1]) - length)
-        if cached := [row for row in own if row.name.partition(".")[0] in _CACHES and len(row.shape) > 2]:
-            return int(cached[0].shape[-2])
-        return int(given.min()) if given is not None and given.size and given.ndim == 2 else 0
-
-    def _sequences(self, key: CallKey, grid: Array, real: Array, given: Array | None) -> Iterator[tuple[int, Integers]]:
+    def _sequences(
+        self, grid: Array, real: Array, positions: Array | None, given: Mapping[str, Array]
+    ) -> Iterator[tuple[int, Integers]]:
         """Yield the row and the columns of each sample of a call: several samples of one row where it is packed."""
-        lengths = self._given(key, *_LENGTHS, anywhere=True)
+        lengths = given.get("lengths")
         for row in range(len(grid)):
             columns = np.flatnonzero(real[row])
             cuts: list[int] = []
             if lengths is not None and len(grid) == 1:
                 cuts = lengths.reshape(-1)[1:-1].tolist()
-            elif given is not None and columns.size > 1:
-                cuts = (np.flatnonzero(given[row, columns[1:]] != given[row, columns[:-1]] + 1) + 1).tolist()
+            elif positions is not None and columns.size > 1:
+                cuts = (np.flatnonzero(positions[row, columns[1:]] != positions[row, columns[:-1]] + 1) + 1).tolist()
             parts = np.split(columns, cuts)
-            if len(parts) > 1 and given is not None:  # a part that begins later is of a sample that nobody names
-                known = [part for part in parts if part.size == 0 or given[row, part[0]] == 0]
-                self.num_unknown += len(known) < len(parts)
+            if len(parts) > 1 and positions is not None and "slots" not in given:
+                known = [part for part in parts if part.size == 0 or positions[row, part[0]] == 0]
+                self.num_unknown += len(known) < len(parts)  # a part that begins later is of a sample nobody names
                 parts = known
             yield from ((row, part) for part in parts)
+
+    def _add_logprobs(self, key: CallKey, call: TokensOfCall, lengths: Integers) -> None:
+        """Fill in the log-probabilities of a call's tokens: by its own logits, and by those of the call before."""
+        length = call.grid[1]
+        row, column = np.divmod(call.at, length)
+        by_own, by_last = (self._logprobs[name].get(key) for name in ("logprobs", "chosen"))
+        if by_own is not None:
+            table = by_own.numbers.reshape(by_own.shape)
+            own = column - (length - table.shape[1])
+            follows = np.zeros(len(call.at), bool)
+            follows[1:] = (np.diff(call.at) == 1) & (np.diff(call.samples) == 0) & (np.diff(call.positions) == 1)
+            has = follows & (own >= 0)
+            call.logprobs[has] = table[row[has], own[has]]
+        if by_last is None or by_last.facts["after"] != self._ends[0]:
+            return
+        table = by_last.numbers.reshape(by_last.shape)
+        ends = {end: number for number, end in enumerate(self._ends[1])}
+        for token, (sample, position) in enumerate(zip(call.samples.tolist(), call.positions.tolist(), strict=True)):
+            before = ends.get((sample, position - 1))
+            if before is None or not np.isnan(call.logprobs[token]):
+                continue
+            if by_last.facts["packed"]:
+                call.logprobs[token] = table[int(np.searchsorted(lengths[1:], column[token], "right")), before]
+            elif before == row[token] and column[token] in (0, length - 1):
+                call.logprobs[token] = table[int(column[token] > 0), before]
+
+
+def _ends(call: TokensOfCall) -> list[tuple[int, int]]:
+    """Return the sample and the position of each token whose logits wait for the next call; -1 for none."""
+    columns = call.kept if call.kept.size else np.arange(1, call.grid[0] + 1) * call.grid[1] - 1
+    tokens = zip(call.at.tolist(), call.samples.tolist(), call.positions.tolist(), strict=True)
+    by_place = {place: (sample, position) for place, sample, position in tokens}
+    return [by_place.get(int(column), (-1, -1)) for column in columns]
 
 
 def _fitted(given: Array | None, shape: tuple[int, ...]) -> Array | None:
     """Return positions in the shape of the tokens, where they have it or stand for each row alike."""
     if given is None or given.size == 0:
         return None
-    if given.size == math.prod(shape):
+    if given.size == shape[0] * shape[1]:
         return given.reshape(shape)
     return np.broadcast_to(given.reshape(1, -1), shape) if given.size == shape[1] else None
 
 
-def _flat(mask: Array | None, length: int) -> Array | None:
-    """Return a mask of batch, 1, queries and keys as one of batch and tokens: what is no padding sees itself."""
-    if mask is None or mask.ndim != 4 or mask.shape[2] != length:
-        return mask
-    visible = mask[:, 0] if mask.dtype == np.bool_ else mask[:, 0] == 0  # or numbers that are added to scores
-    past = int(np.flatnonzero(visible.any(axis=(0, 1))).max(initial=-1)) + 1 - length
-    if past < 0:
-        return None
-    itself = visible[:, np.arange(length), past + np.arange(length)]
-    return np.concatenate([np.ones((len(mask), past), bool), itself], axis=1)
-
-
-def _may_be_tokens(row: TokenRow) -> bool:
-    is_other = row.name in _NOT_IDS or row.name.partition(".")[0] in _CACHES
-    if row.site != "input" or row.dtype not in _WHOLE or is_other:
-        return False
-    return row.name in _IDS or not row.module_path
+def _past(facts: Mapping[str, Any], given: Mapping[str, Array], positions: Array | None, length: int) -> int:
+    """Return the number of tokens, with padding, that a call finds in its cache."""
+    if "cache_position" in given and given["cache_position"].size:
+        return int(given["cache_position"].flat[0])
+    if facts["past"] is not None:
+        return int(facts["past"])
+    if "seen" in given:
+        return max(0, int(np.flatnonzero(given["seen"].any(axis=0)).max(initial=-1)) + 1 - length)
+    return int(positions.min()) if positions is not None else 0

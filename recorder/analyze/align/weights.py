@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
+from ...columns import parse_shape
 from ...numerics.dtypes import ITEM_BYTES
-from ...run.run import moved
+from ...run.run import Run, moved
+from ...run.selection import Selection
 from ...system.text import counted
-from .tokens import Side, TokenRow
+from ..diff.renames import NO_RENAMES, Renames
 
 EQUAL, STALE, DIFFERS, UNKNOWN = "equal", "stale", "differs", "not comparable"
 TRAINER_ONLY, ENGINE_ONLY = "in the trainer alone", "in the engine alone"
@@ -45,18 +49,59 @@ class WeightState(NamedTuple):
         return self.name.rpartition(".")[0]
 
 
+class ParameterRow(NamedTuple):
+    """The columns of a parameter's row in the global view; named as in the registry of columns."""
+
+    at: int
+    """The row in the global view."""
+    step: int
+    root: str
+    module_path: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    encoding: str | None
+    fingerprint: str | None
+    l2: float | None
+
+
+class ModelParameters:
+    """The rows of a run's parameters, in the order of the model."""
+
+    def __init__(self, run: Run, root: str, renames: Renames = NO_RENAMES) -> None:
+        self._global = run.view().rows()
+        table = renames.apply(self._global.table).append_column("at", pa.array(np.arange(len(self._global))))
+        rows = Selection(site="param").narrow(table).select(ParameterRow._fields).to_pylist()
+        self.rows = [ParameterRow(**{**row, "shape": parse_shape(row["shape"])}) for row in rows if row["root"] == root]
+
+    def array(self, row: ParameterRow) -> npt.NDArray[Any]:
+        """Return the tensor of a row."""
+        return self._global.array(row.at)
+
+    def by_name(self, until: int | None = None) -> dict[str, _Parameter]:
+        """Return each parameter by its full name, of the steps up to one."""
+        rows: dict[str, dict[int, ParameterRow]] = {}
+        for row in self.rows:
+            if until is None or row.step <= until:
+                rows.setdefault(".".join(filter(None, (row.module_path, row.name))), {})[row.step] = row
+        newest = {name: own[max(own)] for name, own in rows.items()}
+        return {name: _Parameter(row.shape, row.dtype, rows[name]) for name, row in newest.items()}
+
+
 class _Parameter(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
-    rows: Mapping[int, TokenRow]
+    rows: Mapping[int, ParameterRow]
     """The newest row of each step."""
 
     @property
-    def newest(self) -> TokenRow:
+    def newest(self) -> ParameterRow:
         return self.rows[max(self.rows)]
 
 
-def compare_weights(trainer: Side, engine: Side, steps: Mapping[int, int]) -> tuple[int | None, list[WeightState]]:
+def compare_weights(
+    trainer: ModelParameters, engine: ModelParameters, steps: Mapping[int, int]
+) -> tuple[int | None, list[WeightState]]:
     """Return the step of the trainer that counts, and the state of each parameter in the order of the trainer's model.
 
     What counts is the last call of the engine that has parameters and tokens that the trainer has, too.
@@ -66,13 +111,12 @@ def compare_weights(trainer: Side, engine: Side, steps: Mapping[int, int]) -> tu
         engine: the run whose parameters are looked at.
         steps: by step of the engine, the trainer's step with its tokens.
     """
-    recorded = {row.step for row in engine.parameters}
+    recorded = {row.step for row in engine.rows}
     last = max((step for step in steps if step in recorded), default=None)
     if last is None:
         return None, []
     now = steps[last]
-    ours = _parameters(trainer)
-    theirs = _parameters(engine, until=last)
+    ours, theirs = trainer.by_name(), engine.by_name(until=last)
     fused = {state.name: state for state in _fused(ours, theirs, now)}
     parts = {state.fused for state in fused.values()}
     states = []
@@ -92,16 +136,9 @@ def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
     return one.newest.fingerprint is not None and one.newest.fingerprint in prints
 
 
-def _parameters(side: Side, until: int | None = None) -> dict[str, _Parameter]:
-    rows: dict[str, dict[int, TokenRow]] = {}
-    for row in side.parameters:
-        if until is None or row.step <= until:
-            rows.setdefault(".".join(filter(None, (row.module_path, row.name))), {})[row.step] = row
-    newest = {name: own[max(own)] for name, own in rows.items()}
-    return {name: _Parameter(row.shape, row.dtype, rows[name]) for name, row in newest.items()}
-
-
-def _state(trainer: Side, engine: Side, name: str, one: _Parameter, two: _Parameter, now: int) -> WeightState:
+def _state(
+    trainer: ModelParameters, engine: ModelParameters, name: str, one: _Parameter, two: _Parameter, now: int
+) -> WeightState:
     theirs = two.newest
     if one.shape != two.shape:
         return WeightState(name, DIFFERS)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...errors import ConfigError
-from ...records import KEEP_PROBE
+from ...records import KEEP_PROBE, KEEP_TOKENS
 from ...rules import ANY, Rule, parse_rules
 from ...run.run import RecordedModule, RecordedRoot, WriterManifest
 from ...sites import GRADIENT_OF, OF_BUFFERS, OF_CALLS, OF_PARAMETERS, SITE_OF
@@ -254,7 +254,7 @@ def read_rules(manifest: WriterManifest) -> tuple[list[Rule], list[str]]:
             sites = ", ".join(map(repr, unknown))
             problems.append(f"rule {text!r} names sites that are unknown to this version, and not judged: {sites}")
     try:
-        return [rule for rule in manifest.in_force(rules) if rule.keep != KEEP_PROBE], problems
+        return [rule for rule in manifest.in_force(rules) if rule.keep & ~(KEEP_PROBE | KEEP_TOKENS)], problems
     except (ConfigError, RecursionError) as error:
         problems.append(f"rules that were sent while it ran cannot be read, so nothing is expected by them: {error}")
         return rules, problems

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from ...system.log import Events
 from ...taps.graphs import in_functorch, is_traced
 from ...taps.module_taps import is_tapped
 from ..aliases import WRAPPED, Aliases, made_of, wrapped
+from ..token_blocks import TokenBlocks
 
 
 class RootCalls(threading.local):
@@ -32,16 +33,6 @@ class RootCalls(threading.local):
     depth = 0
     outermost: Any = None
     """The `Root` of the outermost call, or of the last one."""
-
-
-class SaidTokens(threading.local):
-    """What `recorder.tokens` says of the call of the model that this thread is about to make."""
-
-    rows: Mapping[str, torch.Tensor] = {}
-    """The values, by the name of their rows at the site ``input`` of the root."""
-
-
-SAID_TOKENS = SaidTokens()
 
 
 class CaptureForHooks(Observer, Protocol):
@@ -74,6 +65,9 @@ class CaptureForHooks(Observer, Protocol):
     @property
     def is_step_in_force(self) -> bool:
         """Whether `step_changed` has finished for this step."""
+
+    def token_blocks(self) -> TokenBlocks:
+        """Return the blocks of ``keep=tokens``."""
 
     def step_changed(self) -> None:
         """Decide what is kept at the new step."""

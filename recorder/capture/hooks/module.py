@@ -18,7 +18,7 @@ from torch import nn
 from ...observe import module_hooks, tree
 from ...observe.clock import Slice
 from ...observe.selection import NOTHING, unit_dim_of
-from ...records import KEEP_REPLAY, Chunk, Moment, Origin
+from ...records import KEEP_REPLAY, KEEP_TOKENS, Chunk, Moment, Origin
 from ...rules import Rule
 from ...sites import CALL, GRADIENT_OF, OF_CALLS
 from ..aliases import Waiting, chunk_of_gradient, has_owner
@@ -218,10 +218,12 @@ class HookedModule:
         if value_mask & KEEP_REPLAY and phase == "forward":
             self._record_call(slice_.moment, call, args, kwargs)
         graph = graph if gradient_mask else None
-        for name, tensor in self._signature.leaves(args, kwargs):
+        leaves = self._signature.leaves(args, kwargs)
+        if value_mask & KEEP_TOKENS and phase == "forward":
+            leaves = list(leaves)
+            capture.token_blocks().call_begins(self._leaf("input", "")[0], slice_.moment, leaves)
+        for name, tensor in leaves:
             self._see("input", name, tensor, slice_.moment, phase, call, value_mask, graph)
-        for name, tensor in callbacks.SAID_TOKENS.rows.items() if self.node_path == "" else ():
-            self._see("input", name, tensor, slice_.moment, phase, call, value_mask, None)
 
     def _record_call(self, moment: Moment, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self._owner()
@@ -259,9 +261,12 @@ class HookedModule:
         if value_mask or graph is not None:
             if type(output) is torch.Tensor:
                 self._see("output", "", output, slice_.moment, phase, call, value_mask, graph)
-                return
-            for name, tensor in tree.tensor_leaves(output):
-                self._see("output", name, tensor, slice_.moment, phase, call, value_mask, graph)
+            else:
+                for name, tensor in tree.tensor_leaves(output):
+                    self._see("output", name, tensor, slice_.moment, phase, call, value_mask, graph)
+        if masks[self.rule_sets["input"]] & KEEP_TOKENS and phase == "forward":
+            leaves = tree.tensor_leaves(output)
+            self.capture.token_blocks().call_ends(self._leaf("input", "")[0], slice_.moment, leaves)
 
     def _see(
         self,

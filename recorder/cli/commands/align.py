@@ -15,7 +15,7 @@ from ...run.run import open_run
 from .. import options
 from ..paths import local_path, other_run, other_runs
 
-EPILOG = "Examples: recorder align trainer engine    recorder align trainer engine --weights"
+EPILOG = "Examples: recorder align trainer engine    recorder align trainer engine --weights    recorder align grpo"
 
 
 def command(
@@ -23,9 +23,13 @@ def command(
         str, typer.Argument(metavar="TRAINER", help="The run of the trainer.", autocompletion=options.complete_run)
     ],
     engine: Annotated[
-        str,
-        typer.Argument(metavar="ENGINE", help="The run of what wrote the tokens.", autocompletion=options.complete_run),
-    ],
+        str | None,
+        typer.Argument(
+            metavar="ENGINE",
+            help="The run of what wrote the tokens; without it TRAINER generates, too.",
+            autocompletion=options.complete_run,
+        ),
+    ] = None,
     weights: Annotated[
         bool, typer.Option("--weights", help="Show the parameters alone: which are stale, and by how many updates.")
     ] = False,
@@ -58,8 +62,8 @@ def command(
     Exit code 1: they part, or tokens or weights differ. 2: they have no token in common.
     """
     ours = open_run(trainer)
-    theirs = other_run(engine, {"TRAINER": ours})
-    others = other_runs("--noise", noise or [], {"TRAINER": ours, "ENGINE": theirs})
+    theirs = None if engine is None else other_run(engine, {"TRAINER": ours})
+    others = other_runs("--noise", noise or [], {"TRAINER": ours} | ({} if theirs is None else {"ENGINE": theirs}))
     renames = read_renames(rename) if rename is not None else NO_RENAMES
     found = align(ours, theirs, noise=others, renames=renames, step=step)
     return reply_of(ours, theirs, found, limit=limit, of_weights=weights)

@@ -14,6 +14,7 @@ from torch import nn
 import recorder
 from recorder.analyze.align.align import align
 from recorder.errors import LookupFailedError
+from recorder.run.probe import token_blocks
 from tests.rigs import jobs
 from tests.rigs.command_line import Cli
 from tests.rigs.rollouts import (
@@ -76,7 +77,7 @@ def test_a_sound_pair_has_no_finding(pair: str, tmp_path: Path) -> None:
     assert found.is_fine, found.parting or found.tokens or found.weights
     assert found.num_tokens == int(whole_mask(mask).sum()) - len(ids)  # nobody computes on what is written last
     assert found.num_samples == len(ids) and not found.num_unknown
-    assert found.logprobs is not None and found.logprobs.num_tokens == len(ids) * NUM_NEW
+    assert found.logprobs is not None and found.logprobs.num_tokens == len(ids) * (NUM_NEW - 1)
     is_rounded = pair == "in bfloat16"
     assert abs(found.logprobs.largest.apart) < (0.3 if is_rounded else 1e-4)
     assert any("what the narrower type rounds is noise" in note for note in found.notes) == is_rounded
@@ -113,7 +114,7 @@ def test_the_log_probabilities_are_those_of_torch(tmp_path: Path) -> None:
     for model in (trainer, llama()):
         positions = (whole_mask(mask).cumsum(1) - 1).clamp(min=0)
         logits = model(input_ids=sequences, attention_mask=whole_mask(mask), position_ids=positions).logits
-        told = logits.double().log_softmax(-1)[:, :-1].gather(2, sequences[:, 1:, None])[:, -NUM_NEW:, 0]
+        told = logits.double().log_softmax(-1)[:, :-1].gather(2, sequences[:, 1:, None])[:, -NUM_NEW:-1, 0]
         chosen.append(told.detach())
     apart = (chosen[0] - chosen[1]).flatten()
     ratio = apart.exp()
@@ -186,7 +187,7 @@ def test_a_trainer_of_two_ranks_is_joined_as_one(layout: str, tmp_path: Path) ->
     torch.save({"ids": sequences, "mask": whole_mask(mask)}, tmp_path / "written.pt")
     jobs.succeeded(jobs.ranks(tmp_path, Path(__file__).parent / "scripts" / "trainer.py", tmp_path, layout))
     found = aligned(tmp_path)
-    assert found.num_samples == 4 and found.logprobs is not None and found.logprobs.num_tokens == 4 * NUM_NEW
+    assert found.num_samples == 4 and found.logprobs is not None and found.logprobs.num_tokens == 4 * (NUM_NEW - 1)
     assert found.parting is not None and found.parting.value.text == "'model.layers.0.mlp.gate_proj' output"
     assert found.parting.reason == "weights" and [one.state for one in found.weights if one.behind != 0] == ["differs"]
 
@@ -434,9 +435,11 @@ def test_the_preset_keeps_enough_to_name_a_fault_at_few_bytes(tmp_path: Path) ->
     found = aligned(tmp_path)
     assert found.parting is not None and found.parting.value.text == "'model.layers.1.mlp.up_proj' output"
     assert found.parting.reason == "weights" and found.logprobs is not None
-    rows = recorder.open_run(tmp_path / "engine").table(["name", "site", "module_path", "step"]).to_pylist()
-    assert not any(row["name"].startswith("past_key_values") for row in rows)
-    assert {row["step"] for row in rows if row["site"] == "output" and row["module_path"]} == {0, 1, 2, 3, 4}
+    run = recorder.open_run(tmp_path / "engine")
+    assert set(run.table(["site"]).column("site").to_pylist()) == {"param"}, "no row of a value has its tensor"
+    blocks = list(token_blocks(run.writers))
+    assert sum(block.numbers.nbytes for block in blocks) < found.num_tokens * 64 * 40, "a sketch has 32 bytes"
+    assert all(len(block.calls) == 5 for block in blocks if block.name == "output"), "a block has many calls"
 
 
 def test_modules_with_other_names_in_the_engine_are_paired_by_a_file(tmp_path: Path, cli: Cli) -> None:
@@ -498,5 +501,5 @@ def test_runs_without_tokens_are_refused_with_what_to_record(rules: str, tmp_pat
     for side in ("trainer", "engine"):
         with recorder.attach(model, enabled=True, dir=str(tmp_path / side), rules=rules):
             model(torch.tensor([[3, 1, 4]]))
-    with pytest.raises(LookupFailedError, match="the tokens were recorded of no call; record the model's inputs"):
+    with pytest.raises(LookupFailedError, match="the tokens were recorded of no call; record with preset=rollout"):
         aligned(tmp_path)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import recorder
+from recorder.analyze.align.align import align
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = Path(__file__).with_name("programs.py")
@@ -76,3 +77,19 @@ def test_an_unchanged_program_is_one_run_and_trains_the_same(tmp_path: Path, nam
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert_one_run(tmp_path / "on", tmp_path / "off")
+
+
+@pytest.mark.parametrize("how", ["", "off"])
+def test_grpo_of_trl_with_an_adapter_is_aligned_with_its_own_generation(tmp_path: Path, how: str) -> None:
+    settings = {"RECORDER": "1", "RECORDER_PRESET": "rollout", "RECORDER_ROOTS": "any"}
+    program = Path(__file__).with_name("grpo.py")
+    subprocess.run(
+        [sys.executable, program, "out", how], cwd=tmp_path, env=environment(tmp_path, **settings), check=True
+    )
+    found = align(recorder.open_run(tmp_path / "recordings"))
+    assert found.num_samples == 12 and found.num_tokens > 90 and found.logprobs is not None
+    if how:
+        assert found.parting is not None and found.parting.value.module_path.endswith("layers.0.self_attn.o_proj")
+        assert "q_proj.lora_A.default' runs in the trainer alone (an adapter that was not merged" in found.parting.text
+    else:
+        assert found.is_fine and abs(found.logprobs.largest.apart) < 1e-4

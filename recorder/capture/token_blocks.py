@@ -1,0 +1,284 @@
+"""What `recorder align` needs of each token, without the values: rows of ``keep=tokens``, each of a block of calls.
+
+A call of the model that is given tokens leaves the whole numbers it was given, the log-probabilities of its tokens by
+its logits, and of each value inside that a rule selects a sketch of every token (`numerics/sketch.py`). They wait where
+the model computes, until a block is full, so that a decoding step of few tokens has no row of its own.
+
+The log-probability of a token is that by the logits of the token before it, so the logits of a call's last tokens wait
+for the next call, which is given what was chosen. Nothing here may wait for a device or hold a tensor of the program.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..numerics.sketch import signs, token_rows
+from ..records import KEEP_TENSOR, Moment, Origin
+from ..sites import TOKENS
+
+_BLOCK_CALLS = 64
+_BLOCK_BYTES = 1 << 20
+_BLOCK_S = 30.0
+"""The time after which a block ends, in seconds; a process that is killed loses the tokens of at most this time."""
+_PIECE = 1 << 23
+"""The logits that are widened to float32 at once."""
+_MAX_PAIRS = 1 << 12
+_MAX_WHOLE = 64
+"""The most whole numbers of a token that are kept, such as the experts that a router has chosen."""
+_MAX_NUMBER = (1 << 31) - 1
+_IDS = ("input_ids", "tokens", "ids", "idx")
+"""The names of the argument that has the tokens, best first; else the root's first argument of whole numbers has."""
+_GIVEN = {
+    "position_ids": "positions", "positions": "positions", "cache_position": "cache_position",
+    "cu_seqlens": "lengths", "cu_seqlens_q": "lengths", "cu_seq_lens_q": "lengths",
+    "logits_to_keep": "kept", "logits_indices": "kept", "write_index.0": "slots",
+}  # fmt: skip
+"""The arguments that say whose the tokens are, and what they are called in the rows."""
+_TOLD = ("log_probs", "logprobs", "logps")
+"""The names of outputs that are log-probabilities of the call's tokens, where a model computes no logits."""
+_NO_IDS = ("labels", "attention_mask", "mask", "cache_position", "position", "cu_seq", "past_key_value", "kv_cache")
+"""Beginnings of the names of other arguments that may be whole numbers."""
+
+
+class SaidTokens(threading.local):
+    """What `recorder.tokens` says of the call of the model that this thread is about to make."""
+
+    names: list[str] | None = None
+    """The name of each sample."""
+    positions: torch.Tensor | None = None
+    """The position of each token in its sample."""
+
+
+SAID_TOKENS = SaidTokens()
+
+
+class _CallBlock:
+    """The values of one name since its last row."""
+
+    def __init__(self, origin: Origin, order: int) -> None:
+        self.origin = origin
+        self.order = order
+        self.begin()
+
+    def begin(self) -> None:
+        self.moment: Moment | None = None
+        self.began_s = time.monotonic()
+        self.calls: list[Mapping[str, Any]] = []
+        self.parts: list[torch.Tensor] = []
+        self.num_bytes = 0
+
+
+class _CallOfModel(threading.local):
+    """The call of a model that this thread is in."""
+
+    number: int | None = None
+    """None outside of calls that are given tokens."""
+    module_path = ""
+    ids: torch.Tensor | None = None
+    """Samples and their tokens; one sample of all tokens where they are flat."""
+    num_kept = 0
+    seen: dict[Origin, int]
+    """How often each value was seen in this call before."""
+
+
+class TokenBlocks:
+    """The blocks of one rank. Threads that run models call it."""
+
+    def __init__(self, observe: Callable[..., None]) -> None:
+        """Begin empty. `observe` records a tensor, as `Capture.observe` does."""
+        self._observe = observe
+        self._call = _CallOfModel()
+        self._changing = threading.RLock()
+        """Held while a block grows or is recorded; an engine may run in a thread beside others."""
+        self._blocks: dict[Origin, _CallBlock] = {}
+        self._num_calls = 0
+        self._pending: dict[str, tuple[int, torch.Tensor]] = {}
+        """By root, its last call and the logits of the last tokens of the call, one row a token."""
+        self._signs: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def call_begins(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Note what a module is given, if these are tokens and no call around this one was given tokens."""
+        call = self._call
+        around = f"{call.module_path}." if call.module_path else ""
+        if call.number is not None and origin.module_path != call.module_path and origin.module_path.startswith(around):
+            return
+        call.number = None
+        arguments = dict(leaves)
+        tokens = _tokens_of(arguments, is_root=not origin.module_path)
+        if tokens is None or tokens.dim() not in (1, 2) or not tokens.numel():
+            return
+        with self._changing:
+            call.number, self._num_calls = self._num_calls, self._num_calls + 1
+        call.module_path, call.seen = origin.module_path, {}
+        call.ids = ids = tokens.detach().reshape(-1, tokens.shape[-1])
+        parts = {"tokens": tokens, **dict(_given(arguments, ids.shape))}
+        call.num_kept = parts["kept"].numel() if "kept" in parts else 0
+        facts = {"step": moment.step, "mode": moment.mode, "past": _past(arguments, ids.shape[1])}
+        if SAID_TOKENS.positions is not None:
+            parts["said"] = SAID_TOKENS.positions.to(tokens.device)
+        if SAID_TOKENS.names is not None:
+            facts["names"] = SAID_TOKENS.names
+        facts["shapes"] = {name: tuple(one.shape) for name, one in parts.items()}
+        numbers = [one.detach().clamp(-1, _MAX_NUMBER).to(torch.int32).reshape(-1) for one in parts.values()]
+        self._add(origin, "inputs", moment, facts, torch.cat(numbers))
+        if (pending := self._pending.pop(origin.root, None)) is not None:
+            self._add_chosen(origin, moment, *pending, ids, parts.get("lengths"))
+
+    def _add_chosen(
+        self, origin: Origin, moment: Moment, after: int, logits: torch.Tensor, ids: torch.Tensor,
+        lengths: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Add the log-probabilities, by the logits of the last call, of the tokens that this call is given next."""
+        facts = {"after": after, "packed": lengths is not None and len(ids) == 1}
+        if lengths is not None and len(ids) == 1:  # each with each, as only a reader can tell who goes on
+            first = ids[0, lengths.reshape(-1)[:-1].long()]
+            if len(first) * len(logits) > _MAX_PAIRS:
+                return
+            told = torch.stack([_logprobs(logits, token.expand(len(logits))) for token in first])
+        elif len(ids) == len(logits):  # without a cache the model is given all again, and what was chosen at the end
+            told = torch.stack([_logprobs(logits, ids[:, column]) for column in (0, -1)])
+        else:
+            return
+        self._add(origin, "chosen", moment, {**facts, "shape": tuple(told.shape)}, told)
+
+    def call_ends(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Add the log-probabilities of a call's own tokens, if the module is the one that was given them."""
+        call, ids = self._call, self._call.ids
+        if call.number is None or ids is None or call.module_path != origin.module_path:
+            return
+        values = {name: value for name, value in leaves if value.is_floating_point()}
+        for told in (values[name].detach() for name in _TOLD if name in values):
+            if told.dim() == 2 and told.shape[0] == len(ids) and 0 < told.shape[1] <= ids.shape[1]:
+                wide = told.float()
+                wide = torch.where(wide == 0, torch.nan, wide)  # as trainers leave tokens that are not trained on
+                self._add(origin, "logprobs", moment, {"shape": tuple(told.shape)}, wide)
+        logits = values.get("logits", next(iter(values.values())) if len(values) == 1 else None)
+        shape = () if logits is None else tuple(logits.shape)
+        rows = token_rows(shape, (ids.shape[0], ids.shape[1]), call.num_kept)
+        if logits is not None and type(logits) is torch.Tensor and rows and len(shape) == rows.num_dims + 1:
+            is_kept = rows.kind == "kept"
+            by_sample = logits.detach().reshape(1 if is_kept else len(ids), -1, shape[-1])
+            if (num := by_sample.shape[1] - 1) and not is_kept:
+                own = [_logprobs(rows[:-1], of[-num:]) for rows, of in zip(by_sample, ids, strict=True)]
+                self._add(origin, "logprobs", moment, {"shape": (len(ids), num)}, torch.cat(own))
+            self._pending[origin.root] = call.number, (by_sample[0] if is_kept else by_sample[:, -1]).clone()
+        call.number = call.ids = None
+
+    def saw(self, origin: Origin, moment: Moment, value: torch.Tensor) -> None:
+        """Add the sketch of a module's value inside a call; of whole numbers, the numbers themselves."""
+        call, ids = self._call, self._call.ids
+        if call.number is None or ids is None or not value.numel():
+            return
+        shape = tuple(value.shape)
+        rows = token_rows(shape, (ids.shape[0], ids.shape[1]), call.num_kept)
+        if rows is None or value.is_complex() or value.dtype is torch.bool:
+            return
+        flat = value.detach().reshape(rows.num(shape), -1)
+        if value.is_floating_point():
+            flat = self._sketched(flat)
+        elif flat.shape[1] > _MAX_WHOLE:
+            return
+        else:
+            flat = flat.clamp(-1, _MAX_NUMBER).to(torch.int32)
+        occurrence = call.seen[origin] = call.seen.get(origin, -1) + 1
+        name = f"{origin.site} {origin.name}".rstrip()
+        self._add(origin, name, moment, {"shape": shape, "occurrence": occurrence}, flat)
+
+    def _sketched(self, flat: torch.Tensor) -> torch.Tensor:
+        if flat.itemsize < 2:  # torch multiplies no matrices of 8-bit floats
+            flat = flat.float()
+        key = (flat.shape[1], flat.dtype, flat.device)
+        if (table := self._signs.get(key)) is None:
+            table = self._signs[key] = torch.from_numpy(signs(flat.shape[1])).to(flat.device, flat.dtype)
+        kind = flat.device.type
+        if not torch.is_autocast_enabled(kind):
+            return flat @ table
+        with torch.autocast(kind, enabled=False):
+            return flat @ table
+
+    def _add(self, origin: Origin, name: str, moment: Moment, facts: Mapping[str, Any], part: torch.Tensor) -> None:
+        number, part = self._call.number, part.reshape(-1)
+        origin = Origin(origin.root, origin.module_path, TOKENS, name)
+        with self._changing:
+            block = self._blocks.get(origin)
+            if block is None:
+                block = self._blocks[origin] = _CallBlock(origin, len(self._blocks))
+            if block.parts and block.parts[0].dtype is not part.dtype:
+                self._record(block)
+            block.moment = block.moment or moment
+            block.calls.append({"call": number, "num": part.numel(), **facts})
+            block.parts.append(part)
+            block.num_bytes += part.numel() * part.itemsize
+            is_old = time.monotonic() - block.began_s > _BLOCK_S
+            if len(block.parts) == _BLOCK_CALLS or block.num_bytes > _BLOCK_BYTES or is_old:
+                self._record(block)
+
+    def _record(self, block: _CallBlock) -> None:
+        calls, parts, moment = block.calls, block.parts, block.moment
+        block.begin()
+        if moment is not None:
+            note = json.dumps({"order": block.order, "calls": calls}, separators=(",", ":"))
+            self._observe(block.origin, moment, "forward", 0, 0, KEEP_TENSOR, torch.cat(parts), note=note)
+
+    def flush(self) -> None:
+        """Record what the blocks hold."""
+        with self._changing:
+            for block in self._blocks.values():
+                self._record(block)
+
+
+def _tokens_of(arguments: Mapping[str, torch.Tensor], *, is_root: bool) -> torch.Tensor | None:
+    """Return the argument that has the tokens; unknown ones where a root's positions alone are said."""
+    named = next((arguments[name] for name in _IDS if name in arguments and _is_whole(arguments[name])), None)
+    if named is not None or not is_root:
+        return named
+    said = SAID_TOKENS.positions
+    unknown = None if said is None else torch.full_like(said, -1)
+    return next((one for name, one in arguments.items() if _is_whole(one) and not name.startswith(_NO_IDS)), unknown)
+
+
+def _is_whole(value: torch.Tensor) -> bool:
+    return value.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def _past(arguments: Mapping[str, torch.Tensor], length: int) -> int | None:
+    """Return the tokens, with padding, that a call finds in its cache, where the shapes of its arguments tell it."""
+    mask = arguments.get("attention_mask")
+    if mask is not None:
+        return max(0, mask.shape[1] - length) if mask.dim() == 2 else None
+    caches = (one for name, one in arguments.items() if name.startswith(("past_key_value", "kv_cache", "cache.")))
+    return next((one.shape[-2] for one in caches if one.dim() > 2), None)
+
+
+def _given(arguments: Mapping[str, torch.Tensor], grid: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what tells whose the tokens are: positions, lengths, masks and places in the cache."""
+    yield from ((_GIVEN[name], one) for name, one in arguments.items() if name in _GIVEN and _is_whole(one))
+    packed, mask = arguments.get("cu_seq_lens_q"), arguments.get("attention_mask")
+    if packed is None and mask is not None:
+        if mask.dim() == 2 and mask.shape[0] == grid[0] and mask.shape[1] >= grid[1]:
+            yield "mask", mask[:, -grid[1] :] != 0
+        elif mask.dim() == 4 and mask.shape[2] == grid[1]:
+            visible = mask if mask.dtype is torch.bool else mask == 0  # or numbers that are added to scores
+            yield "seen", visible.any(2).any(1)
+    read, whole = arguments.get("read_index.0"), arguments.get("cu_seq_lens_k.full_attention")
+    if packed is not None and whole is not None and read is not None and read.numel():
+        own = packed[1:] - packed[:-1]
+        before = (whole[1:] - own - 1).clamp(min=0).long()
+        yield "goes_on_behind", torch.where(whole[1:] - whole[:-1] > own, read[before].to(own.dtype), -1)
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each token by the logits of its row, in float32, a piece of the rows at a time."""
+    num = max(1, _PIECE // logits.shape[1])
+    told = []
+    for first in range(0, len(logits), num):
+        wide = logits[first : first + num].float()
+        chosen = tokens[first : first + num].long().clamp(0, logits.shape[1] - 1)
+        told.append(wide.gather(1, chosen[:, None])[:, 0] - wide.logsumexp(1))
+    return torch.cat(told)
