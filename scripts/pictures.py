@@ -63,14 +63,14 @@ class Picture(NamedTuple):
 
 
 ALL = (
-    Picture("map", "demo", "#view=map&site=grad&stat=l2", height=700),
+    Picture("map", "demo", "#view=map&site=grad&stat=l2&colors=median", height=700),
     Picture("lines", "demo", "#view=lines&site=grad&stat=l2&module=blocks.2.mlp.up&log=1", is_dark=True),
-    Picture("broken", "broken", "#view=top&site=output&each=1", height=720),
+    Picture("broken", "broken", "#view=top&site=output&each=1", height=780),
     Picture("images", "convolutions", "#view=images", height=1000),
     Picture("against", "refactoring", "#view=against", height=640),
     Picture("ranks", "silent", "#view=ranks&site=param", height=680),
     Picture("dumps", "ring", "#view=map&site=output&stat=absmax", height=620),
-    Picture("cosine", "objectives", "#view=lines", height=320, heading="cosine.trunk.2"),
+    Picture("cosine", "objectives", "#view=numbers", height=320, heading="cosine.trunk.2"),
 )
 
 

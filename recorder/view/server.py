@@ -14,16 +14,20 @@ import asyncio
 import ipaddress
 import json
 import logging
+import math
 import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import uvicorn
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
@@ -32,13 +36,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..analyze.check.check import check
 from ..errors import RecorderError, RunError
 from ..format.manifest import RunManifest
 from ..report.blocks import PageBlock
 from ..report.collect import MAX_BYTES, checked_panes, panes_block, read_panes, save_panes, why_not_saved
 from ..report.page import live_page, live_policy
 from ..run.finding import ListedRun, find_run, runs_in
-from ..run.status import RunWatch
+from ..run.run import Run
+from ..run.status import ENDED, RunWatch
 from ..storage.locations import Location, store_of
 from .drawing import Doctor, Drawing, Judge
 
@@ -223,6 +229,11 @@ _AT_MOST = 0.5
 """The largest share of one core that a run's thread uses."""
 _CLOSE_S = 0.3
 _MAX_LISTED = 500
+_MAX_GLANCED, _MAX_GLANCED_ROWS = 60, 300_000
+"""The number of the newest runs whose rows are read for the list, and the most rows of such a run."""
+_GLANCE_S = 10.0
+"""The seconds between looks at the losses of a run that goes on."""
+_MAX_LOSSES = 60
 _logger = logging.getLogger("recorder")
 
 
@@ -320,6 +331,10 @@ class Watching:
         self._judge, self._doctor = judge, doctor
         self._watched: dict[str, WatchedRun] = {}
         self._status: dict[str, RunWatch] = {}
+        self._glances: dict[str, tuple[object, dict[str, Any]]] = {}
+        """By a run's directory, the state of the run that was read last, and what was found there for the list."""
+        self._glancing: threading.Thread | None = None
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def find(self, name: str) -> WatchedRun | None:
@@ -347,7 +362,29 @@ class Watching:
         """Return the runs of the folder as JSON for the list, the newest first."""
         with self._lock:
             runs = self._runs()[-_MAX_LISTED:]
-            return [self._describe(run) for run in reversed(runs)]
+            described = [self._describe(run) for run in reversed(runs)]
+            if described and not (self._glancing and self._glancing.is_alive()):
+                self._glancing = threading.Thread(target=self._glance, args=(described[:_MAX_GLANCED],), daemon=True)
+                self._glancing.start()
+            return described
+
+    def _glance(self, described: Sequence[Mapping[str, Any]]) -> None:
+        """Read the losses of runs, and what the rules of `recorder check` find in those that are over."""
+        locations = {run.location.name: run.location for run in self._runs()}
+        for one in described:
+            name, is_over = one["directory"], set(one["states"]) <= set(ENDED)
+            state = one["written"] if is_over else int(time.monotonic() / _GLANCE_S)
+            if self._is_closed or self._glances.get(name, (None, {}))[0] == state or name not in locations:
+                continue
+            began_s, glance = time.thread_time(), dict[str, Any]()
+            with suppress(RecorderError, OSError):
+                run = Run(*find_run(locations[name]))
+                if run.num_rows <= _MAX_GLANCED_ROWS:
+                    glance["loss"] = _losses(run)
+                    found = self._judge(check(run).findings, run.name) if is_over else None
+                    glance["found"] = None if found is None else [told.text for told in found if told.mark == "wrong"]
+            self._glances[name] = state, glance
+            time.sleep(min(time.thread_time() - began_s, 1.0))  # half a core at most
 
     def _describe(self, run: ListedRun) -> dict[str, Any]:
         watch = self._status.setdefault(run.location.name, RunWatch(run.location))
@@ -361,12 +398,27 @@ class Watching:
         steps = [rank.status.step for rank in ranks if rank.status.has_step]
         return {
             "directory": run.location.name, "name": run.name, "created_s": run.created_ns / 1e9, "ranks": len(ranks),
-            "states": states, "step": max(steps, default=None),
+            "states": states, "step": max(steps, default=None), "written": sum(rank.status.written for rank in ranks),
+            "bytes": sum(rank.status.used_bytes for rank in ranks),
+            **self._glances.get(run.location.name, (None, {}))[1],
         }  # fmt: skip
 
     def close(self) -> None:
+        self._is_closed = True
         for run in self._watched.values():
             run.close()
+
+
+def _losses(run: Run) -> list[float | None]:
+    """Return the loss of the first rank at a few dozen steps; null where it is not finite, empty if there is none."""
+    names, losses = ("site", "name", "mode", "mean"), list[float]()
+    for batch in (batch for writer in run.writers[:1] for shard in writer.shards for batch in shard.columns(names)):
+        table = pa.Table.from_batches([batch])
+        is_loss = pc.and_(pc.equal(table.column("site"), "scalar"), pc.equal(table.column("mode"), "train"))
+        is_loss = pc.and_(is_loss, pc.equal(table.column("name"), "loss"))
+        losses += table.filter(is_loss).column("mean").to_pylist()
+    chosen = losses[:: -(-len(losses) // _MAX_LOSSES) or 1]
+    return [None if one is None or not math.isfinite(one) else float(f"{one:.4g}") for one in chosen]
 
 
 def listed_block(watching: Watching) -> PageBlock:

@@ -136,6 +136,24 @@ def test_panes_are_named_arranged_saved_and_there_again_after_a_restart(look: Lo
     assert [path.name for path in run.iterdir() if path.name.startswith(VIEW)] == [VIEW]
 
 
+def test_the_list_is_sorted_and_searched(look: Look, tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        make_training(tmp_path / name)
+    with serving(tmp_path) as server:
+        page = look(server.address).page
+        names = page.locator(".runs tbody a")
+        page.get_by_role("button", name="run").click()
+        assert names.all_inner_texts() == ["one", "three", "two"]
+        page.get_by_role("button", name="run").click()
+        assert names.all_inner_texts() == ["two", "three", "one"]
+        page.wait_for_selector(".runs .flag.wrong", timeout=_WAIT_MS)  # the rules were asked meanwhile
+        assert page.locator(".sparkline").count() == 3
+        page.locator("#find").fill("three")
+        assert names.all_inner_texts() == ["three"]
+        page.locator("#find").fill("nonfinite")
+        page.wait_for_function("() => document.querySelectorAll('.runs tbody tr').length === 3", timeout=_WAIT_MS)
+
+
 def test_what_is_chosen_beside_is_chosen_in_both(look: Look, tmp_path: Path) -> None:
     make_training(tmp_path / "one")
     make_training(tmp_path / "two", factor=1.25)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from recorder.run.finding import find_folder
 from recorder.view.server import ViewServer, Watching
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.serving import serving
+from tests.rigs.small_runs import NUM_STEPS, make_training
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,19 @@ def test_the_list_and_the_pages_are_there_for_who_has_the_token(server: ViewServ
     status, text = ask(server, "run/one/")
     assert status == 200 and "<title>one - recorder</title>" in text
     assert ask(server, "run/one/events")[0] == 200
+
+
+def test_the_list_says_losses_and_findings_of_runs_that_are_over(tmp_path: Path) -> None:
+    make_training(tmp_path / "one")
+    watching = Watching(tmp_path, None, told_by_check, told_by_doctor)
+    for _ in range(600):
+        (one,) = watching.listed()
+        if "found" in one:
+            break
+        time.sleep(0.1)
+    assert one["loss"][:2] == [3.0, 1.5] and len(one["loss"]) == NUM_STEPS
+    assert any(text.startswith("nonfinite: 'head' output") for text in one["found"])
+    watching.close()
 
 
 @pytest.mark.parametrize("path", ["/", "/runs", "/wrong/", "/wrong/runs", "/wrong/run/one/events", "//", "/%C3%A9/"])

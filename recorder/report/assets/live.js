@@ -47,25 +47,69 @@ class LiveSource {
   }
 }
 
+/** The columns of the list: title, what it is sorted by, and what is shown. */
+const RUN_COLUMNS = [
+  ["run", (run) => run.name, (run) => el("a", { href: `run/${encodeURIComponent(run.directory)}/` }, run.name)],
+  ["loss", (run) => run.loss?.findLast((one) => one !== null) ?? Infinity, (run) => sparkline(run.loss ?? [])],
+  ["findings", (run) => -(run.found?.length ?? -1), (run) => run.found && el("span", { class: run.found.length ? "flag wrong" : "flag right",
+    title: visible(run.found.join("\n")) }, run.found.length ? String(run.found.length) : "✓")],
+  ["state", (run) => statesOf(run), (run) => statesOf(run)],
+  ["step", (run) => -(run.step ?? -1), (run) => (run.step === null ? "" : run.step.toLocaleString("en"))],
+  ["ranks", (run) => -run.ranks, (run) => String(run.ranks)],
+  ["size", (run) => -run.bytes, (run) => (run.bytes ? sizeText(run.bytes) : "")],
+  ["started", (run) => -run.created_s, (run) => el("span", { title: run.created_s > 0 ? new Date(run.created_s * 1000).toLocaleString("sv") : "" }, ageText(run.created_s))],
+];
+const NUMERIC = new Set(["step", "ranks", "size"]);
+
+function statesOf(run) {
+  return Object.entries(run.states).map(([state, count]) => `${count} ${state}`).join(", ");
+}
+function sizeText(bytes) {
+  const power = Math.min(Math.floor(Math.log10(bytes) / 3), 4);
+  return `${Number((bytes / 1000 ** power).toPrecision(3))} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+}
+function ageText(created) {
+  if (!(created > 0)) return "";
+  const passed = Math.max(Date.now() / 1000 - created, 0), [size, unit] = [[86400, "day"], [3600, "hour"], [60, "minute"], [1, "second"]].find(([size]) => passed >= size) ?? [1, "second"];
+  return `${plural(Math.floor(passed / size), unit)} ago`;
+}
+/** A line without axes; a step whose loss is not finite is a mark. */
+function sparkline(values) {
+  const canvas = el("canvas", { class: "sparkline", role: "img", "aria-label": `loss: ${values.map((one) => one ?? "not finite").slice(-1)}` });
+  const context = sizedCanvas(canvas, 120, 22), known = values.filter((one) => one !== null);
+  const low = Math.min(...known), span = Math.max(...known) - low || 1, x = (at) => 2 + (116 * at) / Math.max(values.length - 1, 1);
+  context.strokeStyle = lineColor(0);
+  context.lineWidth = 1.5;
+  context.beginPath();
+  values.forEach((one, at) => one !== null && context[at && values[at - 1] !== null ? "lineTo" : "moveTo"](x(at), 20 - (18 * (one - low)) / span));
+  context.stroke();
+  context.fillStyle = BAD_COLOR;
+  values.forEach((one, at) => one === null && context.fillRect(x(at) - 1, 0, 2, 22));
+  return canvas;
+}
+
 /** The page of several runs: a list, which is asked for anew while it is open. */
 class RunsPage {
   constructor(blocks) {
     this.blocks = blocks;
     this.chosen = new Set();
+    this.sorted = { title: "started", sign: 1 };
+    this.wanted = "";
   }
   async start() {
     const { data } = await this.blocks.get("runs");
-    this.body = el("tbody", {});
-    this.side = el("button", { type: "button", id: "side", onclick: () => {
+    this.table = el("table", { class: "grid runs" });
+    this.side = el("button", { type: "button", class: "primary", id: "side", onclick: () => {
       const words = new URLSearchParams([...this.chosen].map((name) => ["run", name]));
       location.assign(`side?${words}`);
     } }, "show side by side");
-    const heads = ["", "run", "started", "ranks", "step", "state"].map((title) => el("th", { scope: "col" }, title));
-    document.getElementById("page").append(
-      el("header", {}, el("h1", {}, `Runs in ${data.folder}`)),
-      el("main", {}, el("section", {}, el("p", { class: "note", id: "list-note" }), el("div", { class: "bar" }, this.side),
-        el("div", { class: "scroll" }, el("table", { class: "grid runs" }, el("thead", {}, el("tr", {}, heads)), this.body)))));
-    this.note = document.getElementById("list-note");
+    const field = el("input", { type: "search", id: "find", placeholder: "find a run, a state or a finding", "aria-label": "what to find", oninput: (event) => {
+      this.wanted = event.target.value.toLowerCase();
+      this.draw(this.runs);
+    } });
+    this.note = el("p", { class: "note", id: "list-note" });
+    document.getElementById("page").append(el("header", {}, el("h1", {}, `Runs in ${data.folder}`)),
+      el("main", {}, el("section", {}, this.note, el("div", { class: "bar" }, field, this.side), el("div", { class: "scroll" }, this.table))));
     this.draw(data.runs);
     document.documentElement.dataset.drawn = "1";
     setInterval(() => document.hidden || this.ask(), 2000);
@@ -80,20 +124,32 @@ class RunsPage {
     }
   }
   draw(runs) {
+    const active = document.activeElement?.dataset?.key;
+    this.runs = runs;
     this.note.textContent = runs.length ? "" : "There is no run here yet.";
     this.side.disabled = this.chosen.size < 2;
-    this.body.replaceChildren(...runs.map((run) => {
-      const box = el("input", { type: "checkbox", "aria-label": `show ${visible(run.name)} beside others`, onchange: (event) => {
+    const { title, sign } = this.sorted, [, keyOf] = RUN_COLUMNS.find(([name]) => name === title);
+    const text = (run) => [run.name, statesOf(run), ...(run.found ?? [])].join(" ").toLowerCase();
+    const shown = runs.filter((run) => text(run).includes(this.wanted)).sort((a, b) => {
+      const [one, other] = [keyOf(a), keyOf(b)];
+      return sign * (one < other ? -1 : one > other ? 1 : 0);
+    });
+    const heads = RUN_COLUMNS.map(([name]) => el("th", { scope: "col", "aria-sort": name !== title ? null : sign > 0 ? "ascending" : "descending" },
+      el("button", { type: "button", class: "sort", "data-key": `sort ${name}`, onclick: () => {
+        this.sorted = { title: name, sign: name === title ? -sign : 1 };
+        this.draw(this.runs);
+      } }, name + (name !== title ? "" : sign > 0 ? " ↓" : " ↑"))));
+    const body = shown.map((run) => {
+      const box = el("input", { type: "checkbox", "data-key": `box ${visible(run.directory)}`, "aria-label": `show ${visible(run.name)} beside others`, onchange: (event) => {
         if (event.target.checked) this.chosen.add(run.directory);
         else this.chosen.delete(run.directory);
         this.side.disabled = this.chosen.size < 2;
       } });
       box.checked = this.chosen.has(run.directory);
-      const states = Object.entries(run.states).map(([state, count]) => `${count} ${state}`).join(", ");
-      const started = run.created_s > 0 ? new Date(run.created_s * 1000).toLocaleString("sv") : "";
-      return el("tr", {}, el("td", {}, box), el("td", {}, el("a", { href: `run/${encodeURIComponent(run.directory)}/` }, run.name)),
-        el("td", {}, started), el("td", { class: "number" }, String(run.ranks)), el("td", { class: "number" }, run.step === null ? "" : String(run.step)), el("td", {}, states));
-    }));
+      return el("tr", {}, el("td", {}, box), RUN_COLUMNS.map(([name, , show]) => el("td", { class: NUMERIC.has(name) ? "number" : "" }, show(run))));
+    });
+    this.table.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}), heads)), el("tbody", {}, body));
+    if (active) [...this.table.querySelectorAll("[data-key]")].find((one) => one.dataset.key === active)?.focus(); // it was drawn anew
   }
 }
 

@@ -32,7 +32,7 @@ class NumbersPanel {
       this.body.append(chart.element);
       const values = one.lines.flatMap((line) => line.values).filter((value) => value > 0), isWide = Math.max(...values) > LOG_FROM * Math.min(...values);
       const more = isLast && this.scalars.length > MAX_SCALARS ? `${plural(this.scalars.length - MAX_SCALARS, "more number")} not drawn` : "";
-      chart.draw({ ...one, isLog: isWide && one.lines.every((line) => line.values.every((value) => value === null || value === undefined || value > 0)), hasRuler: isLast,
+      chart.draw({ ...one, isLog: isWide && one.lines.every((line) => line.values.every((value) => value === null || value === undefined || value > 0)), hasRuler: isLast || this.part !== "head",
         flags: index ? flags.map((flag) => ({ ...flag, label: "" })) : flags, about: [...(one.about ?? []), more].filter(Boolean) });
     });
     for (const chart of this.charts.slice(some.length)) chart.element.remove();
