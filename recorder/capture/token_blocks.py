@@ -162,7 +162,7 @@ class TokenBlocks:
         shape = () if logits is None else tuple(logits.shape)
         rows = token_rows(shape, (ids.shape[0], ids.shape[1]), call.num_kept)
         if logits is not None and type(logits) is torch.Tensor and rows and len(shape) == rows.num_dims + 1:
-            is_kept = rows.kind == "kept"
+            is_kept = call.num_kept > 0 and shape[:2] == (1, call.num_kept)
             by_sample = logits.detach().reshape(1 if is_kept else len(ids), -1, shape[-1])
             if (num := by_sample.shape[1] - 1) and not is_kept:
                 own = [_logprobs(rows[:-1], of[-num:]) for rows, of in zip(by_sample, ids, strict=True)]
