@@ -140,7 +140,7 @@ def step(number: int) -> None:
         recorder.program.name_step(number)
 
 
-def tokens(*, sample_ids: Any = None, positions: Any = None) -> AbstractContextManager[None]:
+def tokens(*, sample_ids: Any = None, positions: Any = None, texts: Any = None) -> AbstractContextManager[None]:
     """Say whose tokens the model's call inside ``with recorder.tokens(...):`` is given, for ``recorder align``.
 
     It is needed only where the model's own arguments do not say it, or where samples have names. Never raises.
@@ -148,9 +148,10 @@ def tokens(*, sample_ids: Any = None, positions: Any = None) -> AbstractContextM
     Args:
         sample_ids: the name of the sample of each row of the batch, or of each sequence of a packed row: text, numbers.
         positions: the position of each token in its sample, in the shape of the tokens: a tensor, or lists.
+        texts: the text of each token, as lists of the rows; the run holds them then, for the map of ``report --align``.
     """
     recorder = _active or _armed
-    return nullcontext() if recorder is None else recorder.program.tokens(sample_ids, positions)
+    return nullcontext() if recorder is None else recorder.program.tokens(sample_ids, positions, texts)
 
 
 def trigger(reason: str) -> None:

@@ -53,6 +53,8 @@ class SaidTokens(threading.local):
     """The name of each sample."""
     positions: torch.Tensor | None = None
     """The position of each token in its sample."""
+    texts: list[list[str]] | None = None
+    """The text of each token."""
 
 
 SAID_TOKENS = SaidTokens()
@@ -124,6 +126,8 @@ class TokenBlocks:
             parts["said"] = SAID_TOKENS.positions.to(tokens.device)
         if SAID_TOKENS.names is not None:
             facts["names"] = SAID_TOKENS.names
+        if SAID_TOKENS.texts is not None:
+            facts["texts"] = SAID_TOKENS.texts
         facts["shapes"] = {name: tuple(one.shape) for name, one in parts.items()}
         numbers = [one.detach().clamp(-1, _MAX_NUMBER).to(torch.int32).reshape(-1) for one in parts.values()]
         self._add(origin, "inputs", moment, facts, torch.cat(numbers))

@@ -111,20 +111,21 @@ class ProgramCalls:
         self._recorder.events.add("hook_error", f"{what} failed: {type(error).__name__}: {one_line(error)}", key=what)
 
     @contextmanager
-    def tokens(self, sample_ids: Any, positions: Any) -> Iterator[None]:
+    def tokens(self, sample_ids: Any, positions: Any, texts: Any) -> Iterator[None]:
         """Say whose tokens the calls inside the context are given, for `recorder.tokens`."""
-        before = SAID_TOKENS.names, SAID_TOKENS.positions
+        before = SAID_TOKENS.names, SAID_TOKENS.positions, SAID_TOKENS.texts
         try:
             ids = sample_ids.tolist() if isinstance(sample_ids, torch.Tensor) else sample_ids
             names = None if ids is None else [str(one) for one in ids]
             said = None if positions is None else torch.as_tensor(positions, dtype=torch.int64)
-            SAID_TOKENS.names, SAID_TOKENS.positions = names, said
+            words = None if texts is None else [[str(text) for text in row] for row in texts]
+            SAID_TOKENS.names, SAID_TOKENS.positions, SAID_TOKENS.texts = names, said, words
         except Exception as error:
             self._failed("tokens", error)
         try:
             yield
         finally:
-            SAID_TOKENS.names, SAID_TOKENS.positions = before
+            SAID_TOKENS.names, SAID_TOKENS.positions, SAID_TOKENS.texts = before
 
     def name_step(self, number: int) -> None:
         """Set the step for `recorder.step`; before the recording begins, set the step with which it will begin."""

@@ -54,13 +54,14 @@ def collect(
     checks: Sequence[DoctorLine] | None = (),
     judged: Sequence[Highlight] = (),
     below: str | None = None,
+    more: Sequence[PageBlock] = (),
     report: Report = lambda num_rows: None,
 ) -> Iterator[PageBlock]:
     """Yield the blocks of a page; LookupFailedError says what to record next time if there is nothing to draw.
 
     `checks` are the answers of `recorder doctor` about the run; None if the command did not run. `judged` are the
-    findings of `recorder check`. `below` draws only this module, the modules below it and scalars. `report` is called
-    with numbers of rows that were processed; these numbers add up to `num_looks`.
+    findings of `recorder check`. `below` draws only this module, the modules below it and scalars. `more` are further
+    blocks. `report` is called with numbers of rows that were processed; these numbers add up to `num_looks`.
     """
     with ExitStack() as stack:
         rows = stack.enter_context(step_rows(run))
@@ -97,6 +98,7 @@ def collect(
         yield gaps_block(checks, modules)
         yield ranks_block(run, axes, collected)
         yield images.block(run)
+        yield from more
         if panes := read_panes(run.path):
             yield panes_block(panes)
         if against is not None and others is not None:

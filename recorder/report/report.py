@@ -18,6 +18,7 @@ from ..storage.locations import Location
 from ..system.text import printable
 
 if TYPE_CHECKING:
+    from .blocks import PageBlock
     from .top import DoctorLine, Highlight
 
 
@@ -29,6 +30,7 @@ def write_report(
     statistics: Sequence[str] = (),
     checks: Sequence[DoctorLine] = (),
     judged: Sequence[Highlight] = (),
+    more: Sequence[PageBlock] = (),
     force: bool = False,
     report: Callable[[int], None] = lambda num_rows: None,
 ) -> int:
@@ -43,7 +45,9 @@ def write_report(
 
     num_bytes = 0
     title = f"{run.name} against {against.name}" if against is not None else run.name
-    blocks = collect(run, against=against, statistics=statistics, checks=checks, judged=judged, report=report)
+    blocks = collect(
+        run, against=against, statistics=statistics, checks=checks, judged=judged, more=more, report=report
+    )
     with published_file(path, force=force) as file:
         for piece in page(f"{title} - recorder", blocks):
             num_bytes += file.write(piece)

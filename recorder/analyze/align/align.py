@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import LookupFailedError
 from ...run.run import Run
+from ...system.text import counted
 from ..diff.renames import NO_RENAMES, Renames
 from .search import JoinedTokens, LogprobsApart, Parting, Search, ValueApart
 from .sequences import TokensApart, compare_tokens, match_samples
@@ -41,10 +42,26 @@ class Aligned:
     bounds: str
     """How the bounds were found."""
     parting: Parting | None
+    search: Search
+    """What was compared of each token."""
     weights: list[WeightState]
     weights_step: int | None
     """The trainer's step whose parameters the engine should have; None if no call of the engine says."""
     notes: list[str]
+
+    @property
+    def told(self) -> str:
+        """The answer, as a sentence."""
+        if self.parting is not None:
+            value, of = self.parting.value, f" ({self.parting.class_name})" if self.parting.class_name else ""
+            apart = f"by up to {value.largest:.2g}, where noise explains {value.bound:.2g}"
+            return f"trainer and engine part at {value.text}{of}, {apart}: {self.parting.text}"
+        if not self.values:
+            return "no value of a module is on both sides"
+        within = [value for value in self.values if not value.num_beyond]
+        worst = max(within or self.values, key=lambda value: value.largest / (value.bound or 1))
+        text = f"{counted(len(self.values), 'value')} of the modules agree within noise; the farthest is {worst.text}"
+        return f"{text}, by up to {worst.largest:.2g} (bound {worst.bound:.2g})"
 
     @property
     def is_fine(self) -> bool:
@@ -97,7 +114,7 @@ def align(
         num_unknown=ours.num_unknown + theirs.num_unknown, step=joined.step, tokens=told,
         logprobs=_logprobs(joined), values=search.values, experts=search.experts,
         bounds=f"10 times what {', '.join(run.name for run in noise)} differ in" if noise else "assumed for the type",
-        parting=parting, weights=states, weights_step=of_weights,
+        parting=parting, search=search, weights=states, weights_step=of_weights,
         notes=[*search.notes, *_swapped(ours, theirs), *_unpaired(ours, theirs)],
     )  # fmt: skip
 

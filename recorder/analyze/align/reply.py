@@ -29,7 +29,7 @@ def reply_of(trainer: Run, engine: Run | None, found: Aligned, *, limit: int | N
 
 
 def _members(trainer: Run, engine: Run | None, found: Aligned) -> dict[str, Any]:
-    members = {one.name: plain(getattr(found, one.name)) for one in fields(found)}
+    members = {one.name: plain(getattr(found, one.name)) for one in fields(found) if one.name != "search"}
     return {"trainer": str(trainer.path), "engine": str((engine or trainer).path), "is_fine": found.is_fine, **members}
 
 
@@ -40,12 +40,10 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         f"{counted(found.num_tokens, 'token')} of {counted(found.num_samples, 'sample')}, joined by {found.joined_by}"
     )
     if found.parting is not None:
-        yield from _told(found.parting)
+        yield StateLine("fault", found.told)
+        yield _where(found.parting)
     elif found.values:
-        within = [value for value in found.values if not value.num_beyond]
-        worst = max(within or found.values, key=lambda value: value.largest / (value.bound or 1))
-        text = f"{counted(len(found.values), 'value')} of the modules agree within noise; the farthest is {worst.text}"
-        yield StateLine("ok", f"{text}, by up to {worst.largest:.2g} (bound {worst.bound:.2g})")
+        yield StateLine("ok", found.told)
     yield f"compared: {what}; bounds are {found.bounds}"
     for one in found.tokens[:most]:
         yield StateLine("fault" if one.is_finding else "note", one.text)
@@ -75,13 +73,10 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         yield table_of(titles, rows, numbers=titles, title=f"{found.parting.value.text} by position")
 
 
-def _told(parting: Parting) -> Iterator[str | StateLine]:
-    value, (bad, prompts), (bad_decoded, decoded) = parting.value, parting.at_once, parting.one_by_one
-    kind = f" ({parting.class_name})" if parting.class_name else ""
-    apart = f"by up to {value.largest:.2g}, where noise explains {value.bound:.2g}"
-    yield StateLine("fault", f"trainer and engine part at {value.text}{kind}, {apart}: {parting.text}")
+def _where(parting: Parting) -> str:
+    (bad, prompts), (bad_decoded, decoded) = parting.at_once, parting.one_by_one
     where = f"{bad} of {prompts} tokens that the engine ran at once, {bad_decoded} of {decoded} that it decoded"
-    yield f"where: {where}; first {_at(parting.first)}; worst {_at(parting.worst)}"
+    return f"where: {where}; first {_at(parting.first)}; worst {_at(parting.worst)}"
 
 
 def _at(token: TokenAt) -> str:

@@ -126,7 +126,9 @@ class ValuePair(NamedTuple):
     dtype_engine: str
 
 
-class _Compared(NamedTuple):
+class ComparedTokens(NamedTuple):
+    """How far one value is apart at each token."""
+
     name: ValueName
     slots: Integers
     apart: Floats
@@ -147,14 +149,17 @@ class JoinedTokens:
             own = [(bases[match.number], match.num_joined) if match else (0, 0) for match in matches]
             first, limits = np.array(own, np.int64).reshape(-1, 2).T
             side.number(first, limits, num_slots)
+        self.name_of = trainer.name_of
         self.samples = np.repeat(np.arange(len(lengths)), lengths)
         self.positions = np.arange(num_slots) - bases[self.samples]
+        self.tokens = np.array([token for sample in trainer.samples for token in sample.tokens], np.int64)
         ours, theirs = _by_slot(trainer, num_slots), _by_slot(engine, num_slots)
         self.given = np.stack([ours[:, 1], theirs[:, 1]], axis=1)
         """The positions that the model was given on both sides; -1 where it was given none that was recorded."""
         self.is_continued = theirs[:, 2] > 0
         """Whether the engine went on from its cache."""
-        joined = np.flatnonzero(ours[:, 0] & theirs[:, 0])
+        self.is_joined = (ours[:, 0] & theirs[:, 0]) > 0
+        joined = np.flatnonzero(self.is_joined)
         self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))
         joined = joined[np.argsort(ours[joined, 3], kind="stable")]
         self.step = int(ours[joined[0], 3]) if joined.size else 0
@@ -167,7 +172,7 @@ class JoinedTokens:
     def at(self, slot: int, apart: float) -> TokenAt:
         """Return a token as people know it."""
         number, position = int(self.samples[slot]), int(self.positions[slot])
-        return TokenAt(self._trainer.name_of(number), position, self._trainer.samples[number].tokens[position], apart)
+        return TokenAt(self.name_of(number), position, int(self.tokens[slot]), apart)
 
     def pair(self, name: ValueName) -> ValuePair | None:
         """Return a value's numbers at the tokens at which both sides have it; None if there are none."""
@@ -206,27 +211,29 @@ class Search:
         self, trainer: Side, engine: Side, noise: Sequence[Side], joined: JoinedTokens, weights: Sequence[WeightState]
     ) -> None:
         self._trainer, self._engine, self._noise = trainer, engine, noise
-        self._joined = joined
+        self.joined = joined
         self._weights = weights
+        self.texts = {**engine.texts, **trainer.texts}
+        """The texts of tokens that the programs said."""
         self.values: list[ValueApart] = []
         self.experts: dict[str, tuple[int, int]] = {}
         """By block of experts: the tokens for which the two sides chose other experts, and the tokens compared."""
         self.notes: list[str] = []
-        self._compared: list[_Compared] = []
+        self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
         """The largest bound of the types so far: what a coarse type has rounded stays in all that follows."""
 
     def find(self) -> Parting | None:
         """Compare all values, and return the first that parts and that others follow; None if none does."""
-        compared = self._compared
+        compared = self.compared
         for name, rows in self._trainer.values.items():
             row = next(iter(rows.values()))
             if "int" in row.dtype:
                 self._compare_experts(name)
-            if row.dtype not in BOUNDS or (pair := self._joined.pair(name)) is None:
+            if row.dtype not in BOUNDS or (pair := self.joined.pair(name)) is None:
                 continue
             apart, bound = apart_by_token(pair.trainer, pair.engine), self._bound(name, pair)
-            compared.append(_Compared(name, pair.slots, apart, apart > bound))
+            compared.append(ComparedTokens(name, pair.slots, apart, apart > bound))
             self.values.append(
                 ValueApart(
                     *name[:3], pair.dtype_trainer, pair.dtype_engine, num_tokens=len(apart), bound=bound,
@@ -270,23 +277,23 @@ class Search:
 
         Else nothing uses what parts, or it cancels, and what parts later in samples that agree here has another reason.
         """
-        one = self._compared[number]
-        others = self._compared[number + 1 :]
+        one = self.compared[number]
+        others = self.compared[number + 1 :]
         later = [other for other in others if other.name.site == "output" and other.name[0] != one.name[0]]
         following = next((other for other in later[:_MAX_AGREEING] if other.is_beyond.any()), None)
         if following is None:
             return not later
-        samples = self._joined.samples
+        samples = self.joined.samples
         is_same = one.apart < _AGREES * self.values[number].bound
         agreeing = np.setdiff1d(samples[one.slots], samples[one.slots[~is_same]])
         return not np.isin(agreeing, samples[following.slots[following.is_beyond]]).any()
 
-    def _parting(self, number: int, one: _Compared) -> Parting:
-        positions = self._joined.positions[one.slots]
+    def _parting(self, number: int, one: ComparedTokens) -> Parting:
+        positions = self.joined.positions[one.slots]
         beyond = np.flatnonzero(one.is_beyond if one.is_beyond.any() else one.apart >= 0)
         first, worst = int(beyond[np.argmin(positions[beyond])]), int(np.argmax(one.apart))
-        first_at, worst_at = (self._joined.at(int(one.slots[at]), float(one.apart[at])) for at in (first, worst))
-        continued = self._joined.is_continued[one.slots]
+        first_at, worst_at = (self.joined.at(int(one.slots[at]), float(one.apart[at])) for at in (first, worst))
+        continued = self.joined.is_continued[one.slots]
         at_once, one_by_one = ((int(one.is_beyond[how].sum()), int(how.sum())) for how in (~continued, continued))
         width = -(-(int(positions.max()) + 1) // _NUM_BINS)
         bins = [
@@ -307,7 +314,7 @@ class Search:
         value, path = self.values[number], name.module_path
         if name.site == "input":
             path = path.rpartition(".")[0]
-        before_it = [one for one in self._compared[:number] if np.isin(beyond, one.slots).any()]
+        before_it = [one for one in self.compared[:number] if np.isin(beyond, one.slots).any()]
         compared = {one.name.module_path for one in before_it}
         inside = [one for one in self._weights if f"{one.module_path}.".startswith(f"{path}." if path else "")]
         block = path.rpartition(".")[0]  # an engine that fuses projections has none of their modules to compare
@@ -317,10 +324,10 @@ class Search:
             return "weights", "weights differ: " + "; ".join(map(told_weight, wrong[:3]))
         for what, slots, ours, theirs in self._whole_inputs(path, beyond):
             differs = np.flatnonzero((np.sort(ours) != np.sort(theirs)).any(axis=1))
-            samples = self._joined.samples
+            samples = self.joined.samples
             if differs.size and np.isin(samples[beyond], samples[slots[differs]]).all():
                 at = int(differs[0])
-                token = self._joined.at(int(slots[at]), 0.0)
+                token = self.joined.at(int(slots[at]), 0.0)
                 numbers = (", ".join(f"{one:.0f}" for one in side[at]) for side in (ours, theirs))
                 text = "{} {} in the trainer and {} in the engine".format(what, *numbers)
                 return "inputs", f"inputs differ: {text} for {token.sample}, position {token.position}"
@@ -344,11 +351,11 @@ class Search:
 
     def _whole_inputs(self, path: str, beyond: Integers) -> Iterator[tuple[str, Integers, Array, Array]]:
         """Yield positions and other whole numbers that a module was given at tokens: their slots, and both sides."""
-        given = self._joined.given[beyond]
+        given = self.joined.given[beyond]
         known = (given >= 0).all(axis=1)
         yield "the model was given the position", beyond[known], given[known, :1], given[known, 1:]
         for name in self._trainer.values:
-            pair = self._joined.pair(name) if (name.module_path, name.site) == (path, "input") else None
+            pair = self.joined.pair(name) if (name.module_path, name.site) == (path, "input") else None
             if pair is not None and "int" in pair.dtype_trainer:
                 at = np.isin(pair.slots, beyond)
                 what = f"{path!r} was given {name.name}".removesuffix(" input")
@@ -356,14 +363,14 @@ class Search:
 
     def _compare_experts(self, name: ValueName) -> None:
         """Count the tokens for which a router has chosen other experts; a router's choice is looked at once."""
-        pair = self._joined.pair(name)
+        pair = self.joined.pair(name)
         block = name.module_path.rpartition(".")[0]
         if pair is not None and 1 < pair.trainer.shape[1] <= _MAX_EXPERTS and block not in self.experts:
             num_other = int((np.sort(pair.trainer) != np.sort(pair.engine)).any(axis=1).sum())
             self.experts[block] = num_other, len(pair.slots)
 
     def _hints(self, name: ValueName, bound: float) -> Iterator[str]:
-        pair = self._joined.pair(name)
+        pair = self.joined.pair(name)
         assert pair is not None
         a, b = pair.trainer, pair.engine
         factor = float((a * b).sum() / max((b * b).sum(), np.finfo(np.float64).tiny))

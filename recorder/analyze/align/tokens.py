@@ -142,6 +142,8 @@ class Side:
         self._given: dict[CallKey, Piece] = {}
         self.values: dict[ValueName, dict[CallKey, Piece]] = {}
         """What the calls have of each value, in the order of execution."""
+        self.texts: dict[int, str] = {}
+        """The text of each token that the program has said one of."""
         self._logprobs: dict[str, dict[CallKey, Piece]] = {"logprobs": {}, "chosen": {}}
         blocks = sorted(token_blocks(run.writers), key=lambda block: block.order)
         self.root = next((block.root for block in blocks if block.name == "inputs"), "")
@@ -277,6 +279,8 @@ class Side:
             given[name] = piece.numbers[first : first + size].reshape(shape).astype(np.int64)
             first += size
         grid = given["tokens"].reshape(-1, given["tokens"].shape[-1])
+        for ids, texts in zip(grid.tolist(), facts.get("texts") or [], strict=False):
+            self.texts |= zip(ids, map(str, texts), strict=False)
         said = given.get("said")
         if said is not None and said.size != grid.size:
             return None

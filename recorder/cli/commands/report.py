@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
+from ...analyze.align.align import Aligned
+from ...analyze.align.align import align as compare_tokens_of
 from ...analyze.check.check import check, command_of, joined, sentence, where_of
 from ...analyze.doctor.reply import checks_of
 from ...checks.rule import Finding, Severity
 from ...errors import LookupFailedError
 from ...report.collect import num_looks
 from ...report.report import write_report
+from ...report.tokens import tokens_block
 from ...report.top import DoctorLine, Highlight
 from ...run.reply import Reply
 from ...run.run import Run, open_run
@@ -37,6 +40,14 @@ def command(
         str | None,
         typer.Option(metavar="RUN", help="A second run, to be drawn beside the first.", autocompletion=complete_run),
     ] = None,
+    align: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="The run of the engine that wrote the tokens, or RUN itself: a map of its tokens.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
     statistics: Annotated[
         str | None,
         typer.Option(
@@ -56,6 +67,7 @@ def command(
     """
     run = open_run(path)
     other = None if against is None else other_run(against, {"the run to draw": run}, "--against")
+    more = [] if align is None else [tokens_block(_aligned(run, align))]
     out = out or Path("report.html")
     names = [name.strip() for name in statistics.split(",")] if statistics is not None else []
     if "" in names:
@@ -66,14 +78,20 @@ def command(
         judged = told_by_check(check(run).findings, run.name)
         report(run.num_rows)
         num_bytes = write_report(
-            run, out, against=other, statistics=names, checks=checks, judged=judged, force=force, report=report
-        )
+            run, out, against=other, statistics=names, checks=checks, judged=judged, more=more, force=force,
+            report=report,
+        )  # fmt: skip
     num_missing = sum(check.state == "missing" for check in checks)
     return Reply(
         members=lambda: {"run": str(run.path), "path": str(out), "bytes": num_bytes, "missing": num_missing},
         parts=lambda: [f"{out}: {size(num_bytes)}"],
         exit_code=int(num_missing > 0),
     )
+
+
+def _aligned(run: Run, engine: str) -> Aligned:
+    other = open_run(engine)
+    return compare_tokens_of(run, None if str(other.path) == str(run.path) else other)
 
 
 def told_by_doctor(run: Run) -> list[DoctorLine]:
