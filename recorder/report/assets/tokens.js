@@ -27,7 +27,7 @@ class TokensPanel {
       return Number.isNaN(value) ? { kind: NULL_CELL } : { kind: NUMBER, value };
     };
     const known = logprobs.filter((value) => !Number.isNaN(value)), colors = new Colors(known);
-    this.legend.replaceChildren(legendOf(colors, "trainer minus engine"));
+    this.legend.replaceChildren(legendOf(colors, "trainer minus engine", [[NULL_CELL, "no log-probability on both sides"]]));
     const rows = samples.map((label) => ({ label: visible(label), title: label, indent: 0, fold: null }));
     this.heat.draw({ rows, columns: Array.from({ length }, (_, position) => String(position)), cell, colors });
   }
@@ -57,6 +57,6 @@ class TokensPanel {
     this.depth.replaceChildren(
       el("h3", {}, this.describe(row, column).join(" · ")),
       lines.length ? el("div", { class: "scroll" }, el("table", { class: "grid" }, el("thead", {}, el("tr", {}, titles)), el("tbody", {}, body))) :
-        el("p", { class: "note" }, "No module's value was recorded at this token on both sides: the preset records modules at one call in 16."));
+        el("p", { class: "note" }, "No module's value was recorded at this token on both sides. The preset records modules at few calls; the rule 'leaf=yes site=output keep=tokens' adds all."));
   }
 }
