@@ -71,8 +71,8 @@ DRAWINGS = {
         (
             Box("each node", ("ranks record to", "the local disk,", "as without it")),
             Box("recorder daemon", ("one a node: sealed", "shards, then the index,", "then the manifest")),
-            Box("bucket", ("s3://bucket/runs:", "runs, and a catalog", "of rows beside each")),
-            Box("your laptop", ("recorder first, verify,", "report; DuckDB over", "all catalogs")),
+            Box("bucket", ("s3://bucket/runs:", "runs, and an index", "of each node")),
+            Box("your laptop", ("recorder first, verify,", "report; sql over", "all runs")),
         )
     ),
     "shard": Drawing(

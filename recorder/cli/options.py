@@ -85,6 +85,16 @@ _RUNS = (
 RunPath = Annotated[  # no pathlib path, which would turn s3://bucket into s3:/bucket
     str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=complete_run)
 ]
+RunsPath = Annotated[
+    str | None,
+    typer.Argument(metavar="RUNS", help="A folder or a store of runs, or one run. Default: the folder of runs here."),
+]
+CatalogPlace = Annotated[
+    str | None,
+    typer.Option(
+        "--catalog", metavar="WHERE", help="A folder for a catalog in SQLite, or one that pyiceberg is configured for."
+    ),
+]
 RunOrModule = Annotated[str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=_complete_run_or_module)]
 KeyFile = Annotated[
     str | None, typer.Option("--key-file", metavar="FILE", help="For a run in a store: the key that its daemons want.")

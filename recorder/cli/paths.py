@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,6 +83,23 @@ def other_runs(option: str, typed: Sequence[str], given: Mapping[str, Run]) -> l
     for one in typed:
         runs[f"{option} {one}"] = other_run(one, {**given, **runs}, option)
     return list(runs.values())
+
+
+def opened_runs(path: str | None, problems: list[str]) -> Iterator[Run]:
+    """Yield each run of the folder that is meant, or the run; `problems` gets the runs that cannot be opened.
+
+    Merged runs are left out, because their values are those of the runs that they were merged from.
+    """
+    folder = find_folder(path)
+    if folder is None:
+        yield open_run(path)
+        return
+    for found in runs_in(folder):
+        if found.run_id:
+            try:
+                yield open_run(found.location)
+            except RunError as error:
+                problems.append(str(error))
 
 
 def local_path(text: str) -> Path:

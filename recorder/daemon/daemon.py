@@ -187,7 +187,7 @@ class Daemon:
             return True
         if run.is_recording or run.has_stuck_files:
             return run.is_put
-        return run.is_settled and self._is_cataloged(run)
+        return run.is_settled
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -344,19 +344,9 @@ class Daemon:
         if run.needs_repair:
             self._errand(run, lambda: errands.repair(run))
             return
-        if run.may_go and now_s >= run.settled_since_s + settings.keep_local_s and self._is_cataloged(run):
+        if run.may_go and now_s >= run.settled_since_s + settings.keep_local_s:
             self._errand(run, lambda: self._remove(run))
             return
-        if run.has_catalog_failed and now_s >= run.next_catalog_retry_s:
-            run.has_catalog_failed = False
-        if run.is_known and (run.is_settled or now_s >= run.next_catalog_s) and not self._is_cataloged(run):
-            run.next_catalog_s = now_s + settings.catalog_s
-            if run.cataloged_bytes >= 0 or run.is_settled:
-                assert self._state_path is not None, "the lock is held"
-                folder = self._state_path.parent
-                self._errand(run, lambda: errands.catalog(run, folder))
-                return
-            run.cataloged_bytes = 0  # the first catalog is made `catalog_s` later, or at the end
         if settings.check_s and now_s >= run.next_check_s and not run.is_settled:
             run.next_check_s = now_s + settings.check_s
             self._errand(run, lambda: tell(run, errands.check(run)))
@@ -370,11 +360,6 @@ class Daemon:
         run.is_carrying = True
         carrier = self._carriers.setdefault(run, StoreCarrier(run))
         self._submit("small", carrier.carry, run, partial(setattr, run, "is_carrying", False))
-
-    def _is_cataloged(self, run: RunShipper) -> bool:
-        """Tell whether no catalog is to be made now: the newest catalog exists, or the last attempt has just failed."""
-        is_made = run.shard_bytes in (0, run.cataloged_bytes)
-        return is_made or run.has_catalog_failed or not self.shared.settings.catalog_s
 
     def _errand(self, run: RunShipper, job: Callable[[], None]) -> None:
         self._errands.add(run.key)
@@ -428,15 +413,8 @@ class Daemon:
         write_state(self._state_path, state)
 
     def _finish(self) -> None:
-        """Wait until the deadline for running jobs, and leave the rest for the next start.
-
-        Catalogs of completely uploaded runs are made now, because a node that is wiped has no next start.
-        """
+        """Wait until the deadline for running jobs, and leave the rest for the next start."""
         self._stop.set()
-        now_s = time.monotonic()
-        for run in self.runs if self.health.is_open else ():
-            if run.is_settled and not self.shared.is_once and not self._is_cataloged(run):
-                self._run_errands(run, now_s)
         self._wait_for_jobs(self.shared.settings.stop_s)
         self._over.set()
         self._wait_for_jobs(_ERRAND_END_S)

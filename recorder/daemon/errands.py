@@ -1,4 +1,4 @@
-"""The errands of the daemon for a run: repairs, catalogs, checks, and commands that are carried to the run.
+"""The errands of the daemon for a run: repairs, checks, and commands that are carried to the run.
 
 Commands of the package run in processes of their own at the lowest priority, so a command that crashes on a damaged
 run, or takes much memory, does not harm the daemon.
@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import CommandError, ConfigError, RunError, StoreError
+from ..errors import CommandError, ConfigError, RunError
 from ..format.commands import COMMAND_BYTES, COMMANDS, MAX_COMMANDS, UNDO, Command, command_name, parse_command_name
 from ..format.commands import read_command as read_members
 from ..format.rundir import RUN_MANIFEST, parse_json
@@ -39,8 +39,6 @@ from .telling import MEMBERS
 logger = logging.getLogger("recorder.daemon")
 
 _LONGEST_COMMAND_S = 1800.0
-_MAX_CATALOG_BYTES = 256 << 20
-_CATALOG_PAUSE_S = 60.0
 
 
 def _run(words: list[str], must_end: Callable[[], bool]) -> tuple[int, str, str]:
@@ -91,45 +89,6 @@ def repair(run: RunShipper) -> None:
     for writer in ended:
         writer.was_repaired = True
     run.look_again()
-
-
-def catalog(run: RunShipper, folder: Path) -> None:
-    """Make a new catalog of this node's part of a run, and put it beside the run. A failed attempt is repeated."""
-    shard_bytes, name = run.shard_bytes, run.catalog_name
-    file = folder / f"catalog-{os.getpid()}-{os.urandom(4).hex()}.parquet"
-    run.has_catalog_failed, run.next_catalog_retry_s = True, time.monotonic() + _CATALOG_PAUSE_S
-    try:
-        code, _, said = _run(["catalog", run.path, "-o", str(file)], run.shared.is_over)
-        if run.shared.is_over():
-            logger.info("%s: its catalog was not made before the stop; the next start makes it", run.key)
-            return
-        if code not in (0, 1) or not file.exists() or file.stat().st_size > _MAX_CATALOG_BYTES:
-            run.shared.counters.add("errands", "catalog failed")
-            logger.warning("%s: no catalog could be made: %s", run.key, _why(code, said))
-            return
-        content = file.read_bytes()
-    finally:
-        file.unlink(missing_ok=True)
-    key = f"{run.key}/{name}"
-    try:
-        held = run.shared.destination.get(key)
-        is_news = held is None or held[0] != content
-        if is_news:
-            run.shared.destination.put_if(key, content, None if held is None else held[1])
-    except TakenError:
-        run.shared.counters.add("errands", "catalog failed")
-        return
-    except StoreError as error:
-        run.has_catalog_failed = False
-        run.shared.counters.add("errands", "catalog failed")
-        run.shared.failed(error, run.key)
-        return
-    run.has_catalog_failed = False
-    run.shared.counters.add("errands", "catalog done")
-    if is_news:
-        run.shared.uploaded("catalog", len(content))
-    run.there.note(name, len(content), f"bytes:{shard_bytes}")
-    run.cataloged_bytes = shard_bytes
 
 
 def check(run: RunShipper) -> list[dict[str, Any]]:

@@ -37,7 +37,6 @@ from .watching import Folder, RefusedError
 
 PRUNED = "_pruned"
 """The folder of a destination in which each pruned run leaves its name."""
-_CATALOG = "_catalog"
 
 
 NODE = ".recorder-node"
@@ -80,11 +79,6 @@ def _kept_name(folder: str) -> str | None:
         name = file.bytes(0, min(file.size_bytes, 200)).decode(errors="replace").strip()
         return name if _NODE_NAME.fullmatch(name) else None
     return None
-
-
-def catalog_name(node: str) -> str:
-    """Return the name, relative to the run, of the catalog of a node's part."""
-    return f"{_CATALOG}/{node}.parquet"
 
 
 class FleetDocument:

@@ -37,11 +37,11 @@ _RANK = (*_RUN, "rank")
 
 _KINDS = (*SHARD_KINDS, "index", "open", "status", "manifest", "document")
 _ERRORS = ("unreachable", "refused", "anonymous", "busy", "changed", "failed", "damaged", "local", "internal")
-_ERRANDS = tuple(f"{what} {result}" for what in ("repair", "catalog", "check") for result in ("done", "failed"))
+_ERRANDS = tuple(f"{what} {result}" for what in ("repair", "check") for result in ("done", "failed"))
 _COMMANDS = ("carried", "invalid", "oversized", "unsigned", "stale", "replayed", "failed")
 COUNTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "uploads": ("Objects that were put, by kind of file", "kind", (*_KINDS, "catalog")),
-    "uploaded_bytes": ("Bytes that were put, by kind of file", "kind", (*_KINDS, "catalog")),
+    "uploads": ("Objects that were put, by kind of file", "kind", _KINDS),
+    "uploaded_bytes": ("Bytes that were put, by kind of file", "kind", _KINDS),
     "confirmed_files": (
         "Files that the store has confirmed, by how it was checked", "how", ("etag", "read", "synced", "there"),
     ),
@@ -51,7 +51,7 @@ COUNTED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "removed_bytes": ("Bytes of runs that were removed here once they were there", "", ("",)),
     "removed_runs": ("Runs that were removed here once they were there", "", ("",)),
     "reloads": ("Reloads of the settings, by result", "result", ("done", "refused")),
-    "errands": ("Repairs, catalogs and checks, by result", "result", _ERRANDS),
+    "errands": ("Repairs and checks, by result", "result", _ERRANDS),
     "webhooks": ("Calls of the webhook, by result", "result", ("sent", "failed")),
     "commands": ("Commands from the store, by what became of them", "result", _COMMANDS),
     "refused_contents": ("Files whose content is not what their name says", "reason", ("content",)),

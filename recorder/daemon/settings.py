@@ -46,7 +46,6 @@ class DaemonSettings:
     listen_certificate: str = _setting("", "PEM file with certificate and key: the port speaks TLS", "FILE")
     listen_password_file: str = _setting("", "file with USER:PASSWORD, which /metrics then asks for", "FILE")
     log: str = _setting("text", "how lines are written to standard error: text or json", "KIND")
-    catalog_s: float = _setting(3600.0, "seconds between two catalogs of a run that grows; 0: none")
     check_s: float = _setting(0.0, "seconds between two checks of a run that grows; 0: none")
     webhook: str = _setting("", "a URL to which new findings are posted: Slack's, or one that takes JSON", "URL")
     accept_commands: bool = _setting(False, "carry commands from the store to the runs of this node")
@@ -88,7 +87,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("status_s", 0.1, 86400),
     ("max_bytes_per_s", 0, 1 << 50),
     ("threads", 1, 64),
-    ("catalog_s", 0, 1e9),
     ("check_s", 0, 1e9),
     ("recheck_s", 1, 1e9),
     ("stop_s", 0, 3600),

@@ -117,7 +117,7 @@ def _memory(options: argparse.Namespace, folder: Path) -> None:
     num_files = _make_runs(folder / "recordings", num_runs, options.files // num_runs)
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as there,
-        _daemon(folder, there, clean_env(), "--catalog-s=0", "--threads=8") as (process, port, _),
+        _daemon(folder, there, clean_env(), "--threads=8") as (process, port, _),
     ):
         began_s = time.monotonic()
         while _metric(port, "recorder_daemon_settled_runs") < num_runs:

@@ -18,7 +18,7 @@ from tests.rigs.waiting import PATIENCE_S
 
 
 def settings(tmp_path: Path, to: str, **changes: Any) -> DaemonSettings:
-    """Settings of a daemon that is quick, has no port, and makes no catalogs."""
+    """Settings of a daemon that is quick and has no port."""
     own: dict[str, Any] = {
         "watch": (str(tmp_path / "recordings"),),
         "to": to,
@@ -26,7 +26,6 @@ def settings(tmp_path: Path, to: str, **changes: Any) -> DaemonSettings:
         "listen": "",
         "fresh_s": 1.0,
         "status_s": 0.5,
-        "catalog_s": 0.0,
         "deadline_s": 4.0,
         "stop_s": 20.0,
     }

@@ -50,7 +50,7 @@ def test_what_may_not_be_read_is_said_and_ends_an_epilog_and_the_rest_is_there(t
         for path in closed:
             path.chmod(0)
         command = [*(WITHOUT_ROOTS_RIGHTS if os.getuid() == 0 else ()), sys.executable, "-m", "recorder", "daemon"]
-        words = ("--once", "--watch=recordings", "--to=there", "--state=state", "--catalog-s=0", "--deadline-s=60")
+        words = ("--once", "--watch=recordings", "--to=there", "--state=state", "--deadline-s=60")
         done = subprocess.run(
             [*command, *words], cwd=tmp_path, env=environment({}), capture_output=True, text=True, timeout=50
         )
@@ -168,7 +168,7 @@ mkdir recordings && mount -t tmpfs -o size=256k none recordings && cp -r kept/re
 cat /dev/zero > recordings/ballast 2> /dev/null
 exec "$@"
 """
-    words = ["daemon", "--once", "--watch=recordings", f"--to={to}", "--state=recordings/state", "--catalog-s=0"]
+    words = ["daemon", "--once", "--watch=recordings", f"--to={to}", "--state=recordings/state"]
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, "-m", "recorder", *words],
         cwd=tmp_path, env=environment({}), capture_output=True, text=True, timeout=50,
@@ -184,7 +184,7 @@ def test_a_daemon_that_stands_still_keeps_its_lock_and_goes_on_where_it_was(
 ) -> None:
     """While it is stopped its connections are cut, its run ends, a second daemon comes, and it is told something."""
     config = tmp_path / "daemon.toml"
-    config.write_text("fresh_s = 1\nstatus_s = 0.5\ncatalog_s = 0\naccept_commands = true\n")
+    config.write_text("fresh_s = 1\nstatus_s = 0.5\naccept_commands = true\n")
     recordings = tmp_path / "recordings"
     rig = Rig(recordings / "run-a", flush_interval_s=0.05, shard_rows=5)
     rig.writer.set_manifest(own_process())

@@ -126,17 +126,16 @@ def node_of(tmp_path: Path, rank: int) -> Path:
     return tmp_path
 
 
-def test_nodes_of_one_host_name_have_each_a_document_and_a_catalog_of_their_own(
+def test_nodes_of_one_host_name_have_each_a_document_of_their_own(
     tmp_path: Path, store: StoreServer, to: str, cli: Cli
 ) -> None:
     for rank in (0, 1):
         node = node_of(tmp_path / str(rank), rank)
         for _ in range(2):  # a restart goes on under the name that was drawn
-            assert ship(node, to, catalog_s=3600.0)[0] == 0
+            assert ship(node, to)[0] == 0
     assert "2 of 2" in cli("ls", to).out
     keys = [key for key, _ in parse_destination(to, Throttle(0)).listing("")]
     assert sum(key.startswith("_fleet/") and key.endswith(".json") for key in keys) == 2
-    assert sum("/_catalog/" in key for key in keys) == 2
 
 
 def test_a_name_that_two_nodes_have_is_said_and_counted(

@@ -142,7 +142,7 @@ def test_signals_reload_and_stop_and_lines_are_json(tmp_path: Path) -> None:
     config = tmp_path / "daemon.toml"
     config.write_text("fresh_s = 1\n")
     words = ["--watch", tmp_path / "recordings", "--to", tmp_path / "there", "--config", config, "--log", "json"]
-    words += ["--state", tmp_path / "state", "--listen", "127.0.0.1:0", "--catalog-s", "0"]
+    words += ["--state", tmp_path / "state", "--listen", "127.0.0.1:0"]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.getcwd()}
     process = subprocess.Popen(
         [sys.executable, "-m", "recorder", "daemon", *map(str, words)],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.daemon import errands
 from recorder.daemon.destination import StoredObject, Throttle, parse_destination
 from recorder.daemon.fleet import NODE
 from recorder.daemon.settings import DaemonSettings
@@ -61,46 +59,10 @@ def test_once_ships_every_byte_and_a_second_time_puts_nothing(tmp_path: Path, st
     assert (code, daemon.counters.of("uploads"), requests["PUT"]) == (0, {}, 0)
 
 
-def test_a_catalog_is_made_once_and_again_where_the_store_has_lost_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_run(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    there = tmp_path / "there"
-    made = []
-    for step in range(3):
-        if step == 2:
-            (catalog,) = there.glob("run-a/_catalog/*.parquet")
-            catalog.unlink()
-        code, daemon = ship(tmp_path, str(there), catalog_s=3600.0, state="state")
-        made.append((code, daemon.counters.of("errands"), daemon.counters.of("uploads").get("catalog", 0)))
-    assert made == [(0, {"catalog done": 1}, 1), (0, {}, 0), (0, {"catalog done": 1}, 1)]
-
-
-def test_a_stop_right_after_the_last_file_still_makes_the_catalog(tmp_path: Path) -> None:
-    small_run(tmp_path)
-    there = tmp_path / "there"
-    with at_work(tmp_path, str(there), catalog_s=3600.0, stop_s=60.0) as daemon:
-        wait_until(lambda: [run.is_settled for run in daemon.runs] == [True])
-    assert len(list((there / "run-a" / "_catalog").glob("*.parquet"))) == 1
-
-
-def test_a_catalog_that_could_not_be_made_is_tried_again_and_holds_nothing_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_run(tmp_path)
-    monkeypatch.setattr(errands, "_CATALOG_PAUSE_S", 0.0)
-    plain, calls = errands._run, itertools.count()
-    monkeypatch.setattr(errands, "_run", lambda *words: plain(*words) if next(calls) else (-9, "", ""))
-    with at_work(tmp_path, str(tmp_path / "there"), catalog_s=3600.0, stop_s=60.0) as daemon:
-        wait_until(lambda: daemon.counters.of("errands").get("catalog done"))
-        assert daemon.counters.of("errands")["catalog failed"] == 1
-
-
 def test_a_run_without_rows_is_there_at_once(tmp_path: Path) -> None:
     HandmadeWriter(make_run(tmp_path / "recordings" / "run-a")).finish()
     make_run(tmp_path / "recordings" / "run-b")
-    code, daemon = ship(tmp_path, str(tmp_path / "there"), catalog_s=3600.0, deadline_s=60.0)
+    code, daemon = ship(tmp_path, str(tmp_path / "there"), deadline_s=60.0)
     assert (code, daemon.counters.of("errands"), len(daemon.runs)) == (0, {}, 2)
 
 

@@ -45,7 +45,7 @@ def test_set_and_dump_at_the_destination_reach_the_job_and_the_answers_come_back
     there = tmp_path / "there"
     (tmp_path / "recordings").mkdir()
     options = (f"--watch={tmp_path / 'recordings'}", f"--to={there}", f"--state={tmp_path / 'state'}", "--listen=")
-    periods = ("--status-s=0.2", "--fresh-s=1", "--catalog-s=0", "--accept-commands", f"--key-file={key}")
+    periods = ("--status-s=0.2", "--fresh-s=1", "--accept-commands", f"--key-file={key}")
     job = jobs.ranks(
         tmp_path, script, f"--steps={NUM_STEPS}", f"--out={tmp_path / 'out'}", f"--limit={limit}",
         num=2, TESTS_RECORDER="1", **settings,

@@ -270,11 +270,8 @@ class TestCommands:
         assert cli("report", RUN, "-o", tmp_path / "run.html").exit_code == 0
         assert (tmp_path / "run.html").stat().st_size > 10_000
 
-    def test_catalog_has_every_row_and_says_which_column_it_lacks(self, cli: Cli, tmp_path: Path) -> None:
-        result = cli("catalog", RUN, "-o", tmp_path / "all.parquet")
-        assert result.exit_code == 0
-        assert f"note: column '{COLUMN}' is unknown to this version, and not in it" in result.err
-        assert pq.read_table(tmp_path / "all.parquet").num_rows == NUM_ROWS
+    def test_sql_has_every_row(self, cli: Cli) -> None:
+        assert cli("sql", "select count(*) from rows", RUN, "--json").json["rows"] == [[NUM_ROWS]]
 
     def test_checkpoint_refuses_values_that_it_cannot_read_and_writes_others(self, cli: Cli, tmp_path: Path) -> None:
         options = ("--to", "safetensors", "-o", tmp_path / "model.safetensors")

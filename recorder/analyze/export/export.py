@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...columns import METADATA_COLUMNS, OF_FIRST_PART, PLAIN, SCHEMA, TIME_ORDER
+from ...columns import METADATA_COLUMNS, OF_FIRST_PART, PLAIN, SCHEMA
 from ...errors import LookupFailedError, RunError
 from ...run.notes import MissingRanks, missing_ranks, without_numbers
 from ...run.reply import Aside, Reply
-from ...run.run import RecordedWriter, Run
+from ...run.run import Run
 from ...run.selection import GlobalOptions, Selection
-from ...run.step_ranges import Mapper, attempt_step_ranges, find_superseded, map_serially, writer_step_ranges
+from ...run.step_ranges import Mapper, attempt_step_ranges, map_serially
 from ...system.text import counted, size
 from .files import published_file, widest_first, write_npz, write_safetensors
 from .tensors import BATCH_BYTES, Entry, RowId, SelectedRows, Tensors, batched, row_spans
@@ -316,134 +313,3 @@ def _as_table(rows: list[dict[str, Any]]) -> Any:
         [SCHEMA.field(name).with_nullable(True) for name in SCHEMA.names if name in (*METADATA_COLUMNS, "data")]
     )
     return pa.Table.from_pylist(rows, schema).select([*METADATA_COLUMNS, "data"])
-
-
-_ROWS_A_BLOCK = 1 << 19
-"""The most rows in memory at once, at 1 to 2 kB each. A rank with more rows is read in ranges of steps."""
-_CATALOG_ROWS_A_GROUP = 1 << 17
-_COLUMNS = ("run_id", "writer", *METADATA_COLUMNS)
-_FIELDS = [pa.field("run_id", pa.string()), pa.field("writer", pa.string())]
-_TEXTS = [*_COLUMNS[:2], *(name for name in METADATA_COLUMNS if SCHEMA.field(name).type == pa.string())]
-_FIRST_STEP, _LAST_STEP = -(1 << 62), 1 << 62
-
-Integers = npt.NDArray[np.int64]
-
-
-class CatalogFile(NamedTuple):
-    """The result of `write_catalog`."""
-
-    path: Path
-    num_rows: int
-    num_bytes: int
-    """The size of the file."""
-    num_superseded: int
-    """The number of rows left out because a restart repeated their steps."""
-    problems: list[str]
-    """Damage in the run, and writers that belong to other runs, whose rows are left out."""
-
-
-def write_catalog(
-    run: Run, path: str | PathLike[str], *, report: Callable[[int], None] = lambda done: None,
-    rows_a_block: int = _ROWS_A_BLOCK,
-) -> CatalogFile:  # fmt: skip
-    """Write all rows of a run without their payloads; at each step only the attempt whose rows count.
-
-    The file appears once it is complete. `report` is called with the bytes of shards done since the last call. At most
-    about `rows_a_block` rows are in memory at once. Raises WriteError if the file exists, or cannot be written.
-    """
-    path = Path(path)
-    topology = run.topology
-    counting = _Counting(run)
-    num_rows = 0
-    with published_file(path) as file, _open(file, run) as parquet:
-        for block in _blocks(run.writers, rows_a_block):
-            writers = [run.writers[number] for number in block]
-            for first, last in _ranges(writers, rows_a_block):
-                table = _rows(run, writers, counting, block, first, last)
-                parquet.write_table(table, row_group_size=_CATALOG_ROWS_A_GROUP)
-                num_rows += table.num_rows
-            report(sum(writer.shard_bytes for writer in writers))
-    left_out = [
-        f"writer {topology.describe(number)} belongs to another run; left out" for number in topology.foreign_writers
-    ]
-    return CatalogFile(path, num_rows, path.stat().st_size, counting.num_superseded, [*run.problems, *left_out])
-
-
-def _open(file: BinaryIO, run: Run) -> Any:
-    fields = [*_FIELDS, *(SCHEMA.field(name).with_nullable(True) for name in METADATA_COLUMNS)]
-    schema = pa.schema(fields, metadata={b"recorder_run_id": run.run_id.encode(), **(SCHEMA.metadata or {})})
-    order = [pq.SortingColumn(_COLUMNS.index(name), nulls_first=True) for name in TIME_ORDER]
-    return pq.ParquetWriter(
-        file, schema, compression="zstd", use_dictionary=_TEXTS, sorting_columns=order, write_page_index=True
-    )
-
-
-def _blocks(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[list[int]]:
-    """Yield the indexes of writers of adjacent ranks with about `max_rows` rows together; no rank is divided."""
-    block: list[int] = []
-    num_rows = 0
-    for _, of_rank in groupby(range(len(writers)), lambda number: writers[number].rank):
-        numbers = list(of_rank)
-        rows = sum(writers[number].num_rows for number in numbers)
-        if block and num_rows + rows > max_rows:
-            yield block
-            block, num_rows = [], 0
-        block += numbers
-        num_rows += rows
-    if block:
-        yield block
-
-
-def _ranges(writers: Sequence[RecordedWriter], max_rows: int) -> Iterator[tuple[int, int]]:
-    if sum(writer.num_rows for writer in writers) <= max_rows:
-        yield _FIRST_STEP, _LAST_STEP
-        return
-    starts = [first for first, _ in writer_step_ranges(writers, max_rows)]
-    yield from pairwise([_FIRST_STEP, *starts[1:], _LAST_STEP])
-
-
-def _rows(
-    run: Run, writers: Sequence[RecordedWriter], counting: _Counting, numbers: Sequence[int], first: int, last: int
-) -> Any:
-    metadata = run.metadata(writers, None if first == _FIRST_STEP and last == _LAST_STEP else (first, last))
-    metadata.load(METADATA_COLUMNS)
-    positions = metadata.in_order()
-    steps = metadata.numbers("step")[positions]
-    within = (steps >= first) & (steps < last)
-    positions, steps = positions[within], steps[within]
-    of_block = metadata.writer_numbers(positions)
-    counts = counting.select(np.asarray(numbers, np.int64)[of_block], steps)
-    positions, of_block = positions[counts], of_block[counts]
-    names = pa.DictionaryArray.from_arrays(pa.array(of_block), [writer.name for writer in writers])
-    run_ids = pa.DictionaryArray.from_arrays(pa.array(np.zeros(len(positions), np.int32)), [run.run_id])
-    columns = [run_ids.cast(pa.string()), names.cast(pa.string())]
-    columns += [metadata.take(name, positions) for name in METADATA_COLUMNS]
-    return pa.Table.from_arrays(columns, list(_COLUMNS))
-
-
-class _Counting:
-    """Decides which rows of the run count: if launches share a step, the rows of the newest complete launch."""
-
-    def __init__(self, run: Run) -> None:
-        self.num_superseded = 0
-        self._is_stranger = np.zeros(len(run.writers), np.bool_)
-        self._is_stranger[run.topology.foreign_writers] = True
-        self._launches = np.array(run.topology.launch_indices(), np.int64)
-        self._winners: dict[int, int] = {}
-        if len(set(self._launches.tolist())) < 2:
-            return
-        steps_of: dict[int, Integers] = {}
-        first_of: dict[int, int] = {}
-        for number, writer in enumerate(run.writers):
-            if not self._is_stranger[number]:
-                # Either all writers of a launch count at a step, or none does, so one writer can represent them all.
-                one = first_of.setdefault(int(self._launches[number]), number)
-                own = [batch.column("step").to_numpy() for shard in writer.shards for batch in shard.columns(["step"])]
-                steps_of[one] = np.unique(np.concatenate([steps_of.get(one, np.zeros(0, np.int64)), *own]))
-        self._winners = run.topology.winners({number: steps.tolist() for number, steps in steps_of.items()})
-
-    def select(self, writers: Integers, steps: Integers) -> npt.NDArray[np.bool_]:
-        counts = ~self._is_stranger[writers]
-        is_superseded = counts & find_superseded(self._winners, self._launches[writers], steps)
-        self.num_superseded += int(is_superseded.sum())
-        return np.asarray(counts & ~is_superseded)

@@ -1,52 +1,60 @@
-"""``recorder catalog``: writes all rows of all ranks to one Parquet file."""
+"""``recorder catalog``: registers runs in an Iceberg catalog, which DuckDB, Polars, Spark and Trino read."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Iterator
 
-import typer
-
-from ...analyze.export.export import write_catalog
+from ...analyze.export.tables import CONFIGURED, RunTables, is_configured
+from ...errors import LookupFailedError, RecorderError
+from ...run.finding import find_folder, find_run
 from ...run.reply import Aside, Reply
-from ...run.run import open_run
-from ...system.text import counted, size
-from ..options import RunPath
-from ..output import progress
-from ..paths import local_path
+from ...run.run import Run
+from ...system.text import counted
+from ..options import CatalogPlace, RunsPath
+from ..paths import opened_runs
 
-EPILOG = "Examples: recorder catalog recordings -o rows.parquet    recorder catalog @-2 -o before.parquet --json"
+EPILOG = "Examples: recorder catalog    recorder catalog recordings --catalog fleet-catalog --json"
 
 
-def command(
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The new file to write.", parser=local_path)],
-    path: RunPath = None,
-) -> Reply:
-    """Write all rows of all ranks as one Parquet file.
+def command(path: RunsPath = None, catalog: CatalogPlace = None) -> Reply:
+    """Register all runs of a folder or a store in an Iceberg catalog, as tables that other programs read.
 
-    The file has the rows as the ranks wrote them, without tensors. Of a step that several attempts recorded it has only
-    the rows of the attempt that counts. DuckDB, Spark, Trino and pandas read the file.
+    The tables are runs, rows (without tensors), probe and findings. A run that is registered as it is costs a look at
+    its manifests; one that has grown since is put in place of its earlier rows. `recorder sql` asks the tables.
 
-    Exit code 1: something is damaged, and is not in the file.
+    Exit code 1: something is damaged, or a run cannot be read, and is not in the catalog.
     """
-    run = open_run(path)
-    with progress("catalog", sum(writer.shard_bytes for writer in run.writers)) as report:
-        done = write_catalog(run, out, report=report)
-    notes = [f"{done.num_superseded} rows of steps that a restart did again were left out"] * (done.num_superseded > 0)
-    recording = sum(writer.state == "recording" for writer in run.writers)
-    notes += [f"{counted(recording, 'writer')} at work; later rows are not in it"] * (recording > 0)
-    notes += [f"column {name!r} is unknown to this version, and not in it" for name in run.unknown_columns()]
-    notes += run.endings
-    rows = f"{counted(done.num_rows, 'row')} of {counted(len(run.ranks), 'rank')}"
+    where = catalog or (CONFIGURED if is_configured(CONFIGURED) else None)
+    if where is None:
+        where = str((find_folder(path) or find_run(path)[0].parent) / "_catalog")
+        if "://" in where:
+            raise LookupFailedError(f"--catalog: name a folder of this machine, or a catalog of pyiceberg, for {path}")
+    tables = RunTables(where, is_new=True)
+    registered: dict[str, int] = {}
+    problems: list[str] = []
+    num_known = 0
+
+    def register(run: Run) -> None:
+        nonlocal num_known
+        if tables.has(run):
+            num_known += 1
+            return
+        registered[str(run.path)] = tables.register(run)
+        problems.extend(run.problems)
+
+    def lines() -> Iterator[str | Aside]:
+        yield from (Aside(f"finding: {problem}") for problem in problems)
+        rows = counted(sum(registered.values()), "row")
+        yield f"{where}: {counted(len(registered), 'run')} registered, {rows}; {num_known} were there as they are"
+
+    for run in opened_runs(path, problems):
+        try:
+            register(run)
+        except RecorderError as error:
+            problems.append(str(error))
+    tables.tidy()
     return Reply(
-        members=lambda: {
-            "run": str(run.path), "path": str(done.path), "rows": done.num_rows, "bytes": done.num_bytes,
-            "superseded": done.num_superseded, "problems": done.problems, "notes": notes,
-        },
-        parts=lambda: [
-            *(Aside(f"finding: {problem}") for problem in done.problems),
-            *(Aside(f"note: {note}") for note in notes),
-            f"{done.path}: {rows}, {size(done.num_bytes)}",
-        ],
-        exit_code=int(bool(done.problems)),
-    )  # fmt: skip
+        members=lambda: {"catalog": where, "registered": registered, "unchanged": num_known, "problems": problems},
+        parts=lines,
+        exit_code=int(bool(problems)),
+    )

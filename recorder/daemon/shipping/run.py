@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from typing import Any
 
 from ...errors import RunError
 from ...format.rundir import RUN_MANIFEST, STATUS, WRITER_MANIFEST
-from ..fleet import catalog_name
 from ..watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_run
 from .shipped import ShippedRun, Shipping
 from .writer import QUIET_LOOK_S, WriterShipper
@@ -37,7 +35,7 @@ class RunShipper:
         self.is_settled = False
         self.settled_since_s = 0.0
         """The monotonic time at which the destination first had everything."""
-        self.next_catalog_s = self.next_check_s = self.next_carry_s = 0.0
+        self.next_check_s = self.next_carry_s = 0.0
         self.is_carrying = False
         self.findings: dict[tuple[str, str], int] = {}
         """The number of findings of `recorder check`, by rule and severity."""
@@ -47,14 +45,6 @@ class RunShipper:
         self._next_look_s = self._next_settled_look_s = 0.0
         self._has_reconciled = self._has_looked = self._was_removed = False
         self._changes: dict[str, int] = {}
-        self.catalog_name = catalog_name(shared.node)
-        confirmed = self.there.ledger.get(self.catalog_name)
-        cataloged = re.fullmatch(r"bytes:(\d+)", confirmed.how) if confirmed is not None else None
-        self.cataloged_bytes = int(cataloged[1]) if cataloged else -1
-        """The bytes of the shards on this node when the catalog was made; -1 if no catalog was made."""
-        self.has_catalog_failed = False
-        """True if the last attempt to make the catalog failed; the next attempt is at `next_catalog_retry_s`."""
-        self.next_catalog_retry_s = 0.0
 
     @property
     def all_writers(self) -> list[WriterShipper]:
@@ -114,12 +104,6 @@ class RunShipper:
     def num_rows(self) -> int:
         """The number of rows that this node's writers of the run have written and not deleted."""
         return sum(writer.num_rows for writer in self.all_writers)
-
-    @property
-    def shard_bytes(self) -> int:
-        """The bytes of the shards on this node. If they change, the catalog is out of date."""
-        shards = (stamp for one in self.all_writers for stamp in (one.files.sealed | one.files.opened).values())
-        return sum(stamp.size_bytes for stamp in shards)
 
     @property
     def backlog(self) -> list[Stamp]:
@@ -258,8 +242,7 @@ class RunShipper:
             return
         if not is_ours:
             return
-        if self.catalog_name in self.there.reconcile():
-            self.cataloged_bytes = -1
+        self.there.reconcile()
         for writer in self.all_writers:
             writer.reconciled()
         self._has_reconciled = True

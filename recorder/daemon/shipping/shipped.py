@@ -37,8 +37,8 @@ class Confirmed(NamedTuple):
 
     size_bytes: int
     how: str
-    """``etag``, ``read``, ``synced`` or ``there``, as `Destination.put_new` returns; ``crc:`` and the checksum of a
-    document; ``bytes:`` and the bytes of the shards that a catalog covers."""
+    """``etag``, ``read``, ``synced`` or ``there``, as `Destination.put_new` returns; or ``crc:`` and the checksum of a
+    document."""
 
 
 def ledger_name(url: str) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -445,3 +448,38 @@ def test_a_file_that_cannot_be_made_says_so(run: recorder.Run, tmp_path: Path) -
         export(run, tmp_path / "none" / "out.npz")
     with pytest.raises(LookupFailedError, match="does not say which format"):
         export(run, tmp_path / "out")
+
+
+_HALFWAY = """
+import sys, time
+from pathlib import Path
+from recorder.analyze.export.export import Export
+from recorder.run.selection import GlobalOptions, Selection
+from recorder.run.run import open_run
+
+def halfway(done):
+    print("halfway", flush=True)
+    time.sleep(120)
+
+run, out = open_run(sys.argv[1]), sys.argv[2]
+Export(run, "npz", Selection(), GlobalOptions()).write(Path(out), report=halfway)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_halfway_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    run = make_run(tmp_path / "run", world_size=1)
+    writer = HandmadeWriter(run, 0)
+    writer.add_shard([[make_row(0, [1.0, 2.0])]])
+    writer.finish()
+    words = [sys.executable, "-c", _HALFWAY, str(run), str(tmp_path / "out")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "halfway\n"
+            assert any(name.startswith(".recorder-") for name in os.listdir(tmp_path))
+            child.send_signal(number)
+            ended = child.wait(timeout=60)
+        finally:
+            child.kill()
+    assert ended == (143 if number == signal.SIGTERM else -signal.SIGINT)
+    assert os.listdir(tmp_path) == ["run"]

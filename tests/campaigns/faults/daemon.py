@@ -317,7 +317,7 @@ def _ship(folder: Path, keep_local: str, is_once: bool, url: str) -> None:
     (folder / "recordings").mkdir(exist_ok=True)
     settings = DaemonSettings(
         watch=(str(folder / "recordings"),), to=f"s3://{BUCKET}/{_PREFIX}", state=str(folder / "state"), listen="",
-        fresh_s=1.0, status_s=0.5, catalog_s=0.0, keep_local=keep_local, deadline_s=60.0,
+        fresh_s=1.0, status_s=0.5, keep_local=keep_local, deadline_s=60.0,
     )  # fmt: skip
     daemon = Daemon(settings)
     code = daemon.run_once() if is_once else daemon.run()

@@ -34,7 +34,7 @@ _SCRAPE_S = 15.0
 _RUN_S = 60.0
 _SEAL_S = 900.0
 _MAX_RSS_BYTES = 150_000_000
-_SETTINGS = ("--keep-local=2m", "--catalog-s=300", "--check-s=300", "--listen=127.0.0.1:0")
+_SETTINGS = ("--keep-local=2m", "--check-s=300", "--listen=127.0.0.1:0")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

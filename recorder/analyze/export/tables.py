@@ -1,0 +1,263 @@
+"""The tables of many runs: `runs`, `rows`, `probe` and `findings`, asked by SQL, or kept in an Iceberg catalog.
+
+`rows` has a row for each row on disk, without payloads, in ranges of steps of which memory holds one. A catalog takes a
+run's part of each table as a whole, in one transaction, and `runs` last: a kill leaves a run that is registered again.
+pyiceberg and duckdb are imported where a caller asks for them.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from ...columns import METADATA_COLUMNS, SCHEMA
+from ...errors import CorruptError, LookupFailedError, UnsupportedError, not_installed
+from ...run.probe import PROBE_SCHEMA, probe_tables
+from ...run.run import Run
+from ...run.step_ranges import Attempts
+from ..check.check import check
+
+_MAX_ROWS = 1 << 19
+"""The most rows in memory at once, at 1 to 2 kB each; a step may have more."""
+_OF_RUN = [("run_id", pa.string()), ("day", pa.date32())]
+TABLES: dict[str, pa.Schema] = {
+    "rows": pa.schema([*_OF_RUN, *((n, SCHEMA.field(n).type) for n in METADATA_COLUMNS)]),
+    "probe": pa.schema(
+        [*_OF_RUN, *((f.name, getattr(f.type, "value_type", f.type)) for f in PROBE_SCHEMA)]
+    ),
+    "findings": pa.schema(
+        [
+            *_OF_RUN,
+            *((name, pa.string()) for name in ("rule", "severity", "root", "module_path", "site", "name", "text")),
+            *((name, pa.int64()) for name in ("step", "first_step")),
+            *((name, pa.float64()) for name in ("value", "threshold")),
+            *(("ranks", pa.list_(pa.int64())), ("hosts", pa.list_(pa.string())), ("cause", pa.string())),
+        ]
+    ),
+    "runs": pa.schema(
+        [
+            *_OF_RUN,
+            *((name, pa.string()) for name in ("name", "path", "state")),
+            ("created", pa.timestamp("us", "UTC")),
+            *((name, pa.int64()) for name in ("world_size", "num_ranks", "first_step", "last_step", "num_rows")),
+            *((name, pa.int64()) for name in ("size_bytes", "num_problems")),
+            ("hosts", pa.list_(pa.string())),
+        ]
+    ),
+}  # fmt: skip
+"""The tables, `runs` last. `day` is the day in UTC on which a run was created."""
+
+
+def tables_of(
+    run: Run, names: Collection[str] = tuple(TABLES), *, max_rows: int = _MAX_ROWS
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tables of a run in parts, each with its name; no part has more than about `max_rows` rows.
+
+    Rows of steps that a restart repeated are left out, and so is what is damaged, of which `num_problems` is the count.
+    """
+    makers = {"rows": _rows, "probe": _probe, "findings": _findings, "runs": _run}
+    created = datetime.fromtimestamp((run.manifest.created_ns or 0) / 1e9, UTC)
+    for name in (one for one in TABLES if one in names):
+        for part in makers[name](run, max_rows):
+            known = {column: part.column(column) for column in part.column_names}
+            known |= {"run_id": pa.repeat(run.run_id, len(part)), "day": pa.repeat(created.date(), len(part))}
+            if "created" in TABLES[name].names:
+                known["created"] = pa.repeat(created, len(part))
+            yield name, pa.table([known[field.name].cast(field.type) for field in TABLES[name]], TABLES[name])
+
+
+def state_of(run: Run) -> str:
+    """Return the worst state of the run's writers."""
+    states = {writer.state for writer in run.writers}
+    return next((one for one in ("unclosed", "recording", "closed") if one in states), "empty")
+
+
+def _run(run: Run, max_rows: int) -> Iterator[Any]:
+    steps, hosts = run.steps, sorted({writer.manifest.host or "" for writer in run.writers})
+    yield pa.Table.from_pylist(
+        [
+            {
+                "name": run.name, "path": str(run.path), "world_size": run.world_size, "num_ranks": len(run.ranks),
+                "state": state_of(run),
+                "first_step": steps[0] if steps else None, "last_step": steps[-1] if steps else None,
+                "num_rows": run.num_rows, "size_bytes": sum(writer.shard_bytes for writer in run.writers),
+                "num_problems": len(run.problems), "hosts": hosts,
+            }
+        ],
+        pa.schema([field for field in TABLES["runs"] if field.name not in ("run_id", "day", "created")]),
+    )  # fmt: skip
+
+
+def _findings(run: Run, max_rows: int) -> Iterator[Any]:
+    hosts = {writer.rank: writer.manifest.host or "" for writer in run.writers}
+    found = [
+        {
+            **one._asdict(), "severity": one.severity.word, "first_step": one.first_step, "text": one.text,
+            "ranks": list(one.ranks), "hosts": sorted({hosts[rank] for rank in one.ranks if rank in hosts}),
+        }
+        for one in check(run).findings
+    ]  # fmt: skip
+    yield pa.Table.from_pylist(found, pa.schema(list(TABLES["findings"])[2:]))
+
+
+def _probe(run: Run, max_rows: int) -> Iterator[Any]:
+    for writer in run.writers:
+        try:
+            yield from probe_tables([writer])
+        except CorruptError:
+            continue
+
+
+def _rows(run: Run, max_rows: int) -> Iterator[Any]:
+    attempts = Attempts(run)
+    for steps in run.view().windows(max_rows) or []:
+        table = run.table(list(METADATA_COLUMNS), steps=steps)
+        yield table.filter(pa.array(attempts.counting(table)))
+
+
+CONFIGURED = "recorder"
+"""The name of the catalog that is used without `--catalog`, where pyiceberg is configured for one."""
+_BY_RUN = ("rows", "probe")
+"""The tables with many rows a run, whose files are kept apart by run and day."""
+_MAX_FILES = 64
+"""The most files of a table that is not kept apart: more are written anew as one."""
+_KEPT = timedelta(days=1)
+"""How long readers may use what a later registration has replaced."""
+
+
+def is_configured(name: str) -> bool:
+    """Return whether pyiceberg is configured for a catalog of this name. UnsupportedError: there is no pyiceberg."""
+    try:
+        from pyiceberg.utils.config import Config
+    except ImportError:
+        raise UnsupportedError(not_installed("a catalog", "pyiceberg", "catalog")) from None
+    return name in Config().get_known_catalogs()
+
+
+class RunTables:
+    """The tables in an Iceberg catalog."""
+
+    def __init__(self, where: str, *, is_new: bool = False) -> None:
+        """Open the catalog of a name that pyiceberg is configured for, or else of a folder, with SQLite.
+
+        LookupFailedError is raised if there are no tables; with `is_new` they are made.
+        """
+        is_folder = not is_configured(where)
+        from pyiceberg.catalog import load_catalog
+
+        if is_folder and not is_new and not (Path(where) / "catalog.db").exists():
+            raise LookupFailedError(f"{where}: no catalog; `recorder catalog --catalog {where}` makes one")
+        if is_folder:
+            folder = Path(where).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            sqlite = {"type": "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
+            self._catalog = load_catalog(CONFIGURED, **sqlite)
+        else:
+            self._catalog = load_catalog(where)
+        self._catalog.create_namespace_if_not_exists(CONFIGURED)
+        self._tables = {name: self._open(name, schema) for name, schema in TABLES.items()}
+        known = self._tables["runs"].scan(selected_fields=("run_id", "size_bytes", "state")).to_arrow().to_pylist()
+        self._registered = {row["run_id"]: (row["size_bytes"], row["state"]) for row in known}
+
+    def _open(self, name: str, schema: Any) -> Any:
+        table = self._catalog.create_table_if_not_exists(
+            f"{CONFIGURED}.{name}", schema, properties={"write.metadata.delete-after-commit.enabled": "true"}
+        )
+        if name in _BY_RUN and not table.spec().fields:
+            with table.update_spec() as update:
+                update.add_identity("run_id")
+                update.add_identity("day")
+        if missing := set(schema.names) - {field.name for field in table.schema().fields}:  # of an older version
+            with table.update_schema() as evolution:
+                evolution.union_by_name(pa.schema([field for field in schema if field.name in missing]))
+        return table
+
+    def has(self, run: Run) -> bool:
+        """Return whether the run is registered as it is now."""
+        return self._registered.get(run.run_id) == (sum(one.shard_bytes for one in run.writers), state_of(run))
+
+    def register(self, run: Run) -> int:
+        """Put the run into the tables, in place of what they have of it; return the number of its rows."""
+        from pyiceberg.expressions import EqualTo
+
+        num_rows = 0
+        for name, parts in groupby(tables_of(run), lambda part: part[0]):
+            with self._tables[name].transaction() as change, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Delete operation did not match any records")
+                change.delete(EqualTo("run_id", run.run_id))  # type: ignore[call-arg, arg-type] # its checker needs a plugin
+                for _, part in parts:
+                    num_rows += len(part) * (name == "rows")
+                    if len(part):
+                        change.append(part)
+        return num_rows
+
+    def tidy(self) -> None:
+        """Join small files, and remove those that only versions of yesterday and before have."""
+        for name, table in self._tables.items():
+            if name not in _BY_RUN and len(table.inspect.files()) > _MAX_FILES:
+                table.overwrite(table.scan().to_arrow())
+            before = set(table.inspect.all_data_files().column("file_path").to_pylist())
+            table.maintenance.expire_snapshots().older_than(datetime.now() - _KEPT).commit()
+            for path in before - set(table.refresh().inspect.all_data_files().column("file_path").to_pylist()):
+                table.io.delete(path)
+
+    def dataset(self, name: str) -> Any:
+        """Return a table as a pyarrow dataset, of which DuckDB reads the columns and files that a question needs."""
+        import pyarrow.dataset as ds
+        from pyiceberg.io.pyarrow import PyArrowFileIO
+
+        table = self._tables[name]
+        schema = table.schema().as_arrow()
+        tasks = list(table.scan().plan_files())
+        if any(task.delete_files for task in tasks):
+            raise UnsupportedError(f"{name}: another program has deleted rows of it; read it with that program")
+        if not tasks:
+            return schema.empty_table()
+        io = PyArrowFileIO(table.io.properties)
+        places = [io.parse_location(task.file.file_path) for task in tasks]
+        filesystem = io.fs_by_scheme(*places[0][:2])
+        return ds.dataset([path for *_, path in places], schema, format="parquet", filesystem=filesystem)
+
+
+class Answered(NamedTuple):
+    """The answer to a question in SQL."""
+
+    columns: list[str]
+    rows: list[tuple[Any, ...]]
+
+
+def ask(question: str, of: Iterable[Run] | RunTables) -> Answered:
+    """Ask DuckDB about the tables of some runs, of which only those that the question names are made, or of a catalog.
+
+    LookupFailedError is raised with DuckDB's own words if the question is wrong.
+    """
+    try:
+        import duckdb
+    except ImportError:
+        raise UnsupportedError(not_installed("recorder sql", "duckdb", "catalog")) from None
+    with duckdb.connect() as connection:
+        try:
+            for name, schema in TABLES.items():
+                connection.register(f"_{name}", schema.empty_table())
+                connection.execute(f"create table {name} as from _{name}")
+            names = {name for name in TABLES if re.search(rf"\b{name}\b", question, re.IGNORECASE)}
+            if isinstance(of, RunTables):
+                for name in names:
+                    connection.execute(f"drop table {name}")
+                    connection.register(name, of.dataset(name))
+            else:
+                for name, part in (one for run in of for one in tables_of(run, names)):
+                    connection.register("_part", part)
+                    connection.execute(f"insert into {name} from _part")
+            asked = connection.execute(question)
+            return Answered([column[0] for column in asked.description or ()], asked.fetchall())
+        except duckdb.Error as error:
+            text = "; ".join(line.strip() for line in str(error).splitlines()[:2])
+            raise LookupFailedError(f"the query: {text}") from None
