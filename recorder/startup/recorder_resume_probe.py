@@ -63,8 +63,8 @@ class ResumeProbe(base.ProgramProbe):
         if self._is_elsewhere():
             return
         self._depth -= 1
-        if self._depth == 0 and self._trains and (batch := _digests_of_data((args, kwargs))):
-            self._seen[f"batch {self._num_batches}"] = base._hash(" ".join(batch).encode())
+        if self._depth == 0 and self._trains and (data := _data_of((args, kwargs))):
+            self._seen[f"batch {self._num_batches}"] = _samples(data)
             self._num_batches += 1
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -164,12 +164,25 @@ def _see_other(seen: dict[str, str], name: str, tensors: list[tuple[str, torch.T
         seen[f"other {name}.{key}"] = base._described(tensor)
 
 
-def _digests_of_data(value: Any) -> list[str]:
-    """Return the digests of the tensors among the arguments of a model that no computation with gradients has made."""
+def _data_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors among the arguments of a model that no computation with gradients has made."""
     if isinstance(value, torch.Tensor):
-        return [] if value.requires_grad else [base._digest(value)]
+        return [] if value.requires_grad else [value]
     inner = value.values() if hasattr(value, "values") else value if isinstance(value, (list, tuple)) else ()
-    return [digest for one in inner for digest in _digests_of_data(one)]
+    return [tensor for one in inner for tensor in _data_of(one)]
+
+
+def _samples(batch: list[torch.Tensor]) -> str:
+    """Return the digests of the samples of a batch, which are the rows of its tensors, with spaces between.
+
+    A tensor with another number of rows, such as a mask for all samples, belongs to each sample.
+    """
+    num_rows = max(len(tensor) if tensor.dim() else 1 for tensor in batch)
+    has_rows = [tensor.dim() > 0 and len(tensor) == num_rows for tensor in batch]
+    common = [base._digest(tensor) for tensor, is_cut in zip(batch, has_rows, strict=True) if not is_cut]
+    cut = [tensor for tensor, is_cut in zip(batch, has_rows, strict=True) if is_cut]
+    rows = ([*common, *(base._digest(tensor[row]) for tensor in cut)] for row in range(num_rows))
+    return " ".join(base._hash(" ".join(row).encode()) for row in rows)
 
 
 def _see_own_generators(seen: dict[str, str]) -> None:

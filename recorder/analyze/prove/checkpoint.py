@@ -57,7 +57,7 @@ class _StandIn:
 
 
 @dataclass(slots=True)
-class _Leaf:
+class _SavedValue:
     """One value of a checkpoint."""
 
     path: str
@@ -94,7 +94,7 @@ class _RandomState(NamedTuple):
 class Contents:
     """What a checkpoint holds."""
 
-    leaves: dict[str, list[_Leaf]] = field(default_factory=dict)
+    leaves: dict[str, list[_SavedValue]] = field(default_factory=dict)
     """The values by their paths; several where the ranks' files have the same paths."""
     random_states: list[_RandomState] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
@@ -112,7 +112,7 @@ class Contents:
         elif isinstance(value, (list, tuple)):
             inner = dict(enumerate(value))
         elif hasattr(value, "untyped_storage") or isinstance(value, (bool, int, float)):
-            self.leaves.setdefault(path, []).append(_Leaf(path, value))
+            self.leaves.setdefault(path, []).append(_SavedValue(path, value))
         is_optimizer = inner is not None and {"state", "param_groups"} <= inner.keys()
         for key, one in (inner or {}).items():
             mark = "#" if by_number and str(key).isdigit() else ""

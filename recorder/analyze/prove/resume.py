@@ -54,7 +54,7 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
 
     if problem := _incomparable(killed, resumed, num_steps):
         return tell(UNKNOWN, f": {problem}")
-    start = _start(killed, resumed)
+    start = start_of(killed, resumed)
     if start is None:
         text = f"no checkpoint of steps 0 to {num_steps - 2} was saved and loaded"
         return tell(CHANGED, f": the resumed run starts anew, or where the interrupted run began: {text}")
@@ -102,7 +102,7 @@ def _incomparable(killed: Observed, resumed: Observed, num_steps: int) -> str:
     return ""
 
 
-def _start(killed: Observed, resumed: Observed) -> int | None:
+def start_of(killed: Observed, resumed: Observed) -> int | None:
     """Return the step of the killed launch with which the resumed launch goes on; None if it starts anew."""
     votes = votes_of(killed, resumed)
     if all(kinds == ["batch"] for kinds in votes.values()):  # no sign of a restored state
@@ -119,7 +119,7 @@ def votes_of(killed: Observed, resumed: Observed) -> dict[int, list[str]]:
     for kind in _ALIGNING:
         num_equal = [0] * killed.num_steps
         for rank, seen in resumed.ranks.items():
-            first = _of_kind(seen.looks[0].digests, kind)
+            first = of_kind(seen.looks[0].digests, kind)
             for step, look in enumerate(killed.ranks[rank].looks[: killed.num_steps]):
                 num_equal[step] += sum(look.digests.get(key) == digest for key, digest in first.items())
         most = max(num_equal)
@@ -146,7 +146,7 @@ class BothLaunches:
             groups: dict[tuple[str, bool], list[tuple[str, int]]] = {}
             """Keys and ranks, by the words that say how the values differ, and by whether no step changes them."""
             for pair in self._steps[i]:
-                for key, then in _of_kind(pair.then, kind).items():
+                for key, then in of_kind(pair.then, kind).items():
                     now = pair.now.get(key, "")
                     if now != then:
                         is_idle = (kind == "rng" or not now) and self._is_idle(key, pair.rank)
@@ -208,7 +208,7 @@ class BothLaunches:
         for rank, seen in self._killed.ranks.items():
             read_at: dict[str, tuple[int, int]] = {}
             for look in seen.looks:
-                for number, digest in enumerate(_of_kind(look.digests, "batch").values()):
+                for number, digest in enumerate(of_kind(look.digests, "batch").values()):
                     read_at.setdefault(digest, (look.step, number))
             pairs = [pair for step in self._steps for pair in step if pair.rank == rank]
             if (other := next(filter(_has_other_batches, pairs), None)) is not None:
@@ -222,7 +222,7 @@ class BothLaunches:
         places = [
             (key, pair.rank)
             for pair in self._steps[i]
-            for key, digest in _of_kind(pair.then, "grad").items()
+            for key, digest in of_kind(pair.then, "grad").items()
             if pair.now.get(key) != digest
         ]
         keys = dict.fromkeys(key for key, _ in places)
@@ -235,7 +235,7 @@ def _reading(pair: Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
 
     `read_at` gives for each batch the step that read it in the killed launch, and the batch's number in the step.
     """
-    then, now = (list(_of_kind(digests, "batch").values()) for digests in (pair.then, pair.now))
+    then, now = (list(of_kind(digests, "batch").values()) for digests in (pair.then, pair.now))
     if now and len(now) < len(then) and then[-len(now) :] == now:
         return f"makes the step of {len(now)} of its {len(then)} batches: the gradients accumulated before are lost"
     wrong = next((number for number, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), None)
@@ -251,12 +251,13 @@ def _reading(pair: Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
     return f"leaves out batches: it reads that of step {step} already"
 
 
-def _of_kind(digests: _Digests, kind: str) -> dict[str, str]:
+def of_kind(digests: _Digests, kind: str) -> dict[str, str]:
+    """Return the digests of one kind, in their order."""
     return {key: digest for key, digest in digests.items() if key.startswith(f"{kind} ")}
 
 
 def _has_other_batches(pair: Pair) -> bool:
-    return _of_kind(pair.then, "batch") != _of_kind(pair.now, "batch")
+    return of_kind(pair.then, "batch") != of_kind(pair.now, "batch")
 
 
 def prove_resume(launches: Launches, command: Sequence[str], resumed_command: Sequence[str]) -> Proven:

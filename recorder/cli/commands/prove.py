@@ -14,6 +14,7 @@ from ...analyze.prove.checkpoint import prove_checkpoint
 from ...analyze.prove.launches import Launches, reply_of
 from ...analyze.prove.recording import prove
 from ...analyze.prove.resume import prove_resume
+from ...analyze.prove.world import asked_ranks, on_other_ranks, prove_world
 from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.reply import Reply
@@ -38,14 +39,19 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Kill the program, resume it, and show whether it goes on as it did.")
     ] = False,
-    resume_with: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="The command that resumes, where it is another one.")
-    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER", parser=local_path, help="Where the program saves: show what its last one holds."
         ),
+    ] = None,
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Show whether N ranks train the same model; also with --resume."),
+    ] = None,
+    other: Annotated[
+        str | None,
+        typer.Option("--with", metavar="COMMAND", help="The command that resumes, or for N ranks, where it differs."),
     ] = None,
 ) -> Reply:
     """Show that a program trains with the recorder as without.
@@ -61,6 +67,9 @@ def command(
     With --checkpoint it launches the program once, and compares the last checkpoint in that folder, value by value,
     with what the run held at that step: missing, stale, of another type, too much.
 
+    With --world N it launches the program on its ranks, once more with inputs moved by a last place, which measures
+    rounding, and on N ranks: is it one model, within that rounding, and are the samples of each step the same?
+
     The certificate is kept with the run; ls, doctor and report show it.
 
     Exit code 0: unchanged. 1: changed. 2: cannot tell, because the program differs by itself, or takes no step.
@@ -73,15 +82,20 @@ def command(
     launched = prepare(environ, rest)
     if shutil.which(launched[0], path=environ.get("PATH")) is None:
         raise ConfigError(f"cannot run {launched[0]!r}: no such program")
-    if checkpoint is not None and (resume or resume_with):
-        raise LookupFailedError("--checkpoint and --resume are two questions: ask one after the other")
-    resumed = prepare(environ, shlex.split(resume_with)) if resume_with else launched
+    if checkpoint is not None and (resume or world is not None):
+        raise LookupFailedError("--checkpoint asks something else than --resume and --world: ask one after the other")
+    if other is not None and not (resume or world is not None):
+        raise LookupFailedError("--with is the command that resumes, or for other ranks: add --resume or --world")
+    second = prepare(environ, shlex.split(other)) if other else launched
     with Launches(environ, steps, _say_launch) as launches:
         if checkpoint is not None:
             return reply_of(prove_checkpoint(launches, launched, checkpoint))
-        if resume or resume_with:
-            return reply_of(prove_resume(launches, launched, resumed))
-        return reply_of(prove(launches, launched))
+        if world is not None:
+            is_for_them = other is not None and asked_ranks(second) in (str(world), "")
+            there = second if is_for_them else on_other_ranks(second, world)
+            again = (launched if is_for_them else second) if resume else ()
+            return reply_of(prove_world(launches, launched, there, again))
+        return reply_of(prove_resume(launches, launched, second) if resume else prove(launches, launched))
 
 
 def _say_launch(text: str) -> None:
