@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -191,18 +192,25 @@ class CutCalls:
     """How a module cuts what it takes and gives over ranks."""
 
     def __init__(
-        self, ranks: tuple[int, ...], sizes: Mapping[tuple[str, int], tuple[int, ...]], stride: int, sequence: str
+        self,
+        ranks: tuple[int, ...],
+        sizes: Mapping[tuple[str, int, int], tuple[int, ...]],
+        stride: int = 1,
+        sequence: str = "",
+        whole: Mapping[str, tuple[int, bool]] = MappingProxyType({}),
     ) -> None:
         """Take what the module's attributes say.
 
         Args:
             ranks: the ranks over which the module cuts.
-            sizes: for a site and a dim, the sizes that a rank's part of a tensor may have there; -1 is the last dim of
-                a tensor, and the other dims are those of tensors of four.
+            sizes: for a site, a number of dims (0: any) and a dim, the sizes that a rank's part of a tensor may have
+                along the dim.
             stride: the number of blocks that are cut one by one along the dims in `sizes`.
             sequence: the site at which the module's tensors are cut along dim 0, as sequence parallel does; or empty.
+            whole: for a site at which all ranks have the same tensor, the size of its last dim, and whether they have
+                the same gradient, too.
         """
-        self._ranks, self._sizes, self._stride, self._sequence = ranks, sizes, stride, sequence
+        self._ranks, self._sizes, self._stride, self._sequence, self._whole = ranks, sizes, stride, sequence, whole
         self._known: dict[tuple[str, torch.Size], Seen] = {}
 
     def chunks(self, site: str, tensor: torch.Tensor) -> Seen:
@@ -217,45 +225,60 @@ class CutCalls:
         return self._known[key]
 
     def _find(self, site: str, shape: torch.Size) -> Seen:
-        for (where, dim), sizes in self._sizes.items():
-            at = len(shape) - 1 if dim < 0 else dim
-            if where == site and shape and (dim < 0 or len(shape) == 4) and shape[at] in sizes:
-                chunk = _cut(shape, at, self._ranks, self._stride)
+        for (where, num_dims, dim), sizes in self._sizes.items():
+            if where == site and shape and num_dims in (0, len(shape)) and shape[dim] in sizes:
+                chunk = _cut(shape, dim % len(shape), self._ranks, self._stride)
                 return Seen(chunk, chunk)
-        if site != self._sequence or len(shape) < 3:
+        if len(shape) < 3:
             return _NOTHING
-        chunk = _cut(shape, 0, self._ranks)
-        return Seen(chunk, chunk)
+        if site == self._sequence:
+            chunk = _cut(shape, 0, self._ranks)
+            return Seen(chunk, chunk)
+        size, has_whole_gradient = self._whole.get(site, (0, False))
+        at = _index(self._ranks)
+        if shape[-1] != size or at is None:
+            return _NOTHING
+        chunk = _chunk(tuple(shape), (0,) * len(shape), {"kind": "Replicate"}, self._ranks, at)
+        return Seen(chunk, chunk if has_whole_gradient else None)
 
 
 def cut_calls(module: nn.Module) -> CutCalls | None:
     """Return how a module of Megatron-Core cuts what it takes and gives; None for every other module.
 
     A size counts only where the size of the whole, which the module or its configuration names too, is as many times
-    larger as there are ranks.
+    larger as there are ranks. What these layers give and take whole is equal on all ranks, and marked as replicated.
     """
+    layer = getattr(module, "output_layer", None)
+    if isinstance(layer, nn.Module) and getattr(module, "parallel_output", False) is True:  # a model that gives logits
+        ranks = tensor_ranks(layer)
+        outputs = _size(layer, len(ranks), "output_size")
+        return CutCalls(ranks, {("output", 3, -1): (outputs,)}) if len(ranks) > 1 and outputs else None
     ranks = tensor_ranks(module)
     if len(ranks) < 2 or getattr(module, "is_expert", False):
         return None
-
-    def size(part: str, whole: str) -> int:
-        own, of_all = getattr(module, part, None), getattr(module, whole, None)
-        is_part = isinstance(own, int) and isinstance(of_all, int) and own * len(ranks) == of_all
-        return own if is_part and isinstance(own, int) else 0
-
     is_sequence = bool(getattr(module, "sequence_parallel", False))
-    if outputs := size("output_size_per_partition", "output_size"):
+    all_inputs, all_outputs = (getattr(module, name, 0) for name in ("input_size", "output_size"))
+    if outputs := _size(module, len(ranks), "output_size"):
+        whole = {"input": (all_inputs, getattr(module, "allreduce_dgrad", False)), "output": (all_outputs, False)}
         stride = _stride(getattr(module, "weight", None))
-        return CutCalls(ranks, {("output", -1): (outputs,)}, stride, "input" if is_sequence else "")
-    if inputs := size("input_size_per_partition", "input_size"):
-        sizes = {("input", -1): (inputs,)} if getattr(module, "input_is_parallel", False) else {}
-        return CutCalls(ranks, sizes, 1, "output" if is_sequence else "")
-    if size("num_embeddings_per_partition", "num_embeddings"):
-        return CutCalls(ranks, {}, 1, "output" if getattr(module, "reduce_scatter_embeddings", False) else "")
+        return CutCalls(ranks, {("output", 0, -1): (outputs,)}, stride, "input" if is_sequence else "", whole)
+    if inputs := _size(module, len(ranks), "input_size"):
+        sizes = {("input", 0, -1): (inputs,)} if getattr(module, "input_is_parallel", False) else {}
+        return CutCalls(ranks, sizes, 1, "output" if is_sequence else "", {"output": (all_outputs, True)})
+    if _size(module, len(ranks), "num_embeddings"):
+        is_scattered = getattr(module, "reduce_scatter_embeddings", False)
+        whole = {"output": (getattr(module, "embedding_dim", 0), True)}
+        return CutCalls(ranks, {}, 1, "output" if is_scattered else "", whole)
     hidden = getattr(module, "hidden_size_per_partition", None)
     if (heads := _heads(module, ranks)) and isinstance(hidden, int):  # the core of attention
-        return CutCalls(ranks, {("input", 2): heads, ("output", -1): (hidden,)}, 1, "")
+        return CutCalls(ranks, {("input", 4, 2): heads, ("output", 0, -1): (hidden,)})
     return None
+
+
+def _size(module: nn.Module, num_ranks: int, name: str) -> int:
+    """Return the size of a rank's part, where the module names it and the whole is as many times larger; else 0."""
+    own, of_all = getattr(module, f"{name}_per_partition", None), getattr(module, name, None)
+    return own if isinstance(own, int) and isinstance(of_all, int) and own * num_ranks == of_all else 0
 
 
 def cut_inside(module: nn.Module) -> CutCalls | None:
@@ -267,7 +290,7 @@ def cut_inside(module: nn.Module) -> CutCalls | None:
     ranks = tensor_ranks(module)
     heads = _heads(module, ranks) if len(ranks) > 1 else ()
     dim = 1 if isinstance(getattr(module, "hidden_size_per_partition", None), int) else 2
-    return CutCalls(ranks, {("input", dim): heads, ("output", dim): heads}, 1, "") if heads else None
+    return CutCalls(ranks, {("input", 4, dim): heads, ("output", 4, dim): heads}) if heads else None
 
 
 def _heads(module: nn.Module, ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,8 +15,9 @@ from recorder.merge.merge import merge_run
 from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
-OF_TWO, OF_FOUR = ("tp", "sp", "mains", "fault", "drop", "drop_seed", "turned"), ("ddp_tp", "ddp_sp")
-SOUND = ("tp", "sp", "mains", *OF_FOUR)
+OF_TWO = ("tp", "sp", "mains", "fault", "drop", "drop_seed", "turned", "flag_tp", "flag_unsummed", "flag_sp_forgot")
+OF_FOUR = ("ddp_tp", "ddp_sp", "flag_ddp_tp")
+SOUND = ("tp", "sp", "mains", "ddp_tp", "ddp_sp")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_ranks_are_the_one_process_that_has_the_whole_model(runs: dict[str, reco
     assert found.verdict == "equal" and found.num_compared > 180
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", (*SOUND, "flag_tp", "flag_ddp_tp"))
 def test_sound_runs_have_no_finding(runs: dict[str, recorder.Run], name: str) -> None:
     assert not first(runs[name]).is_found
     assert not check(runs[name]).findings
@@ -50,6 +51,22 @@ def test_a_gradient_that_nobody_added_up_is_named(runs: dict[str, recorder.Run])
     )
     culprit = recorder.diff(runs["whole"], runs["fault"], rtol=1e-9, atol=1e-12).culprits[0]
     assert (culprit.module_path, culprit.phase) == ("block.attention.head_norm", "reduction")
+
+
+def test_the_flag_alone_names_a_sum_that_nobody_made(runs: dict[str, recorder.Run]) -> None:
+    """A linear that is cut by rows gives every rank the sum; whoever leaves out the sum gives each rank a summand."""
+    replica = first(runs["flag_unsummed"]).replica
+    assert replica is not None
+    assert (replica.value.step, replica.value.module_path, replica.value.site) == (0, "block.down", "output")
+    of_replicas = [one for one in check(runs["flag_unsummed"]).findings if one.rule == "replica"]
+    assert [one.module_path for one in of_replicas if one.site == "output"] == ["block.down"]
+    found = layouts(runs["flag_unsummed"]).contradiction
+    assert found is not None and (found.module_path, found.site) == ("block.down", "output")
+
+
+def test_the_flag_alone_names_a_gradient_that_sequence_parallel_did_not_sum(runs: dict[str, recorder.Run]) -> None:
+    (one, *_) = [one for one in check(runs["flag_sp_forgot"]).findings if one.rule == "replica"]
+    assert (one.step, one.module_path, one.site) == (0, "block.norm", "grad")
 
 
 def test_what_follows_a_dropout_of_each_ranks_own_is_not_blamed(runs: dict[str, recorder.Run]) -> None:

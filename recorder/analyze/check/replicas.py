@@ -114,6 +114,7 @@ def _finding(one: Differing, number: int, probed: _ApartByProbe | None, what: st
         details.append(f"equal at step {one.last_equal.step}")
     details += [f"the first of {counted(number, 'value')} at this site that differ"] if number > 1 else []
     details += ["neither DDP nor FSDP was seen around this model"] if one.is_assumed else []
+    details += [] if value.site in FINDINGS else ["a sum over these ranks may have been left out"]
     severity = Severity.WARNING if one.is_assumed else Replica.severity
     since = probed.step if probed is not None and probed.step < value.step else None
     return _of(value.step, value.key, (rank for ranks in one.groups[1:] or one.groups for rank in ranks), details,

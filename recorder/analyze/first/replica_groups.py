@@ -1,7 +1,8 @@
 """Groups of rows that must be equal, bit by bit, on several ranks. A group is equal, differs, or is undecided.
 
-The manifests say which ranks are replicas; a row of a DTensor says it itself. This module must never read a payload
-where the rows decide.
+The manifests say which ranks are replicas; a row of a DTensor, or of a tensor that a framework marks, says it itself.
+Of an activation that such rows call replicated, the ranks' sizes must be equal but for rounding. This module must never
+read a payload where the rows decide.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import pyarrow as pa
 
 from ...columns import COUNTS, STATISTICS, note_members
 from ...errors import RunError
-from ...layout.placement import kinds_of
+from ...layout.placement import kinds_of, parse_mesh
 from ...numerics.keys import SERIES_KEY, VALUE_KEY, Integers, by_distinct, codes, common_ids, group, group_rows, holds
 from ...numerics.moments import integers, numbers
 from ...run.run import Run
-from ...sites import STATES
+from ...sites import ACTIVATIONS, STATES
 from .timeline import VALUE_COLUMNS, RecordedValue, Timeline, ValueName
 
 BROADCAST, NEVER, OWN = "broadcast", "never", "own"
@@ -29,6 +30,8 @@ BROADCAST, NEVER, OWN = "broadcast", "never", "own"
 NEVER: DDP was told not to. OWN: FSDP keeps each rank's own buffers."""
 
 NAME = ("root", "module_path", "site", "name")
+_ROUNDING = 1e-3
+"""The greatest difference of the ranks' `l2` of an activation, as a share, that not every rank's rounding explains."""
 
 
 class RankValue(NamedTuple):
@@ -77,9 +80,13 @@ class ReplicaGroups:
         table = timeline.table
         is_candidate = holds(table.column("site"), STATES.__contains__)
         is_candidate &= ~holds(table.column("phase"), "backward".__eq__)  # a gradient not yet reduced
-        is_candidate[: timeline.num_firsts] = False
         leaders, self._assumed = _leaders(run, timeline)
         placements, notes = table.column("placements"), table.column("note")
+        is_activation = holds(table.column("site"), ACTIVATIONS.__contains__) & is_replicated(table)
+        is_activation &= table.column("l2").is_valid().to_numpy()
+        is_candidate |= is_activation
+        is_candidate[: timeline.num_firsts] = False
+        leaders = np.where(is_activation, _first_ranks(table), leaders)
         # A chunk whose place in the tensor is unknown is no replica.
         is_plain = placements.is_null().to_numpy() & ~holds(notes, lambda note: "no_layout" in note_members(note))
         shards = _shards(table)
@@ -121,12 +128,22 @@ class ReplicaGroups:
             by_numbers = self._disagree(_statistics_ids(self._table)) & lacks_print & ~lacks_numbers
         lacks_payload = self._any(self._table.column("encoding").is_null().to_numpy())
         lacks_payload |= not self._reads_payloads
-        self._differs = layouts | by_print | by_numbers
-        undecided = lacks_print & ~self._differs & (self._sizes > 1)
+        is_activation = self.is_of(ACTIVATIONS)
+        self._differs = layouts | np.where(is_activation, self._are_apart(), by_print | by_numbers)
+        undecided = lacks_print & ~self._differs & (self._sizes > 1) & ~is_activation
         self._is_open = undecided & ~lacks_payload
         self._is_unknown = undecided & lacks_payload
         self._lacks_numbers = lacks_numbers
+        by_print &= ~is_activation
         self._by = np.where(layouts, "shape", np.where(by_print, "fingerprint", "statistics")).astype(object)
+
+    def _are_apart(self) -> npt.NDArray[np.bool_]:
+        """Return whether the ranks' `l2` differ by more than rounding explains, by group."""
+        sizes = numbers(self._table.column("l2"))
+        low, high = np.full(self._groups.num_groups, np.inf), np.zeros(self._groups.num_groups)
+        np.fmin.at(low, self._groups.ids, sizes)
+        np.fmax.at(high, self._groups.ids, sizes)
+        return np.asarray(high - low > _ROUNDING * high)
 
     def is_of(self, sites: tuple[str, ...]) -> npt.NDArray[np.bool_]:
         return holds(self._table.column("site"), sites.__contains__)[self._groups.firsts]
@@ -264,6 +281,17 @@ class ReplicaGroups:
 
     def _any(self, rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         return np.bincount(self._groups.ids, rows, self._groups.num_groups) > 0
+
+
+def is_replicated(table: Any) -> npt.NDArray[np.bool_]:
+    """Return which rows say that several ranks have the same chunk."""
+    return holds(table.column("placements"), lambda text: "Replicate" in kinds_of(text))
+
+
+def _first_ranks(table: Any) -> Integers:
+    """Return the first rank of each row's mesh; -1 where the row does not list the ranks."""
+    firsts, ids = by_distinct(table, ("mesh",), lambda mesh: min(parse_mesh(mesh).ranks, default=-1))
+    return np.array(firsts, np.int64)[ids]
 
 
 def _has_kind(placements: str, end: str, *, but: str = "") -> bool:

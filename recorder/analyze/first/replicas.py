@@ -20,7 +20,7 @@ from ...run.notes import differing_ranks
 from ...run.run import RecordedWriter, Run
 from ...run.step_ranges import Attempts, cut_rows
 from ...sites import STATES
-from .replica_groups import BROADCAST, NAME, NEVER, OWN, Differing, ReplicaGroups
+from .replica_groups import BROADCAST, NAME, NEVER, OWN, Differing, ReplicaGroups, is_replicated
 from .timeline import RecordedValue, Timeline, ValueName, whole_rows
 
 RANGE_ROWS = 1_000_000
@@ -38,9 +38,9 @@ class ReplicaFinder:
     def __init__(self, run: Run, *, reads_payloads: bool = True) -> None:
         self._run, self._reads_payloads = run, reads_payloads
         self.first: Differing | None = None
-        """The first difference of a parameter, gradient or optimizer state; None while all are equal."""
+        """The first difference, of buffers excepted; None while all are equal."""
         self.firsts: dict[str, Differing] = {}
-        """The first difference at each site of `FINDINGS`."""
+        """The first difference at each site of `FINDINGS`, and of an ``activation`` that ranks of a mesh share."""
         self.values: dict[ValueName, RecordedValue] = {}
         """The first differing record of every value whose replicas differ, buffers excepted, in the order of time."""
         self.num_compared: Counter[str] = Counter()
@@ -67,8 +67,9 @@ class ReplicaFinder:
             self._has_buffer = replicas.search(is_buffer) is not None
         for number, value in replicas.firsts(~is_buffer):
             self.values.setdefault(value.key, value)
-            if value.site not in self.firsts:
-                self.firsts[value.site] = replicas.describe(number)
+            kind = value.site if value.site in FINDINGS else "activation"
+            if kind not in self.firsts:
+                self.firsts[kind] = replicas.describe(number)
         for known in (self._buffers, self._noted):
             known |= {name: replicas.with_last(one) for name, one in known.items()}
         for number, value in replicas.firsts(is_buffer):
@@ -153,7 +154,7 @@ def compare_replicas(run: Run) -> ReplicaFinder:
 
 def _rows_of_states(writers: Sequence[RecordedWriter], steps: tuple[int, int]) -> Iterator[Any]:
     for table in whole_rows(writers, steps):
-        yield table.filter(pa.array(holds(table.column("site"), STATES.__contains__)))
+        yield table.filter(pa.array(holds(table.column("site"), STATES.__contains__) | is_replicated(table)))
 
 
 def _syncs(run: Run) -> dict[str, str]:

@@ -19,10 +19,10 @@ _LEAST_DEVIATION = 0.01
 
 
 class Replica(CheckRule):
-    """Parameters, gradients or optimizer states that ranks share, and that are not bitwise equal."""
+    """Parameters, gradients or optimizer states that ranks share and that are not bitwise equal, and activations."""
 
     name = "replica"
-    sentence = "A parameter, a gradient or an optimizer state differs between ranks that share it."
+    sentence = "A parameter, gradient, optimizer state or replicated activation differs between ranks that share it."
     severity = Severity.ERROR
     sites, columns = ("param", "grad", "optim", "buffer"), ()
     needs = "it needs parameters, gradients or optimizer states of several ranks"

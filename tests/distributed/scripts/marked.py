@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import recorder
+from recorder.config import DEFAULT_RULES
 from tests.rigs.leaving import leave
 
 SEQUENCE, BATCH, DIM, HEADS, HIDDEN, WORDS, STEPS = 6, 4, 12, 4, 20, 10, 2
@@ -86,6 +87,7 @@ class Cut(nn.Module):
 class ColumnParallelLinear(Cut):
     def __init__(self, group: Any, is_sequence: bool, size: int, output_size: int, stride: int = 1) -> None:
         super().__init__(group, is_sequence)
+        self.input_size, self.allreduce_dgrad = size, not is_sequence
         self.output_size, self.output_size_per_partition = output_size, output_size // group.size()
         self.weight = self.part(torch.randn(output_size, size) / 4, 0, stride)
         self.bias = self.part(torch.randn(output_size) / 4, 0, stride)
@@ -100,20 +102,21 @@ class RowParallelLinear(Cut):
 
     def __init__(self, group: Any, is_sequence: bool, input_size: int, size: int) -> None:
         super().__init__(group, is_sequence)
+        self.output_size, self.reduce = size, summed
         self.input_size, self.input_size_per_partition = input_size, input_size // group.size()
         self.weight = self.part(torch.randn(size, input_size) / 4, 1)
         self.bias = nn.Parameter(torch.randn(size))
         self.bias.sequence_parallel = is_sequence  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        forward, backward = (scattered_sum, gathered) if self.sequence_parallel else (summed, identity)
+        forward, backward = (scattered_sum, gathered) if self.sequence_parallel else (self.reduce, identity)
         return mapped(nn.functional.linear(x, self.weight), forward, backward, self.tp_group), self.bias
 
 
 class VocabParallelEmbedding(Cut):
     def __init__(self, group: Any, is_sequence: bool, num_embeddings: int, size: int) -> None:
         super().__init__(group, is_sequence)
-        self.reduce_scatter_embeddings = is_sequence
+        self.reduce_scatter_embeddings, self.embedding_dim = is_sequence, size
         self.num_embeddings, self.num_embeddings_per_partition = num_embeddings, num_embeddings // group.size()
         self.weight = self.part(torch.randn(num_embeddings, size), 0)
 
@@ -205,6 +208,10 @@ def train(name: str, group: Any, replicas: Any) -> None:
     mains = [main_of(parameter) for parameter in net.parameters()] if name == "mains" else [*net.parameters()]
     optimizer = torch.optim.SGD(mains, lr=0.05, momentum=0.9)
     rules = "site=* keep=tensor,stats,fingerprint"
+    if "flag" in name:
+        rules = "; ".join(rule.text for rule in DEFAULT_RULES)
+    if "unsummed" in name:
+        net.block.down.reduce = identity
     if name == "turned":
         rules = "site=output keep=probe; site=output keep=stats steps=1"
         net.block.up.bias.data[0] += torch.nan if group.rank() else 0
@@ -218,7 +225,7 @@ def train(name: str, group: Any, replicas: Any) -> None:
             for parameter in net.parameters():
                 assert parameter.grad is not None
                 is_summand = is_sequence and getattr(parameter, "sequence_parallel", False)
-                if is_summand or any(parameter is one for one in of_heads):
+                if (is_summand and "forgot" not in name) or any(parameter is one for one in of_heads):
                     parameter.grad = summed(parameter.grad, group)
                 parameter.grad = summed(parameter.grad, replicas) / replicas.size()
             for main, parameter in zip(mains, net.parameters(), strict=True):
