@@ -50,7 +50,7 @@ def find_data_parallel(root: nn.Module, around: Iterable[nn.Module]) -> DataPara
         group = _data_parallel(module)
         if group is not None:
             return group
-    return marked_data_parallel()
+    return marked_data_parallel(root)
 
 
 def find_model_parallel(meshes: Iterable[Any], data_parallel: DataParallel | None) -> ModelParallel | None:

@@ -51,9 +51,15 @@ def _ranks_of(group: object) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group)) if isinstance(group, dist.ProcessGroup) else ()
 
 
-def marked_data_parallel() -> dict[str, Any] | None:
-    """Return the ranks that split the batch, as `groups.find_data_parallel` does; None where nothing names them."""
-    ranks = group_ranks("DATA_PARALLEL")
+def marked_data_parallel(root: nn.Module) -> dict[str, Any] | None:
+    """Return the ranks that split the batch, as `groups.find_data_parallel` does; None where nothing names them.
+
+    A model may have groups of its own, its `pg_collection`, which form another grid than those of `parallel_state`.
+    """
+    own = next(filter(None, (getattr(module, "pg_collection", None) for module in root.modules())), None)
+    ranks = _ranks_of(getattr(own, "dp", None))
+    if not ranks and _ranks_of(getattr(own, "tp", None)) in ((), group_ranks("TENSOR_MODEL_PARALLEL")):
+        ranks = group_ranks("DATA_PARALLEL")
     return {"kind": "megatron", "ranks": list(ranks)} if ranks else None
 
 
@@ -72,7 +78,7 @@ def marked_model_parallel(ranks: tuple[int, ...]) -> dict[str, Any] | None:
         ranks: what `marked_ranks` returns of the root.
     """
     name = "tensor"
-    if len(wider := group_ranks("TENSOR_AND_CONTEXT_PARALLEL")) > len(ranks):
+    if set(wider := group_ranks("TENSOR_AND_CONTEXT_PARALLEL")) > {*ranks}:
         ranks, name = wider, "tensor_context"
     return {"ranks": list(ranks), "shape": [len(ranks)], "dim_names": [name]} if len(ranks) > 1 else None
 
