@@ -16,8 +16,8 @@ from tests.rigs import jobs
 from tests.rigs.jobs import SCRIPTS
 
 OF_TWO = ("tp", "sp", "mains", "fault", "drop", "drop_seed", "turned", "flag_tp", "flag_unsummed", "flag_sp_forgot")
-OF_FOUR = ("ddp_tp", "ddp_sp", "flag_ddp_tp")
-SOUND = ("tp", "sp", "mains", "ddp_tp", "ddp_sp")
+OF_FOUR = ("ddp_tp", "ddp_sp", "own_groups", "flag_ddp_tp")
+SOUND = ("tp", "sp", "mains", "ddp_tp", "ddp_sp", "own_groups")
 
 
 @pytest.fixture(scope="module")

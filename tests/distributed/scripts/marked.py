@@ -204,6 +204,8 @@ def train(name: str, group: Any, replicas: Any) -> None:
     is_sequence = "sp" in name
     torch.manual_seed(0)
     net = Net(group, is_sequence, 0.5 if "drop" in name else 0.0)
+    if "own_groups" in name:
+        net.pg_collection = types.SimpleNamespace(tp=group, dp=replicas)  # type: ignore[assignment]
     of_heads = [] if name == "fault" else [*net.block.attention.head_norm.parameters()]
     mains = [main_of(parameter) for parameter in net.parameters()] if name == "mains" else [*net.parameters()]
     optimizer = torch.optim.SGD(mains, lr=0.05, momentum=0.9)
@@ -249,8 +251,11 @@ def main() -> None:
     group, replicas = tensor[rank // cut], data[rank % cut]
     vars(state).update(_TENSOR_MODEL_PARALLEL_GROUP=group, _TENSOR_AND_CONTEXT_PARALLEL_GROUP=group)
     vars(state).update(_DATA_PARALLEL_GROUP=replicas)
+    crossed = [dist.new_group([*range(r, size, size // cut)], group_desc="tp") for r in range(size // cut)]
+    beside = [dist.new_group([*range(r, r + size // cut)], group_desc="dp") for r in range(0, size, size // cut)]
+    others = crossed[rank % (size // cut)], beside[rank // (size // cut)]
     for name in sys.argv[1:]:
-        train(name, group, replicas)
+        train(name, *(others if "own_groups" in name else (group, replicas)))
 
 
 if __name__ == "__main__":
