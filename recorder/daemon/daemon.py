@@ -21,7 +21,7 @@ from pathlib import Path
 from ..errors import ConfigError, StoreError
 from ..run.finding import FLEET
 from ..storage.clients import DESTINATIONS
-from ..system.processes import set_malloc
+from ..system.processes import is_loopback, set_malloc
 from . import errands
 from .destination import FolderDestination, Throttle, parse_destination
 from .errands import StoreCarrier, read_key
@@ -221,6 +221,11 @@ class Daemon:
                 logger.warning("%s: there is no such folder yet; it is waited for", folder)
         where = f"; metrics at {self.url}/metrics" if self.url else ""
         logger.info("ships %s to %s%s", ", ".join(self._watched), self.shared.destination.url, where)
+        settings = self.shared.settings
+        names = [name for name in ("listen_certificate", "listen_password_file") if not getattr(settings, name)]
+        if self.url and names and not is_loopback(settings.address[0]):
+            lacks = " and ".join(names)
+            logger.warning("whoever reaches %s reads names and figures of runs: %s not set", self.url, lacks)
 
     def _reload_settings(self) -> None:
         if self._reload is None:

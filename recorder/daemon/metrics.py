@@ -10,7 +10,6 @@ import base64
 import hmac
 import os
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +26,7 @@ from .. import __version__
 from ..errors import ConfigError
 from ..format.manifest import Balance
 from ..format.rundir import SHARD_KINDS, Members
+from ..system.processes import tls_context
 from .settings import DaemonSettings
 from .shipping.run import RunShipper
 from .shipping.writer import WriterShipper
@@ -239,9 +239,10 @@ class MetricsServer:
     ) -> None:
         """Bind the port; raise ConfigError if the port, the certificate or the password cannot be used."""
         address, certificate = settings.address, settings.listen_certificate
+        setting = f"listen_certificate = {certificate!r}"
         wanted = _authorization(settings.listen_password_file)
         if certificate:
-            _tls(certificate)
+            tls_context(certificate, setting)
 
         class Handler(BaseHTTPRequestHandler):
             timeout = _TIMEOUT_S
@@ -287,7 +288,7 @@ class MetricsServer:
                 if not certificate:
                     return connection, client
                 try:  # certificates are renewed, so the file is read again; the handler's thread does the handshake
-                    return _tls(certificate).wrap_socket(
+                    return tls_context(certificate, setting).wrap_socket(
                         connection, server_side=True, do_handshake_on_connect=False
                     ), client
                 except ConfigError as error:
@@ -314,18 +315,6 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_TIMEOUT_S)
-
-
-def _tls(certificate: str) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(certificate, password="")  # without a password OpenSSL would ask at a terminal
-    except OSError as error:  # ssl.SSLError is a subclass of OSError
-        raise ConfigError(
-            f"listen_certificate = {certificate!r}: cannot be used ({error.strerror or error}); expected a PEM file "
-            "with a certificate and its key"
-        ) from None
-    return context
 
 
 def _authorization(file: str) -> bytes | None:

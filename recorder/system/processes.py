@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import WriteError
+from ..errors import ConfigError, WriteError
 
 _T = TypeVar("_T")
 _IMPORT_S = 1.0
@@ -254,3 +254,23 @@ def set_malloc(**parameters: int) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for name, value in parameters.items():
             mallopt(numbers[name], value)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def tls_context(certificate: str | os.PathLike[str], setting: str) -> Any:
+    """Return the TLS of a server with a PEM file; raise ConfigError, which names the setting, for an unusable file."""
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, password="")  # without a password OpenSSL would ask at a terminal
+    except OSError as error:  # ssl.SSLError is a subclass of OSError
+        why = error.strerror or error
+        raise ConfigError(
+            f"{setting}: cannot be used ({why}); expected a PEM file with a certificate and its key"
+        ) from None
+    return context

@@ -104,11 +104,13 @@ class Guard:
 class ViewServer:
     """The HTTP server of `recorder view`, from its socket to its end."""
 
-    def __init__(self, watching: Watching, listener: socket.socket, host: str, token: str = "") -> None:
+    def __init__(
+        self, watching: Watching, listener: socket.socket, host: str, token: str = "", certificate: Path | None = None
+    ) -> None:
         """Prepare the server, and serve nothing yet.
 
         `listener` is a socket bound to `host`. The token is the first part of every address; by default a new, secret
-        one is made.
+        one is made. `certificate` is a PEM file with a certificate and its key, for TLS.
         """
         self._watching, self._listener = watching, listener
         self.token = token or secrets.token_urlsafe(18)
@@ -122,11 +124,14 @@ class ViewServer:
             Route(f"{base}/run/{{name}}/panes", self._save, methods=["PUT"]),
         ]
         app = Guard(Starlette(routes=routes), self.token, host)
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False)
+        pem = None if certificate is None else str(certificate)
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False, ssl_certfile=pem
+        )
         config.timeout_graceful_shutdown = 0
         self._server = uvicorn.Server(config)
         name = f"[{host}]" if ":" in host else host
-        self.address = f"http://{name}:{listener.getsockname()[1]}{base}/"
+        self.address = f"{'http' if certificate is None else 'https'}://{name}:{listener.getsockname()[1]}{base}/"
 
     def serve(self) -> None:
         try:

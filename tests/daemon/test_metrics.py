@@ -22,6 +22,7 @@ from tests.daemon.support import at_work, settings
 from tests.daemon.test_shipping import small_run
 from tests.rigs.programs import needs
 from tests.rigs.server import StoreServer
+from tests.rigs.serving import make_certificate
 from tests.rigs.waiting import wait_until
 from tests.rigs.writer import Rig
 
@@ -133,14 +134,9 @@ def test_a_store_that_hangs_moves_a_counter_while_it_hangs(tmp_path: Path, store
 def test_the_port_speaks_tls_and_asks_for_a_password_if_that_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs("openssl")
-    key, certificate, password = tmp_path / "key", tmp_path / "certificate", tmp_path / "password"
-    words = f"req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout {key} -out {certificate}"
-    subject = ("-addext", "subjectAltName=IP:127.0.0.1")
-    subprocess.run(["openssl", *words.split(), *subject], check=True, capture_output=True, timeout=60)
-    key.write_text(key.read_text() + certificate.read_text())
+    key, password = make_certificate(tmp_path), tmp_path / "password"
     password.write_text("prometheus:correct horse\n")
-    context = ssl.create_default_context(cafile=str(certificate))
+    context = ssl.create_default_context(cafile=str(key))
     small_run(tmp_path)
     own = {"listen_certificate": str(key), "listen_password_file": str(password)}
     with at_work(tmp_path, str(tmp_path / "there"), listen="127.0.0.1:0", **own) as daemon:
@@ -167,6 +163,19 @@ def test_the_port_speaks_tls_and_asks_for_a_password_if_that_is_wanted(
             assert get("/healthz") == (200, "ok\n")
             silent.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert b"recorder_" not in silent.recv(1000)
+
+
+@pytest.mark.parametrize(("listen", "is_said"), [("127.0.0.1:0", False), ("0.0.0.0:0", True)])
+def test_a_port_that_is_open_to_other_machines_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen: str, is_said: bool
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("recorder.daemon.daemon.logger.warning", lambda text, *words: said.append(text % words))
+    small_run(tmp_path)
+    with at_work(tmp_path, str(tmp_path / "there"), listen=listen) as daemon:
+        wait_until(lambda: any(run.is_settled for run in daemon.runs))
+    text = "reads names and figures of runs: listen_certificate and listen_password_file not set"
+    assert any(text in one for one in said) == is_said
 
 
 @pytest.mark.parametrize("name", ["listen_certificate", "listen_password_file"])

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -20,14 +21,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from recorder.cli.app import run_command
+from recorder.cli.commands import view
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.cli.commands.view import listen
-from recorder.errors import install_line
+from recorder.errors import ConfigError, install_line
 from recorder.report.collect import VIEW, read_panes, save_panes
 from recorder.run.finding import find_folder
 from recorder.view.server import ViewServer, Watching
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
-from tests.rigs.serving import serving
+from tests.rigs.serving import make_certificate, serving
 from tests.rigs.small_runs import NUM_STEPS, make_training
 
 
@@ -68,6 +70,27 @@ def test_the_list_and_the_pages_are_there_for_who_has_the_token(server: ViewServ
     status, text = ask(server, "run/one/")
     assert status == 200 and "<title>one - recorder</title>" in text
     assert ask(server, "run/one/events")[0] == 200
+
+
+def test_with_a_certificate_the_pages_are_encrypted_and_panes_can_still_be_saved(folder: Path, tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+    context = ssl.create_default_context(cafile=str(certificate))
+    with serving(folder, certificate=certificate) as server:
+        address = urlsplit(server.address)
+        assert address.scheme == "https"
+        connection = http.client.HTTPSConnection(address.hostname or "", address.port or 0, timeout=30, context=context)
+        connection.request("GET", f"{address.path}runs")
+        assert [run["directory"] for run in json.loads(connection.getresponse().read())] == ["two", "one"]
+        own = {"Host": address.netloc, "Origin": f"https://{address.netloc}"}
+        connection.request("PUT", f"{address.path}run/two/panes", json.dumps({"panes": []}), own)
+        assert connection.getresponse().status < 300
+        connection.close()
+
+
+def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("nothing of that kind\n")
+    with pytest.raises(ConfigError, match=r"--certificate .*file: cannot be used .*expected a PEM file"):
+        view.command(str(tmp_path), certificate=tmp_path / "file")
 
 
 def test_the_list_says_losses_and_findings_of_runs_that_are_over(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ EPILOG = "Examples: recorder catalog    recorder catalog recordings --catalog fl
 
 
 def command(path: RunsPath = None, catalog: CatalogPlace = None) -> Reply:
-    """Register all runs of a folder or a store in an Iceberg catalog, as tables that other programs read.
+    """Register runs in an Iceberg catalog, as tables.
 
-    The tables are runs, rows (without tensors), probe and findings. A run that is registered as it is costs a look at
-    its manifests; one that has grown since is put in place of its earlier rows. `recorder sql` asks the tables.
+    Other programs read the tables, of all runs of a folder or a store: runs, rows (without tensors), probe and
+    findings. A run that is registered as it is costs a look at its manifests; one that has grown since is put in place
+    of its earlier rows. `recorder sql` asks the tables.
 
     Exit code 1: something is damaged, or a run cannot be read, and is not in the catalog.
     """

@@ -23,11 +23,11 @@ def command(
     path: RunsPath = None,
     catalog: CatalogPlace = None,
 ) -> Reply:
-    """Ask all runs of a folder, or one run, in SQL, by DuckDB.
+    """Ask all runs of a folder, or of a catalog, in SQL.
 
-    The tables are runs, rows (a row a value, without tensors), probe (a number of each value at every step) and
-    findings (of all rules). Those that a query names are made from the runs, each time; with --catalog they are those
-    that `recorder catalog` has registered.
+    DuckDB answers. The tables are runs, rows (a row a value, without tensors), probe (a number of each value at every
+    step) and findings (of all rules). Those that a query names are made from the runs, each time; with --catalog they
+    are those that `recorder catalog` has registered.
     """
     problems: list[str] = []
     answer = ask(question, RunTables(catalog) if catalog else opened_runs(path, problems))

@@ -7,12 +7,14 @@ import importlib.util
 import logging
 import socket
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...errors import LookupFailedError, not_installed
 from ...run.finding import find_folder, find_run
+from ...system.processes import is_loopback, tls_context
 from ..options import RunPath
 from ..output import say
 from .report import told_by_check, told_by_doctor
@@ -31,8 +33,11 @@ def command(
         typer.Option(min=0, max=65535, help=f"Where to listen; without: {_PORT}, or the next one that is free."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Listen at an address that other machines reach, such as 0.0.0.0. Not encrypted.")
+        str, typer.Option(help="Listen at an address that other machines reach, such as 0.0.0.0.")
     ] = "127.0.0.1",
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM file with a certificate and its key: the pages speak TLS.")
+    ] = None,
 ) -> int:
     """Watch runs in a browser while they record.
 
@@ -47,6 +52,8 @@ def command(
         raise LookupFailedError(not_installed("recorder view", " with ".join(lacking), "view"))
     from ...view.server import ViewServer, Watching
 
+    if certificate is not None:
+        tls_context(certificate, f"--certificate {certificate}")
     folder = find_folder(path, may_be_empty=True)
     run = None if folder is not None else find_run(path)[0]
     logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # hides uvicorn's log from the user
@@ -54,10 +61,12 @@ def command(
         bound = listener.getsockname()[1]
         if port is None and bound != _PORT:
             say(f"port {_PORT} is in use; this is port {bound}")
-        server = ViewServer(Watching(folder, run, told_by_check, told_by_doctor), listener, host)
+        watching = Watching(folder, run, told_by_check, told_by_doctor)
+        server = ViewServer(watching, listener, host, certificate=certificate)
         say(f"{folder or run}: open {server.address}")
-        if host not in ("localhost", "::1") and not host.startswith("127."):
-            say(f"everybody who reaches {host} and has this address sees these runs; the connection is not encrypted")
+        if not is_loopback(host):
+            open_to_all = "" if certificate is not None else "; the connection is not encrypted: --certificate"
+            say(f"everybody who reaches {host} and has this address sees these runs{open_to_all}")
         say("Ctrl-C ends it")
         server.serve()
     return 0

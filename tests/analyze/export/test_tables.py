@@ -23,11 +23,14 @@ from recorder.columns import METADATA_COLUMNS
 from recorder.errors import LookupFailedError
 from recorder.format.rundir import index_name
 from recorder.run.run import Run, open_run
+from tests.daemon.support import ship
 from tests.rigs.command_line import Cli, cli, recorded
 from tests.rigs.handmade import HandmadeWriter, make_row
 from tests.rigs.merging import grow, make_small_run, roots
+from tests.rigs.server import BUCKET, StoreServer
+from tests.rigs.stores import server, store
 
-__all__ = ["cli", "recorded"]
+__all__ = ["cli", "recorded", "server", "store"]
 COUNT = "select run_id, count(*) from rows group by all order by all"
 
 
@@ -202,3 +205,19 @@ def test_a_catalog_that_pyiceberg_is_configured_for_is_taken_by_its_name(tmp_pat
     assert typed("catalog", "run") == "recorder: 1 run registered, 56 rows; 0 were there as they are\n"
     assert json.loads(typed("sql", COUNT, "--catalog", "recorder", "--json"))["rows"] == [["run", 56]]
     assert (tmp_path / "of.db").exists()
+
+
+def test_runs_in_a_store_are_registered_in_a_catalog_on_a_disk(
+    tmp_path: Path, store: StoreServer, cli: Cli, request: pytest.FixtureRequest
+) -> None:
+    to, catalog = f"s3://{BUCKET}/{request.node.name[:20]}", str(tmp_path / "catalog")
+    make_small_run(tmp_path / "recordings" / "a")
+    assert ship(tmp_path, to)[0] == 0
+    refused = cli("catalog", to)
+    assert refused.exit_code == 2 and "--catalog: name a folder of this machine" in refused.err
+    assert cli("catalog", to, "--catalog", catalog, "--json").json["registered"] == {f"{to}/a": 56}
+    with store.counting() as requests:
+        assert cli("catalog", to, "--catalog", catalog, "--json").json["unchanged"] == 1
+    assert requests["PUT"] == 0
+    assert cli("sql", COUNT, "--catalog", catalog, "--json").json["rows"] == [["a", 56]]
+    assert cli("sql", COUNT, to, "--json").json["rows"] == [["a", 56]]
