@@ -184,3 +184,7 @@ def may_mask(site: str, name: str) -> bool:
     """
     known = SITE_OF.get(site)
     return known is None or not (known.is_gradient or known.is_of_optimizer or is_loss(site, name))
+
+
+AT_LEAST = "at_least"
+"""The member `counts` of a note whose row counts 1 where at least one element is NaN or infinite, and else 0."""

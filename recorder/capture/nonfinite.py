@@ -23,11 +23,15 @@ from ..records import Measured, Staged
 from ..sites import GRADIENTS, NUMBERS, SKIPPED, UPDATED, is_loss, may_mask
 from ..system import log
 from ..system.text import counted
+from .device_probe import COUNTED_AT_LEAST
 
 _logger = logging.getLogger("recorder")
 _SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS)
 _MAX_STEPS = 64
 """The number of steps that are remembered: a warning waits for the next step, and the writer may lag."""
+
+_LAG_STEPS = 3
+"""The number of steps for which the warning waits for rows of values on a device."""
 
 
 class NonFiniteValue(NamedTuple):
@@ -49,6 +53,8 @@ class FirstNonFinite:
         """The value that the warning is about, whether the warning has been logged or not."""
         self._rank = rank
         self._clock = clock
+        self._is_scalar = False
+        """Whether `first` is a number of the program's, such as the loss."""
         self._is_said = False
         self._waiting: NonFiniteValue | None = None
         """A non-finite gradient of a step that may yet be skipped."""
@@ -59,6 +65,8 @@ class FirstNonFinite:
         self._skipped: deque[int] = deque(maxlen=_MAX_STEPS)
         self._taken: deque[int] = deque(maxlen=_MAX_STEPS)
         """The steps that were not skipped, as their rows have shown."""
+        self.lags = False
+        """True if rows of values on a device may come some steps late. Set by the training thread."""
         self.is_told_by_rows = False
         """True if an optimizer decides on its device whether to skip a step. Set by the training thread."""
 
@@ -76,6 +84,9 @@ class FirstNonFinite:
         if self._waiting is not None and step > self._waiting.step:
             self._decide(self._waiting)
         is_told_of = origin.site in _SITES or (origin.site == "input" and not origin.module_path)
+        is_late = staged.note is not None and COUNTED_AT_LEAST[1:-1] in staged.note
+        if self.first is not None and is_late and self._is_scalar and step <= self.first.step and not self._is_said:
+            self.first = None  # the number was computed from this value
         if self.first is not None or not is_told_of or staged.phase == "recompute":
             return
         if origin.site == "scalar" and origin.name == SKIPPED:
@@ -87,11 +98,10 @@ class FirstNonFinite:
         if not num_nan and may_mask(origin.site, origin.name):
             return
         is_gradient = origin.site in GRADIENTS
-        value = NonFiniteValue(
-            step, _where(staged), _counts(num_nan, num_inf, math.prod(staged.shape)), origin.module_path
-        )
+        counts = ("at least " if is_late else "") + _counts(num_nan, num_inf, math.prod(staged.shape))
+        value = NonFiniteValue(step, _where(staged), counts, origin.module_path)
         if self._waiting is None and not is_gradient:
-            self.first = value
+            self.first, self._is_scalar = value, origin.site == "scalar"
         elif self._waiting is None:
             self._waiting = value
         elif not is_gradient:
@@ -118,6 +128,8 @@ class FirstNonFinite:
         if waiting is not None and (is_last or (not self.is_told_by_rows and self._clock.step > waiting.step)):
             self._decide(waiting)
         if self.first is None or self._is_said or not log.can_say(_logger):
+            return
+        if self.lags and not is_last and self._clock.step <= self.first.step + _LAG_STEPS:
             return
         self._is_said = True
         log.say(

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
-import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -21,19 +19,16 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..records import Moment
 from ..system.processes import live_instances
+from .closures import wrap_closure
 from .core import Capture
+from .device_probe import ProbedValue
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
+from .last_gradient import LastGradient
 from .marks import main_parameter
 from .probe import ProbedGroup
 
 _MAX_PROBED = 64
-_SMALL = 4096
-"""The most elements of the gradient that is compared with the gradient of the next update."""
-_ALIKE = 0.9
-"""The cosine from which two gradients look alike: a sum of gradients hardly turns."""
-_LEAST_ADDED = 0.1
-"""The least length of what a backward added, as a share of the gradient before."""
 _EARLY_LOOKS = (1, 2, 4, 8)
 _LOOK_EVERY = 16
 """The number of steps from one look at what an update leaves out to the next, after the early ones."""
@@ -72,56 +67,6 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
 
 
-def wrap_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], returned: Callable[[], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of ``Optimizer.step`` with a closure that calls ``returned`` at its end; None if none."""
-    if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _wrapped(kwargs["closure"], returned)}
-    # A positional argument counts as a closure only if the signature calls it so: a user's `step` may take the model
-    # there.
-    if len(args) > 1 and callable(args[1]) and not isinstance(args[1], torch.nn.Module):
-        names = list(inspect.signature(type(args[0]).step).parameters)
-        if names[1:2] == ["closure"]:
-            return (args[0], _wrapped(args[1], returned), *args[2:]), kwargs
-    return None
-
-
-def _wrapped(closure: Callable[..., Any], returned: Callable[[], None]) -> Callable[..., Any]:
-    if not isinstance(closure, (types.FunctionType, types.MethodType)):
-        return cast("Callable[..., Any]", _ClosureObject(closure, returned))
-
-    @functools.wraps(closure)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        loss = closure(*args, **kwargs)
-        returned()
-        return loss
-
-    return wrapped
-
-
-class _ClosureObject:
-    """A wrapper around a closure that is an object; every use except a call is passed on to the object."""
-
-    def __init__(self, closure: Any, returned: Callable[[], None]) -> None:
-        self.__dict__.update(_closure=closure, _returned=returned)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self.__dict__["_closure"])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loss = self.__dict__["_closure"](*args, **kwargs)
-        self.__dict__["_returned"]()
-        return loss
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_closure"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_closure"], name, value)
-
-
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -140,49 +85,6 @@ def _num_steps_under_way(optimizer: Optimizer) -> int:
     return count
 
 
-class LastGradient(NamedTuple):
-    """A small gradient as an update found it, with which the gradient of the next update is compared."""
-
-    gradient: weakref.ref[torch.Tensor]
-    values: torch.Tensor
-    next_version: int
-    """The version of the gradient after one more backward, if nothing else is done to the gradient."""
-
-    @classmethod
-    def of(cls, parameters: Iterator[torch.Tensor], *, in_ddp: bool) -> LastGradient | None:
-        """Return the first small gradient in host memory; None if there is none.
-
-        Args:
-            parameters: the parameters of one optimizer.
-            in_ddp: DDP averages the gradients. It then copies the average into the gradient after each backward.
-        """
-        for parameter in parameters:
-            gradient = parameter.grad
-            if type(gradient) is not torch.Tensor or not gradient.is_cpu or gradient.is_sparse:
-                continue
-            if in_ddp and gradient._is_view():
-                continue  # a view of DDP's bucket has the version of the bucket, which each gradient there counts up
-            if 1 < gradient.numel() <= _SMALL:
-                version = gradient._version + (2 if in_ddp else 1)
-                return cls(weakref.ref(gradient), gradient.detach().clone(), version)
-        return None
-
-    def stands_uncleared(self) -> bool:
-        """Whether one backward was added to the gradient, and nothing else was done to it, since the last update.
-
-        A gradient that was set to zero in place has another version. One that was set to zero behind the back of
-        autograd does not look like the last gradient any more, or, of the same batch, is about the last gradient itself
-        and not longer.
-        """
-        now = self.gradient()
-        if now is None or now._version != self.next_version:
-            return False
-        present, last = now.detach().flatten(), self.values.flatten()
-        added = present - last
-        is_longer = torch.dot(added, last) >= 0 and added.norm() >= _LEAST_ADDED * last.norm()
-        return bool(is_longer and torch.cosine_similarity(present, last, dim=0) > _ALIKE)
-
-
 class OptimizerHooks:
     """The hooks on all optimizers and on GradScaler, from the first call of a root to the end of the recording."""
 
@@ -199,8 +101,6 @@ class OptimizerHooks:
         self._probed = weakref.WeakKeyDictionary()
         """The values of each optimizer that the probe measures together, by the parameters in their order, by which of
         them have gradients, and by the masks; None where the probe must measure them one by one."""
-        self._probed_key: Hashable = None
-        """The key under which the values of the step under way become a group."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """The parameters that came after this step's scan of the modules; the next scan looks for them."""
         self._learned_at = -1
@@ -424,62 +324,63 @@ class OptimizerHooks:
         note = '{"grad":"scaled"}' if getattr(optimizer, "grad_scale", None) is not None else None
         keeps_param, keeps_grad = capture.selection.keeps("param"), capture.selection.keeps("grad")
         parameters = list(_parameters(optimizer)) if keeps_param or keeps_grad else []
-        is_done = self._probe_together(optimizer, parameters, moment.step)
-        for parameter in () if is_done else parameters:
-            rows = self._rows_of(parameter)
-            if rows is None:
-                continue
-            repeat = repeats[id(parameter)] = repeats.get(id(parameter), -1) + 1
-            if keeps_param:
-                rows.record("param", "", parameter, moment, "optimizer", repeat)
-            if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
-                rows.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
-        self._learn_probed(optimizer, parameters)
+        with self._known(optimizer, parameters, note, moment, repeats) as is_done:
+            for parameter in () if is_done else parameters:
+                rows = self._rows_of(parameter)
+                if rows is None:
+                    continue
+                repeat = _next_repeat(repeats, parameter)
+                if keeps_param:
+                    rows.record("param", "", parameter, moment, "optimizer", repeat)
+                if keeps_grad and (gradient := rows.gradient(parameter)) is not None:
+                    rows.record("grad", "", gradient, moment, "optimizer", repeat, scope="final", note=note)
         if self._counts(optimizer) and capture.selection.keeps("buffer"):
             repeats = self._repeats_at("buffer")
             repeat = repeats[0] = repeats.get(0, -1) + 1
             for root in capture.roots:
                 root.record_state(("buffer",), moment, "optimizer", repeat)
 
-    def _probe_together(self, optimizer: Optimizer, parameters: list[torch.Tensor], step: int) -> bool:
-        """Show parameters and gradients to the probe with one call, where it alone keeps something of them.
+    @contextlib.contextmanager
+    def _known(
+        self, optimizer: Optimizer, parameters: list[torch.Tensor], note: str | None, moment: Moment,
+        repeats: dict[int, int],
+    ) -> Iterator[bool]:  # fmt: skip
+        """Record parameters and gradients together, and yield whether that was possible.
 
-        The values are those that the probe has seen one by one at an earlier step with the same masks. Return False if
-        the parameters must be recorded one by one.
+        It is possible if they were recorded one by one, inside this context, at an earlier step with the same masks,
+        and if the probe measured each of them then.
         """
-        self._probed_key, probe = None, self._capture.probe
-        if probe is None:
-            return False
-        probe.seen = None
-        if not parameters or not self._capture.selection.keeps_probe_alone("param", "grad"):
-            return False
+        capture = self._capture
+        probe = capture.probe
+        if probe is None or not parameters:
+            yield False
+            return
         gradients = [parameter.grad for parameter in parameters]
         whose = tuple(map(id, parameters)), tuple(gradient is None for gradient in gradients)
-        key = whose, tuple(self._capture.selection.masks)
+        key = whose, note, tuple(capture.selection.masks)
         groups = self._probed.setdefault(optimizer, {})
-        if key not in groups:
-            self._probed_key, probe.seen = key, []
-            return False
-        group = groups[key]
         tensors = [one for pair in zip(parameters, gradients, strict=True) for one in pair if one is not None]
-        return group is not None and probe.saw_group(group, tensors, step)
-
-    def _learn_probed(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        """Make a group of the values that the probe has just seen, if it saw each parameter and gradient once."""
-        probe, key, self._probed_key = self._capture.probe, self._probed_key, None
-        if key is None or probe is None or probe.seen is None:
+        if key in groups:
+            group = groups[key]
+            is_known = group is not None and probe.saw_group(group, tensors, moment)
+            if is_known and group is not None and any(group.keeps):
+                each = (
+                    (_next_repeat(repeats, parameter), gradient)
+                    for parameter, gradient in zip(parameters, gradients, strict=True)
+                )
+                counts = [repeat for repeat, gradient in each for _ in range(1 if gradient is None else 2)]
+                capture.observe_known(group, tensors, counts, moment)
+            yield is_known
             return
-        seen, probe.seen = probe.seen, None
-        expected = [
-            (tensor.dtype, tensor.numel())
-            for parameter in parameters
-            for tensor in (parameter, parameter.grad)
-            if tensor is not None
-        ]
-        groups = self._probed[optimizer]
+        seen: list[tuple[ProbedValue, int]] = []
+        probe.seen = seen
+        try:
+            yield False
+        finally:
+            probe.seen = None
         if len(groups) >= _MAX_PROBED:
             groups.clear()
-        groups[key] = probe.group(seen) if [one[1:] for one in seen] == expected else None
+        groups[key] = probe.group(seen, tensors, groups.values())
 
     def _record_state(self, optimizer: Optimizer) -> None:
         if not self._capture.selection.keeps("optim"):
@@ -490,7 +391,7 @@ class OptimizerHooks:
             rows = self._rows_of(parameter) if isinstance(parameter, torch.Tensor) else None
             if rows is None or not isinstance(state, dict):
                 continue
-            repeat = repeats[id(parameter)] = repeats.get(id(parameter), -1) + 1
+            repeat = _next_repeat(repeats, parameter)
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     rows.record("optim", f".{key}", value, moment, "optimizer", repeat)
@@ -512,7 +413,7 @@ class OptimizerHooks:
         for parameter in _parameters(optimizer) if slices else ():
             rows = self._rows_of(parameter) if parameter not in optimizer.state else None
             if isinstance(rows, OriginalParameter) and rows.gradient(parameter) is not None and not parameter.numel():
-                repeat = repeats[id(parameter)] = repeats.get(id(parameter), -1) + 1
+                repeat = _next_repeat(repeats, parameter)
                 for key, value in slices.items():
                     rows.record("optim", f".{key}", value.detach()[:0], moment, "optimizer", repeat)
 
@@ -591,6 +492,11 @@ class OptimizerHooks:
             GradScaler.step = self._scaler_step  # type: ignore[method-assign]
         if Optimizer.__init__ is self._init:
             Optimizer.__init__ = self._plain_init  # type: ignore[method-assign]
+
+
+def _next_repeat(repeats: dict[int, int], parameter: torch.Tensor) -> int:
+    repeats[id(parameter)] = repeat = repeats.get(id(parameter), -1) + 1
+    return repeat
 
 
 def parameter_rows(root: Root) -> Iterator[tuple[torch.Tensor, ParameterRows]]:

@@ -5,26 +5,43 @@ all values are appended to a block in memory. A full block becomes rows of site 
 that turns non-finite gets the row of statistics, too, that a rule with ``keep=stats`` would have kept of it, so that
 every question sees the step, the call and the order in which values went wrong.
 
+Of a value on a device, a kernel computes the norm. The norms of a step are copied to the host together and arrive a
+step or two later, so a value that turned non-finite has a row that says no more than this.
+
 Nothing here may wait for a device, or hold a tensor.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .. import native
 from ..native import ManyTensors
-from ..records import KEEP_STATS, KEEP_TENSOR, Chunk, Measured, Moment, Origin, ProbedSeries, ProbedStep
+from ..records import (
+    KEEP_PROBE,
+    KEEP_STATS,
+    KEEP_TENSOR,
+    Chunk,
+    LostError,
+    Measured,
+    Moment,
+    Origin,
+    ProbedSeries,
+    ProbedStep,
+)
 from ..sites import PROBE
+from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
 from .local_values import DTYPES, PLAIN
+from .probe_rows import StepNumbers, block_rows
 
 if TYPE_CHECKING:
     from .staging.measure import HostMeasure
@@ -35,40 +52,55 @@ _BLOCK_S = 30.0
 _MAX_COLUMNS = 1 << 16
 """The most values; names may change with the data, and further values are not measured."""
 _MAX_PLANS = 4096
+_MAX_ARRIVING = 16
+"""The most steps whose numbers are on their way from a device; values of further steps are not measured there."""
+_WAIT_S = 5.0
+"""The longest wait for numbers on their way, in seconds, at the end of the recording."""
 _HELD_BYTES = 1 << 22
 """The size up to which a value is measured with the interpreter's lock held, as `staging.copies` does."""
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-_L2, _NUM_NAN, _NUM_INF, _NUMEL = range(4)
-"""The rows of a block, for each value."""
 
 
 class ProbedGroup(NamedTuple):
     """Values that are measured together, as the parameters and gradients of an optimizer are."""
 
-    values: list[tuple[int, torch.dtype, int]]
-    """Column, dtype and elements of each value."""
-    tensors: ManyTensors
+    values: list[ProbedValue]
+    keeps: list[int]
+    """For each value the bits of KEEP_* other than KEEP_PROBE."""
+    tensors: ManyTensors | None
+    """None if the values are on a device."""
+
+
+class _ArrivingStep(NamedTuple):
+    """A step that is over, with those of its numbers that are still on their way."""
+
+    numbers: StepNumbers
+    on_way: list[NormsOnWay]
 
 
 class Probe:
     """The numbers of one rank's values. Training threads call it."""
 
     def __init__(
-        self, observe: Callable[..., None], on_step: Callable[[ProbedStep], None] | None = None, *, use_native: bool
-    ) -> None:
+        self, observe: Callable[..., None], on_device: DeviceProbe, on_step: Callable[[ProbedStep], None] | None = None,
+        *, use_native: bool,
+    ) -> None:  # fmt: skip
         """Begin empty.
 
         Args:
             observe: records a tensor, as `Capture.observe` does.
+            on_device: measures values on devices.
             on_step: takes the numbers of a step that is over; training thread.
             use_native: whether the compiled loops may be used.
         """
         self._observe = observe
+        self._on_device = on_device
         self._on_step = on_step
         self._kernels = native.load(use_native)
         self._changing = threading.RLock()
         """Held while columns are added, a step is appended or a block is recorded; threads may train at once."""
         self._columns: list[ProbedSeries] = []
+        self._origins: list[Origin] = []
+        """The origin of the rows of each column that was recorded already."""
         self._by_key: dict[tuple[Origin, str, str], int] = {}
         """The number of each column, by its origin, its phase and its mode."""
         self._sums: list[float] = []
@@ -80,13 +112,15 @@ class Probe:
         self._were_bad: dict[int, tuple[bool, float]] = {}
         """For each column that was not finite when it was last seen: whether a NaN was there, and the largest share of
         infinite elements."""
-        self._block = np.zeros((4, 0, BLOCK_STEPS))
+        self._steps: list[StepNumbers] = []
+        """The steps of the block, of which the last has the most columns."""
         self._step = 0
         self._has_values = False
-        self._has_seen_device = False
-        self.seen: list[tuple[int, torch.dtype, int]] | None = None
-        """If it is a list, column, dtype and elements of each value are appended to it as the value is measured."""
-        self._steps: list[int] = []
+        self._arriving: deque[_ArrivingStep] = deque()
+        self._has_measured = False
+        self._has_refused = False
+        self.seen: list[tuple[ProbedValue, int]] | None = None
+        """If it is a list, each value is appended to it as the value is measured, with the bits of its KEEP_*."""
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
         from .staging.measure import host_measure, measure  # they load pyarrow, and `import torch` need not wait
@@ -94,73 +128,108 @@ class Probe:
         self._host_measure, self._measure = host_measure, measure
 
     def saw(
-        self, origin: Origin, moment: Moment, phase: str, scope: str | None, chunk: Chunk | None, local: torch.Tensor
-    ) -> bool:
-        """Measure a value, and return whether the value has just turned non-finite, or more so than before.
+        self, origin: Origin, moment: Moment, phase: str, call: int, scope: str | None, chunk: Chunk | None,
+        note: str | None, local: torch.Tensor, keep: int,
+    ) -> int:  # fmt: skip
+        """Measure a value, and return which other bits of KEEP_* are in force for it.
 
-        A recompute is left out, and so is what is local to a rank before a reduction (`scope`). `local` are the plain
-        values, of which only those in host memory are measured.
+        These are the bits of `keep`, and statistics if the value has just turned non-finite, or more so than before. A
+        recompute is left out, and so is what is local to a rank before a reduction (`scope`). `local` are the plain
+        values, in the host's memory or on a device.
         """
+        keep &= ~KEEP_PROBE
         numel = local.numel()
         if phase == "recompute" or scope == "local" or not numel:
-            return False
-        if not _is_on_host(local):
-            self._has_seen_device = True
-            return False
+            return keep
         key = (origin, phase, moment.mode)
         column = self._by_key.get(key)
         if column is None:
             column = self._add(key, origin, moment, phase, scope, chunk, local)
             if column is None:
-                return False
+                return keep
+        is_on_host = _is_on_host(local)
+        if self.seen is not None or not is_on_host:
+            value = ProbedValue(column, local.dtype, numel, local.shape, origin, phase, scope, chunk, note)
+            if self.seen is not None:
+                self.seen.append((value, keep))
+            if not is_on_host:
+                self._launched(self._on_device.measure(SeenOnDevice(value, moment, call, keep != 0), local), moment)
+                return keep
         local, times = _without_repeats(local)
         total = times * self._sum_of_squares(local)
         num_nan = num_inf = 0
         if not total < math.inf:
             its = self._statistics(local)
             if its.nan_count is None or its.inf_count is None:
-                return False  # the dtype has no statistics
+                return keep  # the dtype has no statistics
             num_nan, num_inf, total = times * its.nan_count, times * its.inf_count, times * (its.sum_sq or 0.0)
-        if self.seen is not None:
-            self.seen.append((column, local.dtype, numel))
         self._sums[column] += total
         self._numels[column] += numel
-        self._has_values = True
+        self._has_values = self._has_measured = True
         self._step = moment.step
         if not num_nan and not num_inf:
-            return False
+            return keep
         nan_before, inf_before = self._bad.get(column, (0, 0))
         self._bad[column] = nan_before + num_nan, inf_before + num_inf
-        had_nan, share = self._were_bad.get(column, (False, 0.0))
-        self._were_bad[column] = had_nan or num_nan > 0, max(share, num_inf / numel)
-        return self._were_bad[column] != (had_nan, share)
+        return keep | KEEP_STATS if self._has_turned(column, num_nan > 0, num_inf / numel) else keep
+
+    def _has_turned(self, column: int, has_nan: bool, share: float) -> bool:
+        """Remember that a value is not finite; return whether it has just turned so, or more so than before."""
+        had_nan, share_before = self._were_bad.get(column, (False, 0.0))
+        now = self._were_bad[column] = had_nan or has_nan, max(share_before, share)
+        return now != (had_nan, share_before)
+
+    def _launched(self, is_measured: bool, moment: Moment) -> bool:
+        """Note whether values on a device could be measured, and return this."""
+        if is_measured:
+            self._has_values = self._has_measured = True
+            self._step = moment.step
+        else:
+            self._has_refused = True
+        return is_measured
 
     @property
     def is_blind(self) -> bool:
-        """Whether every value so far was on a device, where nothing is measured."""
-        return self._has_seen_device and not self._columns
+        """Whether every value so far was on a device on which nothing can be measured."""
+        return self._has_refused and not self._has_measured
 
-    def group(self, seen: list[tuple[int, torch.dtype, int]]) -> ProbedGroup | None:
-        """Return the group of values that were `seen`, to be measured with one call; None if the loops cannot."""
-        plans = [plan for _, dtype, numel in seen if (plan := self._plans.get((dtype, numel))) is not None]
-        if len(plans) < len(seen) or not plans:
+    def group(
+        self, seen: list[tuple[ProbedValue, int]], tensors: list[torch.Tensor], others: Iterable[ProbedGroup | None]
+    ) -> ProbedGroup | None:
+        """Return the group of the values that were `seen`, to be measured with one call.
+
+        It shares memory with one of the `others` that has the same values. None if the values were not those of the
+        tensors, each once, or if the loops cannot measure them.
+        """
+        values, keeps = [value for value, _ in seen], [keep for _, keep in seen]
+        if not seen or [(one.dtype, one.numel) for one in values] != [(one.dtype, one.numel()) for one in tensors]:
             return None
-        return ProbedGroup(seen, ManyTensors([plan.loops for plan in plans]))
+        for other in others:
+            if other is not None and other.values == values:
+                return other._replace(keeps=keeps)
+        plans = [plan for one in values if (plan := self._plans.get((one.dtype, one.numel))) is not None]
+        return (
+            ProbedGroup(values, keeps, ManyTensors([plan.loops for plan in plans])) if len(plans) == len(seen) else None
+        )
 
-    def saw_group(self, group: ProbedGroup, tensors: list[torch.Tensor], step: int) -> bool:
+    def saw_group(self, group: ProbedGroup, tensors: list[torch.Tensor], moment: Moment) -> bool:
         """Measure the tensors of a group with one call, and return whether they were counted.
 
-        They are not if a tensor is not finite, or of another kind than when the group was made: then `saw` must see
-        each of them.
+        They are not if a tensor on the host is not finite, or a tensor is of another kind than when the group was made:
+        then `saw` must see each of them.
         """
-        if len(tensors) != len(group.values) or self._kernels is None:
+        if len(tensors) != len(group.values):
             return False
-        for tensor, (_, dtype, numel) in zip(tensors, group.values, strict=True):
+        if group.tensors is None:
+            return self._saw_group_on_device(group, tensors, moment)
+        if self._kernels is None:
+            return False
+        for tensor, value in zip(tensors, group.values, strict=True):
             if (
                 type(tensor) not in PLAIN
                 or not tensor.is_cpu
-                or tensor.dtype is not dtype
-                or tensor.numel() != numel
+                or tensor.dtype is not value.dtype
+                or tensor.numel() != value.numel
                 or tensor.layout is not torch.strided
                 or not tensor.is_contiguous()
             ):
@@ -173,12 +242,29 @@ class Probe:
         )
         if not math.isfinite(sum(sums)):
             return False
-        for total, (column, _, numel) in zip(sums, group.values, strict=True):
-            self._sums[column] += total
-            self._numels[column] += numel
+        for total, value in zip(sums, group.values, strict=True):
+            self._sums[value.column] += total
+            self._numels[value.column] += value.numel
         self._has_values = True
-        self._step = step
+        self._step = moment.step
         return True
+
+    def _saw_group_on_device(self, group: ProbedGroup, tensors: list[torch.Tensor], moment: Moment) -> bool:
+        place = tensors[0].device
+        for tensor, value in zip(tensors, group.values, strict=True):
+            if (
+                type(tensor) not in PLAIN
+                or tensor.device != place
+                or tensor.dtype is not value.dtype
+                or tensor.numel() != value.numel
+                or tensor.layout is not torch.strided
+                or not tensor.untyped_storage().nbytes()
+            ):
+                return False
+        seen = [
+            SeenOnDevice(value, moment, 0, keep != 0) for value, keep in zip(group.values, group.keeps, strict=True)
+        ]
+        return self._launched(self._on_device.measure_many(seen, tensors), moment)
 
     def _sum_of_squares(self, local: torch.Tensor) -> float:
         """Return the sum of the squares of all elements; NaN where the compiled loops cannot compute it."""
@@ -218,8 +304,6 @@ class Probe:
             column = len(self._columns)
             if column >= _MAX_COLUMNS:
                 return None
-            if column >= self._block.shape[1]:
-                self._block = np.pad(self._block, ((0, 0), (0, max(256, column)), (0, 0)))
             self._columns.append(ProbedSeries(origin, phase, moment.mode, scope, facts))
             self._sums.append(0.0)
             self._numels.append(0)
@@ -227,73 +311,98 @@ class Probe:
         return column
 
     def step_changes(self, step: int) -> None:
-        """Append the numbers of the last step to the block, where `step` is another step."""
+        """End the last step, where `step` is another step, and append the numbers of steps that have arrived."""
         if not self._has_values or step == self._step:
             return
         with self._changing:
-            self._append()
+            self._end_step()
+            self._append_arrived()
             if len(self._steps) == BLOCK_STEPS or time.monotonic() - self._began_s > _BLOCK_S:
-                self.flush()
+                self._record_block()
 
-    def _append(self) -> None:
-        done = self._steps
-        if (len(done) > 1 and self._step - done[-1] != done[1] - done[0]) or (done and self._step <= done[-1]):
-            self.flush()
-        if not self._steps:
-            self._began_s = time.monotonic()
-        num, at = len(self._columns), len(self._steps)
+    def _end_step(self) -> None:
         sums, numels = np.array(self._sums), np.array(self._numels, np.float64)
-        self._block[_L2, :num, at] = np.sqrt(sums)
-        self._block[_NUMEL, :num, at] = numels
-        if self._were_bad:
-            self._were_bad = {
-                column: how for column, how in self._were_bad.items() if column in self._bad or not self._numels[column]
-            }
-        if self._on_step is not None:
-            self._on_step(ProbedStep(self._step, self._columns, sums, numels))
-        for column, counts in self._bad.items():
-            self._block[_NUM_NAN : _NUM_INF + 1, column, at] = counts
-        self._sums, self._numels, self._bad = [0.0] * num, [0] * num, {}
-        self._steps.append(self._step)
+        self._forget_recovered(numels, self._bad)
+        self._arriving.append(_ArrivingStep(StepNumbers(self._step, sums, numels, self._bad), self._on_device.bring()))
+        self._sums, self._numels, self._bad = [0.0] * len(sums), [0] * len(sums), {}
         self._has_values = False
 
+    def _append_arrived(self, until_s: float = 0.0) -> None:
+        """Append the steps of which every number has arrived, in their order; wait for others `until_s`."""
+        while self._arriving:
+            numbers, on_way = self._arriving[0]
+            while on_way:
+                try:
+                    if not on_way[0].has_arrived():
+                        if time.monotonic() > until_s:
+                            return
+                        time.sleep(0.001)
+                        continue
+                    self._add_norms(on_way[0].seen, on_way[0].read(), numbers)
+                except LostError:
+                    pass  # the values count as not seen at this step
+                on_way.pop(0).block.release()
+            self._arriving.popleft()
+            self._append(numbers)
+
+    def _add_norms(self, seen: list[SeenOnDevice], norms: npt.NDArray[np.float32], numbers: StepNumbers) -> None:
+        """Add the norms of values on a device to the numbers of their step."""
+        squares = np.square(norms.astype(np.float64))
+        columns = np.array([one.value.column for one in seen])
+        numels = np.array([one.value.numel for one in seen], np.float64)
+        np.add.at(numbers.sums, columns, squares)
+        np.add.at(numbers.numels, columns, numels)
+        for i in np.flatnonzero(~np.isfinite(squares)).tolist():
+            one, is_nan = seen[i], bool(np.isnan(norms[i]))
+            column = one.value.column
+            had_nan, had_inf = numbers.bad.get(column, (0, 0))
+            numbers.bad[column] = max(had_nan, int(is_nan)), max(had_inf, int(not is_nan))
+            numbers.sums[column] = np.nan
+            if self._has_turned(column, is_nan, float(not is_nan)):
+                self._on_device.record_turned(one, is_nan=is_nan)
+        there = np.zeros(len(numbers.numels))
+        there[columns] = 1
+        self._forget_recovered(there, numbers.bad)
+
+    def _forget_recovered(self, numels: npt.NDArray[np.float64], bad: Mapping[int, object]) -> None:
+        """Forget that values were not finite that were seen at a step (`numels` is not 0) and were finite then."""
+        if self._were_bad:
+            self._were_bad = {c: how for c, how in self._were_bad.items() if c in bad or not numels[c : c + 1].any()}
+
+    def _append(self, numbers: StepNumbers) -> None:
+        done, step = self._steps, numbers.step
+        if (len(done) > 1 and step - done[-1].step != done[1].step - done[0].step) or (done and step <= done[-1].step):
+            self._record_block()
+        if not self._steps:
+            self._began_s = time.monotonic()
+        if self._on_step is not None:
+            self._on_step(ProbedStep(step, self._columns, numbers.sums, numbers.numels))
+        self._steps.append(numbers)
+
     def flush(self) -> None:
-        """Record the block, one row for each value, and begin another block."""
+        """Record the block, one row for each value, and begin another block. Wait for steps that are on their way."""
         with self._changing:
+            self._append_arrived(time.monotonic() + _WAIT_S)
             self._record_block()
 
     def _record_block(self) -> None:
         steps, self._steps = self._steps, []
         if not steps:
             return
-        every = steps[1] - steps[0] if len(steps) > 1 else 1
-        for column, its in enumerate(self._columns):
-            numbers = self._block[:, column, : len(steps)]
-            is_there = numbers[_NUMEL] > 0
-            if not is_there.any():
-                continue
-            numel = numbers[_NUMEL, is_there]
-            facts = its.facts if every == 1 else its.facts | {"every": every}
-            if numel[0] == numel.min() == numel.max() and not numbers[_NUM_NAN : _NUM_INF + 1].any():
-                facts = facts | {"numel": int(numel[0])}
-                values = np.where(is_there, numbers[_L2], np.nan)
-                if values[is_there].max() < _FLOAT32_MAX:
-                    values = values.astype(np.float32)
-            else:
-                values = numbers.copy()
+        for its in self._columns[len(self._origins) :]:
             name = f"{its.origin.site} {its.origin.name}".rstrip()
-            self._observe(
-                its.origin._replace(site=PROBE, name=name), Moment(steps[0], None, its.mode), its.phase, 0, 0,
-                KEEP_TENSOR, torch.from_numpy(values), its.scope, note=json.dumps(facts, separators=(",", ":")),
-            )  # fmt: skip
-        self._block[:, : len(self._columns), : len(steps)] = 0
+            self._origins.append(its.origin._replace(site=PROBE, name=name))
+        for column, values, note in block_rows(self._columns, steps):
+            its, origin = self._columns[column], self._origins[column]
+            moment = Moment(steps[0].step, None, its.mode)
+            self._observe(origin, moment, its.phase, 0, 0, KEEP_TENSOR, values, its.scope, note=note)
 
     def close(self) -> None:
         """Record what is left."""
         with self._changing:
             if self._has_values:
-                self._append()
-            self._record_block()
+                self._end_step()
+            self.flush()
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
@@ -303,7 +412,9 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return each element of an expanded tensor once, with its number of repeats; complex elements as their parts."""
     times = 1
-    if tensor.is_contiguous() and not tensor.is_complex():
+    # `dtype.is_complex` keeps the interpreter's lock, and `tensor.is_complex()` may hand the lock to the writer thread.
+    is_complex = tensor.dtype.is_complex
+    if not is_complex and tensor.is_contiguous():
         return tensor, times
     with torch.no_grad(), torch._C._DisableTorchDispatch():
         values = tensor.detach()
@@ -311,4 +422,4 @@ def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
             if not values.stride(dim) and values.size(dim) > 1:
                 times *= values.size(dim)
                 values = values.select(dim, 0)
-        return (torch.view_as_real(values) if values.is_complex() else values), times
+        return (torch.view_as_real(values) if is_complex else values), times

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..capture import topology
+from ..capture.closures import wrap_closure
 from ..capture.groups import find_data_parallel, wrappers_around
-from ..capture.optimizer import find_live, wrap_closure
+from ..capture.optimizer import find_live
 from ..observe import tree
 from ..observe.selection import RuleSelection
 from ..rules import Rule

@@ -53,6 +53,8 @@ class RuleSelection:
         """The rule sets whose mask also depends on the call; `mask_at_call` returns the mask of a call."""
         self._by_name: set[int] = set()
         """The rule sets that select some names and not others."""
+        self._of_units: set[int] = set()
+        """The rule sets that keep sums of each unit at some step."""
         self._first_calls: dict[int, int] = {}
         """The masks at the first calls of a slice at the current step, by a key made of rule set and call."""
         self.has_ring = False
@@ -119,7 +121,7 @@ class RuleSelection:
 
     def keeps_units(self, rule_set: int) -> bool:
         """Whether a rule of the set keeps sums of each unit at some step."""
-        return any(self._rules[i].keep & KEEP_UNITS for i in self._members[rule_set])
+        return rule_set in self._of_units
 
     def unit_dim(self, rule_set: int) -> int | None:
         """Return the dim of units that a rule of the set names; None if no rule names a dim."""
@@ -140,6 +142,8 @@ class RuleSelection:
                 self.limited.add(known)
             if any(self._rules[i].name != ANY for i in members):
                 self._by_name.add(known)
+            if any(self._rules[i].keep & KEEP_UNITS for i in members):
+                self._of_units.add(known)
         return known
 
     def mask_at_call(self, rule_set: int, call: int) -> int:

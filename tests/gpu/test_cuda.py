@@ -205,7 +205,7 @@ def test_a_model_that_runs_on_streams_of_the_users_is_recorded_in_their_order(tm
         assert torch.equal(recording.run.tensor("", site="output", step=step), value.cpu())
 
 
-@pytest.mark.parametrize("rules", [EVERYTHING, "site=* keep=stats,fingerprint"])
+@pytest.mark.parametrize("rules", [EVERYTHING, "site=* keep=stats,fingerprint", "site=output,param,grad keep=probe"])
 def test_no_call_waits_for_the_device(tmp_path: Path, rules: str) -> None:
     large = torch.randn(2 * MIB, device=DEVICE)  # so large that the device measures it
 
@@ -224,6 +224,16 @@ def test_no_call_waits_for_the_device(tmp_path: Path, rules: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert_same(without, found)
     assert not dropped(recording) and not recording.events("hook_error")
+
+
+def test_the_probe_has_the_norm_of_every_output_at_every_step(tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+    with flagged(tmp_path, "site=output,param,grad keep=probe") as recording:
+        train(seen=seen)
+    frame = recording.run.probe().to_pandas()
+    assert set(frame.site) == {"output", "param", "grad"}
+    found = frame[(frame.site == "output") & (frame.module_path == "first")].sort_values("step").l2
+    assert found.to_numpy() == pytest.approx([float(one.double().norm()) for one in seen], rel=1e-5)
 
 
 def test_hooks_return_while_the_device_is_still_busy(tmp_path: Path) -> None:

@@ -194,7 +194,8 @@ def _nonfinite_part(run: Run, answer: First) -> str | Table:
 
 def _nonfinite_rows(bad: NonFiniteTensor) -> Iterator[tuple[str, str]]:
     yield from _where(bad.value)
-    yield "counts", f"{bad.nan_count} NaN, {bad.inf_count} infinite of {counted(bad.numel, 'element')}"
+    at_least = "at least " if bad.is_counted_at_least else ""
+    yield "counts", f"{at_least}{bad.nan_count} NaN, {bad.inf_count} infinite of {counted(bad.numel, 'element')}"
     if bad.is_skipped:
         yield "update", "skipped by GradScaler at this step, as it does where scaled gradients overflow"
     yield "values before it", f"{bad.num_before} of this step on its rank"

@@ -20,7 +20,7 @@ from ...numerics.moments import count_nonfinite, integers, numbers
 from ...run.run import Run
 from ...sites import GRADIENTS, NUMBERS, SKIPPED, is_loss, may_mask
 from ...system.text import steps_in_words
-from .timeline import FirstRows, RecordedValue, Timeline
+from .timeline import FirstRows, RecordedValue, Timeline, is_counted_at_least
 
 _HAVE_NO_INFINITY = ("bool", "int", "uint", "float4")
 _MAX_NOTED = 5
@@ -50,6 +50,8 @@ class NonFiniteTensor(NamedTuple):
 
     value: RecordedValue
     nan_count: int
+    is_counted_at_least: bool
+    """Whether the counts are 1 where at least one element is NaN or infinite, as the probe of a device says."""
     inf_count: int
     numel: int
     num_before: int
@@ -262,6 +264,7 @@ def _describe(timeline: Timeline, state: _Counts, row: int) -> NonFiniteTensor:
         before, last, num_steps = before or long_before, last or longer_ago, num_steps + num_more
     return NonFiniteTensor(
         value=timeline.value(row), nan_count=int(state.nan[row]), inf_count=int(state.inf[row]),
+        is_counted_at_least=is_counted_at_least(timeline.table.column("note")[row].as_py()),
         numel=int(timeline.table.column("numel")[row].as_py()), num_before=int(timeline.num_before[row]),
         before=before, last_healthy=last, num_steps_healthy=num_steps, is_skipped=_is_skipped(timeline, row),
         probed=None,

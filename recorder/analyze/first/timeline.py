@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...columns import COUNTS, SCHEMA, STATISTICS, TIME_ORDER, stage_of
+from ...columns import COUNTS, SCHEMA, STATISTICS, TIME_ORDER, note_members, stage_of
 from ...errors import RunError
 from ...numerics.keys import (
     SERIES_KEY,
@@ -30,7 +30,7 @@ from ...numerics.moments import integers
 from ...run.run import RecordedWriter, Run
 from ...run.selection import PER_RANK
 from ...run.step_ranges import Attempts, first_parts, with_coded_texts
-from ...sites import NUMBERS
+from ...sites import AT_LEAST, NUMBERS
 
 _KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",
         "root", "module_path", "site", "name")  # fmt: skip
@@ -40,6 +40,8 @@ _COLUMNS = (*_KEY, "seq", "dtype", "shape", "numel", "offsets", "placements", "m
 VALUE_COLUMNS = (*_KEY, "dtype", "shape")
 """The columns of a table that a `RecordedValue` is made of."""
 _WINDOW_ROWS = 50_000
+_LATEST = 1 << 61
+"""A number that is larger than every number of a row."""
 _BEGINNING = -(1 << 62)
 """A number that is smaller than every step."""
 
@@ -56,6 +58,11 @@ _SCHEMA = pa.schema(
 
 ValueName = tuple[str, str, str, str]
 """The names of a value, which are the same at every step: root, module path, site and name."""
+
+
+def is_counted_at_least(note: str | None) -> bool:
+    """Whether the counts of the row with this note are 1 where at least one element is NaN or infinite."""
+    return note_members(note).get("counts") == AT_LEAST
 
 
 class RecordedValue(NamedTuple):
@@ -116,8 +123,10 @@ class Timeline:
         self.firsts = firsts
         tables = whole_rows(run.writers, steps) if tables is None else tables
         table = pa.concat_tables([_SCHEMA.empty_table(), *tables]).unify_dictionaries().combine_chunks()
-        order = np.lexsort([integers(table.column(name)) for name in reversed(TIME_ORDER)])
-        table = table.take(pa.array(order))
+        in_time = [integers(table.column(name)) for name in TIME_ORDER]
+        # The row of a value that turned on a device is put once its norm has arrived, after the scalars of its step.
+        in_time[-1] = in_time[-1] - np.where(holds(table.column("note"), is_counted_at_least), _LATEST, 0)
+        table = table.take(pa.array(np.lexsort(in_time[::-1])))
         counts = attempts.counting(table)
         self.num_superseded = int((~counts).sum())
         """The number of rows of steps that a restart did again, which the timeline leaves out."""

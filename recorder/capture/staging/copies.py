@@ -25,6 +25,7 @@ from ... import native
 from ...config import Settings
 from ...records import KEEP_STATS, SMALL_BYTES, Chunk, LostError, Measured, Ready
 from ..local_values import DTYPES, UnsupportedKind
+from .device_norms import DeviceNorms
 from .devices import CudaDevice
 from .pool import Pool, PoolBlock
 from .streams import COPY_FAILED, CUDA_GRAPH, NO_DEVICE_ROOM, StreamStager
@@ -75,6 +76,13 @@ class Stager(Protocol):
     def measure(self, tensor: torch.Tensor, block: PoolBlock, plan: Any) -> Ready | None:
         """Copy the results of a plan, as `copy` copies a tensor. Called only on stagers that make plans."""
         raise LostError(COPY_FAILED)
+
+    def norms(self, tensor: torch.Tensor) -> DeviceNorms | None:
+        """Return the norms of the step under way on the tensor's device; None if nothing can be measured there.
+
+        `copy` brings them to the host. Raises `LostError` if a graph is being captured.
+        """
+        return None
 
     def look(self) -> None:
         """Hand values that have arrived to the writer; called as a call of a root begins. Never waits."""

@@ -27,6 +27,7 @@ import torch
 
 from ...records import Chunk, LostError, Ready
 from ...system.processes import comes_from_signal_handler
+from .device_norms import DeviceNorms
 from .devices import Device
 from .pool import DevicePool, Pool, PoolBlock
 
@@ -105,6 +106,17 @@ class StreamStager:
             # The device has no kernel for the dtype: from now on the host measures.
             self._unmeasurable.add(tensor.dtype)
             raise
+
+    def norms(self, tensor: torch.Tensor) -> DeviceNorms:
+        """Return the norms of the step under way on the tensor's device. `copy` brings them to the host.
+
+        Raises:
+            LostError: a graph is being captured, and the device was not used before.
+        """
+        copies = self._copies_of(tensor)
+        if copies.norms is None:
+            copies.norms = DeviceNorms(copies.device)
+        return copies.norms
 
     def look(self) -> None:
         for copies in list(self._by_device.values()):
@@ -188,6 +200,7 @@ class _DeviceCopies:
         self._launching: set[_Arrival] = set()
         """The copies that may be on their way but have no event that shows their end."""
         self._weights: Weights = {}
+        self.norms: DeviceNorms | None = None
 
     @property
     def is_busy(self) -> bool:

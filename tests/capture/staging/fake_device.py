@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from recorder.capture.staging import copies
 from recorder.capture.staging.copies import Stager
 from recorder.capture.staging.devices import Device, undisturbed
 from recorder.capture.staging.streams import StreamStager
@@ -162,3 +164,16 @@ class FakeDevice(Device):
 
 class FakeStager(StreamStager, Stager):
     """The stager of fake devices."""
+
+
+@contextmanager
+def fake_gpu(device: FakeDevice, room: int = 1 << 16) -> Iterator[None]:
+    """What lies on the CPU is taken for a device's."""
+    plain = copies.STAGERS["cpu"]
+    copies.STAGERS["cpu"] = lambda pool, settings, say: FakeStager(
+        pool, open_device=lambda index: device, room_bytes=room, say=say, min_measured_bytes=64
+    )
+    try:
+        yield
+    finally:
+        copies.STAGERS["cpu"] = plain

@@ -7,8 +7,7 @@ import gc
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ import pytest
 import torch
 from torch import nn
 
-from recorder.capture.staging import copies, streams
+from recorder.capture.staging import streams
 from recorder.capture.staging.measure import measure
 from recorder.capture.staging.pool import Pool, PoolBlock
 from recorder.records import KEEP_FINGERPRINT, KEEP_STATS, LostError, Ready
 from tests.rigs.capturing import Tiny, batch, flagged
 
-from .fake_device import FakeDevice, FakeStager
+from .fake_device import FakeDevice, FakeStager, fake_gpu
 
 KIB = 1024
 BOTH = KEEP_STATS | KEEP_FINGERPRINT
@@ -403,19 +402,6 @@ def test_the_threads_of_a_backward_may_stage_at_once() -> None:
 
 
 # -- whole recordings -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def fake_gpu(device: FakeDevice, room: int = 64 * KIB) -> Iterator[None]:
-    """What lies on the CPU is taken for a device's."""
-    plain = copies.STAGERS["cpu"]
-    copies.STAGERS["cpu"] = lambda pool, settings, say: FakeStager(
-        pool, open_device=lambda index: device, room_bytes=room, say=say, min_measured_bytes=64
-    )
-    try:
-        yield
-    finally:
-        copies.STAGERS["cpu"] = plain
 
 
 def train(seen: dict[int, torch.Tensor] | None = None, *, capture_at: int = -1, device: Any = None) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""The probe of values on devices: a kernel computes each norm, and the norms of a step are copied to the host together.
+
+The norms arrive a step or two later. So a value that turned non-finite has a row that says that, and not how many of
+its elements are not finite. Nothing here may wait for a device, or hold a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..records import Block, Chunk, LostError, Measured, Moment, Origin, Ready
+from ..sites import AT_LEAST
+from .dtensors import merged_notes
+from .local_values import UnsupportedKind
+
+if TYPE_CHECKING:
+    from .core import Capture
+    from .staging.device_norms import DeviceNorms
+
+TURNED = '{"turned":true}'
+"""The note of a row that was put only because the value turned non-finite."""
+COUNTED_AT_LEAST = f'{{"counts":"{AT_LEAST}"}}'
+"""The note of a row whose counts of NaN and of infinite elements are 1 where there is at least one."""
+
+
+class ProbedValue(NamedTuple):
+    """A value that the probe has measured, with all that `Capture.observe` needs to record it again."""
+
+    column: int
+    dtype: torch.dtype
+    numel: int
+    shape: torch.Size
+    origin: Origin
+    phase: str
+    scope: str | None
+    chunk: Chunk | None
+    note: str | None
+
+
+class SeenOnDevice(NamedTuple):
+    """A value on a device whose norm is on its way."""
+
+    value: ProbedValue
+    moment: Moment
+    call: int
+    has_row: bool
+    """Whether the value has a row at this step already."""
+
+
+class NormsOnWay(NamedTuple):
+    """The norms of some values of one step, on their way to the host."""
+
+    norms: DeviceNorms
+    seen: list[SeenOnDevice]
+    block: Block
+    ready: Ready | None
+
+    def has_arrived(self) -> bool:
+        """Return whether the norms have arrived; `LostError` is raised if they will never come."""
+        return not self.norms.is_capturing() and (self.ready is None or self.ready.wait(0.0))
+
+    def read(self) -> npt.NDArray[np.float32]:
+        """Return the norms, once they have arrived, in the order of `seen`."""
+        return self.block.data.view(np.float32)
+
+
+class DeviceProbe:
+    """The values of the step under way that lie on devices. Training threads call it."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._seen: dict[DeviceNorms, list[SeenOnDevice]] = {}
+
+    def measure(self, seen: SeenOnDevice, local: torch.Tensor) -> bool:
+        """Launch the kernel that measures a value; return whether that was possible."""
+        return self._launch([seen], local, lambda norms: norms.measure(local))
+
+    def measure_many(self, seen: list[SeenOnDevice], tensors: list[torch.Tensor]) -> bool:
+        """Launch the kernels that measure values on one device together; return whether that was possible."""
+        return self._launch(seen, tensors[0], lambda norms: norms.measure_many(tensors))
+
+    def _launch(self, seen: list[SeenOnDevice], tensor: torch.Tensor, measure: Callable[[DeviceNorms], bool]) -> bool:
+        try:
+            norms = self._capture.stager_of(tensor).norms(tensor)
+        except (LostError, UnsupportedKind):
+            return False
+        if norms is None or not measure(norms):
+            return False
+        self._seen.setdefault(norms, []).extend(seen)
+        self._capture.nonfinite.lags = True
+        return True
+
+    def bring(self) -> list[NormsOnWay]:
+        """Begin to copy the norms of a step that is over to the host, and begin another step."""
+        of_step, self._seen = self._seen, {}
+        on_way = []
+        for norms, seen in of_step.items():
+            values = norms.take()
+            if values is not None and len(values) == len(seen):
+                block = self._capture.pool.take(values.nbytes)
+                if block is None:
+                    continue
+                try:
+                    ready = self._capture.stager_of(values).copy(values, block)
+                except BaseException as error:
+                    block.release()
+                    if isinstance(error, LostError):
+                        continue
+                    raise
+                on_way.append(NormsOnWay(norms, seen, block, ready))
+        return on_way
+
+    def record_turned(self, seen: SeenOnDevice, *, is_nan: bool) -> None:
+        """Record that a value has turned non-finite."""
+        if not seen.has_row:
+            note = merged_notes(merged_notes(seen.value.note, TURNED), COUNTED_AT_LEAST)
+            its = Measured(nan_count=int(is_nan), inf_count=int(not is_nan))
+            self._capture.put_measured(seen.value, seen.moment, seen.call, note, its)

@@ -1,0 +1,59 @@
+"""Tells whether a program cleared its gradients: compares a gradient with what the update before it used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+_SMALL = 4096
+"""The most elements of the gradient that is compared with the gradient of the next update."""
+_ALIKE = 0.9
+"""The cosine from which two gradients look alike: a sum of gradients hardly turns."""
+_LEAST_ADDED = 0.1
+"""The least length of what a backward added, as a share of the gradient before."""
+
+
+class LastGradient(NamedTuple):
+    """A small gradient as an update found it, with which the gradient of the next update is compared."""
+
+    gradient: weakref.ref[torch.Tensor]
+    values: torch.Tensor
+    next_version: int
+    """The version of the gradient after one more backward, if nothing else is done to the gradient."""
+
+    @classmethod
+    def of(cls, parameters: Iterator[torch.Tensor], *, in_ddp: bool) -> LastGradient | None:
+        """Return the first small gradient in host memory; None if there is none.
+
+        Args:
+            parameters: the parameters of one optimizer.
+            in_ddp: DDP averages the gradients. It then copies the average into the gradient after each backward.
+        """
+        for parameter in parameters:
+            gradient = parameter.grad
+            if type(gradient) is not torch.Tensor or not gradient.is_cpu or gradient.is_sparse:
+                continue
+            if in_ddp and gradient._is_view():
+                continue  # a view of DDP's bucket has the version of the bucket, which each gradient there counts up
+            if 1 < gradient.numel() <= _SMALL:
+                version = gradient._version + (2 if in_ddp else 1)
+                return cls(weakref.ref(gradient), gradient.detach().clone(), version)
+        return None
+
+    def stands_uncleared(self) -> bool:
+        """Whether one backward was added to the gradient, and nothing else was done to it, since the last update.
+
+        A gradient that was set to zero in place has another version. One that was set to zero behind the back of
+        autograd does not look like the last gradient any more, or, of the same batch, is about the last gradient itself
+        and not longer.
+        """
+        now = self.gradient()
+        if now is None or now._version != self.next_version:
+            return False
+        present, last = now.detach().flatten(), self.values.flatten()
+        added = present - last
+        is_longer = torch.dot(added, last) >= 0 and added.norm() >= _LEAST_ADDED * last.norm()
+        return bool(is_longer and torch.cosine_similarity(present, last, dim=0) > _ALIKE)
