@@ -7,7 +7,7 @@ its elements are not finite. Nothing here may wait for a device, or hold a tenso
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,10 @@ from .dtensors import merged_notes
 from .local_values import UnsupportedKind
 
 if TYPE_CHECKING:
-    from .core import Capture
+    from .nonfinite import FirstNonFinite
+    from .staging.copies import Stager
     from .staging.device_norms import DeviceNorms
+    from .staging.pool import Pool
 
 TURNED = '{"turned":true}'
 """The note of a row that was put only because the value turned non-finite."""
@@ -52,6 +54,22 @@ class SeenOnDevice(NamedTuple):
     """Whether the value has a row at this step already."""
 
 
+class DeviceAccess(Protocol):
+    """What `Capture` has for values on devices."""
+
+    @property
+    def pool(self) -> Pool: ...
+
+    @property
+    def nonfinite(self) -> FirstNonFinite: ...
+
+    def stager_of(self, tensor: torch.Tensor) -> Stager:
+        """Return what copies values of the tensor's device. `UnsupportedKind` is raised if nothing can."""
+
+    def put_measured(self, value: ProbedValue, moment: Moment, call: int, note: str | None, its: Measured) -> None:
+        """Put a row of statistics on the channel that were computed elsewhere."""
+
+
 class NormsOnWay(NamedTuple):
     """The norms of some values of one step, on their way to the host."""
 
@@ -72,7 +90,7 @@ class NormsOnWay(NamedTuple):
 class DeviceProbe:
     """The values of the step under way that lie on devices. Training threads call it."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: DeviceAccess) -> None:
         self._capture = capture
         self._seen: dict[DeviceNorms, list[SeenOnDevice]] = {}
 

@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 from ..observe.clock import Clock
 from ..records import Measured, Staged
-from ..sites import GRADIENTS, NUMBERS, SKIPPED, UPDATED, is_loss, may_mask
+from ..sites import AT_LEAST, GRADIENTS, NUMBERS, SKIPPED, UPDATED, is_loss, may_mask
 from ..system import log
 from ..system.text import counted
-from .device_probe import COUNTED_AT_LEAST
 
 _logger = logging.getLogger("recorder")
 _SITES = ("output", *NUMBERS, *UPDATED, *GRADIENTS)
@@ -84,7 +83,7 @@ class FirstNonFinite:
         if self._waiting is not None and step > self._waiting.step:
             self._decide(self._waiting)
         is_told_of = origin.site in _SITES or (origin.site == "input" and not origin.module_path)
-        is_late = staged.note is not None and COUNTED_AT_LEAST[1:-1] in staged.note
+        is_late = staged.note is not None and AT_LEAST in staged.note
         if self.first is not None and is_late and self._is_scalar and step <= self.first.step and not self._is_said:
             self.first = None  # the number was computed from this value
         if self.first is not None or not is_told_of or staged.phase == "recompute":
