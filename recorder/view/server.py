@@ -374,8 +374,11 @@ class Watching:
             return described
 
     def _glance(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """Read the losses of runs, and what the rules of `recorder check` find in those that are over."""
-        locations = {run.location.name: run.location for run in self._runs()}
+        """Read the losses of runs, and what the rules of `recorder check` find in those that are over.
+
+        Runs in an object store are left out, where reading costs requests.
+        """
+        locations = {run.location.name: run.location for run in self._runs() if isinstance(run.location, Path)}
         for one in described:
             name, is_over = one["directory"], set(one["states"]) <= set(ENDED)
             state = one["written"] if is_over else int(time.monotonic() / _GLANCE_S)
