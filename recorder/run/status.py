@@ -287,7 +287,7 @@ class Proof:
     time_ns: int = 0
     """The time of the verdict, in nanoseconds since the epoch."""
     subject: str = "recording"
-    """What was tested: ``recording``, whether recording changes the training, or ``resume``."""
+    """What was tested: ``recording``, whether recording changes the training, ``resume``, ``checkpoint``, ``world``."""
     compared: Mapping[str, int] = field(default_factory=dict)
     """The number of values that were compared, by kind, such as ``parameters``."""
     commands: tuple[str, ...] = ()

@@ -118,7 +118,7 @@ class ProgramProbe:
                 self._see_gradients(seen, model.parameters())
         for group, settings in enumerate(optimizer.param_groups):
             self._see_gradients(seen, settings["params"])
-            _see(seen, f"lr group {group}", settings["lr"])
+            _see_settings(seen, group, settings)
         _see_random_states(seen)
         return seen
 
@@ -201,6 +201,12 @@ def _canonical(model: Any, name: str) -> str:
     if type(model).__name__ in _WRAPPERS:
         parts = parts[1:]
     return ".".join(part for part in parts if part not in _TRANSPARENT)
+
+
+def _see_settings(seen: dict[str, str], group: int, settings: dict[str, Any]) -> None:
+    for key, value in settings.items():
+        if key != "params":
+            _see(seen, f"setting {key} of group {group}", value)
 
 
 def _see_random_states(seen: dict[str, str]) -> None:

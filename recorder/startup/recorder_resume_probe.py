@@ -17,10 +17,11 @@ from typing import Any
 import recorder_probe as base
 import torch
 from torch.nn.modules import module as hooks
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 _NOT_RESTORED = frozenset(("_step_count", "_is_initial", "_get_lr_called_within_step", "verbose"))
 """Members of a schedule that count calls and have no effect on the learning rate."""
-_MODULE, _SCHEDULE, _SCALER, _OPTIMIZER, _STATEFUL = range(1, 6)
+_MODULE, _SCHEDULE, _SCALER, _OPTIMIZER, _LOADER, _STATEFUL = range(1, 7)
 
 
 class ResumeProbe(base.ProgramProbe):
@@ -85,7 +86,7 @@ class ResumeProbe(base.ProgramProbe):
             return {}
         seen, self._seen, self._num_batches = self._seen, {}, 0
         for group, settings in enumerate(optimizer.param_groups):
-            seen[f"lr group {group}"] = base._described(settings["lr"])
+            base._see_settings(seen, group, settings)
             self._see_gradients(seen, settings["params"])
         return seen
 
@@ -115,6 +116,8 @@ class ResumeProbe(base.ProgramProbe):
             base._see(seen, f"schedule {self._other(schedule)}", members)
         for scaler in found.get(_SCALER, []):
             base._see(seen, f"scaler {self._other(scaler)}", scaler.state_dict())
+        for loader in found.get(_LOADER, []):
+            seen["other DataLoader.num_workers"] = base._described(loader._num_workers)
         for stateful in found.get(_STATEFUL, []):
             tensors = [pair for key, value in _attributes(stateful).items() for pair in self._tensors(key, value)]
             _see_other(seen, self._other(stateful), tensors)
@@ -146,6 +149,8 @@ def _kind(of_type: type) -> int:
         return _SCHEDULE
     if issubclass(of_type, torch.amp.GradScaler):
         return _SCALER
+    if issubclass(of_type, _MultiProcessingDataLoaderIter):
+        return _LOADER
     is_stateful = hasattr(of_type, "state_dict") and hasattr(of_type, "load_state_dict")
     return _STATEFUL if is_stateful else 0
 

@@ -32,7 +32,7 @@ NOUNS = {
     "param": "parameter",
     "buffer": "buffer",
     "optim": "optimizer state",
-    "lr": "learning rate",
+    "setting": "optimizer setting",
     "schedule": "learning-rate schedule",
     "scaler": "gradient scaler",
     "other": "state beside the model",
@@ -224,8 +224,8 @@ class Launches:
             exit_code = 0
         if exit_code:
             lines = written.read_text(encoding="utf-8", errors="replace").splitlines()
-            summary = next((i for i, line in enumerate(lines) if i and "failed (exitcode: " in line), len(lines))
-            del lines[summary:]  # what torchrun adds to the rank's own words
+            summaries = [i for i, line in enumerate(lines) if i and "failed (exitcode: " in line]
+            del lines[max(summaries, default=len(lines)) :]  # what torchrun adds to the rank's own words
             self._said = "\n".join(lines[-_TAIL_LINES:])
         return read_observed(folder, exit_code)
 

@@ -15,7 +15,7 @@ from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed, named
 from .launches import MAX_LISTED, Launches, Observed, Proven, count_kinds, on_ranks, values_named
 
-_ORDER = ("grad", "param", "buffer", "optim", "lr", "rng")
+_ORDER = ("grad", "param", "buffer", "optim", "setting", "rng")
 """The kinds of values. A difference of one kind causes differences of the later kinds."""
 _UNSEEDED = ("rng python", "rng numpy")
 """The random states that the operating system seeds in each process, unless the program does."""

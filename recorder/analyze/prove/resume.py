@@ -14,10 +14,12 @@ from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed, named
 from .launches import MAX_LISTED, Launches, Observed, Proven, count_kinds, on_ranks, values_named
 
-_STATE = ("param", "buffer", "optim", "lr", "schedule", "scaler", "other", "rng")
+_STATE = ("param", "buffer", "optim", "setting", "schedule", "scaler", "other", "rng")
 """The kinds of state, causes before effects."""
 _ALIGNING = ("param", "optim", "schedule", "buffer", "batch")
 """The kinds of values that show at which step the resumed run goes on."""
+_WORKERS = "other DataLoader.num_workers"
+"""The key by which the probe says that worker processes load the data; their random states are not seen."""
 _Digests = Mapping[str, str]
 
 
@@ -242,7 +244,8 @@ def _reading(pair: Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
     if wrong is None:
         return f"makes the step of {counted(len(now), 'batch')} and not of {len(then)}"
     if (at := read_at.get(now[wrong])) is None:
-        return "reads a batch that the interrupted run did not read in its steps"
+        cause = ": the random states of its DataLoader's workers began anew" if _WORKERS in pair.now else ""
+        return f"reads a batch that the interrupted run did not read in its steps{cause}"
     step, number = at
     if at == (0, 0):
         return "reads the batch of step 0 again: the sampler started anew"

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, IterableDataset
 
 NUM_SAMPLES, NUM_BATCHES_OF_STEP = 32, 2
 
@@ -36,6 +37,17 @@ class Sampler:
             order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch))
             self.cursor += 1
             yield self.data[order[2 * number : 2 * number + 2]]
+
+
+class Augmented(IterableDataset[torch.Tensor]):
+    """The batches of a sampler with noise, which a worker process draws."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for batch in self._sampler:
+            yield batch + 0.1 * torch.randn(batch.shape)
 
 
 class Training:
@@ -82,6 +94,10 @@ class Training:
                 saved["model"][f"1.{name}"] = self.model.get_buffer(f"1.{name}").clone()
         elif fault == "lr":
             saved["optimizer"]["param_groups"][0]["lr"] = 1e-2
+        elif fault == "settings":
+            saved["optimizer"]["param_groups"][0]["weight_decay"] = 0.5
+        elif fault == "count":
+            saved["average"]["n_averaged"].zero_()
         elif fault == "stale":
             saved["model"] = torch.load(f"{self.path}.earlier", weights_only=False)
         for name, one in self.stateful.items():
@@ -99,9 +115,17 @@ class Training:
         if fault != "python":
             random.setstate(saved["python"])
 
-    def run(self, num_steps: int, *, saves_in_between: bool) -> None:
+    def batches(self, *, has_worker: bool) -> Iterator[torch.Tensor]:
+        if not has_worker:
+            yield from self.sampler
+        loader = DataLoader(Augmented(self.sampler), batch_size=None, num_workers=1, generator=torch.Generator())
+        for batch in loader:
+            self.sampler.cursor += 1  # that of the worker is a copy
+            yield batch
+
+    def run(self, num_steps: int, *, saves_in_between: bool, has_worker: bool) -> None:
         step = self.schedule.last_epoch
-        for batch in self.sampler:
+        for batch in self.batches(has_worker=has_worker):
             is_last = self.sampler.cursor % NUM_BATCHES_OF_STEP == 0
             drawn = 1 + float(np.random.normal(0, 0.01)) + random.gauss(0, 0.01)
             mask = (torch.rand(2, 2, generator=self.noise) > 0.1) * drawn
@@ -131,7 +155,7 @@ def main() -> None:
     training = Training(rank)
     if training.path.exists():
         training.load("sound" if only and int(only[0]) != rank else fault)
-    training.run(40, saves_in_between=fault == "accumulation")
+    training.run(40, saves_in_between=fault == "accumulation", has_worker=fault == "workers")
     dist.destroy_process_group()
 
 
