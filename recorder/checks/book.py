@@ -17,25 +17,15 @@ from ..sites import SITES
 from .normal import Normal, Sizes
 from .rows import Catalog, Flags, Floats, Rows, SeriesKey
 from .rule import CheckRule, Finding, Replicas, Setting, Severity, StreakRule
-from .rules.activations import Attention, Dead, DeadUnits, EvaluationOutput, LowPrecision, OutlierUnits, Saturated
-from .rules.comparing import Invariant, OutlierRank, Replica, RunningStatistics, Unusual, Width
-from .rules.curves import Jump, LossStuck, Overfitting, Spike
-from .rules.parameters import (
-    Exploding,
-    Initialisation,
-    NoGradient,
-    Objectives,
-    Unchanged,
-    Update,
-    Vanishing,
-)  # fmt: skip
-from .rules.programs import EvaluationMode, NotCleared, NotOptimized
-from .rules.values import Data, NonFinite, Skipped
+from .rules import activations, comparing, curves, parameters, programs, values
 
 RULES: tuple[type[CheckRule], ...] = (
-    NonFinite, Skipped, Jump, Spike, LossStuck, Overfitting, Vanishing, Exploding, NoGradient, Unchanged, Update,
-    NotOptimized, NotCleared, EvaluationMode, EvaluationOutput, Initialisation, Dead, Saturated, Attention, Objectives,
-    OutlierRank, Replica, Data, RunningStatistics, DeadUnits, OutlierUnits, LowPrecision, Width, Unusual, Invariant,
+    values.NonFinite, values.Skipped, curves.Jump, curves.Spike, curves.LossStuck, curves.Overfitting,
+    parameters.Vanishing, parameters.Exploding, parameters.NoGradient, parameters.Unchanged, parameters.Update,
+    programs.NotOptimized, programs.NotCleared, programs.EvaluationMode, activations.EvaluationOutput,
+    parameters.Initialisation, activations.Dead, activations.Saturated, activations.Attention, parameters.Objectives,
+    comparing.OutlierRank, comparing.Replica, values.Data, comparing.RunningStatistics, activations.DeadUnits,
+    activations.OutlierUnits, activations.LowPrecision, comparing.Width, comparing.Unusual, comparing.Invariant,
 )  # fmt: skip
 """All rules that come with the recorder."""
 ENTRY_POINTS = "recorder.checks"

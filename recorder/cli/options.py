@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -78,13 +78,38 @@ def _modules(run: str | None) -> Iterator[str]:
         yield from first_modules(path_of_run)
 
 
+def run_argument(metavar: str, help: str) -> Any:
+    """Return an argument that names a run."""
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete_run)
+
+
+def run_option(*names: str, help: str) -> Any:
+    """Return an option that names another run."""
+    return typer.Option(*names, metavar="RUN", help=help, autocompletion=complete_run)
+
+
+def out_option(metavar: str, help: str) -> Any:
+    """Return the option for the file or the folder that a command writes."""
+    return typer.Option("-o", "--out", metavar=metavar, help=help, parser=local_path)
+
+
+def local_path(text: str) -> Path:
+    """Return the path of a file or directory on a disk; raise LookupFailedError for a path in an object store."""
+    from ..run.finding import scheme_of
+
+    if not text:
+        raise LookupFailedError("an empty text is no path; name a file or a directory")
+    if (scheme := scheme_of(text)) is not None:
+        where = f"{scheme}:// is only read from; name a path on a disk, and copy it up afterwards"
+        raise LookupFailedError(f"{text}: {where}")
+    return Path(text)
+
+
 _RUNS = (
     "A run's path or name, or its beginning; latest, @-2 (the last but one), FOLDER/@-1; also s3://... A folder means "
     "its newest run, and without RUN it is RECORDER_DIR."
 )
-RunPath = Annotated[  # no pathlib path, which would turn s3://bucket into s3:/bucket
-    str | None, typer.Argument(metavar="RUN", help=_RUNS, autocompletion=complete_run)
-]
+RunPath = Annotated[str | None, run_argument("RUN", _RUNS)]  # a pathlib path would turn s3://bucket into s3:/bucket
 RunsPath = Annotated[
     str | None,
     typer.Argument(metavar="RUNS", help="A folder or a store of runs, or one run. Default: the folder of runs here."),

@@ -31,24 +31,25 @@ _MAX_WIDTH = 10_000
 
 def print_table(table: Table) -> None:
     """Print a table: fitted to a terminal or to the width in ``COLUMNS``, and complete in a pipe."""
-    width = _pipe_width()
-    if sys.stdout.isatty():
-        from rich.console import Console
+    columns = os.environ.get("COLUMNS", "")
+    is_terminal, is_fitted = sys.stdout.isatty(), columns.isdecimal() and 0 < int(columns) < _MAX_WIDTH
+    if not is_terminal and not is_fitted:
+        _print_plain(table)
+        return
+    from rich.console import Console
 
+    if is_terminal:
         console = Console(highlight=False, soft_wrap=False)
         for renderable in fitted(table, console.width):
             console.print(renderable)
-    elif width:
-        from rich.console import Console
-
+    else:
+        width = int(columns)
         console = Console(highlight=False, soft_wrap=False, width=width, height=_PIPE_LINES)
         with console.capture() as captured:
             for renderable in fitted(table, width):
                 console.print(renderable)
         for line in captured.get().splitlines():
             print(line.rstrip())
-    else:
-        _print_plain(table)
 
 
 def fitted(table: Table, width: int) -> list[Any]:
@@ -191,11 +192,6 @@ def _folded(cell: str, column: TableColumn, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _pipe_width() -> int | None:
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdecimal() and 0 < int(columns) < _MAX_WIDTH else None
-
-
 def print_reply(reply: Reply, *, as_json: bool) -> int:
     """Print the reply of a command, as one JSON document or as text, and return the exit code."""
     if as_json:
@@ -241,24 +237,14 @@ def progress(title: str, total: int, unit: str = "") -> Iterator[Callable[[int],
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    done: tuple[ProgressColumn, ...] = DownloadColumn(), TransferSpeedColumn()
+    done: list[bars.ProgressColumn] = [bars.DownloadColumn(), bars.TransferSpeedColumn()]
     if unit:
-        done = MofNCompleteColumn(), TextColumn(unit)
-    with Progress(
-        TextColumn(title), BarColumn(), *done, TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
+        done = [bars.MofNCompleteColumn(), bars.TextColumn(unit)]
+    columns = [bars.TextColumn(title), bars.BarColumn(), *done, bars.TimeRemainingColumn()]
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda num_bytes: bar.advance(task, num_bytes)
 

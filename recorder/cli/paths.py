@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from ..errors import LookupFailedError, NotARunError, RunError
 from ..merge.unit import is_problem
 from ..rules import hint
-from ..run.finding import find_folder, is_same_folder, runs_in, scheme_of, typed_for
+from ..run.finding import find_folder, is_same_folder, runs_in, typed_for
 from ..run.reply import Reply
 from ..run.run import Run, open_run
 from ..run.selection import Selection
@@ -100,17 +100,6 @@ def opened_runs(path: str | None, problems: list[str]) -> Iterator[Run]:
                 yield open_run(found.location)
             except RunError as error:
                 problems.append(str(error))
-
-
-def local_path(text: str) -> Path:
-    """Return the path of a file or directory on a disk; raise LookupFailedError for a path in an object store."""
-    if not text:
-        raise LookupFailedError("an empty text is no path; name a file or a directory")
-    if (scheme := scheme_of(text)) is not None:
-        raise LookupFailedError(
-            f"{text}: {scheme}:// is only read from; name a path on a disk, and copy it up afterwards"
-        )
-    return Path(text)
 
 
 def modules_meant(run: Run, wanted: Selection) -> list[str]:

@@ -1,10 +1,10 @@
 """The ring of a rank: the rules that keep a ring, its memory, and the triggers that cause it to be written.
 
 `RingWatch` joins the memory, `Triggers`, and the rules of `recorder check` that run in training, and that may be
-triggers. Code that finds a
-reason to write the ring only asks `Triggers`, on any thread. The writer thread then determines the window of steps, has
-its own ring write them, and sends the other ranks a command; no rank waits. A rank that receives the command too late
-reports the steps that it no longer has. Nothing here may touch a tensor, wait, or raise into training.
+triggers. Code that finds a reason to write the ring only asks `Triggers`, on any thread. The writer thread then
+determines the window of steps, has its own ring write them, and sends the other ranks a command; no rank waits. A rank
+that receives the command too late reports the steps that it no longer has. Nothing here may touch a tensor, wait, or
+raise into training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..capture.core import Capture
 from ..capture.nonfinite import NonFiniteValue
@@ -31,6 +32,9 @@ from ..system.log import Events
 from ..system.text import counted, one_line, size
 from ..write.ring import MAX_DUMPS, Dump
 from .commands import Commands
+
+if TYPE_CHECKING:
+    from ..write.writer import Writer  # the import loads pyarrow, which no recording needs before its first root call
 
 
 class RingWatch:
@@ -68,7 +72,7 @@ class RingWatch:
         rank: int,
         world_size: int,
         pool: Pool,
-        writer: Any,
+        writer: Writer,
         commands: Commands,
         events: Events,
         current_step: Callable[[], int | None],
@@ -139,7 +143,7 @@ class RingWatch:
         commands.look()
         self._triggers.end(capture.clock.step)
 
-    def _make_memory(self, pool: Pool, window: RingWindow, writer: Any) -> RingMemory:
+    def _make_memory(self, pool: Pool, window: RingWindow, writer: Writer) -> RingMemory:
         from ..write.ring import Room
 
         self._has_ring = True
@@ -203,25 +207,6 @@ OWN_RULE = "own rule"
 _ALWAYS = ("program", "user", OWN_RULE)
 
 
-class Sender(Protocol):
-    """An object that sends a command to all ranks, and takes answers to commands."""
-
-    def look(self) -> None:
-        """Look at once for commands that other ranks have sent."""
-
-    def send(self, command: Command) -> Command: ...
-
-    def answer(
-        self, command: Command, state: str, *, since: int | None = None, until: int | None = None, why: str = ""
-    ) -> None: ...
-
-
-class DumpWriter(Protocol):
-    """The methods of the writer that triggers need."""
-
-    def dump(self, dump: Dump) -> None: ...
-
-
 class _Asked(NamedTuple):
     kind: str
     reason: str
@@ -242,37 +227,32 @@ class _Answered(NamedTuple):
     dump: Dump
 
 
+@dataclass(eq=False, kw_only=True)
 class Triggers:
-    """The triggers of one rank. Any thread may `ask`; the writer thread does the rest."""
+    """The triggers of one rank. Any thread may `ask`; the writer thread does the rest.
 
-    def __init__(
-        self,
-        *,
-        settings: Settings,
-        rank: int,
-        world_size: int,
-        window: RingWindow,
-        channel: DumpWriter | None,
-        sender: Sender,
-        events: Events,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Begin without a reason to write anything. A trigger that writes less than it should becomes an event.
+    A trigger that writes less than it should becomes an event.
+    """
 
-        `window` are the steps around a trigger. `channel` is the writer, with the ring; None if the rules keep a ring
-        on other ranks only. `sender` notifies the other ranks. `clock` is monotonic, in seconds.
-        """
-        self._settings = settings
-        self._words = settings.trigger_words
-        self._by = f"rank {rank}"
-        self._turn_s = min(world_size / _TURNS_PER_S, _LONGEST_TURNS_S) * (rank * _GOLDEN % 1)
-        self._window = window
-        self._channel = channel
+    settings: Settings
+    rank: int
+    world_size: int
+    window: RingWindow
+    """The steps around a trigger that are written."""
+    channel: Writer | None
+    """The writer, with the ring; None if the rules keep a ring on other ranks only, or once the ring is off."""
+    sender: Commands
+    """Notifies the other ranks."""
+    events: Events
+    clock: Callable[[], float] = time.monotonic
+    """A monotonic clock, in seconds."""
+
+    def __post_init__(self) -> None:
+        self._words = self.settings.trigger_words
+        self._by = f"rank {self.rank}"
+        self._turn_s = min(self.world_size / _TURNS_PER_S, _LONGEST_TURNS_S) * (self.rank * _GOLDEN % 1)
         self._why_nothing = "no rule keeps a ring on this rank"
         """The reason why this rank writes nothing, for the time without a channel."""
-        self._sender = sender
-        self._events = events
-        self._clock = clock
         self._asked: deque[_Asked] = deque()
         self._unsent: list[_Unsent] = []
         self._dumps: list[Dump] = []
@@ -298,7 +278,7 @@ class Triggers:
 
     def turn_off(self) -> None:
         """Write nothing from now on, because the ring has no room for its steps. Other ranks are still notified."""
-        self._channel = None
+        self.channel = None
         self._why_nothing = "the ring is off, because it cannot hold its steps"
 
     def look(self, step: int) -> None:
@@ -307,7 +287,7 @@ class Triggers:
         while self._asked:
             asked = self._asked.popleft()
             self._begin(asked, step if asked.step is None else asked.step)
-        self._send_due(self._clock())
+        self._send_due(self.clock())
         self._look_at_dumps()
 
     def take(self, command: Command) -> None:
@@ -317,11 +297,11 @@ class Triggers:
             CommandError: the window is larger than the ring's, or there were too many; the error's text is the answer.
         """
         assert command.to_step is not None, "a dump has a last step"
-        num_steps, most = command.to_step - command.from_step + 1, sum(self._window) + 1
+        num_steps, most = command.to_step - command.from_step + 1, sum(self.window) + 1
         if num_steps > most:
             raise CommandError(
-                f"it asks for {num_steps} steps, and the ring has {most} (before={self._window.before}, "
-                f"after={self._window.after}, and the step itself)"
+                f"it asks for {num_steps} steps, and the ring has {most} (before={self.window.before}, "
+                f"after={self.window.after}, and the step itself)"
             )
         dump = self._known(command.from_step, command.to_step)
         if dump is None:
@@ -331,11 +311,11 @@ class Triggers:
             self._write(dump)
         if dump.command is None:
             dump.command = command.number
-        if self._channel is None:
-            self._sender.answer(command, ENDED, why=self._why_nothing)
+        if self.channel is None:
+            self.sender.answer(command, ENDED, why=self._why_nothing)
             return
         self._answered.append(_Answered(command, dump))
-        self._sender.answer(command, IN_FORCE, since=dump.first_step, until=dump.last_step)
+        self.sender.answer(command, IN_FORCE, since=dump.first_step, until=dump.last_step)
 
     def end(self, step: int) -> None:
         """Look for triggers a last time. Writer thread, before and after the ring releases its steps."""
@@ -344,15 +324,15 @@ class Triggers:
         self._look_at_dumps(is_last=True)
 
     def _begin(self, asked: _Asked, step: int) -> None:
-        now = self._clock()
+        now = self.clock()
         if now < self._quiet_until_s and asked.kind not in _DUE:
             self._count()
             return
         if len(self._dumps) >= MAX_DUMPS:
             text = f"{counted(MAX_DUMPS, 'dump')} were made; further triggers write nothing"
-            self._events.add("trigger_refused", text)
+            self.events.add("trigger_refused", text)
             return
-        before, after = self._window
+        before, after = self.window
         first, last = max(step - before, 0), step + after
         if self._known(first, last) is not None:
             return
@@ -362,33 +342,33 @@ class Triggers:
         self._unsent.append(_Unsent(now + self._turn_s, command, dump))
 
     def _count(self) -> None:
-        self._events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
+        self.events.add(PASSED_EVENT, "triggers that came soon after another are only counted", level=logging.INFO)
 
     def _send_due(self, now: float) -> None:
         """Notify the other ranks, unless one of them has found the same reason first."""
         due = [unsent for unsent in self._unsent if unsent.due_s <= now]
         self._unsent = [unsent for unsent in self._unsent if unsent.due_s > now]
         for _, command, dump in due:
-            self._sender.look()
+            self.sender.look()
             if dump.command is None:
                 try:
-                    self._sender.send(command)  # `take` receives the command, as on every rank
+                    self.sender.send(command)  # `take` receives the command, as on every rank
                 except CommandError as error:
                     text = f"the other ranks were not told of a trigger: {error}"
-                    self._events.add("trigger_unsent", text, key=str(dump.time_ns))
+                    self.events.add("trigger_unsent", text, key=str(dump.time_ns))
 
     def _known(self, first: int, last: int) -> Dump | None:
         return next((dump for dump in self._dumps if dump.first_step <= first and last <= dump.last_step), None)
 
     def _write(self, dump: Dump) -> None:
         if self._step is None or dump.first_step <= self._step:  # a window that begins later starts no cooldown
-            self._quiet_until_s = self._clock() + self._settings.trigger_cooldown_s
+            self._quiet_until_s = self.clock() + self.settings.trigger_cooldown_s
         self._dumps.append(dump)
-        if self._channel is not None:
-            self._channel.dump(dump)
+        if self.channel is not None:
+            self.channel.dump(dump)
         steps = f"steps {dump.first_step} to {dump.last_step} are written"
         if log.can_say(_logger):
-            said = steps if self._channel is not None else f"nothing is written, for {self._why_nothing}"
+            said = steps if self.channel is not None else f"nothing is written, for {self._why_nothing}"
             log.say(_logger, logging.WARNING, "%s: %s: %s (%s)", self._by, said, dump.reason, dump.by)
 
     def _look_at_dumps(self, *, is_last: bool = False) -> None:
@@ -401,18 +381,18 @@ class Triggers:
             missed = f"; {dump.missed_text} had been given up already" if dump.missed else ""
             why = f"{counted(dump.num_rows, 'row')}, {size(dump.num_bytes)}{missed}"
             state = MISSED if is_missed else ENDED
-            self._sender.answer(command, state, since=dump.first_step, until=dump.last_step, why=why)
+            self.sender.answer(command, state, since=dump.first_step, until=dump.last_step, why=why)
         for dump in self._dumps:
             if dump.missed and not dump.is_said:
                 dump.is_said = True
                 text = f"{dump.missed_text} had been given up when this rank learned of: {dump.reason} ({dump.by})"
-                self._events.add(MISSED_EVENT, text, key=f"{dump.first_step} {dump.time_ns}")
+                self.events.add(MISSED_EVENT, text, key=f"{dump.first_step} {dump.time_ns}")
 
     def _look_for_hang(self, step: int) -> None:
-        now = self._clock()
+        now = self.clock()
         if step != self._step:
             self._stepped_s = None if self._step is None else now
             self._step = step
-        elif self._stepped_s is not None and 0 < self._settings.hang_s <= now - self._stepped_s:
+        elif self._stepped_s is not None and 0 < self.settings.hang_s <= now - self._stepped_s:
             self._stepped_s = None  # so that each step is counted once
-            self.ask("hang", f"hang: step {step} has not ended in {self._settings.hang_s:g} s", step=step)
+            self.ask("hang", f"hang: step {step} has not ended in {self.settings.hang_s:g} s", step=step)

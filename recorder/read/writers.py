@@ -20,19 +20,8 @@ import pyarrow.compute as pc
 
 from ..columns import SCHEMA
 from ..errors import NotARunError, RunError
+from ..format import rundir
 from ..format.manifest import COUNTED, Balance, Lifetime, RetiredEarlier, WriterManifest
-from ..format.rundir import (
-    STATUS,
-    STATUS_BYTES,
-    WRITER_MANIFEST,
-    Members,
-    Shared,
-    check_version,
-    index_name,
-    parse_rank_dir,
-    parse_shard_name,
-    shard_name,
-)
 from ..storage.locations import Location, OpenLocation, store_of
 from ..system.text import counted
 from .shard_rows import ShardRows, each_of, load_open, load_sealed
@@ -52,7 +41,7 @@ class RecordedWriter:
     """The lifetime of one writing process: its manifest and its shards."""
 
     def __init__(
-        self, directory: Location, rank: int | None, shards: list[ShardRows], shared: Shared | None = None
+        self, directory: Location, rank: int | None, shards: list[ShardRows], shared: rundir.Shared | None = None
     ) -> None:
         """Read the manifest; `shared` keeps the equal members of the manifests of one run."""
         self.directory: OpenLocation = directory
@@ -66,14 +55,14 @@ class RecordedWriter:
         self.manifest_problem: str | None = None
         self.retired_later: list[RetiredEarlier] = []
         """The notes of later writers of the rank about the shards of this writer that they have deleted."""
-        path, store = directory / WRITER_MANIFEST, store_of(directory)
+        path, store = directory / rundir.WRITER_MANIFEST, store_of(directory)
         try:
             store.look_at(path)
         except OSError:
             return  # the writer has just begun, or was killed before it wrote a manifest
         try:
             self.manifest = WriterManifest.read(store.read_json(path), shared)
-            check_version(self.manifest.members, str(path))
+            rundir.check_version(self.manifest.members, str(path))
         except RunError as error:
             self.manifest_problem = str(error)
         else:
@@ -130,15 +119,15 @@ class RecordedWriter:
     def balance(self) -> Balance:
         """The newest accounts, from the manifest, the last batch of a shard, or the status."""
         balances = [self.manifest.balance]
-        balances += [Balance.read(Members(shard.last_ledger())) for shard in self.newest_shards()]
+        balances += [Balance.read(rundir.Members(shard.last_ledger())) for shard in self.newest_shards()]
         balances += [
             note.balance for note in self.retired_later
         ]  # the newest accounts may have been in a shard that was deleted
         balance = max(balances, key=lambda balance: (balance.observed, balance.written))
         if self._last_words is not None:
             retired = {"rows": balance.retired_rows, "bytes": balance.retired_bytes}
-            balance = Balance.read(Members({"retired": retired, **self._last_words}))
-        synced = max(one.synced for one in (*balances, Balance.read(Members(self._status))))
+            balance = Balance.read(rundir.Members({"retired": retired, **self._last_words}))
+        synced = max(one.synced for one in (*balances, Balance.read(rundir.Members(self._status))))
         gone = self.retired_shards.values()
         return replace(
             balance,
@@ -151,10 +140,10 @@ class RecordedWriter:
     def retired_shards(self) -> dict[tuple[str, int], Balance]:
         """The writer's shards that a later writer has deleted, by kind and number, with their rows and bytes."""
         retired = {}
-        present = {name[:2] for shard in self.all_shards if (name := parse_shard_name(shard.path.name))}
+        present = {name[:2] for shard in self.all_shards if (name := rundir.parse_shard_name(shard.path.name))}
         for note in self.retired_later:
             for text, size in note.shards.items():
-                name = parse_shard_name(text)
+                name = rundir.parse_shard_name(text)
                 if name is not None and name[:2] not in present:
                     retired[name[:2]] = size
         return retired
@@ -183,7 +172,7 @@ class RecordedWriter:
         if self.manifest.state == "closed":
             return {}
         try:
-            raw = store_of(self.directory).read_json(self.directory / STATUS, STATUS_BYTES)
+            raw = store_of(self.directory).read_json(self.directory / rundir.STATUS, rundir.STATUS_BYTES)
         except RunError:
             return {}
         status, manifest = Lifetime.read(raw), self.manifest
@@ -250,7 +239,7 @@ class RecordedWriter:
         is_running = self.manifest.is_running
         if is_running is not None:
             return is_running
-        signs = (self.directory, self.directory / STATUS, *(shard.path for shard in self.all_shards))
+        signs = (self.directory, self.directory / rundir.STATUS, *(shard.path for shard in self.all_shards))
         return time.time() - max(_look(sign)[0] for sign in signs) < _QUIET_S
 
 
@@ -264,7 +253,7 @@ def find_writers(run: Location) -> list[RecordedWriter]:
     folders = []
     for name, rank in writer_folders(run):
         folders += [(run / name / writer, rank) for writer in list_writers(run / name)]
-    shared = Shared()
+    shared = rundir.Shared()
     writers = list(store.each(lambda one: _load_writer(*one, shared), folders))
     _find_copies(writers)
     _share_notes(writers)
@@ -275,10 +264,10 @@ def writer_folders(run: Location) -> list[tuple[str, int | None]]:
     """Return the run's writer directories, with their ranks (None: global rows). NotARunError: one is a link."""
 
     def is_one(name: str) -> bool:
-        return name == GLOBAL_DIR or parse_rank_dir(name) is not None
+        return name == GLOBAL_DIR or rundir.parse_rank_dir(name) is not None
 
     names = store_of(run).list_directory(run, directories=True, is_part=is_one)
-    return [(name, parse_rank_dir(name)) for name in names if is_one(name)]
+    return [(name, rundir.parse_rank_dir(name)) for name in names if is_one(name)]
 
 
 def list_writers(folder: Location) -> list[str]:
@@ -313,7 +302,7 @@ def _share_notes(writers: list[RecordedWriter]) -> None:
             manifest = later.manifest
             if later.state == "recording":  # a deletion is in its manifest first, which may be newer now
                 with contextlib.suppress(RunError):
-                    raw = store_of(later.directory).read_json(later.directory / WRITER_MANIFEST)
+                    raw = store_of(later.directory).read_json(later.directory / rundir.WRITER_MANIFEST)
                     manifest = WriterManifest.read(raw)
             for name, note in manifest.retired_earlier.items():
                 if name in members and name != later.name:
@@ -327,7 +316,7 @@ def load_balances(writers: Iterable[RecordedWriter]) -> None:
         pass  # the shard keeps its own result
 
 
-def _load_writer(directory: Location, rank: int | None, shared: Shared) -> RecordedWriter:
+def _load_writer(directory: Location, rank: int | None, shared: rundir.Shared) -> RecordedWriter:
     store = store_of(directory)
     for is_last_try in [False] * (_NUM_TRIES - 1) + [True]:
         try:
@@ -346,15 +335,17 @@ def _load_writer(directory: Location, rank: int | None, shared: Shared) -> Recor
 
 
 def _load_shard(directory: Location, kind: str, number: int, is_open: bool) -> ShardRows:
-    return (load_open if is_open else load_sealed)(directory / shard_name(kind, number))
+    return (load_open if is_open else load_sealed)(directory / rundir.shard_name(kind, number))
 
 
 def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
     """Return kind, number and whether it is open for each shard once, in the order of the numbers."""
     is_open_by_key: dict[tuple[int, str], bool] = {}
     store = store_of(directory)
-    for name in store.list_directory(directory, directories=False, is_part=lambda name: bool(parse_shard_name(name))):
-        if shard := parse_shard_name(name):
+    for name in store.list_directory(
+        directory, directories=False, is_part=lambda name: bool(rundir.parse_shard_name(name))
+    ):
+        if shard := rundir.parse_shard_name(name):
             key = (shard.number, shard.kind)
             # A shard that was just sealed may still have its open name, too.
             is_open_by_key[key] = shard.is_open and is_open_by_key.get(key, True)
@@ -364,8 +355,8 @@ def list_shards(directory: Location) -> list[tuple[str, int, bool]]:
 def size_of(directory: Location) -> int:
     """Return the bytes of the shards in the directory of a writer, and of their indexes, as `max_bytes` counts them."""
     names = store_of(directory).list_directory(directory, directories=False)
-    shards = {name for name in names if parse_shard_name(name)}
-    return sum(_look(directory / name)[1] for name in shards | ({*map(index_name, shards)} & {*names}))
+    shards = {name for name in names if rundir.parse_shard_name(name)}
+    return sum(_look(directory / name)[1] for name in shards | ({*map(rundir.index_name, shards)} & {*names}))
 
 
 def _look(path: Location) -> tuple[float, int]:

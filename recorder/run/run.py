@@ -154,21 +154,15 @@ class Run(RecordedRun):
                 the message lists the choices.
             CorruptError: the bytes are not those that were written.
         """
-        return as_array(*self._tensor_bytes(module_path, _question(site, step, name, rank, more)))
+        return as_array(*self._tensor_bytes(module_path, _question(site, step, name=name, rank=rank, **more)))
 
     def tensor(
-        self,
-        module_path: str,
-        site: str = "output",
-        step: int | None = None,
-        name: str | None = None,
-        rank: int | None = None,
-        **more: Unpack[Qualifiers],
+        self, module_path: str, site: str = "output", step: int | None = None, **which: Unpack[Which]
     ) -> torch.Tensor:
         """Return a value as a torch tensor on the CPU, with the dtype of training; arguments as for `array`."""
         import torch
 
-        data, dtype, shape = self._tensor_bytes(module_path, _question(site, step, name, rank, more))
+        data, dtype, shape = self._tensor_bytes(module_path, _question(site, step, **which))
         check_bytes(data, dtype, shape)
         torch_dtype = getattr(torch, dtype, None)
         if not isinstance(torch_dtype, torch.dtype):
@@ -178,13 +172,7 @@ class Run(RecordedRun):
         return torch.from_numpy(data).view(torch_dtype).reshape(shape)
 
     def histogram(
-        self,
-        module_path: str,
-        site: str = "output",
-        step: int | None = None,
-        name: str | None = None,
-        rank: int | None = None,
-        **more: Unpack[Qualifiers],
+        self, module_path: str, site: str = "output", step: int | None = None, **which: Unpack[Which]
     ) -> Histogram:
         """Return a tensor's histogram by sign and power of two, if a rule has kept histograms.
 
@@ -196,17 +184,9 @@ class Run(RecordedRun):
                 elements cannot be counted.
             CorruptError: the bytes are not those that were written.
         """
-        return histogram_of(*self._find(module_path, _question(site, step, name, rank, more)))
+        return histogram_of(*self._find(module_path, _question(site, step, **which)))
 
-    def units(
-        self,
-        module_path: str,
-        site: str = "output",
-        step: int | None = None,
-        name: str | None = None,
-        rank: int | None = None,
-        **more: Unpack[Qualifiers],
-    ) -> Units:
+    def units(self, module_path: str, site: str = "output", step: int | None = None, **which: Unpack[Which]) -> Units:
         """Return sums over each unit (neuron, channel, feature) of a tensor, if a rule has kept such sums.
 
         Arguments are those of `array`; no values are needed. Without `rank` the units are those of the global tensor:
@@ -217,7 +197,7 @@ class Run(RecordedRun):
             LookupFailedError: no such tensor with sums of its units, or several, or the tensor is a partial sum.
             CorruptError: the bytes are not those that were written.
         """
-        return units_of(*self._find(module_path, _question(site, step, name, rank, more)))
+        return units_of(*self._find(module_path, _question(site, step, **which)))
 
     def layout(
         self,
@@ -240,7 +220,7 @@ class Run(RecordedRun):
         """
         if (source := self.manifest.merged_from) is not None:
             raise LookupFailedError(f"a merged run has whole tensors; ask the run {source.path} that it is of")
-        question = _question(site, step, name, None, more)
+        question = _question(site, step, name=name, **more)
         question.pop("partial", None)
         self.check_layouts(layouts)
         view = self.view(layouts=layouts) if layouts else self._view
@@ -502,15 +482,15 @@ def narrow(run: Run, path: str, below: str = "") -> ModuleView:
     return ModuleView(run, whole)
 
 
-def _question(site: str, step: int | None, name: str | None, rank: int | None, more: Qualifiers) -> dict[str, Any]:
+def _question(site: str, step: int | None, **which: Unpack[Which]) -> dict[str, Any]:
     """Return a query in the form that `find_tensor` takes, and ``partial``.
 
     Raises TypeError for an unknown word; the message names the most similar word.
     """
-    for word in more.keys() - _QUESTION_WORDS:
+    for word in which.keys() - _QUESTION_WORDS:
         near = difflib.get_close_matches(word, _QUESTION_WORDS, n=1)
         raise TypeError(f"unknown argument {word!r}{f'; did you mean {near[0]!r}?' if near else ''}")
-    return {"site": site, "step": step, "name": name, "rank": rank, **more}
+    return {"site": site, "step": step, "name": None, "rank": None, **which}
 
 
 def open_run(path: str | PathLike[str] | Location | None = None) -> Run:

@@ -16,17 +16,7 @@ from crc32c import crc32c
 from ..errors import CorruptError, RunError
 from ..format.integrity import FILE_CRC_KEY, NO_DIGITS
 from ..format.rundir import index_name
-from ..read.messages import (
-    CONTINUATION,
-    FIRST_MESSAGE,
-    MAGIC,
-    PREFIX_BYTES,
-    TAIL_BYTES,
-    MessageBlock,
-    footer_blocks,
-    footer_bytes,
-    footer_text,
-)
+from ..read import messages
 from ..read.shard import ARROW_ERRORS, CheckedBatch, Shard, open_sealed, read_batch, read_layout, salvage
 from ..read.shard_rows import POSITION_FIELDS, SHARD_BYTES_KEY, ShardRows
 from ..read.writers import RecordedWriter
@@ -169,7 +159,7 @@ class _SealedFile:
         with store_of(path).open_sealed(path) as source:
             self._source, self.num_bytes = source, source.size_bytes
             self._layout, schema_block = read_layout(source, extra, without)
-            self._blocks = footer_blocks(source)
+            self._blocks = messages.footer_blocks(source)
             self.shard, self._seal = open_sealed(path, extra, without)
             _check_footer(source, self._layout.schema, schema_block, self._blocks)
             self._crc = crc32c(source.read(0, schema_block.end))
@@ -185,7 +175,7 @@ class _SealedFile:
         with self._source as source:
             end = self._blocks[-1].end
             self.pass_batch(read_batch(source, self._blocks[-1], self._layout, self._layout.names))
-            digits = footer_text(source, FILE_CRC_KEY)
+            digits = messages.footer_text(source, FILE_CRC_KEY)
             if not self._seal.has_file_crc and digits is None:
                 return
             rest = bytearray(source.read(end, source.size_bytes - end))
@@ -196,25 +186,27 @@ class _SealedFile:
                 raise CorruptError(f"{source.where}: a byte beside the rows is not the one that was written (CRC32C)")
 
 
-def _check_footer(source: ByteSource, schema: object, schema_block: MessageBlock, blocks: list[MessageBlock]) -> None:
+def _check_footer(
+    source: ByteSource, schema: object, schema_block: messages.MessageBlock, blocks: list[messages.MessageBlock]
+) -> None:
     end = schema_block.end
     for block in blocks:
         if block.offset != end:
             raise CorruptError(f"{source.where}: the footer lists a batch at byte {block.offset}, expected at {end}")
         end = block.end
-    footer_start = source.size_bytes - TAIL_BYTES - footer_bytes(source)
-    end_of_stream = bytes(source.read(end, min(PREFIX_BYTES, source.size_bytes - end)))
-    if end_of_stream != struct.pack("<II", CONTINUATION, 0) or footer_start != end + PREFIX_BYTES:
+    footer_start = source.size_bytes - messages.TAIL_BYTES - messages.footer_bytes(source)
+    end_of_stream = bytes(source.read(end, min(messages.PREFIX_BYTES, source.size_bytes - end)))
+    if end_of_stream != struct.pack("<II", messages.CONTINUATION, 0) or footer_start != end + messages.PREFIX_BYTES:
         raise CorruptError(f"{source.where}: the footer does not follow the last batch at byte {end}")
     try:
-        ends = [range(FIRST_MESSAGE), range(blocks[-1].offset, source.size_bytes)]
+        ends = [range(messages.FIRST_MESSAGE), range(blocks[-1].offset, source.size_bytes)]
         file = pa.ipc.open_file(source.read(0, source.size_bytes, ends))
         schema_of_footer = file.schema
         file.get_batch(len(blocks) - 1).validate(full=True)
     except ARROW_ERRORS as error:
         raise CorruptError(f"{source.where}: Arrow cannot read the seal and the footer ({error})") from error
-    if bytes(source.read(0, FIRST_MESSAGE)) != MAGIC.ljust(FIRST_MESSAGE, b"\0"):
-        raise CorruptError(f"{source.where}: does not begin with {MAGIC.decode()} and zeros")
+    if bytes(source.read(0, messages.FIRST_MESSAGE)) != messages.MAGIC.ljust(messages.FIRST_MESSAGE, b"\0"):
+        raise CorruptError(f"{source.where}: does not begin with {messages.MAGIC.decode()} and zeros")
     if not schema_of_footer.equals(schema, check_metadata=True):
         raise CorruptError(f"{source.where}: the schema in the footer is not the one at the beginning")
 

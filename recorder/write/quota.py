@@ -15,18 +15,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from ..errors import RunError
+from ..format import rundir
 from ..format.integrity import BatchHeader, check_batch
 from ..format.manifest import Lifetime
-from ..format.rundir import (
-    SHARD_KINDS,
-    WRITER_MANIFEST,
-    check_version,
-    index_name,
-    open_name,
-    parse_shard_name,
-    read_json,
-    shard_name,
-)
 from ..rules import Schedule
 from ..sites import PROBE
 from .files.file import Disk
@@ -61,8 +52,8 @@ class Quota:
         self._limits = {
             "tensors": max_bytes - stats_bytes, "stats": stats_bytes - probe_bytes, PROBE: probe_bytes
         }  # fmt: skip
-        self._used = dict.fromkeys(SHARD_KINDS, 0)
-        self._held: dict[str, list[HeldShard]] = {kind: [] for kind in SHARD_KINDS}
+        self._used = dict.fromkeys(rundir.SHARD_KINDS, 0)
+        self._held: dict[str, list[HeldShard]] = {kind: [] for kind in rundir.SHARD_KINDS}
         self._keep_newest = keep_newest
         self._newest_step = 0
 
@@ -170,19 +161,19 @@ class EarlierShard(NamedTuple):
 
     @property
     def name(self) -> str:
-        return shard_name(self.kind, self.number)
+        return rundir.shard_name(self.kind, self.number)
 
     @property
     def paths(self) -> list[Path]:
         """Every file that is deleted with the shard."""
         name = self.name
-        return [self.directory / each for each in (open_name(name), name, index_name(name))]
+        return [self.directory / each for each in (rundir.open_name(name), name, rundir.index_name(name))]
 
     def look(self, keep_steps: Schedule) -> Content | None:
         """Read steps and ledger; None for a damaged shard, which is better left alone."""
         num_rows, is_kept, ledger = 0, False, {}
         try:
-            for batch, header in _batches(self.directory / self.name, self.directory / open_name(self.name)):
+            for batch, header in _batches(self.directory / self.name, self.directory / rundir.open_name(self.name)):
                 num_rows += batch.num_rows
                 is_kept = is_kept or any(step in keep_steps for step in batch.column("step").unique().to_pylist())
                 ledger = dict(header.ledger)
@@ -211,8 +202,8 @@ def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
         shards = _shards(path) if path.name != directory.name else []
         if shards:  # else skip the manifest, which may be large: after many restarts most directories have no shards
             with contextlib.suppress(RunError):
-                raw = read_json(path / WRITER_MANIFEST)
-                check_version(raw, str(path))
+                raw = rundir.read_json(path / rundir.WRITER_MANIFEST)
+                rundir.check_version(raw, str(path))
                 lifetime = Lifetime.read(raw)
                 if _is_over(lifetime, attempt):
                     writers.append(((lifetime.attempt, lifetime.started_ns), path.name, shards))
@@ -221,12 +212,12 @@ def find_earlier(directory: Path, attempt: int) -> list[EarlierShard]:
 
 def _shards(directory: Path) -> list[EarlierShard]:
     sizes = {path.name: path.stat(follow_symlinks=False).st_size for path in _listed(directory, directories=False)}
-    names = {(name.number, name.kind) for each in sizes if (name := parse_shard_name(each))}
+    names = {(name.number, name.kind) for each in sizes if (name := rundir.parse_shard_name(each))}
     shards = []
     for number, kind in sorted(names):
-        sealed = shard_name(kind, number)
-        num_bytes = sizes.get(sealed) or sizes.get(open_name(sealed), 0)
-        shards.append(EarlierShard(directory, kind, number, num_bytes + sizes.get(index_name(sealed), 0)))
+        sealed = rundir.shard_name(kind, number)
+        num_bytes = sizes.get(sealed) or sizes.get(rundir.open_name(sealed), 0)
+        shards.append(EarlierShard(directory, kind, number, num_bytes + sizes.get(rundir.index_name(sealed), 0)))
     return shards
 
 

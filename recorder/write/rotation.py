@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import Settings
@@ -25,51 +26,35 @@ _MAY_SYNC_AGAIN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """The errors of a sync that was short of a descriptor or memory. Such a sync may be tried again."""
 
 
+@dataclass(eq=False, kw_only=True)
 class RotatingShards:
     """Moves rows of one kind from memory into one shard after another. Writer thread only."""
 
-    def __init__(
-        self,
-        kind: str,
-        *,
-        directory: Path,
-        batch: RowBatch,
-        layout: IpcFormat,
-        has_index: bool,
-        settings: Settings,
-        disk: Disk,
-        memory: PageMemory,
-        ledger: Ledger,
-        quota: Quota,
-        floor: DiskFloor,
-        keep_steps: Schedule,
-        retire: Callable[[str, HeldShard], None],
-        notices: Notices,
-        clock: Callable[[], float],
-    ) -> None:
+    kind: str
+    directory: Path
+    batch: RowBatch
+    layout: IpcFormat
+    has_index: bool
+    settings: Settings
+    disk: Disk
+    memory: PageMemory
+    ledger: Ledger
+    quota: Quota
+    floor: DiskFloor
+    keep_steps: Schedule
+    retire: Callable[[str, HeldShard], None]
+    notices: Notices
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.written_bytes = 0
         self.last_written_step: int | None = None
         """The highest step of a row that was written."""
         self.is_direct: bool | None = None
         """Whether writes go past the page cache; None before the first write."""
-        self._kind = kind
-        self._directory = directory
-        self._batch = batch
-        self._backoff = Backoff(clock)
-        self._syncing = Backoff(clock)
-        self._layout = layout
-        self._has_index = has_index
-        self._settings = settings
-        self._disk = disk
-        self._memory = memory
-        self._ledger = ledger
-        self._quota = quota
-        self._floor = floor
-        self._keep_steps = keep_steps
-        self._retire = retire
-        self._notices = notices
-        self._clock = clock
-        self._max_shard_bytes = min(settings.shard_bytes, quota.max_shard_bytes(kind))
+        self._backoff = Backoff(self.clock)
+        self._syncing = Backoff(self.clock)
+        self._max_shard_bytes = min(self.settings.shard_bytes, self.quota.max_shard_bytes(self.kind))
         self._next_number = 0
         self._shard: BatchFile | None = None
         self._index: Index | None = None
@@ -92,77 +77,77 @@ class RotatingShards:
     @property
     def num_pending_rows(self) -> int:
         """The number of rows that were taken and are not written yet."""
-        return self._batch.num_rows
+        return self.batch.num_rows
 
     def add(self, staged: Staged, measured: Measured, part: int) -> None:
         """Take one row and encode its payload. A batch that has no room for the row is written first."""
         if staged.moment.step != self._step:
             self._begin_step(staged.moment.step)
         if not staged.keep & KEEP_TENSOR:
-            self._batch.add(staged, measured)
-        elif not self._batch.add_part(staged, measured, part):
+            self.batch.add(staged, measured)
+        elif not self.batch.add_part(staged, measured, part):
             self.flush()
-            has_room = self._batch.add_part(staged, measured, part)
+            has_room = self.batch.add_part(staged, measured, part)
             assert has_room, "an empty batch takes any part"
-        if self._batch.num_rows == 1:
-            self._oldest_row_s = self._clock()
+        if self.batch.num_rows == 1:
+            self._oldest_row_s = self.clock()
 
     def add_small(self, records: Sequence[Staged], measured: Sequence[Measured]) -> int:
         """Take rows without a payload, up to the next step or the end of the batch's room; return their number."""
         step = records[0].moment.step
         if step != self._step:
             self._begin_step(step)
-        if not self._batch.num_rows:
-            self._oldest_row_s = self._clock()
-        room = records[: self._batch.max_rows - self._batch.num_rows]
+        if not self.batch.num_rows:
+            self._oldest_row_s = self.clock()
+        room = records[: self.batch.max_rows - self.batch.num_rows]
         num = next((number for number, staged in enumerate(room) if staged.moment.step != step), len(room))
-        self._batch.add_all(records[:num], measured[:num])
+        self.batch.add_all(records[:num], measured[:num])
         return num
 
     def _begin_step(self, step: int) -> None:
         """Begin a new step. All steps of a shard are of one kind: kept for good, or deletable by retention."""
-        is_kept = step in self._keep_steps
+        is_kept = step in self.keep_steps
         if is_kept != self._is_kept:  # retention deletes only complete shards
             self.flush()
-            self.seal(self._ledger.snapshot())
+            self.seal(self.ledger.snapshot())
             self._is_kept = is_kept
         self._step = step
 
     def ran_out_of_memory(self, error: MemoryError) -> str:
         """Take no rows for a while, as after an error of the disk; return the ledger's reason for it."""
-        self._notices.failed("the writer has no memory; rows are dropped", error)
+        self.notices.failed("the writer has no memory; rows are dropped", error)
         self._backoff.failed(NO_MEMORY)
         return NO_MEMORY
 
     def flush_if_full(self) -> None:
-        if self._batch.is_full:
+        if self.batch.is_full:
             self.flush()
 
     def flush_due(self) -> None:
         """Flush, sync and seal, each if it is due."""
-        now = self._clock()
-        if self._batch.num_rows and now >= self._oldest_row_s + self._settings.flush_interval_s:
+        now = self.clock()
+        if self.batch.num_rows and now >= self._oldest_row_s + self.settings.flush_interval_s:
             self.flush()
         since_s = self._oldest_unsynced_s
-        if since_s is not None and now >= since_s + self._settings.sync_interval_s and self._syncing.is_over:
+        if since_s is not None and now >= since_s + self.settings.sync_interval_s and self._syncing.is_over:
             self.sync()
         if self._shard is not None and self._shard.num_rows and now >= self._seal_at_s:
-            self.seal(self._ledger.snapshot())
+            self.seal(self.ledger.snapshot())
 
     def flush(self) -> bool:
         """Write the batch, or drop its rows and count them; return True if nothing was dropped."""
-        num_rows = self._batch.num_rows
+        num_rows = self.batch.num_rows
         if num_rows == 0:
             return True
         dropped_for: str | None = WRITER_ERROR
         try:
-            dropped_for = self._write(self._batch.build())
+            dropped_for = self._write(self.batch.build())
         except MemoryError as error:
             dropped_for = self.ran_out_of_memory(error)
         finally:
-            self._batch.clear()
+            self.batch.clear()
             if dropped_for is not None:
-                self._ledger.drop(dropped_for, num_rows)
+                self.ledger.drop(dropped_for, num_rows)
         self._rotate_if_full()
         return dropped_for is None
 
@@ -177,7 +162,7 @@ class RotatingShards:
             self._syncing.failed(drop_reason(error))
             may_sync_again = isinstance(error, StuckError) or error.errno in _MAY_SYNC_AGAIN
             if may_sync_again and not self._shard.is_sick:
-                self._notices.failed(f"{self._directory}: a {self._kind} shard cannot be synced; later", error)
+                self.notices.failed(f"{self.directory}: a {self.kind} shard cannot be synced; later", error)
             else:
                 self._give_up_shard(
                     error, "synced; another is begun, and rows that a loss of power may take are counted"
@@ -193,8 +178,8 @@ class RotatingShards:
         shard = self._shard
         if shard is None:
             return True
-        name = shard_name(self._kind, self._next_number - 1)
-        final = self._directory / name
+        name = shard_name(self.kind, self._next_number - 1)
+        final = self.directory / name
         before = shard.num_bytes
         try:
             shard.seal(final, ledger)
@@ -216,25 +201,25 @@ class RotatingShards:
             self._add_bytes(index_bytes)
             stored = stored._replace(num_bytes=shard.num_bytes + index_bytes)
         finally:
-            self._quota.keep(self._kind, HeldShard(stored, self._last_step, self._is_kept))
-        with self._notices.on_error(f"{self._directory} cannot be synced"):
-            self._disk.persist_directory(self._directory)
+            self.quota.keep(self.kind, HeldShard(stored, self._last_step, self._is_kept))
+        with self.notices.on_error(f"{self.directory} cannot be synced"):
+            self.disk.persist_directory(self.directory)
         return True
 
     def restart(self) -> None:
         """Begin again after an error of the recorder; the shard stays open and readable, pending rows are dropped."""
-        self._ledger.drop(WRITER_ERROR, self.num_pending_rows)
+        self.ledger.drop(WRITER_ERROR, self.num_pending_rows)
         self.abandon_open()
 
     def abandon_open(self) -> None:
         """Close the open shard and forget the pending rows; the caller counts them as dropped."""
-        self._batch.clear()
+        self.batch.clear()
         if self._shard is not None:
             self._leave_shard(self._shard)
 
     def _write(self, built: BuiltBatch) -> str | None:
         reason = self._refuse(
-            self._layout.max_message_bytes(built.batch) + (built.payload.nbytes if built.payload else 0)
+            self.layout.max_message_bytes(built.batch) + (built.payload.nbytes if built.payload else 0)
         )
         if reason is not None:
             self._backoff.failed(reason)
@@ -257,36 +242,36 @@ class RotatingShards:
     def _refuse(self, num_bytes: int) -> str | None:
         """Return why `num_bytes` must not be written, or None; delete shards for room first if retention allows it."""
         try:
-            reason = self._floor.refusal(self._directory, num_bytes)
+            reason = self.floor.refusal(self.directory, num_bytes)
         except OSError as error:
-            self._notices.failed(f"{self._directory} cannot be used; rows are dropped", error)
+            self.notices.failed(f"{self.directory} cannot be used; rows are dropped", error)
             reason = drop_reason(error)
         if reason is not None:
             return reason
         if self._make_room(num_bytes):
             return None
-        self._notices.say(
+        self.notices.say(
             QUOTA,
-            f"{self._directory}: the rows of kind {self._kind} have used up their part of max_bytes; rows are dropped",
+            f"{self.directory}: the rows of kind {self.kind} have used up their part of max_bytes; rows are dropped",
         )
         return QUOTA
 
     def _make_room(self, num_bytes: int) -> bool:
-        kind, quota = self._kind, self._quota
+        kind, quota = self.kind, self.quota
         while not quota.fits(kind, num_bytes):
-            if self._settings.on_quota != "retire" or not quota.could_fit(kind, num_bytes):
+            if self.settings.on_quota != "retire" or not quota.could_fit(kind, num_bytes):
                 return False
             oldest = quota.oldest(kind)
             if oldest is None:
                 return False
-            self._retire(kind, oldest)
+            self.retire(kind, oldest)
         return True
 
     def _append(self, built: BuiltBatch) -> None:
         if self._shard is None:
             self._shard = self._begin_shard()
         shard, before, batch = self._shard, self._shard.num_bytes, built.batch
-        ledger = self._ledger.snapshot(about_to_write=batch.num_rows)
+        ledger = self.ledger.snapshot(about_to_write=batch.num_rows)
         try:
             shard.append(batch, ledger, crcs=built.crcs, payload=built.payload)
         except OSError:
@@ -294,18 +279,18 @@ class RotatingShards:
         except BaseException:  # a footer might now contradict the batches
             self._leave_shard(shard)
             raise
-        self._ledger.add_written(batch.num_rows)
+        self.ledger.add_written(batch.num_rows)
         self.is_direct = shard.is_direct
         self._add_bytes(shard.num_bytes - before)
         if self._oldest_unsynced_s is None:
-            self._oldest_unsynced_s = self._clock()
+            self._oldest_unsynced_s = self.clock()
         self._num_unsynced_rows += batch.num_rows
         low, high = min(built.steps), max(built.steps)
         self.last_written_step = high if self.last_written_step is None else max(high, self.last_written_step)
         is_first = shard.num_rows == batch.num_rows
         self._first_step = low if is_first else min(low, self._first_step)
         self._last_step = high if is_first else max(high, self._last_step)
-        self._quota.saw(built.steps[-1])
+        self.quota.saw(built.steps[-1])
         if self._index is not None:
             try:
                 self._index.add(batch)
@@ -313,14 +298,14 @@ class RotatingShards:
                 self._index = None
 
     def _begin_shard(self) -> BatchFile:
-        name = shard_name(self._kind, self._next_number)
-        path = self._directory / open_name(name)
-        is_direct = self._settings.direct_io == "auto"
+        name = shard_name(self.kind, self._next_number)
+        path = self.directory / open_name(name)
+        is_direct = self.settings.direct_io == "auto"
         self._next_number += 1  # also after a failure, so that a taken name is not tried again
-        shard = BatchFile(self._disk, path, self._layout, self._memory, is_direct=is_direct)
-        self._index = Index() if self._has_index else None
-        if self._kind != "tensors" and self._settings.seal_stats_s:
-            self._seal_at_s = self._clock() + self._settings.seal_stats_s
+        shard = BatchFile(self.disk, path, self.layout, self.memory, is_direct=is_direct)
+        self._index = Index() if self.has_index else None
+        if self.kind != "tensors" and self.settings.seal_stats_s:
+            self._seal_at_s = self.clock() + self.settings.seal_stats_s
         self._add_bytes(shard.num_bytes)
         return shard
 
@@ -328,18 +313,18 @@ class RotatingShards:
         shard = self._shard
         if shard is None:
             return
-        max_steps = self._quota.max_shard_steps
+        max_steps = self.quota.max_shard_steps
         has_many_steps = max_steps is not None and self._last_step - self._first_step >= max_steps
         if (
             shard.num_bytes >= self._max_shard_bytes
-            or shard.num_rows >= self._settings.shard_rows
+            or shard.num_rows >= self.settings.shard_rows
             or (has_many_steps and shard.num_rows)
         ):
-            self.seal(self._ledger.snapshot())
+            self.seal(self.ledger.snapshot())
 
     def _give_up_shard(self, error: OSError, verb: str) -> None:
         """Log that the shard cannot be `verb` (such as "synced"), and leave it; the next batch begins a new shard."""
-        self._notices.failed(f"{self._directory}: a {self._kind} shard cannot be {verb}", error)
+        self.notices.failed(f"{self.directory}: a {self.kind} shard cannot be {verb}", error)
         if self._shard is not None:
             self._leave_shard(self._shard)
 
@@ -352,25 +337,25 @@ class RotatingShards:
         if shard.is_synced:
             self._count_synced()
         else:
-            self._ledger.add_suspect(self._num_unsynced_rows)
+            self.ledger.add_suspect(self._num_unsynced_rows)
             self._num_unsynced_rows = 0
         left = shard.abandon()
         if left is None:
-            self._quota.add(self._kind, -shard.num_bytes)
+            self.quota.add(self.kind, -shard.num_bytes)
         else:
-            self._quota.keep(self._kind, HeldShard(left, self._last_step, self._is_kept))
+            self.quota.keep(self.kind, HeldShard(left, self._last_step, self._is_kept))
 
     def _count_synced(self) -> None:
-        self._ledger.add_synced(self._num_unsynced_rows)
+        self.ledger.add_synced(self._num_unsynced_rows)
         self._num_unsynced_rows = 0
 
     def _write_index(self, index: Index | None, shard: Path, shard_bytes: int) -> int:
         num_bytes = 0
         if index is not None:
-            with self._notices.on_error(f"{shard}: its index cannot be written; readers do without", is_aside=True):
-                num_bytes = index.write(self._disk, shard, shard_bytes, self._memory)
+            with self.notices.on_error(f"{shard}: its index cannot be written; readers do without", is_aside=True):
+                num_bytes = index.write(self.disk, shard, shard_bytes, self.memory)
         return num_bytes
 
     def _add_bytes(self, num_bytes: int) -> None:
-        self._quota.add(self._kind, num_bytes)
+        self.quota.add(self.kind, num_bytes)
         self.written_bytes += num_bytes

@@ -297,7 +297,7 @@ class WriterDirectory:
         def open_shards(kind: str, compression: str | None, *, has_index: bool) -> RotatingShards:
             max_batch_bytes = quota.max_shard_bytes(kind) // _BATCHES_PER_SHARD
             return RotatingShards(
-                kind,
+                kind=kind,
                 directory=directory,
                 batch=RowBatch(
                     attempt=target.attempt,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -90,8 +90,8 @@ class Rank:
             rank=rank,
             world_size=2,
             window=RingWindow(4, 2),
-            channel=self.ring if has_ring else None,
-            sender=self.sender,
+            channel=cast(Any, self.ring) if has_ring else None,
+            sender=cast(Any, self.sender),
             events=self.events,
             clock=self.clock,
         )

@@ -222,7 +222,7 @@ def test_rows_say_which_ranks_are_in_them(prove: Prove, case: Case) -> None:
         assert not without or (row["site"] == "optim" and case.layout in ("fsdp1", "fsdp1 flat", "hsdp fsdp1"))
         for rank in without:  # FSDP1's optimizer keeps nothing for a rank whose slice is empty
             name = row["name"].partition(".")[0]
-            assert not proof.run.tensor(row["module_path"], "param", row["step"], name, rank).numel()
+            assert not proof.run.tensor(row["module_path"], "param", row["step"], name=name, rank=rank).numel()
     assert bool(proof.lacking) == (case.layout == "ddp" and case.options.ragged)
     found = [finding for finding in proof.rows.findings if finding.kind == "partial"]
     assert sum(finding.num_rows for finding in found) == len(proof.lacking)

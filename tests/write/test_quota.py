@@ -170,7 +170,7 @@ def test_the_quota_knows_what_is_on_the_disk_whatever_has_failed(
     assert rig.files("_*.open")
     assert len(rig.files("*.arrow")) > 2
     shards = rig.writer._writer_directory.shards_by_kind["tensors"]
-    assert shards._quota.used_bytes("tensors") == used_bytes(rig, "tensors")
+    assert shards.quota.used_bytes("tensors") == used_bytes(rig, "tensors")
 
 
 def test_a_shard_that_cannot_be_deleted_does_not_stop_the_writer(tmp_path: Path) -> None:

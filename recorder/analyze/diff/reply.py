@@ -9,15 +9,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from ...numerics.distributions import (
-    HISTOGRAM_LEGEND,
-    UnitsApart,
-    bins_of,
-    histogram_lines,
-    histogram_of_row,
-    share_apart,
-    subnormal_count,
-)
+from ...numerics import distributions
 from ...run.reply import Reply, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, listed, moment, named, number, span
@@ -73,18 +65,18 @@ def _members(a: Run, b: Run, result: Diff, limit: int) -> dict[str, Any]:
 
 def _with_details(row: dict[str, Any]) -> dict[str, Any]:
     """Return a differing row with the member `units`, and the member `histogram` decoded from bytes."""
-    a, b = histogram_of_row(row, "_a"), histogram_of_row(row, "_b")
-    units = {name: row[name] for name in UnitsApart._fields}
+    a, b = distributions.histogram_of_row(row, "_a"), distributions.histogram_of_row(row, "_b")
+    units = {name: row[name] for name in distributions.UnitsApart._fields}
     rest = {name: value for name, value in row.items() if name not in ("histogram_a", "histogram_b", *units)}
     rest["units"] = None if units["units_a"] is None else units
     if a is None or b is None:
         return rest | {"histogram": None}
-    bins = bins_of([a, b], _MAX_JSON_BINS)
+    bins = distributions.bins_of([a, b], _MAX_JSON_BINS)
     histogram: dict[str, Any] = {"first_exponent": bins.first, "exponents_per_bin": bins.exponents_per_bin}
-    histogram |= {"apart": share_apart(a, b)}
+    histogram |= {"apart": distributions.share_apart(a, b)}
     for side, one, shares in (("a", a, bins.shares[0]), ("b", b, bins.shares[1])):
         histogram[f"share_{side}"] = shares
-        histogram[f"subnormal_count_{side}"] = subnormal_count(one, row[f"dtype_{side}"])
+        histogram[f"subnormal_count_{side}"] = distributions.subnormal_count(one, row[f"dtype_{side}"])
     return rest | {"histogram": histogram}
 
 
@@ -405,22 +397,24 @@ def _head(row: dict[str, Any]) -> tuple[str, str, str, str]:
 def _histograms_table(result: Diff, limit: int) -> Table | None:
     table = result.table.filter(pc.field("histogram_a").is_valid() & pc.field("histogram_b").is_valid())
     rows = table.slice(0, limit or None).to_pylist()
-    rows_with_histograms = [(row, histogram_of_row(row, "_a"), histogram_of_row(row, "_b")) for row in rows]
+    rows_with_histograms = [
+        (row, distributions.histogram_of_row(row, "_a"), distributions.histogram_of_row(row, "_b")) for row in rows
+    ]
     pairs = [(row, a, b) for row, a, b in rows_with_histograms if a is not None and b is not None]
     if not pairs:
         return None
-    drawn, magnitudes = histogram_lines([one for _, a, b in pairs for one in (a, b)])
+    drawn, magnitudes = distributions.histogram_lines([one for _, a, b in pairs for one in (a, b)])
     titles = ["step", "module", "value", "rank", "A", "B", "apart", "zero", "subnormal", "infinite"]
     lines = []
     for (row, a, b), *lines_of in zip(pairs, drawn[::2], drawn[1::2], strict=True):
-        of_subnormals = [subnormal_count(one, row[f"dtype_{side}"]) for side, one in (("a", a), ("b", b))]
+        of_subnormals = [distributions.subnormal_count(one, row[f"dtype_{side}"]) for side, one in (("a", a), ("b", b))]
         subnormal = "|".join("-" if count is None else str(count) for count in of_subnormals)
         zeros, infinite = f"{a.zero_count}|{b.zero_count}", f"{int(a.infinite.sum())}|{int(b.infinite.sum())}"
-        share = share_apart(a, b)
+        share = distributions.share_apart(a, b)
         apart = "" if share is None else f"{share:.3%}" if share < 0.01 else f"{share:.1%}"
         lines.append([*_head(row), *lines_of, apart, zeros, subnormal, infinite])
     title = f"histograms of values that differ ({table.num_rows}): {magnitudes}{_cut_text(table.num_rows, limit)}"
-    texts, legend = ("module", "value", "rank", "A", "B"), f"{_APART}; {HISTOGRAM_LEGEND}"
+    texts, legend = ("module", "value", "rank", "A", "B"), f"{_APART}; {distributions.HISTOGRAM_LEGEND}"
     absent = () if any(line[3] for line in lines) else ("rank",)
     return _table(titles, lines, title, _HISTOGRAM_DROPS, texts=texts, absent=absent, legend=legend)
 

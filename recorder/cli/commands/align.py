@@ -13,38 +13,32 @@ from ...analyze.diff.renames import NO_RENAMES, read_renames
 from ...run.reply import Reply
 from ...run.run import open_run
 from .. import options
-from ..paths import local_path, other_run, other_runs
+from ..paths import other_run, other_runs
 
 EPILOG = "Examples: recorder align trainer engine    recorder align trainer engine --weights    recorder align grpo"
 
 
 def command(
-    trainer: Annotated[
-        str, typer.Argument(metavar="TRAINER", help="The run of the trainer.", autocompletion=options.complete_run)
-    ],
+    trainer: Annotated[str, options.run_argument("TRAINER", "The run of the trainer.")],
     engine: Annotated[
         str | None,
-        typer.Argument(
-            metavar="ENGINE",
-            help="The run of what wrote the tokens; without it TRAINER generates, too.",
-            autocompletion=options.complete_run,
-        ),
+        options.run_argument("ENGINE", "The run of what wrote the tokens; without it TRAINER generates, too."),
     ] = None,
     weights: Annotated[
         bool, typer.Option("--weights", help="Show the parameters alone: which are stale, and by how many updates.")
     ] = False,
     noise: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="RUN",
-            autocompletion=options.complete_run,
+        options.run_option(
             help="A second run of the engine on the same tokens, as in other batches; may be given again. A difference "
             "counts only where it is more than 10 times what the engine's own runs differ in.",
         ),
     ] = None,
     rename: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", parser=local_path, help="Modules that have other names in ENGINE, as for diff."),
+        typer.Option(
+            metavar="FILE", parser=options.local_path, help="Modules that have other names in ENGINE, as for diff."
+        ),
     ] = None,
     step: Annotated[str | None, typer.Option(help="Steps of the trainer: 7, 0:100, ::10, 0,5,7 or pow2.")] = None,
     limit: Annotated[int | None, typer.Option(min=0, help="Lines of each table; 0: all.")] = None,

@@ -14,8 +14,8 @@ from ...errors import LookupFailedError
 from ...rules import hint
 from ...run.reply import Reply
 from ...run.run import open_run
-from ..options import RunPath
-from ..paths import local_path, other_runs
+from ..options import RunPath, local_path
+from ..paths import other_runs
 
 EPILOG = "Examples: recorder check recordings --set spike.sigmas=8    recorder check --list"
 

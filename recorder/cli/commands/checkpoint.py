@@ -12,9 +12,8 @@ from ...analyze.export.model import Model, check_format, write_model
 from ...run.reply import Aside, Part, Reply
 from ...run.run import open_run
 from ...system.text import counted, size
-from ..options import LayoutOption, RunPath
+from ..options import LayoutOption, RunPath, out_option
 from ..output import progress
-from ..paths import local_path
 
 EPILOG = (
     "Examples: recorder checkpoint recordings --to dcp -o checkpoint    "
@@ -26,16 +25,7 @@ _WHAT = {"param": "parameters and buffers", "grad": "gradients"}
 
 
 def command(
-    out: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--out",
-            metavar="OUT",
-            parser=local_path,
-            help="Where: a new file for safetensors, a new or empty directory for dcp.",
-        ),
-    ],
+    out: Annotated[Path, out_option("OUT", "Where: a new file for safetensors, a new or empty directory for dcp.")],
     to: Annotated[
         str, typer.Option(help="dcp (a directory for torch.distributed.checkpoint) or safetensors (a file).")
     ],

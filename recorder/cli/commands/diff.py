@@ -16,7 +16,7 @@ from ...run.reply import Reply
 from ...run.selection import GlobalOptions, Selection
 from .. import options
 from ..output import progress
-from ..paths import local_path, other_runs, two_runs
+from ..paths import other_runs, two_runs
 
 EPILOG = "Examples: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6    recorder diff @-2 @-1 --site grad --brief"
 
@@ -24,15 +24,11 @@ EPILOG = "Examples: recorder diff run-ddp run-fsdp --rtol 1e-4 --atol 1e-6    re
 def command(
     a: Annotated[
         str | None,
-        typer.Argument(
-            metavar="A",
-            help="A run; its order of execution counts. Without B: a folder, whose last two runs are compared.",
-            autocompletion=options.complete_run,
+        options.run_argument(
+            "A", "A run; its order of execution counts. Without B: a folder, whose last two runs are compared."
         ),
     ] = None,
-    b: Annotated[
-        str | None, typer.Argument(metavar="B", help="The run to compare with it.", autocompletion=options.complete_run)
-    ] = None,
+    b: Annotated[str | None, options.run_argument("B", "The run to compare with it.")] = None,
     rtol: Annotated[
         float,
         typer.Option(
@@ -45,9 +41,7 @@ def command(
     ulp: Annotated[int, typer.Option(min=0, help="Allowed representable numbers between two floats.")] = 0,
     noise: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="RUN",
-            autocompletion=options.complete_run,
+        options.run_option(
             help="A repeat of A, or its twin under RECORDER_JITTER=1; may be given again. A difference counts only "
             "where it is more than 10 times what noise does at that tensor and step.",
         ),
@@ -56,7 +50,7 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            parser=local_path,
+            parser=options.local_path,
             help="Modules that have other names in B: lines such as encoder.layers = blocks.",
         ),
     ] = None,

@@ -9,15 +9,13 @@ import typer
 from ...analyze.doctor.reply import checks_of, environment_checks, reply_of
 from ...run.reply import Reply
 from ...run.run import open_run
-from ..options import complete_run
+from ..options import run_argument
 
 EPILOG = "Examples: recorder doctor    recorder doctor recordings --strict"
 
 
 def command(
-    path: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run; without: this environment.", autocompletion=complete_run)
-    ] = None,
+    path: Annotated[str | None, run_argument("RUN", "A run; without: this environment.")] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 1 also where something may be a loss; see above.")
     ] = False,

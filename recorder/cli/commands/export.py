@@ -14,7 +14,6 @@ from ...run.run import open_run
 from ...run.selection import GlobalOptions, Selection
 from .. import options, show_pandas
 from ..output import progress
-from ..paths import local_path
 
 EPILOG = (
     "Examples: recorder export recordings -o grads.parquet --site grad    "
@@ -24,9 +23,7 @@ EPILOG = (
 
 
 def command(
-    out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="PATH", help="The file to write, or the folder.", parser=local_path)
-    ],
+    out: Annotated[Path, options.out_option("PATH", "The file to write, or the folder.")],
     path: options.RunPath = None,
     to: Annotated[
         str | None,

@@ -7,25 +7,14 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 
 from ...errors import RunError
+from ...run import notes
 from ...run.finding import FLEET, Location, find_folder, fleet_runs, runs_in
-from ...run.notes import (
-    answer_members,
-    command_members,
-    describe,
-    dump_members,
-    dump_note,
-    jitter_note,
-    sent_commands,
-    unsealed,
-    unsealed_note,
-)
 from ...run.reply import Reply, Table, table_of
 from ...run.run import RecordedWriter, Run, open_location, open_run
 from ...system.text import counted, moment, printable, size, span
-from ..options import complete_run
+from ..options import run_argument
 
 EPILOG = "Examples: recorder ls recordings    recorder ls @-1 --json"
 
@@ -34,12 +23,7 @@ _STATES = ("unclosed", "recording", "closed")
 
 
 def command(
-    path: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PATH", help="A run, or a folder of runs; without: RECORDER_DIR.", autocompletion=complete_run
-        ),
-    ] = None,
+    path: Annotated[str | None, run_argument("PATH", "A run, or a folder of runs; without: RECORDER_DIR.")] = None,
 ) -> Reply:
     """List the runs of a folder, or the writers of a run."""
     folder = find_folder(path)
@@ -95,7 +79,7 @@ def _summary(run: Run) -> dict[str, Any]:
     dropped: Counter[str] = Counter()
     for writer in run.writers:
         dropped.update(writer.balance.dropped)
-    num_open_rows, num_open_files = unsealed(run)
+    num_open_rows, num_open_files = notes.unsealed(run)
     return {
         "run": run.path.name,
         "name": run.name,
@@ -110,13 +94,15 @@ def _summary(run: Run) -> dict[str, Any]:
         "dropped": dict(dropped),
         "suspect_rows": sum(writer.balance.suspect for writer in run.writers),
         "passed_rows": sum(writer.balance.passed for writer in run.writers),
-        "dumps": list(map(dump_members, run.dumps)),
+        "dumps": list(map(notes.dump_members, run.dumps)),
         "open_rows": num_open_rows,
         "open_files": num_open_files,
         "state": next((state for state in _STATES if state in states), "empty"),
         "jitter": run.jitter,
         "jitter_moved": run.jitter_moved,
-        "commands": [command_members(one) | {"answers": answer_members(run, one)} for one in run.commands.sound],
+        "commands": [
+            notes.command_members(one) | {"answers": notes.answer_members(run, one)} for one in run.commands.sound
+        ],
         "proof": None if run.proof is None else {"verdict": run.proof.verdict, "text": run.proof.text},
         "problems": run.problems,
         "endings": run.endings,
@@ -155,13 +141,13 @@ def _writers_parts(run: Run, num_bytes: int, writers: list[dict[str, Any]]) -> I
         title=f"{printable(run.name)}: {', '.join(totals)}",
     )
     if run.jitter:
-        yield jitter_note(run)
+        yield notes.jitter_note(run)
     if run.proof is not None:
         yield f"recorder prove: {run.proof.text}"
-    for one in sent_commands(run):
-        yield f"command {one.command.number}: {describe(one.command)}: {'; '.join(one.lines)}"
-    yield from map(dump_note, run.dumps)
-    if note := unsealed_note(run):
+    for one in notes.sent_commands(run):
+        yield f"command {one.command.number}: {notes.describe(one.command)}: {'; '.join(one.lines)}"
+    yield from map(notes.dump_note, run.dumps)
+    if note := notes.unsealed_note(run):
         yield note
     yield from run.endings
 

@@ -27,9 +27,8 @@ from ...system.executors import open_dask
 from ...system.processes import available_cores, set_malloc
 from ...system.text import counted, size
 from .. import hide_pandas
-from ..options import LayoutOption, LossOption, RunPath, SchedulerOption, refuse
+from ..options import LayoutOption, LossOption, RunPath, SchedulerOption, out_option, refuse
 from ..output import progress
-from ..paths import local_path
 
 EPILOG = (
     "Examples: recorder merge recordings -o merged    recorder merge recordings -o alone --layout 'blocks.1.*=per_rank'"
@@ -60,12 +59,8 @@ _KEPT_BYTES = 128 << 20
 def command(
     out: Annotated[
         Path,
-        typer.Option(
-            "-o",
-            "--out",
-            metavar="OUT",
-            parser=local_path,
-            help="Where: a new or empty directory, or an earlier merge of this run, which is brought up to date.",
+        out_option(
+            "OUT", "Where: a new or empty directory, or an earlier merge of this run, which is brought up to date."
         ),
     ],
     path: RunPath = None,

@@ -14,8 +14,7 @@ from ...errors import LookupFailedError
 from ...run.reply import Reply
 from ...run.run import open_run
 from .. import show_pandas
-from ..options import RunOrModule
-from ..paths import local_path
+from ..options import RunOrModule, out_option
 
 EPILOG = (
     "Examples: recorder replay recordings blocks.0.mlp.up --step 3 -o bundle    "
@@ -30,9 +29,7 @@ def command(
     rank: Annotated[int | None, typer.Option(min=0, help="The rank; needed where several recorded the call.")] = None,
     micro_step: Annotated[int, typer.Option("--micro-step", min=0, help="The micro-batch within the step.")] = 0,
     call: Annotated[int, typer.Option(min=0, help="The number of the call within the micro-batch.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="PATH", help="The folder to write.", parser=local_path)
-    ] = None,
+    out: Annotated[Path | None, out_option("PATH", "The folder to write.")] = None,
     is_audit: Annotated[bool, typer.Option("--audit", help="Run all recorded calls of the step again, here.")] = False,
     factory: Annotated[
         str, typer.Option(metavar="MODULE:FUNCTION", help="Makes the model, for classes not of torch.nn.")

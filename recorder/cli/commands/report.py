@@ -21,9 +21,9 @@ from ...report.top import DoctorLine, Highlight
 from ...run.reply import Reply
 from ...run.run import Run, open_run
 from ...system.text import size
-from ..options import RunPath, complete_run
+from ..options import RunPath, out_option, run_option
 from ..output import progress
-from ..paths import local_path, other_run
+from ..paths import other_run
 
 EPILOG = "Examples: recorder report recordings -o report.html    recorder report @-2 --against @-1 -o against.html"
 
@@ -32,21 +32,11 @@ _MAX_JUDGED = 12
 
 def command(
     path: RunPath = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("-o", "--out", metavar="PATH", help="The file; without: report.html.", parser=local_path),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="A second run, to be drawn beside the first.", autocompletion=complete_run),
-    ] = None,
+    out: Annotated[Path | None, out_option("PATH", "The file; without: report.html.")] = None,
+    against: Annotated[str | None, run_option(help="A second run, to be drawn beside the first.")] = None,
     align: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN",
-            help="The run of the engine that wrote the tokens, or RUN itself: a map of its tokens.",
-            autocompletion=complete_run,
-        ),
+        run_option(help="The run of the engine that wrote the tokens, or RUN itself: a map of its tokens."),
     ] = None,
     statistics: Annotated[
         str | None,

@@ -103,7 +103,7 @@ def compare(run: recorder.Run, values: dict[Any, torch.Tensor], layout: str = ""
     for (site, path, name, step), value in values.items():
         try:
             phase = {"grad_input": "backward", "grad_output": "backward", "input": "forward", "output": "forward"}
-            found = run.tensor(path, site, step, name, mode="train", phase=phase.get(site))
+            found = run.tensor(path, site, step, name=name, mode="train", phase=phase.get(site))
         except RecorderError as error:
             if (row := measured.get((site, path, name, step))) is not None:
                 what = "equal" if _has_statistics_of(row, value) else "wrong"
