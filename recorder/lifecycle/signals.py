@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 from ..system.processes import Descriptor
@@ -108,35 +109,24 @@ def _action(number: int) -> int:
     return ctypes.c_void_p.from_buffer(action).value or 0
 
 
+@dataclass(eq=False, kw_only=True)
 class TerminationWatch:
-    """Handles the signals that end the process while a recording runs, with a watching thread."""
+    """Handles the signals that end the process while a recording runs, with a watching thread; see `install`."""
 
-    def __init__(
-        self,
-        *,
-        flush: Callable[[], object],
-        finish: Callable[[], object],
-        deadline_s: float,
-        ending: Callable[[int], object] = lambda number: None,
-        trigger: int | None = None,
-        triggered: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Prepare, without a change to any signal.
+    flush: Callable[[], object]
+    """Brings the data in memory to disk, in bounded time; any thread may call it."""
+    finish: Callable[[], object]
+    """Does what `flush` does and ends the recording, because the process is about to end."""
+    deadline_s: float
+    """The time for `finish`; the process ends soon after, whatever `finish` does."""
+    ending: Callable[[int], object]
+    """Called with the signal just before `finish`; it must not wait."""
+    trigger: int | None
+    """A signal that calls `triggered`, and ends the process only if the program has it end the process."""
+    triggered: Callable[[], object]
+    """Called on a thread of the recorder or in the main thread, perhaps twice; it must not wait."""
 
-        Args:
-            flush: brings the data in memory to disk, in bounded time; any thread may call it.
-            finish: does what `flush` does and ends the recording, because the process is about to end.
-            deadline_s: the time for `finish`; the process ends soon after, whatever `finish` does.
-            ending: called with the signal just before `finish`; it must not wait.
-            trigger: a signal that calls `triggered`, and ends the process only if the program has it end the process.
-            triggered: called on a thread of the recorder or in the main thread, perhaps twice; it must not wait.
-        """
-        self._flush = flush
-        self._finish = finish
-        self._deadline_s = deadline_s
-        self._ending = ending
-        self._trigger = trigger
-        self._triggered = triggered
+    def __post_init__(self) -> None:
         self._handlers: dict[int, tuple[_Handler, int]] = {}
         """For each signal the recorder's handler, and the address that the kernel has for the handler."""
         self._pipe: _Pipe | None = None
@@ -168,8 +158,8 @@ class TerminationWatch:
         return number in self._handlers and _signal.getsignal(number) is self._handlers[number][0]
 
     def _handle(self, number: int) -> None:
-        if number == self._trigger and os.getpid() == self._pid:
-            self._triggered()
+        if number == self.trigger and os.getpid() == self._pid:
+            self.triggered()
             return
         if self._pid == 1:
             return  # the kernel ignores the signal for process 1 of a container, and the watching thread flushes
@@ -182,8 +172,8 @@ class TerminationWatch:
             self._is_ending = True
             if self._pipe is not None:  # the watching thread then bounds the time of what follows
                 self._pipe.write(number)
-            self._ending(number)
-            self._finish()
+            self.ending(number)
+            self.finish()
         _die_of(number)
 
     def _watch(self) -> None:
@@ -191,11 +181,9 @@ class TerminationWatch:
         pipe = self._pipe
         assert pipe is not None
         while numbers := pipe.read():
-            if (
-                self._trigger is not None and self._trigger in numbers
-            ):  # the main thread may be stuck and run no handler
-                self._triggered()
-                numbers = bytes(number for number in numbers if number != self._trigger)
+            if self.trigger is not None and self.trigger in numbers:  # the main thread may be stuck and run no handler
+                self.triggered()
+                numbers = bytes(number for number in numbers if number != self.trigger)
             ending = next((number for number in numbers if self._is_ours(number)), None)
             if ending is not None and self._pid != 1:
                 self._end_process(ending)
@@ -204,22 +192,22 @@ class TerminationWatch:
                 return
             if not _ENDING.isdisjoint(numbers):
                 if signal.SIGTERM in numbers:  # the program's own handler ends it, or it is process 1 and is not ended
-                    self._ending(signal.SIGTERM)
+                    self.ending(signal.SIGTERM)
                 with contextlib.suppress(Exception):
-                    self._flush()
+                    self.flush()
             time.sleep(_NAP_S)
 
     def _end_process(self, number: int) -> None:
-        until_s = time.monotonic() + _MAIN_THREAD_GRACE_S + self._deadline_s + 1.0
+        until_s = time.monotonic() + _MAIN_THREAD_GRACE_S + self.deadline_s + 1.0
         time.sleep(_MAIN_THREAD_GRACE_S)
         if not self._is_ending:  # the main thread is stuck, perhaps in a collective
             self._is_ending = True
-            self._ending(number)
+            self.ending(number)
             # Another thread runs `finish`, because a log handler may wait for a lock that the main thread holds.
-            ender = threading.Thread(target=self._finish, name="recorder-end", daemon=True)
+            ender = threading.Thread(target=self.finish, name="recorder-end", daemon=True)
             with contextlib.suppress(RuntimeError):
                 ender.start()
-                ender.join(self._deadline_s + 1.0)
+                ender.join(self.deadline_s + 1.0)
         else:
             while time.monotonic() < until_s:
                 time.sleep(_NAP_S)
@@ -237,7 +225,7 @@ class TerminationWatch:
         pipe.write(_STOP)
         assert self._thread is not None
         if self._thread is not threading.current_thread():
-            self._thread.join(self._deadline_s)
+            self._thread.join(self.deadline_s)
         if is_pipe_free and not self._thread.is_alive():
             pipe.close()
         elif not self._thread.is_alive():

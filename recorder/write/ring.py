@@ -105,25 +105,23 @@ class Room(NamedTuple):
     """Returns the bytes that records use now, including records that are not in the ring yet."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Ring:
     """The records of the last steps. Any thread may call `ask` and `is_wanted`; the writer thread does the rest."""
 
-    def __init__(
-        self,
-        *,
-        window: RingWindow,
-        room: Room,
-        hold_s: float,
-        max_bytes: int,
-        ledger: Ledger,
-        clock: Callable[[], float],
-    ) -> None:
-        """Begin with an empty ring. `ledger` counts records that leave the ring unwritten.
+    window: RingWindow
+    """The number of steps that are always kept; the caller of `ask` chooses the steps after a trigger."""
+    room: Room
+    hold_s: float
+    """The seconds for which earlier steps are kept, too, if there is `room`."""
+    max_bytes: int
+    """The most bytes of all dumps together."""
+    ledger: Ledger
+    """Counts the records that leave the ring unwritten."""
+    clock: Callable[[], float]
+    """A monotonic clock, in seconds."""
 
-        `window` is the number of steps that are always kept; the caller of `ask` chooses the steps after a trigger.
-        Earlier steps are kept for `hold_s`, too, if there is `room`. All dumps together have at most `max_bytes`.
-        `clock` is monotonic, in seconds.
-        """
+    def __post_init__(self) -> None:
         self.due: deque[Due] = deque()
         """The records that are to be written before any other record."""
         self.dumps: list[Dump] = []
@@ -133,12 +131,6 @@ class Ring:
         """The last step of all windows that triggers have asked for."""
         self.has_changed = False
         """True if the dumps have changed since the manifest was last marked as stale."""
-        self._before = window.before
-        self._room = room
-        self._hold_s = hold_s
-        self._max_bytes = max_bytes
-        self._ledger = ledger
-        self._clock = clock
         self._asked: deque[Dump] = deque()
         self._open: list[Dump] = []
         self._steps: dict[int, _HeldStep] = {}
@@ -175,7 +167,7 @@ class Ring:
         if held is None:
             held = self._steps[step] = _HeldStep()
         held.records.append(record)
-        held.last_s = self._clock()
+        held.last_s = self.clock()
 
     def take_asked(self) -> bool:
         """Begin the dumps that were requested since the last call; return True if there were any."""
@@ -219,7 +211,7 @@ class Ring:
     def _begin(self, step: int) -> None:
         now = self._now
         if now is not None and step < now:
-            if step >= now - self._before - _SET_BACK:
+            if step >= now - self.window.before - _SET_BACK:
                 return  # the record is only a little late
             self.end()  # the program has set its steps back, so that no waiting step would ever be old
         self._now = step
@@ -233,14 +225,14 @@ class Ring:
 
     def _let_pass(self, now: int) -> None:
         """Release the steps before the window, except recent steps for which there is room."""
-        old = [step for step in self._steps if step + self._before < now]
+        old = [step for step in self._steps if step + self.window.before < now]
         if not old:
             return
-        room, num_held = self._room, len(self._steps)
+        room, num_held = self.room, len(self._steps)
         used_bytes = room.used_bytes()
         step_bytes = used_bytes // num_held
         spare_bytes = max(2 * step_bytes, int(_SPARE_SHARE * room.capacity_bytes))
-        held_until_s = self._clock() - self._hold_s
+        held_until_s = self.clock() - self.hold_s
         for step in old:
             if self._steps[step].last_s > held_until_s and room.capacity_bytes - used_bytes >= spare_bytes:
                 continue
@@ -260,7 +252,7 @@ class Ring:
                 num_rows += staged.num_parts
                 staged.block.release()
         if num_rows:
-            self._ledger.add_passed(num_rows)
+            self.ledger.add_passed(num_rows)
 
     def _dump_of(self, step: int) -> Dump | None:
         return next((dump for dump in reversed(self.dumps) if dump.first_step <= step <= dump.last_step), None)
@@ -269,10 +261,10 @@ class Ring:
         """Hand a record with its statistics to the shards, or drop it if dumps have used up their bytes."""
         staged = record.staged
         num_bytes = staged.block.data.nbytes
-        if self._asked_bytes + num_bytes > self._max_bytes:
+        if self._asked_bytes + num_bytes > self.max_bytes:
             self.is_over_bound = True
             staged.block.release()
-            self._ledger.drop(DUMP_BYTES, staged.num_parts)
+            self.ledger.drop(DUMP_BYTES, staged.num_parts)
             return
         self._asked_bytes += num_bytes
         dump.num_due += 1

@@ -322,8 +322,8 @@ def test_a_command_in_the_runs_directory_reaches_training_through_the_writer_thr
             step += 1
             if sent is None and (run_dir := current.run_dir()) is not None:
                 sent = send(run_dir, rules_at(0, "module=first site=output", number=0))
-            if last == 1 << 30 and current.commands is not None and current.commands.answers():
-                since = current.commands.answers()[0].since
+            if last == 1 << 30 and current.recording is not None and (told := current.recording.commands.answers()):
+                since = told[0].since
                 last = last if since is None else since + 3
             time.sleep(0.01)
     (answer,) = answers(recording)

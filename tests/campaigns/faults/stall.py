@@ -201,7 +201,8 @@ def child(num_steps: int) -> dict[str, Any]:
     began = time.perf_counter()
     current.close()
     longest_close_s = time.perf_counter() - began
-    ledger = current._writer.close(0).ledger
+    assert current.recording is not None
+    ledger = current.recording.writer.close(0).ledger
     return {
         "longest_step_s": max(steps_s[WARM_STEPS:]),
         "usual_step_s": sorted(steps_s[1:WARM_STEPS])[WARM_STEPS // 2 - 1],

@@ -99,7 +99,8 @@ def happens(what: str, model: nn.Module, x: Tensor) -> None:
 
 def waits(num_dumps: int, first_step: int | None) -> None:
     """Until as many dumps were begun, that of a first step among them, and all that was waiting is written."""
-    writer = active._current._writer if active._current is not None else None
+    recording = active._current.recording if active._current is not None else None
+    writer = recording.writer if recording is not None else None
     until_s = time.monotonic() + PATIENCE_S
     while writer is not None and time.monotonic() < until_s:
         is_there = first_step is None or any(dump.first_step == first_step for dump in writer.dumps)

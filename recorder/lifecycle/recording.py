@@ -1,0 +1,297 @@
+"""A recording that has begun: its capture, its writer, and what the writer thread asks of both until the end.
+
+`Recorder` makes a `Recording` at the first root call. Nothing here may raise into training.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .. import native
+from ..capture import topology
+from ..capture.core import Capture
+from ..capture.optimizer import OptimizerHooks
+from ..capture.program_values import LossFinder
+from ..capture.staging.pool import Pool, default_capacity_bytes
+from ..config import Loaded
+from ..format.commands import PAUSE, RESUME, SET, UNDO
+from ..records import Measured, Staged
+from ..system import log
+from ..system.log import Events
+from ..system.processes import own_process
+from .carrying import Carrier
+from .commands import Commands
+from .description import Description
+from .ring import RingWatch
+from .signals import blocked_in_new_threads
+from .summary import Estimate, FinalSummary, Summary
+
+_logger = logging.getLogger("recorder")
+_START_PATIENCE_S = 1.0
+"""The longest wait of the first forward for the writer to make its directory, if the settings allow a wait."""
+
+
+class Recording:
+    """The parts of one recording, from its first root call to its end."""
+
+    def __init__(
+        self, loaded: Loaded, ring: RingWatch, events: Events, folder: Path, *, version: str, by_flag: bool,
+        on_step: Callable[[Optimizer], None], on_new: Callable[[Optimizer], None],
+    ) -> None:  # fmt: skip
+        """Make all parts, but start no thread. If a part cannot be made, no hook stays behind.
+
+        `folder` is where run directories go. `on_step` is called after each step of an optimizer, and `on_new` with
+        each new optimizer.
+        """
+        from ..capture.staging.measure import measure, measure_small
+        from ..write.writer import Writer
+
+        settings, own_topology, self._events = loaded.settings, topology.read(), events
+        self._settings, self._ring, self._folder, self._topology = settings, ring, folder, own_topology
+        self._description = Description(
+            version=version, topology=own_topology, loaded=loaded, process=own_process(), started_ns=time.time_ns(),
+            by_flag=by_flag,
+        )  # fmt: skip
+        is_default = loaded.sources.get("dir", "default") == "default"
+        self._final_summary = FinalSummary(dir_setting=settings.dir, is_default=is_default)
+        self._estimate: Estimate | None = None
+        """The estimate of bytes, which only rank 0 has."""
+        if own_topology.rank == 0:
+            num_ranks = own_topology.world_size
+            self._estimate = Estimate(settings.rules, rank=0, world_size=num_ranks, max_bytes=settings.max_bytes)
+        self.commands = Commands(own_topology, events)
+        """The commands that are sent to the run while it is under way."""
+        self._carrier: Carrier | None = None
+        """The carrier of commands between nodes; None if the ranks have no common name for the run."""
+        self._manifest_key: object = None
+        self._last_manifest: Mapping[str, Any] = {}
+        """The manifest from just before the capture was closed, while there were still modules to describe."""
+        self._next_status_s = 0.0
+        self._is_closed = False
+        kernels = native.load(settings.native)
+        self.writer = Writer(
+            settings=settings,
+            measure=functools.partial(measure, kernels=kernels),
+            measure_small=functools.partial(measure_small, kernels=kernels),
+            resolve_dir=self._resolve_target,
+            poll=self._poll,
+            saw=self._saw,
+            observed=lambda: self.capture.observed,
+            ending=self._before_last,
+        )
+        capacity = settings.pool_bytes or default_capacity_bytes(own_topology.local_world_size)
+        pool = Pool(capacity, progress_s=lambda: self.writer.last_progress_s, clock=time.monotonic)
+        ring_memory = ring.start(
+            rank=own_topology.rank, world_size=own_topology.world_size, pool=pool, writer=self.writer,
+            commands=self.commands, events=events, current_step=lambda: self.capture.clock.step,
+        )  # fmt: skip
+        self.capture = Capture(
+            settings=settings, rank=own_topology.rank, pool=pool, channel=self.writer, events=events, ring=ring_memory
+        )
+        self.capture.on_probed = ring.probed
+        with ExitStack() as undo:
+            self.optimizers = OptimizerHooks(self.capture, on_step=on_step, on_new=on_new)
+            undo.callback(self.optimizers.close)
+            self._loss = LossFinder(self.capture.scalars)
+            undo.pop_all()
+        rule_commands = self.capture.rule_commands
+        rule_commands.changed = self._loss.look_at_rules
+        for kind in (SET, UNDO, PAUSE, RESUME):
+            self.commands.on(kind, rule_commands.tell)
+
+    @property
+    def world_size(self) -> int:
+        return self._topology.world_size
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run directory; None until the writer has made it."""
+        directory = self.writer.directory
+        return directory.parent.parent if directory is not None else None
+
+    def start(self, begun: Callable[[], None]) -> None:
+        """Start the writer thread, call `begun`, and wait a while for the writer's directory, if the settings allow it.
+
+        So a disk that refuses to write is reported before the first step; a disk that is only slow delays nothing.
+        """
+        writer, settings = self.writer, self._settings
+        writer.set_manifest(self._manifest())
+        began_s = writer.last_progress_s
+        with blocked_in_new_threads():
+            writer.start()
+        begun()
+        patience_s = settings.wait_s_per_step if settings.policy == "wait" else 0.0
+        until_s = time.monotonic() + min(_START_PATIENCE_S, patience_s)
+        while writer.last_progress_s == began_s and time.monotonic() < until_s:
+            time.sleep(0.001)
+
+    def unhook(self) -> None:
+        """Remove the hooks on optimizers and on the loss."""
+        self.optimizers.close()
+        self._loss.close()
+
+    # -- what the writer thread asks --------------------------------------------------------------------------------
+
+    def _resolve_target(self) -> Any:
+        """Decide where to write. Called on the writer thread, because it may wait for the other ranks."""
+        from ..write.writer import RunTarget
+
+        name, is_shared = topology.run_id(self._topology, deadline_s=self._settings.join_deadline_s)
+        if not is_shared:
+            self._events.add(
+                "unjoined",
+                f"the ranks could not agree on a run name, so this rank writes to {name!r}; start through torchrun or "
+                "initialise the process group before the first forward",
+            )
+        elif self.world_size > 1:
+            self._carrier = Carrier(self._topology, self._events, dir_setting=self._settings.dir)
+        run_dir = self._folder / name
+        return RunTarget(
+            run_dir=run_dir,
+            run_manifest=self._description.run(name),
+            rank=self._topology.rank,
+            attempt=self._topology.attempt,
+            named=functools.partial(self._final_summary.take_name, run_dir),
+        )
+
+    def _manifest(self) -> dict[str, Any]:
+        self._answer()
+        return self._description.writer(self.capture, self.optimizers, self._events, self.commands)
+
+    def _saw(self, records: Sequence[Staged], measured: Sequence[Measured]) -> None:
+        self.capture.nonfinite.saw(records, measured)
+        if self._estimate is not None:
+            self._estimate.saw(records)
+        self._ring.saw(records, measured)
+
+    def _poll(self) -> dict[str, Any] | None:
+        """Log events, and return the manifest if it has changed. Called on the writer thread, often."""
+        manifest, capture = None, self.capture
+        try:
+            self._events.say()
+            if self._is_closed:
+                return None
+            self.commands.poll(self.run_dir)
+            if self._carrier is not None and self.run_dir is not None:
+                self._carrier.start(self.run_dir)
+            self._answer()
+            self._ring.look(capture)
+            capture.nonfinite.look(self._how_to_learn_more())
+            if self._estimate is not None and (line := self._estimate.look(capture.clock.step)) is not None:
+                log.tell(_logger, lambda: (line,), 0.0)
+            roots = tuple((root, *(work is None for work in root.shared_work.values())) for root in capture.roots)
+            if self.commands.has_changed:
+                self.commands.has_changed = False
+                self._events.has_changed = True  # the manifest contains the answers
+                self._next_status_s = 0.0
+            key = (self._events.has_changed, capture.clock.source, roots)
+            if key != self._manifest_key:
+                self._events.has_changed = False
+                self._manifest_key = (False, *key[1:])
+                manifest = self._manifest()
+            if time.monotonic() >= self._next_status_s:  # the first status is written even if no later one is
+                self._next_status_s = time.monotonic() + (self._settings.status_interval_s or math.inf)
+                self._show_status()
+        except Exception as error:
+            self._events.add("hook_error", f"bookkeeping failed: {type(error).__name__}: {error}", key="poll")
+        return manifest
+
+    def _before_last(self) -> None:
+        """Look for triggers a last time, before the waiting values are lost. Called on the writer thread."""
+        try:
+            self._ring.end(self.capture, self.commands)
+            if self._ring.has_triggers:
+                news = self._description.news(self._events, self.commands)
+                self.writer.set_manifest({**self._last_manifest, **news})
+            self._show_status()
+        except Exception as error:
+            self._events.add("hook_error", f"a last trigger failed: {type(error).__name__}: {error}", key="ending")
+
+    def _show_status(self) -> None:
+        self._answer()
+        findings = self._ring.findings(self.capture.nonfinite.first)
+        self.writer.set_status(self._description.status(self.capture, self.commands, findings))
+
+    def _answer(self) -> None:
+        """Set the present answers to commands that change rules. Any thread."""
+        self.commands.answer_all(self.capture.rule_commands.answers())
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Remove all hooks, write what remains before the deadline, and log the summary."""
+        self._is_closed = True
+        self.unhook()
+        capture, deadline_s = self.capture, self._settings.close_deadline_s
+        until_s = time.monotonic() + deadline_s
+        self._say_if_step_never_moved()
+        for root in capture.roots:
+            root.say_if_nothing_moved()
+            root.inventory.look_for_foreign_hooks()
+        self._last_manifest = self._manifest()
+        self.writer.set_manifest(self._last_manifest)
+        self._show_status()
+        capture.close()
+        self.commands.close()
+        report = self.writer.close(deadline_s)
+        log.log(_logger, logging.DEBUG, "closed: %s", report)
+        capture.nonfinite.look(self._how_to_learn_more(), is_last=True)
+        self._events.say()  # problems are logged before the summary
+        self._sum_up(report.ledger, until_s)
+
+    def finish(self) -> None:
+        """Wait until a running `close` is done, or until the deadline, and log the summary."""
+        until_s = time.monotonic() + self._settings.close_deadline_s
+        report = self.writer.close(self._settings.close_deadline_s)
+        self.stop_carrying()
+        self._sum_up(report.ledger, until_s)
+
+    def stop_carrying(self) -> None:
+        """Let the carrier pass the last commands to the other nodes, after the writer has sent its own last command."""
+        if self._carrier is not None:
+            self._carrier.close()
+
+    def _sum_up(self, ledger: Mapping[str, Any], until_s: float) -> None:
+        if self._topology.rank != 0 or (run_dir := self.run_dir) is None:
+            return
+        stats, pool = self.writer.stats(), self.capture.pool
+        summary = Summary(
+            run=self._final_summary.name_in_commands(run_dir),
+            world_size=self.world_size,
+            last_step=stats.last_written_step,
+            ledger=ledger,
+            nonfinite=self.capture.nonfinite.first,
+            finding=self._ring.worst.text if self._ring.worst is not None else "",
+            written_bytes=stats.written_bytes,
+            waited_s=pool.waited_s,
+            longest_wait_s=pool.longest_wait_s,
+            is_asked_for=any(0 in rule.rank for rule in self._settings.rules),
+            num_dumps=len(self.writer.dumps),
+        )
+        self._final_summary.say(summary, max(until_s - time.monotonic(), 0.0))
+
+    def _how_to_learn_more(self) -> str | None:
+        run_dir = self.run_dir
+        return None if run_dir is None else f"recorder first {self._final_summary.name_in_commands(run_dir)}"
+
+    def _say_if_step_never_moved(self) -> None:
+        clock, num_steps = self.capture.clock, self.optimizers.num_steps
+        if self.capture.every_call_is_a_step or clock.source == "user" or clock.has_moved or num_steps == 1:
+            return
+        why = "no optimizer stepped"
+        if num_steps:
+            why = f"optimizers stepped {num_steps} times, and no forward with gradients was seen after a step"
+        self._events.add(
+            "step_never_advanced",
+            f"{why}, so every value is of step {clock.step}; recorder.step(n) names steps",
+            level=logging.WARNING if num_steps else logging.INFO,
+        )
