@@ -19,8 +19,6 @@ _THREE_RECORDS = Setting("records", 3, "records", CALIBRATED)
 
 
 class Dead(StreakRule):
-    """An output that is zero in nearly all elements, such as the output of a ReLU that no input activates any more."""
-
     name = "dead"
     sentence = "An output is zero in nearly all elements, record after record."
     sites, columns = ("output",), ("zero_count", "numel")
@@ -40,8 +38,6 @@ class Dead(StreakRule):
 
 
 class Saturated(StreakRule):
-    """The output of a sigmoid or tanh that is near the ends of its range in nearly all elements."""
-
     name = "saturated"
     sentence = "A sigmoid or a tanh is near its ends in nearly all elements, record after record."
     sites, columns = ("output",), ("sum_sq", "sum", "numel")
@@ -117,8 +113,6 @@ class EvaluationOutput(StreakRule):
 
 
 class DeadUnits(StreakRule):
-    """Units of a layer that hardly any sample activates."""
-
     name = "dead_units"
     sentence = "Most units of a layer are zero in more than 99 % of their values, record after record."
     sites, columns, keep = ("output",), ("units.dead_share",), "units"
@@ -146,8 +140,6 @@ class DeadUnits(StreakRule):
 
 
 class OutlierUnits(StreakRule):
-    """Units that are far larger than the other units of their layer, known as massive activations."""
-
     name = "outlier_units"
     sentence = "A unit is many times larger than the units of its layer usually are."
     sites, columns, keep = ("output",), ("units.largest",), "units"

@@ -19,8 +19,6 @@ _LEAST_DEVIATION = 0.01
 
 
 class Replica(CheckRule):
-    """Parameters, gradients or optimizer states that ranks share and that are not bitwise equal, and activations."""
-
     name = "replica"
     sentence = "A parameter, gradient, optimizer state or replicated activation differs between ranks that share it."
     severity = Severity.ERROR
@@ -41,8 +39,6 @@ class Replica(CheckRule):
 
 
 class OutlierRank(StreakRule):
-    """A rank whose values are unlike the values of all its data-parallel peers."""
-
     name = "outlier_rank"
     sentence = "One rank's activations, local gradients or loss are unlike those of its data-parallel peers."
     sites, columns = ("output", "grad_output", "grad", "scalar"), ("sum_sq", "numel")
@@ -262,8 +258,6 @@ class Unusual(BaselineRule):
 
 
 class Invariant(BaselineRule):
-    """A condition that held in each record of every sound run, and fails in this run."""
-
     name = "invariant"
     sentence = (
         "What always held in the sound runs does not hold: equal replicas, batches of their own, values that change."
@@ -312,8 +306,6 @@ class Invariant(BaselineRule):
 
 
 class Width(CheckRule):
-    """Outputs that grow with the width of the model, so that another width needs another learning rate."""
-
     name = "width"
     sentence = "After a few steps an output is larger the wider the model is."
     sites, columns = ("output", "param"), ("sum_sq", "numel")

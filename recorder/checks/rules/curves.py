@@ -314,8 +314,6 @@ class Jump(CurveRule):
 
 
 class LossStuck(CurveRule):
-    """A loss that stays at its first value, or that has risen far above it."""
-
     name = "loss"
     sentence = "The loss stands still where it began, or rises far above where it began."
     sites, columns = ("scalar",), ("mean",)

@@ -54,8 +54,6 @@ def template(path: str) -> str:
 
 
 class Vanishing(StreakRule):
-    """A gradient that is tiny, and far below the gradients of the other layers."""
-
     name = "vanishing"
     sentence = "The gradient of a weight is tiny, and far below the largest of the other weights."
     sites, columns = ("grad",), ("sum_sq", "numel")
@@ -123,8 +121,6 @@ class Exploding(StreakRule):
 
 
 class NoGradient(StreakRule):
-    """A parameter in an optimizer whose gradient is zero in all elements for a long time, or never exists."""
-
     name = "no_gradient"
     sentence = "A parameter of the optimizer has a gradient of zeros alone, or never has one."
     sites, columns = ("grad", "param"), ("zero_count", "numel")
@@ -201,8 +197,6 @@ PREFIX = "objective."
 
 
 class Objectives(StreakRule):
-    """An objective whose gradient at a shared tensor is many times the gradient of another objective."""
-
     name = "objectives"
     sentence = "The gradient of one objective at a shared tensor drowns that of another."
     sites, columns = ("tap",), ("sum_sq", "numel")
@@ -241,8 +235,6 @@ class Objectives(StreakRule):
 
 
 class Update(StreakRule):
-    """An update that is as large as the weight itself."""
-
     name = "update"
     sentence = "A step of the optimizer changes a weight by a large part of its norm."
     sites, columns = ("param",), ("sum_sq", "sum", "numel")
@@ -267,8 +259,6 @@ class Update(StreakRule):
 
 
 class Unchanged(StreakRule):
-    """A parameter that does not change although it has a gradient."""
-
     name = "unchanged"
     sentence = "A parameter has a gradient, and its values stay as they are."
     sites, columns = ("param", "grad", "scalar"), EXACT
@@ -394,8 +384,6 @@ class Unchanged(StreakRule):
 
 
 class Initialisation(CheckRule):
-    """Weights whose elements are all equal at first, or whose scale at first differs from that of other layers."""
-
     name = "initialisation"
     sentence = "A weight begins with equal elements, or on another scale than the same weight of other layers."
     sites, columns = ("param",), ("std", "mean", "numel")

@@ -33,8 +33,6 @@ class _ProgramRule(CheckRule):
 
 
 class NotOptimized(_ProgramRule):
-    """A parameter with gradients that the program gave to no optimizer."""
-
     name = "not_optimized"
     sentence = "A parameter has a gradient, and no optimizer has the parameter."
     sites = ("param",)
@@ -47,8 +45,6 @@ class NotOptimized(_ProgramRule):
 
 
 class NotCleared(_ProgramRule):
-    """Gradients that the program does not clear between two updates, so that each is the sum of all before it."""
-
     name = "not_cleared"
     sentence = "The gradients of an update are not cleared before the next backward."
     sites = ("grad",)

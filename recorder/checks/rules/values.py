@@ -33,8 +33,6 @@ SKIPS = "GradScaler skipped the update"
 
 
 class NonFinite(CheckRule):
-    """NaN or infinities, reported at the module that made them, once for each run of consecutive bad steps."""
-
     name = "nonfinite"
     sentence = "A value holds NaN, or infinities that are no mask."
     severity = Severity.ERROR
@@ -132,8 +130,6 @@ class NonFinite(CheckRule):
 
 
 class Skipped(StreakRule):
-    """Consecutive steps that `GradScaler` skips."""
-
     name = "skipped"
     sentence = "GradScaler skips one step after the other: the parameters stay as they are."
     severity = Severity.ERROR
@@ -159,8 +155,6 @@ _LEAST_ELEMENTS = 8
 
 
 class Data(CheckRule):
-    """Batches that cannot teach: two ranks share a batch, a batch is repeated or empty, or all its values are equal."""
-
     name = "data"
     sentence = (
         "Two data-parallel ranks get the same batch, a batch comes again and again or is empty, or an input or the "

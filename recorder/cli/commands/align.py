@@ -1,5 +1,3 @@
-"""``recorder align``: shows where a trainer and the engine that wrote its tokens part, token by token."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""``recorder catalog``: registers runs in an Iceberg catalog, which DuckDB, Polars, Spark and Trino read."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""``recorder check``: prints what is wrong with a training, one sentence for each finding, or JSON."""
-
 from __future__ import annotations
 
 from pathlib import Path

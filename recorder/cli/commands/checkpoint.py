@@ -1,5 +1,3 @@
-"""``recorder checkpoint``: writes tensors as torch loads them, and names the tensors that cannot be written."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

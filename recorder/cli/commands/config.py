@@ -1,5 +1,3 @@
-"""``recorder config``: prints every setting in force, with its source and what it does."""
-
 from __future__ import annotations
 
 from typing import Annotated, Any

@@ -1,5 +1,3 @@
-"""``recorder daemon``: ships the runs of a node to a store, and removes old runs there."""
-
 from __future__ import annotations
 
 import inspect

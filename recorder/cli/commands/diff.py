@@ -1,5 +1,3 @@
-"""``recorder diff``: shows where two runs differ, the first divergent module on top."""
-
 from __future__ import annotations
 
 from pathlib import Path

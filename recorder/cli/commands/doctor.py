@@ -1,5 +1,3 @@
-"""``recorder doctor``: says why something will not be recorded here, or was not recorded in a run."""
-
 from __future__ import annotations
 
 from typing import Annotated

@@ -1,5 +1,3 @@
-"""``recorder dump``: has a run write the last steps from its memory."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""``recorder export``: writes statistics or tensors, and prints which ones and where."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""``recorder first``: names the first value that went wrong."""
-
 from __future__ import annotations
 
 from ...analyze.first.first import first, reply_of

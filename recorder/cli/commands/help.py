@@ -1,5 +1,3 @@
-"""``recorder help``: prints the help of a command, or the list of commands."""
-
 from __future__ import annotations
 
 from typing import Annotated

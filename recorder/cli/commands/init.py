@@ -1,5 +1,3 @@
-"""``recorder init``: writes a TOML file of all settings."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""``recorder layouts``: shows how the ranks' values lie, and how that is known."""
-
 from __future__ import annotations
 
 from ...analyze.layouts import layouts, reply_of

@@ -1,5 +1,3 @@
-"""``recorder ls``: lists the runs of a folder, or the writers of a run."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""``recorder merge``: starts the workers of a merge, and shows its progress and its summary."""
-
 from __future__ import annotations
 
 import gc

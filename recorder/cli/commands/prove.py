@@ -1,5 +1,3 @@
-"""``recorder prove``: tests on the user's own program whether recording, or a restart, changes its training."""
-
 from __future__ import annotations
 
 import shlex

@@ -1,5 +1,3 @@
-"""``recorder repair``: repairs a run, and prints what was done as a table and a verdict."""
-
 from __future__ import annotations
 
 from collections import Counter

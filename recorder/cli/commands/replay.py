@@ -1,5 +1,3 @@
-"""``recorder replay``: writes one recorded call of a module as a folder that runs alone, or audits a step."""
-
 from __future__ import annotations
 
 import os

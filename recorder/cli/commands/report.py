@@ -1,5 +1,3 @@
-"""``recorder report``: writes the page of a run as one HTML file, with a progress bar."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

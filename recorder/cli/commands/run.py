@@ -1,5 +1,3 @@
-"""``recorder run``: runs a training command with recording on, through `lifecycle.launch`."""
-
 from __future__ import annotations
 
 from typing import Any, NoReturn

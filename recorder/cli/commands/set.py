@@ -1,5 +1,3 @@
-"""``recorder set``: changes what a run records while the run is recording."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

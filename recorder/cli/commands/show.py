@@ -1,5 +1,3 @@
-"""``recorder show``: shows one module over steps and ranks, or all modules in brief."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,3 @@
-"""``recorder sql``: asks the tables of all runs of a folder, or of a catalog, in SQL."""
-
 from __future__ import annotations
 
 import json

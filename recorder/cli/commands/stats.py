@@ -1,5 +1,3 @@
-"""``recorder stats``: shows statistics of values, or combines statistics over steps, modules and ranks."""
-
 from __future__ import annotations
 
 from typing import Annotated

@@ -1,5 +1,3 @@
-"""``recorder verify``: checks every byte of a run, with a progress bar."""
-
 from __future__ import annotations
 
 from ...run.reply import Reply

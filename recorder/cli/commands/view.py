@@ -1,5 +1,3 @@
-"""``recorder view``: serves the live page of a run, or of each run of a folder, until Ctrl-C."""
-
 from __future__ import annotations
 
 import errno
