@@ -44,11 +44,11 @@ from ..records import (
 from ..sites import GRADIENT_OF, OF_CALLS, OF_PARAMETERS, OF_PROGRAM
 from ..system.log import Events
 from ..system.processes import comes_from_signal_handler
-from ..taps.graph_rows import TapRows
 from .aliases import Aliases
 from .device_probe import TURNED, DeviceProbe, ProbedValue
 from .dtensors import merged_notes, without_masked
 from .hooks.callbacks import RootCalls
+from .hooks.graph_rows import TapRows
 from .hooks.root import Root
 from .local_values import DTYPES, Inner, UnsupportedKind, inner_tensors, local_bytes, plain
 from .nonfinite import FirstNonFinite

@@ -2,7 +2,7 @@
 
 A scalar comes from the program or an optimizer, or it is the loss at which a backward begins. A scalar is never synced:
 a tensor of one element is copied as any other value is. This module records `recorder.tap` in eager code;
-`recorder/taps/graph_rows.py` records the values that taps in a graph pass on.
+`recorder/capture/hooks/graph_rows.py` records the values that taps in a graph pass on.
 """
 
 from __future__ import annotations

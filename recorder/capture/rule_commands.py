@@ -34,7 +34,7 @@ from ..observe.selection import RuleSelection
 from ..rules import Rule, Schedule, ring_window
 from ..sites import OF_CALLS
 from ..system.text import listed
-from ..taps.graph_rows import TapRows
+from .hooks.graph_rows import TapRows
 from .hooks.root import Root
 
 

@@ -14,6 +14,7 @@ import torch._dynamo.utils
 from torch import nn
 
 from recorder.analyze.doctor.expected import compare
+from recorder.capture.hooks.graph_rows import TapRows
 from recorder.capture.rule_commands import RuleCommands
 from recorder.format.commands import PAUSE, RESUME, SET, UNDO, Command
 from recorder.lifecycle import active as recording_side
@@ -21,7 +22,6 @@ from recorder.observe.clock import Clock
 from recorder.observe.selection import RuleSelection
 from recorder.rules import Rule
 from recorder.storage.commands import send
-from recorder.taps.graph_rows import TapRows
 from tests.rigs.capturing import EVERYTHING, Recording, Tiny, batch, flagged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

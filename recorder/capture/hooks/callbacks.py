@@ -18,8 +18,8 @@ from torch import nn
 from ...config import Settings
 from ...observe.clock import Clock, RootClock, Slice
 from ...observe.module_hooks import Hook
-from ...observe.observer import Observer
-from ...records import Chunk, Moment, Origin
+from ...observe.selection import RuleSelection
+from ...records import Chunk, Moment, Origin, Staged
 from ...system.log import Events
 from ...taps.graphs import in_functorch, is_traced
 from ...taps.module_taps import is_tapped
@@ -35,13 +35,59 @@ class RootCalls(threading.local):
     """The `Root` of the outermost call, or of the last one."""
 
 
-class CaptureForHooks(Observer, Protocol):
-    """The part of `Capture` that hooks, roots, scalars and taps by hand need. Training threads call it."""
+class MaskByRuleSet(Protocol):
+    """The bits of KEEP_* of each rule set."""
+
+    def __getitem__(self, rule_set: int, /) -> int: ...
+
+
+class CaptureForHooks(Protocol):
+    """The part of `Capture` that hooks, roots, scalars and taps need. Any thread may call it."""
 
     is_in_stage: bool
     """Whether the current call of a root, or else the last one, is a call of a pipeline stage."""
     has_seen_forward: bool
     """Whether a root has run with gradients. May stay False under `torch.compile`, which may compile hooks away."""
+
+    @property
+    def selection(self) -> RuleSelection: ...
+
+    @property
+    def masks(self) -> MaskByRuleSet:
+        """The bits of KEEP_* of each rule set at the current step; all are 0 while recording is paused."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the recording has not been closed."""
+
+    @property
+    def lost(self) -> Callable[[], object]:
+        """A counter of values neither recorded nor counted as dropped. Calling it needs no stack and no memory."""
+
+    def keep_of(self, rule_set: int, call: int) -> int:
+        """Return bits of KEEP_* for a rule set at this step and call."""
+
+    def observe(
+        self,
+        origin: Origin,
+        moment: Moment,
+        phase: str,
+        call: int,
+        repeat: int,
+        keep: int,
+        tensor: torch.Tensor,
+        scope: str | None = None,
+        chunk: Chunk | None = None,
+        note: str | None = None,
+        put: Callable[[Staged], None] | None = None,
+    ) -> None:
+        """Pass a tensor's values to the writer, or count them as dropped."""
+
+    def site_failed(self, origin: Origin, error: Exception) -> bool:
+        """Count an error of the recorder at a site of a module; return whether the site is disarmed now."""
+
+    def keep_leaf_hook(self, handle: Any) -> None:
+        """Take a hook on a leaf tensor, which would outlive the graph; the recording removes it at the next step."""
 
     @property
     def settings(self) -> Settings: ...

@@ -6,18 +6,19 @@ text of a `Where`. Nothing here may keep a tensor or raise into training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from ..observe.clock import Slice
-from ..observe.observer import Observer
-from ..observe.selection import unit_dim_of
-from ..records import Moment, Origin
-from ..sites import GRADIENT_OF
-from .module_taps import Where
+from ...observe.selection import unit_dim_of
+from ...records import Moment, Origin
+from ...sites import GRADIENT_OF
+from ...taps.module_taps import Where
+from .callbacks import CaptureForHooks
+from .module import HookedModule
+from .root import Root
 
 _MAX_CALLS = 1024
 """The most calls at one tap of one graph whose gradients can be distinguished."""
@@ -28,77 +29,11 @@ _Key = tuple[str, str, int]
 """The name, the `where` and the index of a tap, as the ops receive them."""
 
 
-class TappedModule(Protocol):
-    """A hooked module that has a tap."""
+class CaptureForTaps(CaptureForHooks, Protocol):
+    """The part of `Capture` that taps in graphs need."""
 
     @property
-    def node_path(self) -> str: ...
-
-    @property
-    def rule_sets(self) -> Mapping[str, int]: ...
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether this thread is in a call of the module whose start the module's own hook has observed."""
-
-    @property
-    def is_hidden(self) -> bool:
-        """True for a module without hooks, whose values only its tap records."""
-
-    def unit_dim(self, rule_set: int, site: str, name: str) -> int:
-        """Return the dim along which the units of a value lie."""
-
-    def shown_by_tap(self, slice_: Slice, *, is_output: bool) -> None:
-        """Remember that the module was called: a tap in the graph around it has recorded its input or output."""
-
-
-class TappedRoot(Protocol):
-    """The root of a model with taps."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def modules_by_tap(self) -> Mapping[str, TappedModule]:
-        """The modules with taps, by the text of their `Where`."""
-
-    def has_tap(self, where: str) -> bool:
-        """Whether a tap is on a module of this root."""
-
-    def slice_of_tap(self, *, with_grad: bool) -> tuple[Slice, str]:
-        """Return the slice and the phase of a value that a tap records now."""
-
-    def gradient_at_tap(self, moment: Moment) -> None:
-        """Note that a gradient has reached a tap."""
-
-    def path_of_tap(self, name: str) -> str:
-        """Return the path of the module that has a tap by hand in a graph."""
-
-    def module_at(self, path: str) -> TappedModule | None:
-        """Return the hooked module at a path; None if there is none."""
-
-    def add_tapped(self, where: Where, path: str) -> None:
-        """Record that a tap in a graph records values of a module."""
-
-
-class ThreadInRoots(Protocol):
-    """The depth of this thread inside calls of roots."""
-
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def outermost(self) -> TappedRoot | None: ...
-
-
-class TapObserver(Observer, Protocol):
-    """The part of the recording that taps need."""
-
-    @property
-    def root_calls(self) -> ThreadInRoots: ...
-
-    @property
-    def roots(self) -> Sequence[TappedRoot]: ...
+    def roots(self) -> Sequence[Root]: ...
 
 
 @dataclass(slots=True)
@@ -114,8 +49,8 @@ class _TappedCall:
 
 @dataclass(slots=True)
 class _RootTap:
-    root: TappedRoot
-    watch: TappedModule | None
+    root: Root
+    watch: HookedModule | None
     origin: Origin
     rule_set: int
     gradient_rule_set: int
@@ -131,13 +66,13 @@ class _RootTap:
 class TapRows:
     """The taps that have recorded a value, and the rows of their values."""
 
-    def __init__(self, capture: TapObserver) -> None:
+    def __init__(self, capture: CaptureForTaps) -> None:
         self._capture = capture
         self._taps: dict[tuple[str, str, str], _RootTap] = {}
         self._calls: dict[_Key, list[_TappedCall]] = {}
         self._step = -1
 
-    def saw(self, value: torch.Tensor, key: _Key, root: TappedRoot, *, with_grad: bool) -> None:
+    def saw(self, value: torch.Tensor, key: _Key, root: Root, *, with_grad: bool) -> None:
         capture = self._capture
         tap = self._tap(key[0], key[1], root)
         with_grad = with_grad or torch.is_grad_enabled()
@@ -207,12 +142,13 @@ class TapRows:
             if self._capture.site_failed(origin, error):
                 self._taps.clear()
 
-    def root_of(self, where: str) -> TappedRoot | None:
+    def root_of(self, where: str) -> Root | None:
         """Return the root whose call runs, else the root whose model has this tap."""
         capture = self._capture
         root_calls = capture.root_calls
         if root_calls.depth and root_calls.outermost is not None:
-            return root_calls.outermost
+            outermost: Root = root_calls.outermost
+            return outermost
         for root in capture.roots:
             if root.has_tap(where):
                 return root
@@ -230,14 +166,14 @@ class TapRows:
             made = self._make(name, where, tap.root)
             tap.rule_set, tap.gradient_rule_set = made.rule_set, made.gradient_rule_set
 
-    def _tap(self, name: str, where: str, root: TappedRoot) -> _RootTap:
+    def _tap(self, name: str, where: str, root: Root) -> _RootTap:
         known = self._taps.get((name, where, root.name))
         if known is not None and known.root is root:
             return known
         made = self._taps[name, where, root.name] = self._make(name, where, root)
         return made
 
-    def _make(self, name: str, where: str, root: TappedRoot) -> _RootTap:
+    def _make(self, name: str, where: str, root: Root) -> _RootTap:
         selection = self._capture.selection
         if not where:
             rule_set = selection.narrow(selection.rule_sets("", "", False)["tap"], name)
