@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..capture.core import Capture
+from ..capture.hooks.discovery import RecorderForDiscovery
 from ..capture.hooks.root import Root
 from ..capture.token_blocks import SAID_TOKENS
 from ..config import Settings
@@ -29,7 +30,7 @@ _MAX_SHOWN = 100
 """The most characters of a name in a message."""
 
 
-class ProgramRecorder(Protocol):
+class ProgramRecorder(RecorderForDiscovery, Protocol):
     """The members of the recorder that calls of a program and taps need; the recorder may not have started."""
 
     settings: Settings
@@ -40,11 +41,7 @@ class ProgramRecorder(Protocol):
     @property
     def is_over(self) -> bool: ...
 
-    def wants(self, module: nn.Module) -> bool: ...
-
     def add_root(self, module: nn.Module, name: str | None) -> Root: ...
-
-    def discovery_failed(self, error: Exception) -> None: ...
 
 
 class ProgramCalls:

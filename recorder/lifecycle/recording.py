@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,7 +34,7 @@ from .commands import Commands
 from .description import Description
 from .ring import RingWatch
 from .signals import blocked_in_new_threads
-from .summary import Estimate, FinalSummary, Summary
+from .summary import Estimate, Summary, name_in_commands, quoted
 
 _logger = logging.getLogger("recorder")
 _START_PATIENCE_S = 1.0
@@ -61,8 +62,11 @@ class Recording:
             version=version, topology=own_topology, loaded=loaded, process=own_process(), started_ns=time.time_ns(),
             by_flag=by_flag,
         )  # fmt: skip
-        is_default = loaded.sources.get("dir", "default") == "default"
-        self._final_summary = FinalSummary(dir_setting=settings.dir, is_default=is_default)
+        self._is_default_folder = loaded.sources.get("dir", "default") == "default"
+        self._name_in_commands = ""
+        """The run's name for commands; empty while the name is not known."""
+        self._is_summed_up = threading.Lock()
+        """Acquired by the thread that logs the summary, and never released."""
         self._estimate: Estimate | None = None
         """The estimate of bytes, which only rank 0 has."""
         if own_topology.rank == 0:
@@ -160,8 +164,13 @@ class Recording:
             run_manifest=self._description.run(name),
             rank=self._topology.rank,
             attempt=self._topology.attempt,
-            named=functools.partial(self._final_summary.take_name, run_dir),
+            named=functools.partial(self._take_name, run_dir),
         )
+
+    def _take_name(self, run_dir: Path, name: str) -> None:
+        """Set the name of the run. Called on the writer thread: the check whether it is unique may read the disk."""
+        folder = Path(self._settings.dir)
+        self._name_in_commands = name_in_commands(run_dir, name, folder, is_default=self._is_default_folder)
 
     def _manifest(self) -> dict[str, Any]:
         self._answer()
@@ -265,7 +274,7 @@ class Recording:
             return
         stats, pool = self.writer.stats(), self.capture.pool
         summary = Summary(
-            run=self._final_summary.name_in_commands(run_dir),
+            run=self._name_in_commands or quoted(run_dir),
             world_size=self.world_size,
             last_step=stats.last_written_step,
             ledger=ledger,
@@ -277,11 +286,12 @@ class Recording:
             is_asked_for=any(0 in rule.rank for rule in self._settings.rules),
             num_dumps=len(self.writer.dumps),
         )
-        self._final_summary.say(summary, max(until_s - time.monotonic(), 0.0))
+        deadline_s = max(until_s - time.monotonic(), 0.0)
+        log.tell(_logger, lambda: summary.lines, deadline_s, lambda: self._is_summed_up.acquire(blocking=False))
 
     def _how_to_learn_more(self) -> str | None:
         run_dir = self.run_dir
-        return None if run_dir is None else f"recorder first {self._final_summary.name_in_commands(run_dir)}"
+        return None if run_dir is None else f"recorder first {self._name_in_commands or quoted(run_dir)}"
 
     def _say_if_step_never_moved(self) -> None:
         clock, num_steps = self.capture.clock, self.optimizers.num_steps

@@ -7,14 +7,12 @@ another rank, or touch a tensor.
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,7 @@ from ..capture.nonfinite import NonFiniteValue
 from ..numerics.units import sides_of
 from ..records import KEEP_HISTOGRAM, KEEP_PROBE, KEEP_TENSOR, KEEP_UNITS, Staged
 from ..rules import Rule, Schedule
-from ..system import log
 from ..system.text import counted, size
-
-_logger = logging.getLogger("recorder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,31 +79,6 @@ class Summary:
             f"{written}; {'; '.join(clauses)}",
             f"next: {'; '.join(f'recorder {command} {self.run}' for command in commands or ['show'])}",
         )
-
-
-class FinalSummary:
-    """Logs the summary once, from whichever thread comes first, and holds the run's name for commands."""
-
-    def __init__(self, *, dir_setting: str, is_default: bool) -> None:
-        """Prepare, before the name of the run is known. `is_default`: commands search this folder by default."""
-        self._folder = Path(dir_setting)
-        self._is_default = is_default
-        self._name_in_commands = ""
-        """The run's name for commands; empty while the name is not known."""
-        self._has_begun = threading.Lock()
-        """Acquired by the thread that logs the summary, and never released."""
-
-    def take_name(self, run_dir: Path, name: str) -> None:
-        """Set the name of the run. Called on the writer thread: the check whether it is unique may read the disk."""
-        self._name_in_commands = name_in_commands(run_dir, name, self._folder, is_default=self._is_default)
-
-    def name_in_commands(self, run_dir: Path) -> str:
-        """Return the run's name for commands, quoted for a shell."""
-        return self._name_in_commands or quoted(run_dir)
-
-    def say(self, summary: Summary, deadline_s: float) -> None:
-        """Log the summary, unless another thread has begun to log it."""
-        log.tell(_logger, lambda: summary.lines, deadline_s, partial(self._has_begun.acquire, blocking=False))
 
 
 def name_in_commands(run_dir: Path, name: str, folder: Path, *, is_default: bool) -> str:
