@@ -22,7 +22,7 @@ from ..numerics.keys import VALUE_KEY, codes, group, group_rows, holds
 from ..numerics.moments import added_by_group, combine_rows
 from ..rules import hint
 from ..run.notes import MissingRanks, Problems, without_numbers
-from ..run.reply import Reply, Table, TableColumn
+from ..run.reply import Reply, Table, table_of
 from ..run.run import Run
 from ..run.selection import RANKS_OWN, GlobalOptions, Selection
 from ..run.step_ranges import Mapper, attempt_step_ranges, global_step_ranges, map_serially
@@ -419,23 +419,21 @@ def _table_of(table: Any, keys: Sequence[str], sorted_by: str, title: str, *, ha
     has_why = WHY in table.column_names and table.column(WHY).null_count < table.num_rows
     numbers = [*_SHOWN, *COUNTS, *drawn, *([WHY] if has_why else [])]
     shown = list(dict.fromkeys([*keys, *([sorted_by] if sorted_by else []), *counts, *numbers]))
-    columns = [
-        TableColumn(
-            title=_TITLES.get(name, name.removesuffix("_count")),
-            is_number=name not in _TEXTS,
-            is_whole=name in ("site", "shape", "dtype", HISTOGRAM),
-            is_prose=name == WHY,
-            drop=len(_DROPS) - _DROPS.index(name) if name in _DROPS and name != sorted_by else 0,
-            dull="0" if name in (*COUNTS, "rows_without", _SUBNORMAL) else None,
-        )
-        for name in shown
-    ]
     rows = table.select([name for name in shown if name not in drawn]).to_pylist()
     cells = [
         [drawn[name][index] if name in drawn else _cell(name, row[name]) for name in shown]
         for index, row in enumerate(rows)
     ]
-    return Table(columns, cells, title=title, subtitle=subtitle)
+    return table_of(
+        list(map(_title, shown)), cells, numbers=[_title(name) for name in shown if name not in _TEXTS],
+        whole=("site", "shape", "dtype", HISTOGRAM), prose=(WHY,),
+        drops=[_title(name) for name in _DROPS if name != sorted_by],
+        dull={_title(name): "0" for name in (*COUNTS, "rows_without", _SUBNORMAL)}, title=title, subtitle=subtitle,
+    )  # fmt: skip
+
+
+def _title(name: str) -> str:
+    return _TITLES.get(name, name.removesuffix("_count"))
 
 
 def _drawn(table: Any, *, has_types: bool) -> tuple[dict[str, list[str]], str]:

@@ -1,12 +1,8 @@
 """Cheap rules that run in the writer thread during training: non-finite values, spikes, jumps, and the user's rules.
 
 `LiveChecks` takes the statistics that the writer measures anyway, one record at a time, and the numbers of the probe,
-one step at a time, and passes on the findings:
-
-    checks = LiveChecks(rank=0, on_finding=print, thresholds=thresholds, own=own)
-    checks.saw(staged, measured)  # the writer calls `saw` with each record
-    checks.probed(numbers)  # the training thread calls `probed` at the end of each step
-    checks.finish()               # on the writer thread, when no record follows: judges the last step, too
+one step at a time, and passes on the findings. `finish` is called on the writer thread when no record follows, and
+judges the last step, too.
 
 `book.read_table(table, where)` makes `thresholds` and `own` from a TOML table. `on_finding` is called on the thread
 that calls `saw`, at the first record of a later step: rules need complete steps, because whether `GradScaler` skips a

@@ -5,15 +5,6 @@ A command is a small immutable file in the run's directory (`format.commands` de
 thread finds the file, carries the command out through the callback of its kind, and answers in its manifest and its
 status. No collective is issued, and training waits for nothing.
 
-To handle commands of a kind, register a callback before the first poll, and set answers::
-
-    commands.on("dump", take)            # take(command) runs on the writer thread, once for each command
-    commands.answer(command, "ended", since=96, until=102, why="700 rows")  # any thread, as often as the state changes
-
-To send a command from a rank, on its writer thread, so that the rank itself receives it at once::
-
-    commands.send(Command(kind="dump", from_step=96, to_step=102, reason="NaN in the loss", by="rank 3"))
-
 One rank of each node looks into the run's directory, and notifies the other ranks of its node by a mark in the node's
 own memory: a sparse file whose time shows that this rank is at work, and whose length is the number of commands found.
 So 4,096 ranks of 512 nodes make 250 system calls a second on the shared file system, and 40 on each node's own.
