@@ -73,16 +73,13 @@ def _table(run: Run, outcomes: list[Outcome]) -> Table:
 
 def _verdict(outcomes: list[Outcome], counts: Counter[str]) -> str:
     rows = sum(outcome.rows for outcome in outcomes if outcome.what == "sealed")
-    texts = [f"{counted(counts['sealed'], 'shard')} sealed with {counted(rows, 'row')}"] if counts["sealed"] else []
-    if counts["indexed"]:
-        texts.append(f"{counted(counts['indexed'], 'index file')} made")
-    if counts["removed"]:
-        texts.append(f"{counted(counts['removed'], 'file')} removed")
-    if counts["skipped"]:
-        they = "it" if counts["skipped"] == 1 else "they"
-        texts.append(f"{counted(counts['skipped'], 'writer')} left alone, because {they} may be alive")
-    if counts["lost"]:
-        texts.append(f"{counts['lost']} lost for good")
-    if counts["failed"]:
-        texts.append(f"{counted(counts['failed'], 'file')} not repaired, because the disk refused")
-    return ", ".join(texts) or "nothing to repair"
+    they = "it" if counts["skipped"] == 1 else "they"
+    texts = {
+        "sealed": f"{counted(counts['sealed'], 'shard')} sealed with {counted(rows, 'row')}",
+        "indexed": f"{counted(counts['indexed'], 'index file')} made",
+        "removed": f"{counted(counts['removed'], 'file')} removed",
+        "skipped": f"{counted(counts['skipped'], 'writer')} left alone, because {they} may be alive",
+        "lost": f"{counts['lost']} lost for good",
+        "failed": f"{counted(counts['failed'], 'file')} not repaired, because the disk refused",
+    }
+    return ", ".join(text for what, text in texts.items() if counts[what]) or "nothing to repair"
