@@ -326,6 +326,10 @@ class Recorder:
         self.recording.capture.fetch()
         return self.recording.writer.drain(deadline_s)
 
+    def status(self) -> dict[str, Any]:
+        """Return what the rank's status would say now, with its run and its accounts. Any thread."""
+        return {} if self.recording is None else self.recording.status()
+
     def run_dir(self) -> Path | None:
         """Return the run directory; None until the writer has made it."""
         return None if self.recording is None else self.recording.run_dir

@@ -227,8 +227,15 @@ class Recording:
 
     def _show_status(self) -> None:
         self._answer()
+        self.writer.set_status(self._status())
+
+    def _status(self) -> dict[str, Any]:
         findings = self._ring.findings(self.capture.nonfinite.first)
-        self.writer.set_status(self._description.status(self.capture, self.commands, findings))
+        return self._description.status(self.capture, self.commands, findings)
+
+    def status(self) -> dict[str, Any]:
+        """Return what the rank's status would say now, with its run and its accounts. Any thread."""
+        return {"run": str(self.run_dir), **self.writer.stats().ledger, **self._status()}
 
     def _answer(self) -> None:
         """Set the present answers to commands that change rules. Any thread."""
