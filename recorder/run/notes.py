@@ -357,31 +357,21 @@ def strays(run: Run) -> Iterator[str]:
     store = store_of(run.path)
     is_later = run.version > FORMAT_VERSION
     folders = {writer.directory for writer in run.writers}
+    irregular: dict[str, None] = {}
+    """The links, pipes and devices in a folder, the only files for which a store asks whether they are a part."""
     for folder in sorted({run.path, *(one.parent for one in folders), *folders}, key=str):
 
         def is_stray(name: str, folder: Location = folder) -> bool:
             is_shard = folder in folders and parse_shard_name(name) is not None
             return name.endswith(".arrow") and not is_shard and not (is_later and name.startswith("_"))
 
-        told: list[str] = []
-
-        def is_new_stray(name: str, told: list[str] = told) -> bool:
-            if name in told or not is_stray(name):
-                return False
-            told.append(name)
-            return True
-
-        for _ in range(_MAX_STRAYS):
-            told_before = len(told)
+        irregular.clear()
+        files = store.list_directory(folder, directories=False, is_part=lambda name: bool(irregular.setdefault(name)))
+        for name in list(filter(is_stray, irregular))[:_MAX_STRAYS]:
             try:
-                store.list_directory(folder, directories=False, is_part=is_new_stray)
-                break
-            except NotARunError as error:  # a link, a pipe or a device, whose name was asked for last
+                store.list_directory(folder, directories=False, is_part=name.__eq__)
+            except NotARunError as error:
                 yield f"{error}; it is none of the run's shards, and who reads the run by *.arrow reads it"
-                if len(told) == told_before:
-                    break  # the directory itself cannot be listed
-                del told[told_before:-1]
-        files = store.list_directory(folder, directories=False)
         directories = store.list_directory(folder, directories=True)
         named = [name for name in files if is_stray(name)] + [name for name in directories if name.endswith(".arrow")]
         for name in named:
