@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,7 +18,7 @@ from ..run.reply import Reply
 from ..run.run import Run, open_run
 from ..run.selection import Selection
 from ..sites import SITES
-from ..system.text import grouped, listed, span
+from ..system.text import grouped
 
 _MAX_LISTED = 20
 _SITES = ("output", *(site for site in SITES if site != "output"))
@@ -125,22 +124,10 @@ def rows_of(run: Run, wanted: Selection, columns: Sequence[str], more: Any = Non
 def explain_nothing(run: Run, wanted: Selection) -> NoReturn:
     """Raise LookupFailedError with the most helpful reason why there is nothing to print."""
     subject = "this run" if wanted.module is None else repr(wanted.module)
-    table = rows_of(run, Selection(module=wanted.module), ["site", "name", "step", "rank"])
-    for column, text in (("site", wanted.site), ("name", wanted.name)):
-        if text is None:
-            continue
-        recorded = sorted(table.column(column).unique().to_pylist())
-        table = Selection(**{column: text}).narrow(table)
-        if not table.num_rows:
-            near = difflib.get_close_matches(text, recorded, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            names = listed((name or "''" for name in recorded), _MAX_LISTED)
-            raise LookupFailedError(f"{subject} has no such row; its {column}s are {names}{hint}")
-    steps, ranks = (sorted(set(table.column(name).drop_null().to_pylist())) for name in ("step", "rank"))
-    extent = f"it has steps {span(steps) or 'none'} and ranks {span(ranks) or 'none'}"
+    rows = rows_of(run, Selection(module=wanted.module), ["site", "name", "step", "rank"])
     step = str(wanted.step)
     ended = run.ended_before(int(step)) if step.isdecimal() else ""
-    raise LookupFailedError(f"no row of {subject} at these steps and ranks; {extent}{'; ' if ended else ''}{ended}")
+    raise LookupFailedError(f"{replace(wanted, module=None).explain_nothing(rows, subject)}{'; ' * bool(ended)}{ended}")
 
 
 def site_order(site: str) -> tuple[int, str]:

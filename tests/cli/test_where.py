@@ -78,7 +78,7 @@ def test_a_layout_can_be_tried(cli: Cli, run: Run) -> None:
         (["fc1", "--where", "--rank", "0"], "--rank: not with --where"),
         (["fc1", "--layout", "fc1=replicate"], "--layout: only with --where"),
         (["fc7", "--where"], "no module 'fc7' in this run; nearest are 'fc2', 'fc1'"),
-        (["fc1", "--where", "--site", "grad"], "'fc1' has no such row; its sites are output"),
+        (["fc1", "--where", "--site", "grad"], "'fc1' has no row with site='grad'; there is 'output'"),
         (["fc1", "--where", "--layout", "fc1=diagonal"], "layout 'diagonal': expected shard(DIM)"),
     ],
 )
