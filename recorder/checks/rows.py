@@ -433,15 +433,7 @@ def grouped(*columns: Integers) -> tuple[Integers, Integers]:
 
     The groups are sorted by the values of the columns, first by the first column.
     """
-    ids = np.zeros(len(columns[0]), np.int64)
-    span = 1
-    for column in columns:
-        low = int(column.min()) if len(column) else 0
-        width = int(column.max()) - low + 1 if len(column) else 1
-        if span * width >= 1 << 62:  # the combined number must fit 64 bits
-            distinct, ids = np.unique(ids, return_inverse=True)
-            span = len(distinct)
-        ids = ids * width + (column - low)
-        span *= width
-    _, firsts, ids = np.unique(ids, return_index=True, return_inverse=True)
+    from ..numerics.keys import mix  # loads pyarrow, which a training loads with its writer and not before
+
+    _, firsts, ids = np.unique(mix(columns), return_index=True, return_inverse=True)
     return ids.reshape(-1).astype(np.int64), firsts.astype(np.int64)
