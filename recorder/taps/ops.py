@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -70,19 +71,13 @@ def _see(x: torch.Tensor, name: str, where: str = "") -> torch.Tensor:
         number = next(_numbers)
         sink.tapped(x.detach(), name, where, number, torch.is_grad_enabled() and x.requires_grad)
         if x.requires_grad and torch.is_grad_enabled():
-            x.register_hook(_EagerGradientHook(name, where, number))
+            x.register_hook(partial(_gradient_arrived, name, where, number))
     return x
 
 
-class _EagerGradientHook:
-    __slots__ = ("_key",)
-
-    def __init__(self, *key: Any) -> None:
-        self._key = key
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        if sink is not None:
-            sink.tapped_gradient(gradient, *self._key, is_total=True)
+def _gradient_arrived(name: str, where: str, number: int, gradient: torch.Tensor) -> None:
+    if sink is not None:
+        sink.tapped_gradient(gradient, name, where, number, is_total=True)
 
 
 def _watch(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_grad: bool = False) -> torch.Tensor:
@@ -92,7 +87,7 @@ def _watch(x: torch.Tensor, name: str, where: str = "", number: int = 0, with_gr
         number = next(_numbers) if has_gradient else number
         sink.tapped(x.detach(), name, where, number, with_grad)
         if has_gradient:
-            x.register_hook(_EagerGradientHook(name, where, number))
+            x.register_hook(partial(_gradient_arrived, name, where, number))
     return x.new_empty(0)
 
 
@@ -144,7 +139,7 @@ class _Tap(_SingleLevelFunction):
         return None if tangent is None else tangent.clone()
 
 
-class _TapGrad(_SingleLevelFunction):
+class _TapGrad(_Tap):
     """The autograd formula of ``recorder::tap_grad``, for gradients of gradients."""
 
     @staticmethod
@@ -155,10 +150,6 @@ class _TapGrad(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None, None]:
         return gradient, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor | None, *key: Any) -> torch.Tensor | None:
-        return None if tangent is None else tangent.clone()
 
 
 def _register() -> torch.library.Library:
