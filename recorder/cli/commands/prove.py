@@ -16,7 +16,7 @@ from ...analyze.prove.world import asked_ranks, on_other_ranks, prove_world
 from ...errors import ConfigError, LookupFailedError
 from ...lifecycle.launch import prepare, split_assignments
 from ...run.reply import Reply
-from ..paths import local_path
+from ..options import local_path
 
 EPILOG = (
     "Examples: recorder prove --steps 20 -- torchrun --nproc-per-node 2 train.py    "
