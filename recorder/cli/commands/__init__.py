@@ -18,7 +18,7 @@ COMMANDS = {
     "stats": "Show statistics over steps, ranks and modules.",
     "diff": "Compare two runs value by value, whatever their layouts.",
     "align": "Name the module and token at which trainer and engine part.",
-    "report": "Draw a run as one HTML file: maps, lines, graph, ranks.",
+    "report": "Draw a run as one HTML file: the loss, maps, lines, ranks.",
     "export": "Write statistics as Parquet, tensors as npz or safetensors.",
     "prove": "Show that a program trains with the recorder as without.",
     "replay": "Run a recorded call of a module again, alone.",
