@@ -252,10 +252,6 @@ class RecordedRun:
         """Read the accounts of the writers, several at once if each is a request to a store."""
         load_balances(self.writers)
 
-    def metadata(self, writers: Sequence[RecordedWriter], steps: tuple[int, int] | None = None) -> MetadataRows:
-        """Return the rows of some writers; `steps` limits them to steps from a first one up to, but without, a last."""
-        return MetadataRows(writers, steps)
-
     def unknown_columns(self) -> Counter[str]:
         """Return the ignored columns of a later version of the format, and the number of rows that have each."""
         return sum((writer.unknown_columns() for writer in self.writers), Counter[str]())

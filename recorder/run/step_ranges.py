@@ -69,13 +69,6 @@ def global_step_ranges(view: GlobalView) -> list[Steps]:
     return view.windows(MAX_ROWS, MAX_BYTES)
 
 
-def writer_step_ranges(writers: Iterable[RecordedWriter], max_rows: int) -> list[Steps]:
-    """Return ranges of steps that cover the rows of some writers, ascending."""
-    shards = (shard for writer in writers for shard in writer.shards)
-    sizes = StepSizes.sum(StepSizes.of(shard.columns(("step", "units"))) for shard in shards)
-    return [step_range[:2] for step_range in sizes.cut(max_rows)]
-
-
 class AttemptSteps(NamedTuple):
     """A range of steps of one attempt, from `first` up to, but not including, `last`."""
 
