@@ -57,7 +57,7 @@ from .program_values import Scalars, TapsByHand
 from .rule_commands import RuleCommands
 from .staging import copies
 from .staging.pool import Pool, PoolBlock, RingMemory
-from .token_blocks import TokenBlocks
+from .token_blocks import TokenBlocks, is_whole
 
 _as_tuple = functools.lru_cache(4096)(tuple[int, ...])
 """Returns a shape as a cached tuple, because each new object in the queue brings the garbage collector nearer."""
@@ -254,8 +254,8 @@ class Capture:
                 local, keep, note = self._summand(tensor, local, keep, note)
             if keep & KEEP_TOKENS:
                 keep &= ~KEEP_TOKENS
-                if chunk is None and put is None and phase == "forward":
-                    self.token_blocks().saw(origin, moment, local)
+                if phase == "forward" and (chunk is None or is_whole(chunk)):
+                    self.token_blocks().saw(origin, moment, local, is_sure=put is None)
                 if not keep:
                     return
             if keep & KEEP_PROBE:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..numerics.sketch import signs, token_rows
-from ..records import KEEP_TENSOR, Moment, Origin
+from ..records import KEEP_TENSOR, Chunk, Moment, Origin
 from ..sites import TOKENS
 
 _BLOCK_CALLS = 64
@@ -174,14 +174,18 @@ class TokenBlocks:
             self._pending[origin.root] = call.number, (by_sample[0] if is_kept else by_sample[:, -1]).clone()
         call.number = call.ids = None
 
-    def saw(self, origin: Origin, moment: Moment, value: torch.Tensor) -> None:
-        """Add the sketch of a module's value inside a call; of whole numbers, the numbers themselves."""
+    def saw(self, origin: Origin, moment: Moment, value: torch.Tensor, *, is_sure: bool) -> None:
+        """Add the sketch of a module's value inside a call; of whole numbers, the numbers themselves.
+
+        `is_sure` is False for a plain tensor in a tensor parallel region, which may be a chunk: of columns, as readers
+        tell by its shape, or of tokens.
+        """
         call, ids = self._call, self._call.ids
         if call.number is None or ids is None or not value.numel():
             return
         shape = tuple(value.shape)
         rows = token_rows(shape, (ids.shape[0], ids.shape[1]), call.num_kept)
-        if rows is None or value.is_complex() or value.dtype is torch.bool:
+        if rows is None or value.is_complex() or value.dtype is torch.bool or (rows.kind == "last" and not is_sure):
             return
         flat = value.detach().reshape(rows.num(shape), -1)
         if value.is_floating_point():
@@ -235,6 +239,11 @@ class TokenBlocks:
         with self._changing:
             for block in self._blocks.values():
                 self._record(block)
+
+
+def is_whole(chunk: Chunk) -> bool:
+    """Whether a rank's chunk is the whole value."""
+    return "Shard" not in chunk.placements and "Partial" not in chunk.placements
 
 
 def _tokens_of(arguments: Mapping[str, torch.Tensor], *, is_root: bool) -> torch.Tensor | None:

@@ -177,7 +177,7 @@ class JoinedTokens:
     def pair(self, name: ValueName) -> ValuePair | None:
         """Return a value's numbers at the tokens at which both sides have it; None if there are none."""
         ours, theirs = self._trainer.pick(name), self._engine.pick(name)
-        if ours is None or theirs is None or ours[0].shape[1] != theirs[0].shape[1]:
+        if ours is None or theirs is None or ours[3] != theirs[3]:
             return None
         slots, at, at_theirs = np.intersect1d(ours[1], theirs[1], return_indices=True)
         if not slots.size:

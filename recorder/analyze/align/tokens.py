@@ -8,6 +8,7 @@ module must never guess: a call that goes on from a cache without a recorded beg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -193,31 +194,32 @@ class Side:
         inside = {name: rows for name, rows in self.values.items() if path and name[0].startswith(f"{path}.")}
         return {name.module_path for name, rows in inside.items() if not self.calls.keys().isdisjoint(rows)}
 
-    def pick(self, name: ValueName) -> tuple[Array, Integers, str] | None:
-        """Return a value, one row a token; the slot of the token of each row; the dtype.
+    def pick(self, name: ValueName) -> tuple[Array, Integers, str, int] | None:
+        """Return a value, one row a token; the slot of the token of each row; the dtype; a token's elements.
 
         Of a token that several calls have shown it is the first. None if no call has the value.
         """
         self._is_taken[:] = False
         pieces: list[Array] = []
         taken: list[Integers] = []
-        dtype = ""
+        dtype, width = "", 0
         for key, piece in self.values.get(name, {}).items():
             call = self.calls.get(key)
             found = call.rows_of(piece.shape) if call is not None else None
             if found is None or not piece.numbers.size:
                 continue
             numbers = piece.numbers.reshape(found[0], -1)
-            if pieces and numbers.shape[1] != pieces[0].shape[1]:
+            own_width = math.prod(piece.shape) // found[0]
+            if pieces and (own_width, piece.dtype) != (width, dtype):
                 continue
             slots, first = np.unique(np.where(found[1] >= 0, self.slots[key], -1), return_index=True)
             is_new = (slots >= 0) & ~self._is_taken[slots]
             if is_new.any():
-                dtype = dtype or piece.dtype
+                dtype, width = piece.dtype, own_width
                 self._is_taken[slots[is_new]] = True
                 taken.append(slots[is_new])
                 pieces.append(numbers[found[1][first[is_new]]])
-        return (np.concatenate(pieces), np.concatenate(taken), dtype) if pieces else None
+        return (np.concatenate(pieces), np.concatenate(taken), dtype, width) if pieces else None
 
     def _add(self, block: TokenBlock, renames: Renames) -> None:
         """Add what each call of a block has."""

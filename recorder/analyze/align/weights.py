@@ -113,7 +113,7 @@ def compare_weights(
     """
     recorded = {row.step for row in engine.rows}
     last = max((step for step in steps if step in recorded), default=None)
-    if last is None:
+    if last is None or not trainer.rows:
         return None, []
     now = steps[last]
     ours, theirs = trainer.by_name(), engine.by_name(until=last)

@@ -58,6 +58,13 @@ def _sound(folder: Path, sequences: torch.Tensor, mask: torch.Tensor, pair: str)
         rows = [ids[here.bool()] for ids, here in zip(sequences, mask, strict=True)]
         positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
         score(folder, llama(), torch.cat(rows)[None], None, position_ids=positions, use_cache=False)
+    elif pair == "with more padding":
+        score(folder, llama(), *(nn.functional.pad(one, (4, 2)) for one in (sequences, mask)))
+    elif pair == "with checkpoints of activations":
+        model = llama().train()
+        model.activation_checkpointing_enable()
+        with recorder.attach(model, enabled=True, dir=str(folder), rules=RULES):
+            model(input_ids=sequences, attention_mask=mask, labels=sequences).loss.backward()
     elif pair == "in bfloat16":
         score(folder, llama().bfloat16(), sequences, mask)
     else:
@@ -65,7 +72,7 @@ def _sound(folder: Path, sequences: torch.Tensor, mask: torch.Tensor, pair: str)
 
 
 PAIRS = ("padded on the left", "padded on the right", "without position ids", "in another order", "one sample a call",
-         "packed", "in bfloat16")  # fmt: skip
+         "packed", "with more padding", "with checkpoints of activations", "in bfloat16")  # fmt: skip
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -190,6 +197,17 @@ def test_a_trainer_of_two_ranks_is_joined_as_one(layout: str, tmp_path: Path) ->
     assert found.num_samples == 4 and found.logprobs is not None and found.logprobs.num_tokens == 4 * (NUM_NEW - 1)
     assert found.parting is not None and found.parting.value.text == "'model.layers.0.mlp.gate_proj' output"
     assert found.parting.reason == "weights" and [one.state for one in found.weights if one.behind != 0] == ["differs"]
+
+
+def test_a_tensor_parallel_engine_agrees_with_a_trainer_under_fsdp(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "scripts" / "trainer.py"
+    for layout in ("tp", "fsdp"):
+        jobs.succeeded(jobs.ranks(tmp_path, program, tmp_path, layout))
+    found = aligned(tmp_path)
+    assert found.is_fine and not found.num_unknown, (found.parting, found.weights)
+    assert found.num_samples == 4 and found.logprobs is not None and found.logprobs.num_tokens == 4 * (NUM_NEW - 1)
+    whole = {value.module_path for value in found.values}
+    assert {"model.layers.0.input_layernorm", "model.layers.1", "lm_head"} <= whole
 
 
 def _near_ties(model: Any, side: float) -> Any:

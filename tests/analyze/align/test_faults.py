@@ -23,6 +23,8 @@ class Fault(NamedTuple):
     position: int
     """The first position at which it shows."""
     words: str
+    how: dict[str, Any] | None = None
+    """How the engine generates."""
 
 
 def _scaled(module: Any, factor: float = 1.05) -> None:
@@ -110,8 +112,60 @@ def _untied(model: Any) -> None:
 
 
 def _leaking(model: Any) -> None:
-    """Attention looks at one token that is yet to come, in the tokens that run at once."""
-    model.model.layers[1].self_attn.is_causal = False
+    """Attention looks at what is yet to come, in the tokens that run at once."""
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        mask = kwargs["attention_mask"]
+        return own(*args, **{**kwargs, "attention_mask": None if mask is None else mask.any(2, keepdim=True)})
+
+    attention.is_causal = False
+    attention.forward = forward
+
+
+def _with_temperature(model: Any) -> None:
+    """The engine divides its logits by a temperature, behind the head."""
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        output.logits = output.logits / 0.7
+        return output
+
+    model.forward = forward
+
+
+def _other_scale(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 1.1
+
+
+def _other_activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn.forward = lambda x: x * torch.sigmoid(1.702 * x)
+
+
+def _without_residual(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    layer = model.model.layers[0]
+    kept: dict[str, torch.Tensor] = {}
+    layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: kept.update(residual=args[0]))
+    _after(mlp, lambda output: output - 0.1 * kept["residual"])
+
+
+def _off_at_edge(model: Any) -> None:
+    """What attention reads of the cache ends one token early where a second chunk of a prompt begins."""
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length(1) == 4:
+            layer = cache.layers[1]
+            layer.values = torch.cat([layer.values[:, :, :3], torch.zeros_like(layer.values[:, :, :1])], 2)
+        return own(*args, **kwargs)
+
+    attention.forward = forward
 
 
 FAULTS = {
@@ -144,6 +198,21 @@ FAULTS = {
     "a position late by one in decoding": Fault(
         _late_by_one, "'model.rotary_emb' output 0", "inputs", 4, "was given position_ids 6 in the trainer and 5 in",
     ),
+    "attention that looks ahead": Fault(
+        _leaking, "'model.layers.1.self_attn.o_proj' input input", "module", 0, "'model.layers.1.self_attn' hands on",
+    ),
+    "a temperature behind the head": Fault(
+        _with_temperature, "'' output logits", "module", 3, "what runs before it agree",
+    ),
+    "another scale of attention": Fault(
+        _other_scale, "'model.layers.0.self_attn.o_proj' input input", "module", 1, "'model.layers.0.self_attn' hands",
+    ),
+    "another activation": Fault(_other_activation, "'model.layers.0.mlp.act_fn' output", "module", 0, "itself"),
+    "a part of the residual lost": Fault(_without_residual, "'model.layers.0.mlp' output", "module", 0, "itself"),
+    "an edge of a chunk off by one": Fault(
+        _off_at_edge, "'model.layers.1.self_attn.o_proj' input input", "module", 2, "'model.layers.1.self_attn' hands",
+        {"prefill_chunk_size": 2},
+    ),
     "a dropout that is on": Fault(_dropping, "'model.layers.0.mlp.down_proj' output", "module", 0, "the module itself"),
 }  # fmt: skip
 
@@ -152,7 +221,7 @@ FAULTS = {
 def test_a_fault_of_the_engine_is_named_by_module_token_and_reason(name: str, tmp_path: Path) -> None:
     fault, (ids, mask), model = FAULTS[name], prompts(), llama()
     fault.change(model)
-    sequences = write(tmp_path / "engine", model, ids, mask)
+    sequences = write(tmp_path / "engine", model, ids, mask, fault.how)
     score(tmp_path / "trainer", llama(), sequences, whole_mask(mask))
     found = aligned(tmp_path)
     assert found.parting is not None and not found.is_fine
