@@ -71,6 +71,7 @@ ALL = (
     Picture("ranks", "silent", "#view=ranks&site=param", height=680),
     Picture("dumps", "ring", "#view=map&site=output&stat=absmax", height=620),
     Picture("cosine", "objectives", "#view=numbers", height=320, heading="cosine.trunk.2"),
+    Picture("tokens", "rollout", "#view=tokens", height=420),
 )
 
 
@@ -141,6 +142,7 @@ _RUNS: dict[str, Callable[[Path], Sequence[str]]] = {
     "silent": _job("03-silent-rank.md"),
     "ring": _job("06-black-box.md"),
     "objectives": _job("11-objectives.md"),
+    "rollout": _job("16-rollout.md", "trainer", "--align", "engine-2"),
 }
 """What records a run in a folder, and returns what `recorder report` takes."""
 
