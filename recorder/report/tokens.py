@@ -26,7 +26,8 @@ def tokens_block(found: Aligned) -> PageBlock:
         np.maximum.at(worst, samples[one.slots], np.where(one.is_beyond, 1e-9, 0))
     length = int(positions[joined.is_joined].max(initial=0)) + 1
     most = min(_MAX_SAMPLES, max(1, _MAX_CELLS // (length * max(1, len(outputs)))))
-    shown = np.argsort(-worst, kind="stable")[:most]
+    shown = np.argsort(-worst, kind="stable")
+    shown = shown[np.isin(shown, samples[joined.is_joined])][:most]
     row_of = np.full(len(worst), -1)
     row_of[shown] = np.arange(len(shown))
     is_shown = joined.is_joined & (row_of[samples] >= 0)

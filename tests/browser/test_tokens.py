@@ -28,7 +28,9 @@ def test_a_token_shows_its_modules_and_the_one_that_parts_first(open_page: Open,
         recorder.attach(model := llama(), enabled=True, dir=str(tmp_path / "trainer"), roots="any", rules=RULES),
         recorder.tokens(texts=words),
     ):
-        model(input_ids=texts, attention_mask=whole_mask(mask))
+        other = 63 - texts[:1]  # a sample that the engine does not have
+        here = torch.ones_like(other)
+        model(input_ids=torch.cat([texts, other]), attention_mask=torch.cat([whole_mask(mask), here]))
     page = tmp_path / "page.html"
     written = cli("report", tmp_path / "trainer", "--align", tmp_path / "engine", "-o", page)
     assert written.exit_code == 0, written.err
