@@ -369,16 +369,17 @@ class Watching:
             runs = self._runs()[-_MAX_LISTED:]
             described = [self._describe(run) for run in reversed(runs)]
             if described and not (self._glancing and self._glancing.is_alive()):
-                self._glancing = threading.Thread(target=self._glance, args=(described[:_MAX_GLANCED],), daemon=True)
+                locations = {run.location.name: run.location for run in runs if isinstance(run.location, Path)}
+                arguments = described[:_MAX_GLANCED], locations
+                self._glancing = threading.Thread(target=self._glance, args=arguments, daemon=True)
                 self._glancing.start()
             return described
 
-    def _glance(self, described: Sequence[Mapping[str, Any]]) -> None:
+    def _glance(self, described: Sequence[Mapping[str, Any]], locations: Mapping[str, Path]) -> None:
         """Read the losses of runs, and what the rules of `recorder check` find in those that are over.
 
         Runs in an object store are left out, where reading costs requests.
         """
-        locations = {run.location.name: run.location for run in self._runs() if isinstance(run.location, Path)}
         for one in described:
             name, is_over = one["directory"], set(one["states"]) <= set(ENDED)
             state = one["written"] if is_over else int(time.monotonic() / _GLANCE_S)
