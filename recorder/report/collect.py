@@ -251,7 +251,7 @@ def _described(key: DrawnSeries, layout: TensorLayout) -> dict[str, Any]:
 
 
 VIEW = "_view.json"
-KINDS = ("map", "lines", "numbers", "histograms", "units")
+KINDS = ("map", "lines", "numbers", "histograms", "units", "graph")
 MAX_PANES = 40
 MAX_BYTES = 256 << 10
 _MAX_NAME = 200

@@ -53,7 +53,7 @@ def hash_of(opened: Opened) -> dict[str, str]:
 
 def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
     opened = open_page(trained)
-    assert opened.page.locator("nav a").all_inner_texts() == ["Run", "Map", "Lines", "Ranks", "Images"]
+    assert opened.page.locator("nav a").all_inner_texts() == ["Run", "Map", "Lines", "Graph", "Ranks", "Images"]
     assert "Net" in opened.text("#panel-top") and "ranks" in opened.text("#panel-top")
     cells = opened.page.locator("#panel-top .findings > tbody > tr").first.locator("td").all_inner_texts()
     assert cells[1].startswith("First NaN or infinity") and cells[2:] == [
@@ -283,6 +283,16 @@ def test_the_keyboard_is_enough(open_page: Open, trained: Path) -> None:
     opened.page.keyboard.press("Enter")
     opened.redrawn()
     assert opened.text("#panel-lines .chart-head strong") == "head output"
+
+
+def test_the_graph_opens_and_closes(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    boxes = opened.page.locator("#panel-graph .box-name")
+    assert boxes.all_inner_texts() == ["Net", "stem", "blocks", "0", "fc", "1", "fc", "head"]
+    opened.page.get_by_role("button", name="close blocks").click()
+    opened.redrawn()
+    assert boxes.all_inner_texts() == ["Net", "stem", "blocks", "head"]
+    assert opened.page.locator("#panel-graph .box-head.bad").count() == 1
 
 
 def test_histograms_are_drawn_over_steps(open_page: Open, tmp_path: Path) -> None:

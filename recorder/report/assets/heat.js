@@ -43,6 +43,10 @@ class Colors {
   of(value) {
     return this.palette[Math.round(Math.min(Math.max(this.share(value), 0), 1) * 255)];
   }
+  inkOn(color) {
+    const [r, g, b] = [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
+    return r * 0.299 + g * 0.587 + b * 0.114 > 140 ? "#111" : "#fff";
+  }
   /** What stands under the bar of colours. */
   get ticks() {
     if (this.isEmpty) return [];

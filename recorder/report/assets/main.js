@@ -64,7 +64,7 @@ class App {
     this.panels = [
       this.head, blocks.has("tokens") ? new TokensPanel(this, await blocks.get("tokens")) : null, this.against, this.panes, new MapPanel(this), this.lines, new NumbersPanel(this, wanted === undefined ? "rest" : "all"),
       new HistogramsPanel(this, blocks.has("histograms") ? await blocks.get("histograms") : null),
-      new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new RanksPanel(this, ranks), new ImagesPanel(this, images),
+      new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new GraphPanel(this), new RanksPanel(this, ranks), new ImagesPanel(this, images),
     ].filter((panel) => panel?.isShown && (wanted === undefined || wanted.split(" ").includes(panel.id)));
   }
   build() {

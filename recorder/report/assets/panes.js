@@ -1,7 +1,7 @@
 // Panes: pictures that somebody put together and named, each with choices of its own. A server saves them with the run.
 
 const PANE_NAMES = ["site", "mode", "name", "stat", "lane", "axes", "log", "each", "from", "to", "step", "module", "pins", "open", "shut"];
-const PANE_KINDS = { map: "Map", lines: "Lines", numbers: "Numbers of the step", histograms: "Histograms", units: "Units" };
+const PANE_KINDS = { map: "Map", lines: "Lines", numbers: "Numbers of the step", histograms: "Histograms", units: "Units", graph: "Graph" };
 
 /** The choices of one pane; they are no part of the page's address. */
 class PaneState {
@@ -132,7 +132,7 @@ class PanesPanel {
     const block = this.app.blocks.has(kind) ? await this.app.blocks.get(kind) : null; // a live one has newer and newer ones
     if (one.panel === null) {
       own.lines = new LinesPanel(own);
-      one.panel = kind === "map" ? new MapPanel(own) : kind === "numbers" ? new NumbersPanel(own, "all") :
+      one.panel = kind === "map" ? new MapPanel(own) : kind === "graph" ? new GraphPanel(own) : kind === "numbers" ? new NumbersPanel(own, "all") :
         kind === "histograms" ? new HistogramsPanel(own, block) : kind === "units" ? new UnitsPanel(own, block) : own.lines;
       if (!one.panel.isShown) {
         put(body, el("p", { class: "note" }, "There is nothing of this kind in this run."));

@@ -1,0 +1,120 @@
+// The graph: modules in the order in which values went through them, tinted by a statistic; containers open and close.
+
+const MAX_BOXES = 400;
+
+class GraphPanel {
+  constructor(app) {
+    this.app = app;
+    this.id = "graph";
+    this.title = "Graph";
+    this.isShown = app.run.series.length > 0;
+    this.listens = ["site", "mode", "name", "stat", "lane", "step", "gopen", "from", "to"];
+    this.opened = null;
+  }
+  build(section) {
+    this.about = el("p", { class: "note" });
+    this.legend = el("div", {});
+    this.boxes = el("div", { class: "graph" });
+    put(section, el("p", { class: "note" }, "Modules in the order in which they were first called, with the shape of what they return. Containers open and close; an arrow says what ran next, which is not always what a value went into."),
+      this.about, this.legend, this.boxes);
+  }
+  defaultOpen() {
+    const { modules } = this.app, open = new Set();
+    let level = [modules.root], num = 1;
+    while (level.length) {
+      const next = level.flatMap((node) => node.children);
+      if (num + next.length > 40 && open.size) break;
+      num += next.length;
+      level.forEach((node) => open.add(node.path));
+      level = next;
+    }
+    return open;
+  }
+  async update() {
+    const { run, choices, state, modules } = this.app;
+    this.opened ??= this.defaultOpen();
+    const picture = await run.picture(choices.statistic);
+    const step = state.get("step"), seen = this.app.axis.columns(run.steps).map((one) => one.c);
+    const atStep = step === null ? -1 : run.steps.findIndex((first, c) => first <= step && step <= run.lastStep(c));
+    const columns = atStep >= 0 ? [atStep] : seen;
+    this.cellOf = (node, isWhole) => {
+      let outlier = null;
+      for (const one of isWhole ? modules.below(node) : [node]) {
+        for (const series of one.number === null ? [] : choices.seriesOf(one.number)) {
+          for (const c of columns) outlier = outstanding(outlier, picture.cell(series.number, choices.lane, c));
+        }
+      }
+      return outlier;
+    };
+    const values = [];
+    for (const node of modules.nodes.values()) {
+      const cell = this.cellOf(node, false);
+      if (cell?.kind === NUMBER) values.push(cell.value);
+    }
+    this.colors = new Colors(values);
+    const [site] = choices.siteAndMode;
+    this.about.textContent = atStep >= 0 ? `Tinted by the ${STATISTIC_TEXTS[choices.statistic]} of ${site} at step ${run.steps[atStep]}.` :
+      `Tinted by the ${STATISTIC_TEXTS[choices.statistic]} of ${site}: what stands out most of all steps that are shown.`;
+    this.legend.replaceChildren(legendOf(this.colors, `${STATISTIC_TEXTS[choices.statistic]} of ${site}`));
+    this.count = 0;
+    this.boxes.replaceChildren(this.box(modules.root));
+    if (this.count > MAX_BOXES) this.boxes.append(el("p", { class: "note" }, `The first ${MAX_BOXES} boxes; fold some to see more.`));
+  }
+  shapes(node) {
+    const own = node.number === null ? [] : this.app.run.byModule.get(node.number) ?? [];
+    const outputs = own.filter((one) => one.site === "output");
+    const main = outputs.filter((one) => one.mode === (outputs.find((other) => other.mode === "train") ?? outputs[0]).mode);
+    return main.slice(0, 3).map((one) => one.shape).join(" ");
+  }
+  box(node) {
+    const { modules } = this.app;
+    this.count++;
+    const isContainer = node.children.length > 0, isOpen = isContainer && this.opened.has(node.path);
+    const cell = this.cellOf(node, isContainer && !isOpen);
+    const title = node.path === "" ? modules.className(node.number) || "(the model)" : node.label;
+    const head = el("div", { class: "box-head", title: `${pathText(node.path)}\n${visible(modules.source(node.number))}` },
+      isContainer && el("button", {
+        type: "button", class: "fold", "aria-expanded": String(isOpen), "aria-label": `${isOpen ? "close" : "open"} ${title}`,
+        onclick: () => {
+          if (!this.opened.delete(node.path)) this.opened.add(node.path);
+          this.update();
+        },
+      }, isOpen ? "▾" : "▸"),
+      el("button", { type: "button", class: "box-name", onclick: () => this.choose(node) }, title),
+      el("span", { class: "box-class" }, node.path === "" ? "" : modules.className(node.number)),
+      el("span", { class: "box-shape" }, this.shapes(node)),
+      el("span", { class: "box-value" }, this.text(cell)));
+    if (cell?.kind === NUMBER) {
+      const color = this.colors.of(cell.value);
+      head.style.setProperty("background", color);
+      head.style.setProperty("color", this.colors.inkOn(color));
+    } else if (cell?.kind === NONFINITE) {
+      head.classList.add("bad");
+    } else {
+      head.classList.add("empty");
+    }
+    const box = el("div", { class: isOpen ? "box open" : "box", "data-path": visible(node.path) }, head);
+    if (isOpen) {
+      const inside = el("div", { class: "box-inside" });
+      node.children.forEach((child, index) => {
+        if (this.count > MAX_BOXES) return;
+        if (index) inside.append(el("div", { class: child.first === Infinity ? "arrow none" : "arrow", "aria-hidden": "true" }, child.first === Infinity ? "" : "↓"));
+        inside.append(this.box(child));
+      });
+      box.append(inside);
+    }
+    return box;
+  }
+  text(cell) {
+    if (cell === null) return "";
+    if (cell.kind === NONFINITE) return [cell.nan && `${cell.nan} NaN`, cell.inf && `${cell.inf} inf`].filter(Boolean).join(" ");
+    return cell.kind === NUMBER ? shortNumber(cell.value, 3, cell.digits) : "";
+  }
+  choose(node) {
+    const { state, choices } = this.app;
+    const series = node.number === null ? [] : choices.seriesOf(node.number);
+    if (!series.length) return;
+    state.set({ pins: series.slice(0, MAX_PINS).map(keyOf), module: node.path });
+    this.app.show("lines");
+  }
+}
