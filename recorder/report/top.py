@@ -203,7 +203,8 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
     if (source := run.manifest.merged_from) is not None:
         yield "merged from", source.path
     else:
-        yield "ranks", span(run.ranks) + (f" of {run.world_size}" if run.world_size else "")
+        is_one = list(run.ranks) == [0] and run.world_size == 1
+        yield "ranks", "1" if is_one else span(run.ranks) + (f" of {run.world_size}" if run.world_size else "")
     kinds = dict.fromkeys(root.data_parallel.kind for root in roots if root.data_parallel is not None)
     if kinds:
         yield "layout", ", ".join(list(kinds)[:4])

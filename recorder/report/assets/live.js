@@ -103,7 +103,7 @@ class RunsPage {
       const words = new URLSearchParams([...this.chosen].map((name) => ["run", name]));
       location.assign(`side?${words}`);
     } }, "show side by side");
-    const field = el("input", { type: "search", id: "find", placeholder: "find a run, a state or a finding", "aria-label": "what to find", oninput: (event) => {
+    const field = el("input", { type: "search", id: "find", placeholder: "name, state, finding", "aria-label": "what to find", oninput: (event) => {
       this.wanted = event.target.value.toLowerCase();
       this.draw(this.runs);
     } });
