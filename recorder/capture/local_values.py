@@ -43,6 +43,11 @@ class UnsupportedKind(Exception):
     """Raised for a tensor of a kind that cannot be recorded; the text of the error is the drop reason."""
 
 
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether `plain` has examined a host tensor of this kind, and found a strided one without lazy bits."""
+    return _dispatch_keys(tensor).raw_repr() in _ordinary
+
+
 def local_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a parameter's local values; 0 where only unwrapping the parameter would tell."""
     local = getattr(tensor, "_local_tensor", tensor)
@@ -61,15 +66,15 @@ def plain(tensor: torch.Tensor, chunk: Chunk | None = None) -> tuple[torch.Tenso
         tensor, chunk = _unwrap(tensor, chunk)
     if tensor.dtype not in DTYPES:
         raise UnsupportedKind(f"unsupported_type:{str(tensor.dtype).removeprefix('torch.')}")
-    is_ordinary = tensor.is_cpu and _dispatch_keys(tensor).raw_repr() in _ordinary
-    if not is_ordinary:
+    is_usual = tensor.is_cpu and is_ordinary(tensor)
+    if not is_usual:
         _refuse_kinds(tensor)
         if tensor._is_zerotensor():  # autograd hands out such tensors: zeros without memory
             return torch.zeros((), dtype=tensor.dtype, device="cpu").expand(tensor.shape), chunk
     # FSDP frees storages; reading a freed storage on a GPU would break the CUDA context of the process.
     if (tensor.is_cpu or tensor.is_cuda) and not tensor.untyped_storage().nbytes() and tensor.numel():
         raise UnsupportedKind("storage_freed")
-    return tensor if is_ordinary or not tensor.is_cpu else _as_it_lies(tensor), chunk
+    return tensor if is_usual or not tensor.is_cpu else _as_it_lies(tensor), chunk
 
 
 def _refuse_kinds(tensor: torch.Tensor) -> None:

@@ -21,7 +21,6 @@ from ..records import Moment
 from ..system.processes import live_instances
 from .closures import wrap_closure
 from .core import Capture
-from .device_probe import ProbedValue
 from .hooks.parameter_rows import ModuleParameter, OriginalParameter, ParameterRows
 from .hooks.root import Root
 from .last_gradient import LastGradient
@@ -97,10 +96,10 @@ class OptimizerHooks:
         self._on_new = on_new
         self._rows: dict[int, ParameterRows] = {}
         self._unknown: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._probed: weakref.WeakKeyDictionary[Optimizer, dict[Hashable, ProbedGroup | None]]
-        self._probed = weakref.WeakKeyDictionary()
-        """The values of each optimizer that the probe measures together, by the parameters in their order, by which of
-        them have gradients, and by the masks; None where the probe must measure them one by one."""
+        self._probed: dict[int, tuple[weakref.ref[Optimizer], dict[Hashable, ProbedGroup | None]]] = {}
+        """By the id of an optimizer, which may have no hash: the values that the probe measures together. Their key is
+        the parameters in their order, which of them have gradients, and the masks; None stands for values that the
+        probe must measure one by one."""
         self._late: dict[int, weakref.ref[torch.Tensor]] = {}
         """The parameters that came after this step's scan of the modules; the next scan looks for them."""
         self._learned_at = -1
@@ -351,19 +350,19 @@ class OptimizerHooks:
         and if the probe measured each of them then.
         """
         capture = self._capture
-        probe = capture.probe
-        if probe is None or not parameters:
+        probe, selection = capture.probe, capture.selection
+        if probe is None or not parameters or capture.masks is not selection.masks:
             yield False
             return
         gradients = [parameter.grad for parameter in parameters]
         whose = tuple(map(id, parameters)), tuple(gradient is None for gradient in gradients)
-        key = whose, note, tuple(capture.selection.masks)
-        groups = self._probed.setdefault(optimizer, {})
+        masks = tuple(capture.keep_of(rule_set, 0) for rule_set in range(len(selection.masks)))
+        key, groups = (whose, note, masks), self._groups_of(optimizer)
         tensors = [one for pair in zip(parameters, gradients, strict=True) for one in pair if one is not None]
         if key in groups:
             group = groups[key]
             is_known = group is not None and probe.saw_group(group, tensors, moment)
-            if is_known and group is not None and any(group.keeps):
+            if is_known and group is not None:
                 each = (
                     (_next_repeat(repeats, parameter), gradient)
                     for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -372,15 +371,18 @@ class OptimizerHooks:
                 capture.observe_known(group, tensors, counts, moment)
             yield is_known
             return
-        seen: list[tuple[ProbedValue, int]] = []
-        probe.seen = seen
-        try:
+        with probe.learning() as seen:
             yield False
-        finally:
-            probe.seen = None
         if len(groups) >= _MAX_PROBED:
             groups.clear()
         groups[key] = probe.group(seen, tensors, groups.values())
+
+    def _groups_of(self, optimizer: Optimizer) -> dict[Hashable, ProbedGroup | None]:
+        known = self._probed.get(id(optimizer))
+        if known is None or known[0]() is not optimizer:
+            self._probed = {key: one for key, one in self._probed.items() if one[0]() is not None}
+            known = self._probed[id(optimizer)] = weakref.ref(optimizer), {}
+        return known[1]
 
     def _record_state(self, optimizer: Optimizer) -> None:
         if not self._capture.selection.keeps("optim"):

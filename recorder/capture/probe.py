@@ -17,7 +17,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ from ..records import (
 )
 from ..sites import PROBE
 from .device_probe import DeviceProbe, NormsOnWay, ProbedValue, SeenOnDevice
-from .local_values import DTYPES, PLAIN
+from .local_values import DTYPES, PLAIN, is_ordinary
 from .probe_rows import StepNumbers, block_rows
 
 if TYPE_CHECKING:
@@ -119,8 +120,8 @@ class Probe:
         self._arriving: deque[_ArrivingStep] = deque()
         self._has_measured = False
         self._has_refused = False
-        self.seen: list[tuple[ProbedValue, int]] | None = None
-        """If it is a list, each value is appended to it as the value is measured, with the bits of its KEEP_*."""
+        self._seen: dict[int, list[tuple[ProbedValue, int]]] = {}
+        """By thread, the list to which each value is appended as it is measured, with the bits of its KEEP_*."""
         self._began_s = 0.0
         self._plans: dict[tuple[torch.dtype, int], HostMeasure | None] = {}
         from .staging.measure import host_measure, measure  # they load pyarrow, and `import torch` need not wait
@@ -148,10 +149,11 @@ class Probe:
             if column is None:
                 return keep
         is_on_host = _is_on_host(local)
-        if self.seen is not None or not is_on_host:
+        seen = self._seen.get(threading.get_ident()) if self._seen else None
+        if seen is not None or not is_on_host:
             value = ProbedValue(column, local.dtype, numel, local.shape, origin, phase, scope, chunk, note)
-            if self.seen is not None:
-                self.seen.append((value, keep))
+            if seen is not None:
+                seen.append((value, keep))
             if not is_on_host:
                 self._launched(self._on_device.measure(SeenOnDevice(value, moment, call, keep != 0), local), moment)
                 return keep
@@ -187,6 +189,16 @@ class Probe:
         else:
             self._has_refused = True
         return is_measured
+
+    @contextmanager
+    def learning(self) -> Iterator[list[tuple[ProbedValue, int]]]:
+        """Yield a list to which each value is appended that this thread shows inside the context."""
+        seen: list[tuple[ProbedValue, int]] = []
+        self._seen[threading.get_ident()] = seen
+        try:
+            yield seen
+        finally:
+            del self._seen[threading.get_ident()]
 
     @property
     def is_blind(self) -> bool:
@@ -229,8 +241,8 @@ class Probe:
                 type(tensor) not in PLAIN
                 or not tensor.is_cpu
                 or tensor.dtype is not value.dtype
-                or tensor.numel() != value.numel
-                or tensor.layout is not torch.strided
+                or tensor.shape != value.shape
+                or not is_ordinary(tensor)
                 or not tensor.is_contiguous()
             ):
                 return False
@@ -256,7 +268,7 @@ class Probe:
                 type(tensor) not in PLAIN
                 or tensor.device != place
                 or tensor.dtype is not value.dtype
-                or tensor.numel() != value.numel
+                or tensor.shape != value.shape
                 or tensor.layout is not torch.strided
                 or not tensor.untyped_storage().nbytes()
             ):
@@ -352,13 +364,15 @@ class Probe:
         numels = np.array([one.value.numel for one in seen], np.float64)
         np.add.at(numbers.sums, columns, squares)
         np.add.at(numbers.numels, columns, numels)
+        told = set()
         for i in np.flatnonzero(~np.isfinite(squares)).tolist():
             one, is_nan = seen[i], bool(np.isnan(norms[i]))
             column = one.value.column
             had_nan, had_inf = numbers.bad.get(column, (0, 0))
             numbers.bad[column] = max(had_nan, int(is_nan)), max(had_inf, int(not is_nan))
             numbers.sums[column] = np.nan
-            if self._has_turned(column, is_nan, float(not is_nan)):
+            if self._has_turned(column, is_nan, float(not is_nan)) and column not in told:
+                told.add(column)  # one row a step, as a second one would have the same key
                 self._on_device.record_turned(one, is_nan=is_nan)
         there = np.zeros(len(numbers.numels))
         there[columns] = 1

@@ -363,3 +363,42 @@ def test_hooks_rest_where_every_value_is_on_a_device(tmp_path: Path, monkeypatch
         assert not any(module._forward_hooks for module in (model.up, model.norm, model.down))
     assert recording.run.probe().num_rows == 0
     assert set(recording.rows(site="param").step) == set(range(11))
+
+
+def test_a_plan_of_known_values_heeds_calls_and_shapes_and_lazy_bits(tmp_path: Path) -> None:
+    rules = (
+        "site=param call=1:2 keep=stats steps=0::2; site=param call=0:1 keep=stats steps=1::2; "
+        "site=param,grad keep=probe; site=grad keep=stats"
+    )
+    with flagged(tmp_path, rules) as recording:
+        model = nn.Linear(2, 2, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for step in range(8):
+            model(torch.ones(1, 2)).sum().backward()
+            if step >= 5:
+                model.weight.grad = torch._neg_view(-torch.ones(2, 2))
+            if step == 7:
+                model.weight.grad = None
+                model.weight.data = torch.ones(1, 4)
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters, gradients = recording.rows(site="param"), recording.rows(site="grad")
+    assert list(parameters.step) == [1, 3, 5, 7]
+    assert list(parameters["shape"].astype(str)) == ["[2,2]"] * 3 + ["[1,4]"]
+    assert list(gradients[gradients.step >= 5]["mean"]) == [1.0, 1.0]
+
+
+def test_an_optimizer_without_a_hash_is_recorded(tmp_path: Path) -> None:
+    class Equal(torch.optim.SGD):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    with flagged(tmp_path, PROBE) as recording:
+        model = Net()
+        optimizer = Equal(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    frame = _probe(recording)
+    assert set(frame[frame.site == "grad"].step) == {0, 1, 2, 3} and not recording.events("hook_error")
