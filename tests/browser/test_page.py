@@ -285,6 +285,16 @@ def test_the_keyboard_is_enough(open_page: Open, trained: Path) -> None:
     assert opened.text("#panel-lines .chart-head strong") == "head output"
 
 
+def test_the_map_is_searched_while_one_types(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained)
+    opened.page.locator("#find").press_sequentially("stem")
+    opened.redrawn()
+    assert "stem" in rows_of(opened) and "head" not in rows_of(opened)
+    opened.page.locator("#find").fill("")
+    opened.redrawn()
+    assert "head" in rows_of(opened)
+
+
 def test_the_graph_opens_and_closes(open_page: Open, trained: Path) -> None:
     opened = open_page(trained)
     boxes = opened.page.locator("#panel-graph .box-name")

@@ -181,7 +181,7 @@ class MapPanel {
       deepest > 1 && choice("unfolded", [["", "as room allows"], ...depths], state.get("depth", ""),
         (value) => state.set({ depth: value || null, open: [], shut: null }), { id: "choose-depth" }),
       el("label", { class: "choice" }, el("input", { type: "search", id: "find", placeholder: "find a module or class", "aria-label": "module or class to find",
-        value: state.get("find"), onchange: (event) => state.set({ find: event.target.value || null }) })),
+        value: state.get("find"), oninput: (event) => state.set({ find: event.target.value || null }, false) })),
     ];
   }
   async update() {

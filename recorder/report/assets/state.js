@@ -51,7 +51,7 @@ class State {
     }
     return "#" + words.toString();
   }
-  /** Change what is shown. All that a click changes is one entry of the browser's history, which Back undoes; what another frame says is none. */
+  /** Change what is shown. All that a click changes is one entry of the browser's history, which Back undoes; what another frame says is none, nor a letter of a search. */
   set(changes, isOwn = true) {
     Object.assign(this.values, changes);
     const address = this.address(this.values);
