@@ -335,9 +335,9 @@ class Capture:
     def observe_known(
         self, group: ProbedGroup, tensors: Sequence[torch.Tensor], repeats: Sequence[int], moment: Moment
     ) -> None:
-        """Record values that `observe` recorded before, in a third of the time.
+        """Record values that `observe` recorded before, without asking again what is known of them.
 
-        Each tensor is plain and contiguous, with the dtype and the number of elements of its value.
+        Each tensor is plain, with the dtype and the shape of its value, and contiguous if it is in host memory.
         """
         stager, put, is_on_host = self.stager_of(tensors[0]), self.channel.put, tensors[0].is_cpu
         for value, keep, tensor, repeat in zip(group.values, group.keeps, tensors, repeats, strict=True):

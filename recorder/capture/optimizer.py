@@ -368,7 +368,8 @@ class OptimizerHooks:
                     for parameter, gradient in zip(parameters, gradients, strict=True)
                 )
                 counts = [repeat for repeat, gradient in each for _ in range(1 if gradient is None else 2)]
-                capture.observe_known(group, tensors, counts, moment)
+                if any(group.keeps):
+                    capture.observe_known(group, tensors, counts, moment)
             yield is_known
             return
         with probe.learning() as seen:

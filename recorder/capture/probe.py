@@ -329,8 +329,6 @@ class Probe:
         with self._changing:
             self._end_step()
             self._append_arrived()
-            if len(self._steps) == BLOCK_STEPS or time.monotonic() - self._began_s > _BLOCK_S:
-                self._record_block()
 
     def _end_step(self) -> None:
         sums, numels = np.array(self._sums), np.array(self._numels, np.float64)
@@ -392,6 +390,8 @@ class Probe:
         if self._on_step is not None:
             self._on_step(ProbedStep(step, self._columns, numbers.sums, numbers.numels))
         self._steps.append(numbers)
+        if len(self._steps) == BLOCK_STEPS or time.monotonic() - self._began_s > _BLOCK_S:
+            self._record_block()
 
     def flush(self) -> None:
         """Record the block, one row for each value, and begin another block. Wait for steps that are on their way."""

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from torch import nn
 
 from recorder.analyze.first.first import first
 from recorder.capture.probe import BLOCK_STEPS
+from recorder.capture.staging.device_norms import DeviceNorms
 from recorder.config import DEFAULT_RULES
 from tests.capture.staging.fake_device import FakeDevice, fake_gpu
 from tests.rigs.capturing import flagged
@@ -105,6 +107,28 @@ def test_a_value_that_turns_non_finite_on_a_device_is_named_at_its_step(tmp_path
     down = frame[(frame.module_path == "down") & (frame.site == "output")].set_index("step")
     assert (down.nan_count[:13] == 0).all() and down.nan_count[13] == 1 and pd.isna(down.l2[13])
     assert not recording.manifest["ledger"]["dropped"]
+
+
+def test_norms_one_by_one_may_follow_many() -> None:
+    norms = DeviceNorms(FakeDevice(is_eager=True))
+    assert norms.measure_many([torch.ones(4)] * 300) and norms.measure(torch.ones(9))
+    taken = norms.take()
+    assert taken is not None and taken.tolist() == [2.0] * 300 + [3.0]
+
+
+def test_steps_that_arrive_at_once_make_no_block_too_long(tmp_path: Path) -> None:
+    device = FakeDevice(is_eager=True, lag=0.5)
+
+    def hang(model: Net, step: int) -> None:
+        for stream in device.streams[1:]:
+            stream.is_hung = BLOCK_STEPS - 6 <= step < BLOCK_STEPS + 4
+
+    with fake_gpu(device), flagged(tmp_path, PROBE) as recording:
+        _train(BLOCK_STEPS + 20, before=hang)
+    assert set(_frame(recording).step) == set(range(BLOCK_STEPS + 20))
+    shards = recording.folder.rglob("probe-*.arrow")
+    shapes = [shape for path in shards for shape in pa.ipc.open_file(path).read_all().column("shape").to_pylist()]
+    assert max(json.loads(str(shape))[-1] for shape in shapes) == BLOCK_STEPS
 
 
 def test_values_while_a_graph_is_captured_are_not_measured(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ class DeviceNorms:
         start = self._begin(1)
         if start is None:
             return False
-        if start == len(self._slots):
-            self._slots += self._room[start : start + max(256, start)].unbind()
+        if start >= len(self._slots):
+            self._slots += self._room[len(self._slots) : start + max(256, start)].unbind()
         slot = self._slots[start]
 
         def launch() -> None:
