@@ -497,6 +497,18 @@ def test_a_spike_says_what_moved_before_it() -> None:
     assert one.step == 50 and one.detail == "'blocks.5' output moved first, at step 48"
 
 
+def test_a_spike_names_the_learning_rate_that_rose_before_it() -> None:
+    recorded = Recorded()
+    for step in range(60):
+        loss = 2 + noise(step, shape=(), scale=0.05) + (step == 50)
+        recorded.add(step, "", loss, site="scalar", name="loss")
+        rate = 1e-3 * (1 + step / 60)  # a warm-up is no leap
+        recorded.add(step, "", 0.3 if step == 49 else rate, site="scalar", name="lr.AdamW.0")
+    (one,) = said(recorded, Spike)
+    assert one.step == 50 and one.site == "scalar"
+    assert one.detail == "the learning rate lr.AdamW.0 rose 166.7 times at step 49, from 0.0018 to 0.3"
+
+
 def test_a_local_gradient_that_jumps_on_one_rank_is_named_there() -> None:
     recorded = Recorded()
     for step in range(120):

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from ...system.text import number
 from ..rows import Floats, Integers, Memory, Rows, SeriesKey, concatenate, grouped, previous
 from ..rule import CALIBRATED, CheckRule, Finding, Setting, Severity
 
@@ -24,6 +25,8 @@ _MAX_KEPT_ROWS = 400_000
 _MAX_DETAILS = 20
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
+_ROSE = 3.0
+"""A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
 
 class CurveKey(NamedTuple):
@@ -186,7 +189,7 @@ class _Recent:
         for rows in self._kept:
             start, end = np.searchsorted(rows.steps, [one.step - _KEPT_STEPS, one.step + 1])
             near = rows.take(slice(start, end))
-            parts.append(near.take((near.ranks == rank) & ~np.isnan(near.rms) & (near.rms > 0)))
+            parts.append(near.take((near.ranks == rank) & ~near.at("scalar") & ~np.isnan(near.rms) & (near.rms > 0)))
         rows = concatenate(parts)
         if not len(rows):
             return ""
@@ -206,6 +209,25 @@ class _Recent:
                 name = f" {key.name}" if key.name else ""
                 return f"'{key.module_path}' {key.site}{name} moved first, at step {int(steps[line])}"
         return ""
+
+    def risen_rate(self, one: Finding) -> str:
+        """Return a text that names the learning rate that rose most shortly before a finding; empty for none."""
+        rank = one.ranks[0] if one.ranks else -1
+        rates = concatenate([rows.take(rows.where("rate", _is_rate) & (rows.ranks == rank)) for rows in self._kept])
+        rates = rates.by_lane()
+        values, steps = rates["mean"], rates.steps
+        before = previous(rates.lanes, values, Memory())
+        is_near = (steps >= one.step - _KEPT_STEPS) & (steps <= one.step) & (before > 0)
+        factors = np.where(is_near, values / np.where(before > 0, before, 1.0), 0.0)
+        if not factors.max(initial=0.0) >= _ROSE:
+            return ""
+        at = int(np.argmax(factors))
+        name, change = rates.catalog.key_of(int(rates.lanes[at])).name, f"{number(before[at])} to {number(values[at])}"
+        return f"the learning rate {name} rose {number(factors[at])} times at step {int(steps[at])}, from {change}"
+
+
+def _is_rate(key: SeriesKey) -> bool:
+    return key.site == "scalar" and key.name.startswith("lr.")
 
 
 class Spike(CurveRule):
@@ -241,15 +263,17 @@ class Spike(CurveRule):
         """By curve with a small spike, the number of the next sample, and the limit above which the curve stays up."""
 
     def wants(self, key: SeriesKey) -> bool:
-        return super().wants(key) or key.site in _MAY_MOVE
+        return super().wants(key) or key.site in _MAY_MOVE or _is_rate(key)
 
     def add(self, rows: Rows) -> Iterator[Finding]:
         self._recent.add(rows)
         is_curve = rows.where("loss or grad", lambda key: key.is_loss or key.site == "grad")
         for one in super().add(rows.take(is_curve)) if is_curve.any() else ():
             self._num_details += 1
-            moved = self._recent.first_moved(one) if self._num_details <= _MAX_DETAILS else ""
-            yield one._replace(detail=moved)
+            if self._num_details <= _MAX_DETAILS:
+                told = self._recent.risen_rate(one), self._recent.first_moved(one)
+                one = one._replace(detail="; ".join(filter(None, told)))
+            yield one
 
     def judge(self, curves: Integers, values: Floats) -> Iterator[JudgedSample]:
         self._rings.grow(curves)
