@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,11 +22,15 @@ from .axes import DrawnSeries
 from .blocks import PageBlock
 from .statistics import StatisticsBlocks
 
+MODEL = "(the model)"
+"""The name of the root on the page, where its path would be an empty text."""
 _MAX_LISTED = 8
 _MAX_CHECKS = 200
 _MAX_GAPS = 500
 _JUMP = 30.0
 """A jump is reported if a value is this many times the value predicted from the records before it."""
+_FLOOR = 1e-3
+"""A value below this share of the usual largest value at its site is near zero, where values jump without a meaning."""
 _NUM_BEFORE = 4
 """The number of earlier records from which the usual size and growth of a series are computed."""
 _MIN_STEPS = 8
@@ -59,26 +63,27 @@ class Highlight(NamedTuple):
     """``wrong``, ``right``, or ``note``."""
     steps: tuple[int, int] | None = None
     """The first and the last step of the finding; None if the finding belongs to no step."""
-    paths: tuple[str, ...] = ()
-    lasts: bool = False
-    """True if the finding is a state that lasts from its first step on, such as a dead layer, and no event."""
+    ranks: tuple[int, ...] = ()
     about: Mapping[str, str] = MappingProxyType({})
     """The cells of the finding in the table: ``what``, ``module``, ``value``, ``step``, ``rank``, ``size``, ``advice``,
-    and ``type``, a command to type. Empty if the sentence is all there is to say.
+    and ``type``, the lines to type. Empty if the sentence is all there is to say.
     """
+    more: tuple[Highlight, ...] = ()
+    """The findings that follow from this one."""
 
 
 def top_block(
-    run: Run, checks: Sequence[DoctorLine], stands_out: Sequence[Highlight], notes: Sequence[str],
+    run: Run, checks: Sequence[DoctorLine], judged: Sequence[Highlight], own: Sequence[Highlight], notes: Sequence[str],
     collected: StatisticsBlocks | None, numbers: Mapping[str, Any], facts: Sequence[tuple[str, str]] = (), *,
     is_growing: bool = False,
 ) -> PageBlock:  # fmt: skip
     """Return the block of the head of the page.
 
-    `checks` tell whether the record is complete, `stands_out` and `notes` are findings and omissions of the analyses,
-    and `numbers` are facts of the page. With `is_growing` the statistics are not searched for jumps yet.
+    `checks` tell whether the record is complete, `judged` are the findings of `recorder check`, `own` and `notes` are
+    findings and omissions of other analyses, and `numbers` are facts of the page. With `is_growing` the statistics are
+    not searched for jumps yet.
     """
-    listed = [*stands_out, *_of_dumps(run)]
+    listed = [*own, *_of_dumps(run)]
     if collected is not None and not collected.series:
         listed.insert(0, Highlight(_NO_TENSOR, {}, "note"))
     if collected is not None and not is_growing:
@@ -94,7 +99,7 @@ def top_block(
             "num_missing": len(missing),
             "findings": [
                 [*_packed(one), [_packed(other) for other in more], {**one.about, "first": one.steps and one.steps[0]}]
-                for one, *more in faults(listed, steps)
+                for one, *more in folded(judged, listed, steps)
             ],
             "notes": list(notes[:_MAX_CHECKS]),
             "dumps": [[dump.first_step, dump.last_step, _of_dump(dump)] for dump in run.dumps],
@@ -107,62 +112,31 @@ def _packed(one: Highlight) -> list[Any]:
     return [one.text, dict(one.link), one.mark]
 
 
-def faults(findings: Sequence[Highlight], steps: Sequence[int]) -> list[list[Highlight]]:
-    """Return groups of findings with a common cause; in a group, the worst finding is first, the others follow by step.
+def folded(judged: Sequence[Highlight], own: Sequence[Highlight], steps: Sequence[int]) -> list[list[Highlight]]:
+    """Return groups of findings: in a group, a finding of `recorder check`, and then what is folded below it.
 
-    A fault continues as long as there are findings at its last step or at the next recorded step: later values of the
-    step, containers, gradients and the following steps inherit the result of one module. A finding that lasts, or
-    begins at the first recorded step, joins a fault only if it names a module of the fault, a container of such a
-    module, or a module inside one. `steps` are the recorded steps, ascending.
+    Folded are what follows from the finding, and what the page itself saw of the same rank, or at steps that are the
+    same or next to each other. Whatever else the page saw is a group of its own. `steps` are the recorded steps,
+    ascending.
     """
-    groups: list[_Group] = []
-    for number, one in sorted(enumerate(findings), key=lambda item: (item[1].steps or (-1, -1), item[1].lasts)):
-        group = next((group for group in groups if group.holds(one, steps)), None)
+    groups = [[one, *one.more] for one in judged]
+    for one in own:
+        near = (group for group in groups if any(_are_near(one, other, steps) for other in group))
+        group = next(near, None)
         if group is None:
-            groups.append(group := _Group())
-        group.add(number, one)
-    faults = []
-    for group in sorted(groups, key=lambda group: min(group.findings)):
-        first = min(group.findings, key=lambda number: (group.findings[number].mark != "wrong", number))
-        faults.append([group.findings.pop(first), *group.findings.values()])
-    return faults
+            groups.append([one])
+        else:
+            group.append(one)
+    return groups
 
 
-class _Group:
-    """The findings of one fault. They are added in the order of steps."""
-
-    def __init__(self) -> None:
-        self.findings: dict[int, Highlight] = {}
-        """The findings of the fault by their positions in the list."""
-        self._first = self._last = -1
-        self._is_event = False
-        self._paths: set[str] = set()
-        self._around: set[str] = set()
-        """The modules of the fault and all modules that contain them."""
-
-    def holds(self, one: Highlight, steps: Sequence[int]) -> bool:
-        if one.steps is None or self._first < 0:
-            return False
-        after = bisect_right(steps, self._last)
-        if one.steps[0] > (steps[after] if after < len(steps) else self._last):
-            return False
-        if self._is_event and not one.lasts and self._first > (steps[0] if steps else 0):
-            return True
-        return any(path in self._around or not self._paths.isdisjoint(_containers(path)) for path in one.paths)
-
-    def add(self, number: int, one: Highlight) -> None:
-        self.findings[number] = one
-        if one.steps is not None:
-            self._first = one.steps[0] if self._first < 0 else self._first
-            self._last = max(self._last, one.steps[1])
-            self._is_event |= not one.lasts
-            self._paths.update(one.paths)
-            self._around.update(*map(_containers, one.paths))
-
-
-def _containers(path: str) -> set[str]:
-    parts = path.split(".")
-    return {"", *(".".join(parts[:end]) for end in range(1, len(parts) + 1))}
+def _are_near(one: Highlight, other: Highlight, steps: Sequence[int]) -> bool:
+    if one.steps is None or other.steps is None:
+        return not {*one.ranks}.isdisjoint(other.ranks)
+    before, after = bisect_left(steps, other.steps[0]), bisect_right(steps, other.steps[1])
+    first = steps[before - 1] if before else other.steps[0]
+    last = steps[after] if after < len(steps) else other.steps[1]
+    return first <= one.steps[1] and one.steps[0] <= last
 
 
 def gaps_block(checks: Sequence[DoctorLine], modules: Mapping[str, int]) -> PageBlock:
@@ -233,20 +207,20 @@ def of_first(search: First) -> Iterator[Highlight]:
         value = bad.value
         what = " and ".join(f"{n} {word}" for n, word in ((bad.nan_count, "NaN"), (bad.inf_count, "infinite")) if n)
         where = f"step {value.step}, {_named(value)}" + ("" if value.rank is None else f", rank {value.rank}")
-        of_fault: dict[str, Any] = {"steps": (value.step, value.step), "paths": (value.module_path,)}
+        at_step = value.step, value.step
         rest = f"{counted(search.num_nonfinite, 'value')} of {counted(search.num_nonfinite_modules, 'module')}"
         counts = f"{what} of {counted(bad.numel, 'element')}"
         about = _cells(value, what="First NaN or infinity", size=counts)
-        yield Highlight(f"First NaN or infinity: {where} ({counts})", _link(value), **of_fault, about=about)
+        yield Highlight(f"First NaN or infinity: {where} ({counts})", _link(value), steps=at_step, about=about)
         if search.num_nonfinite > 1:
-            yield Highlight(f"From there on {rest} are not finite", {"view": "map", "site": value.site}, **of_fault)
+            link = {"view": "map", "site": value.site}
+            yield Highlight(f"From there on {rest} are not finite", link, steps=at_step)
     if (differing := search.replica) is not None:
         groups = " | ".join(span(sorted(ranks)) for ranks in differing.groups[:_MAX_LISTED])
         at = differing.value
         where = f"step {at.step}, {_named(at)}, ranks {groups}"
-        of_replica: dict[str, Any] = {"steps": (at.step, at.step), "paths": (at.module_path,), "lasts": True}
         about = _cells(at, what="First replica that differs") | {"rank": groups}
-        yield Highlight(f"First replica that differs: {where}", _link(at), **of_replica, about=about)
+        yield Highlight(f"First replica that differs: {where}", _link(at), steps=(at.step, at.step), about=about)
     for value in (one.value for one in search.buffers[:_MAX_LISTED] if one.is_stale):
         about = _cells(value, what="Ranks hold different buffers")
         yield Highlight(f"Ranks hold different buffers: step {value.step}, {_named(value)}", _link(value), about=about)
@@ -283,7 +257,9 @@ def _of_ranks(collected: StatisticsBlocks) -> Iterator[Highlight]:
             told.append(f"{odd.far[rank]} of its {odd.compared[rank]} values are far from the median of all ranks")
         if odd.alone[rank]:
             told.append(f"{counted(int(odd.alone[rank]), 'value')} not finite where most ranks' are")
-        yield Highlight(f"Rank {rank} is odd: {'; '.join(told)}", {"view": "ranks", "rank": rank})
+        yield Highlight(
+            f"Rank {rank} is odd: {'; '.join(told)}", {"view": "ranks", "rank": rank}, "note", ranks=(rank,)
+        )
 
 
 def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
@@ -292,11 +268,15 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
     name = next((name for name in ("l2", "absmax") if name in cube.values), None)
     if name is None or not cube.shape[2]:
         return
-    steps = np.array(cube.first_steps)
+    steps, sizes = np.array(cube.first_steps), np.abs(cube.values[name][:, 0].astype(np.float64))
+    sites = np.array([key.site for key in collected.series])
+    largest = np.nan_to_num(np.fmax.reduce(sizes, axis=1))
+    floors = {site: _FLOOR * float(np.median(largest[sites == site])) for site in set(sites.tolist())}
     jumps = [
         _Jump(column, number, ratio)
-        for number, values in enumerate(np.abs(cube.values[name][:, 0].astype(np.float64)))
+        for number, values in enumerate(sizes)
         for column, ratio in _jumps_of(values, steps)
+        if values[column] >= floors[sites[number]]
     ]
     groups: list[list[_Jump]] = []
     for jump in sorted(jumps):
@@ -316,12 +296,12 @@ def _jumps(collected: StatisticsBlocks) -> Iterator[Highlight]:
         link = {"view": "lines", "module": key.module_path, "site": key.site, "name": key.name, "step": step}
         about = {
             "what": f"{name} jumps",
-            "module": key.module_path or "(the model)",
+            "module": key.module_path or MODEL,
             "value": _site(key),
             "step": str(step),
         }
         about |= {"size": times, "advice": with_it}
-        yield Highlight(text, link | {"stat": name}, steps=its_steps, paths=(key.module_path,), about=about)
+        yield Highlight(text, link | {"stat": name}, "note", its_steps, about=about)
 
 
 class _Jump(NamedTuple):
@@ -356,7 +336,7 @@ def _site(value: RecordedValue | DrawnSeries) -> str:
 def _cells(value: RecordedValue, *, what: str, size: str = "") -> dict[str, str]:
     """Return the cells of a finding about one value, for the table of findings."""
     rank = "" if value.rank is None else str(value.rank)
-    where = {"module": value.module_path or "(the model)", "value": _site(value), "step": str(value.step), "rank": rank}
+    where = {"module": value.module_path or MODEL, "value": _site(value), "step": str(value.step), "rank": rank}
     return {"what": what, **where, "size": size}
 
 

@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from .. import __version__
 from ..analyze.check.check import installed_rules
 from ..analyze.check.reading import RunRows, columns_read
 from ..checks.book import RULES, make_rules
+from ..checks.causes import with_causes
 from ..checks.engine import Engine
 from ..checks.rows import Catalog
 from ..checks.rule import Finding
@@ -366,9 +366,10 @@ class Drawing:
                 "rank": nonfinite.ranks[0] if len(nonfinite.ranks) == 1 else None,
             }
         nothing = [Highlight("The rules of recorder check find nothing", {}, "right")]
-        told = self._judge(self._found, self.name) if self._found else nothing
-        is_growing = self.state == "live"
-        self._keep(top_block(run, checks, told, (), self.collected, numbers, facts, is_growing=is_growing))
+        found = with_causes(self._found, self._catalog) if self._catalog is not None else []
+        judged = self._judge(found, self.name)
+        own, is_growing = [] if judged else nothing, self.state == "live"
+        self._keep(top_block(run, checks, judged, own, (), self.collected, numbers, facts, is_growing=is_growing))
 
     def _verdict(self, bad: Sequence[RankNow]) -> str:
         ranks = self.growing.ranks
@@ -406,7 +407,7 @@ class Drawing:
         for block in self.collected.further_blocks():
             self._keep(block)
         run = self._run((0, 0))
-        self._keep(_with_status(ranks_block(run, self.axes, self.collected, self._layouts), self.growing.ranks))
+        self._keep(ranks_block(run, self.axes, self.collected, self.growing.ranks, self._layouts))
         self._keep(_images(self._first_images, self._last_images))
         self._keep(gaps_block(self._checked or (), self._modules))
         self._slow_version = self.version
@@ -438,17 +439,6 @@ class Drawing:
 
 def _packed(data: bytes) -> str:
     return base64.b64encode(data).decode()
-
-
-def _with_status(block: PageBlock, ranks: Sequence[RankNow]) -> PageBlock:
-    """Replace the manifests' facts about each rank by the rank's present status, in the block of the ranks."""
-    of_rank = {rank.rank: rank for rank in ranks}
-    rows = [list(row) for row in block.data["rows"]]
-    for row in rows:
-        now = of_rank.get(row[0])
-        if now is not None and row[4] == now.status.attempt:
-            row[5:8] = now.state, max(row[6], now.status.written), max(row[7], now.status.num_dropped)
-    return replace(block, data={**block.data, "rows": rows})
 
 
 def _told(ranks: Sequence[RankNow]) -> Iterator[DoctorLine]:

@@ -25,7 +25,7 @@ from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
 from recorder.report.report import write_report
 from recorder.report.statistics import StatisticsBlocks
-from recorder.report.top import DoctorLine, Highlight, faults
+from recorder.report.top import DoctorLine, Highlight, folded
 from recorder.run.run import Run
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
@@ -170,7 +170,7 @@ def test_a_run_that_is_nothing_but_nan_is_drawn(cli: Cli, tmp_path: Path) -> Non
     blocks = read_page(tmp_path / "r.html")
     assert np.isnan(values_of(blocks["values/l2"])[0]).all()
     assert values_of(blocks["values/nan_count"])[0].tolist() == [[[4.0, 4.0, 4.0]]]
-    assert "First NaN or infinity: step 0, 'net.fc' output, rank 0" in blocks["top"].data["findings"][0][0]
+    assert blocks["top"].data["findings"][0][0].startswith("nonfinite: 'net.fc' output, step 0, rank 0")
 
 
 @pytest.mark.parametrize(
@@ -232,27 +232,42 @@ def test_one_fault_is_one_line_with_what_inherits_it_below(cli: Cli, tmp_path: P
     writer.finish()
     cli("report", run, "-o", tmp_path / "r.html")
     findings = read_page(tmp_path / "r.html")["top"].data["findings"]
-    wrong = [one for one in findings if one[2] == "wrong"]
-    assert len(wrong) == 1 and wrong[0][0].startswith("First NaN or infinity: step 13, 'a.inner' output")
-    below = [text for text, *_ in wrong[0][3]]
-    assert below[0].startswith("'a.inner' output jumps: its l2 at step 11")
+    (wrong,) = [one for one in findings if one[2] == "wrong"]
+    told = [line for line in cli("check", run).out.splitlines() if line.startswith("error")]
+    assert len(told) == 1 and wrong[0] in told[0] and wrong[0].startswith("nonfinite: 'a.inner' output, step 13")
+    assert wrong[4]["type"].splitlines()[0] == "recorder first run"
+    below = [text for text, *_ in wrong[3]]
+    assert any(text.startswith("First NaN or infinity: step 13, 'a.inner' output") for text in below)
+    assert any(text.startswith("'a.inner' output jumps: its l2 at step 11") for text in below)
     assert any(text.startswith("From there on") for text in below)
-    assert any(text.startswith("nonfinite: 'a.inner' output, step 13") for text in below)
 
 
-def test_faults_are_apart_where_steps_lie_between_them_or_they_last_in_other_modules() -> None:
-    at = {
-        "a": Highlight("a", {}, steps=(5, 5), paths=("a",)),
-        "later": Highlight("later", {}, steps=(9, 9), paths=("a",)),
-    }
-    at["dead"] = Highlight("dead", {}, steps=(5, 5), paths=("b",), lasts=True)
-    at["dead below"] = Highlight("dead below", {}, steps=(6, 6), paths=("a.x",), lasts=True)
-    at["none"] = Highlight("none", {}, "note")
-    at["next"] = Highlight("next", {}, steps=(6, 6), paths=("b",))
-    groups = [[one.text for one in group] for group in faults(list(at.values()), range(20))]
-    assert groups == [["a", "next", "dead below"], ["later"], ["dead"], ["none"]]
-    first = [Highlight("one", {}, steps=(0, 0), paths=("a",)), Highlight("two", {}, steps=(0, 0), paths=("b",))]
-    assert len(faults(first, range(20))) == 2  # what is there from the first step on has come from nothing
+def test_what_the_page_saw_is_folded_below_what_check_found_at_its_step_or_on_its_rank() -> None:
+    judged = [
+        Highlight("spike", {}, steps=(5, 5), more=(Highlight("loss", {}, steps=(8, 8)),)),
+        Highlight("odd rank", {}, steps=(9, 9), ranks=(3,)),
+    ]
+    own = [
+        Highlight("next", {}, steps=(6, 6)), Highlight("with what follows", {}, steps=(7, 7)),
+        Highlight("apart", {}, steps=(15, 15)), Highlight("rank 3", {}, ranks=(3,)), Highlight("none", {}, "right"),
+    ]  # fmt: skip
+    groups = [[one.text for one in group] for group in folded(judged, own, range(20))]
+    assert groups == [
+        ["spike", "loss", "next", "with what follows"], ["odd rank", "rank 3"], ["apart"], ["none"],
+    ]  # fmt: skip
+
+
+def test_values_near_zero_do_not_jump(cli: Cli, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    writer = HandmadeWriter(run)
+    rows = []
+    for step in range(12):
+        for i, (path, size) in enumerate((("a", 1.0), ("b", 2.0), ("tiny", 1e-10 if step == 8 else 1e-14))):
+            rows.append(make_row(3 * step + i, np.full(4, size, np.float32), step=step, module_path=path))
+    writer.add_shard([rows])
+    writer.finish()
+    cli("report", run, "-o", tmp_path / "r.html")
+    assert not [one for one in read_page(tmp_path / "r.html")["top"].data["findings"] if "jumps" in one[0]]
 
 
 def test_histograms_are_shares_of_the_values_by_sign_and_power_of_two(cli: Cli, tmp_path: Path) -> None:

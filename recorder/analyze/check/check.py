@@ -238,7 +238,8 @@ _MAX_MODULES = 4
 _MAX_PATH = 80
 _MAX_DETAIL = 240
 _MAX_FOLLOWING = 400
-_MAX_FINDINGS = 40
+MAX_FINDINGS = 40
+"""The most findings that are told; --json has all."""
 _MAX_RANKS = 8
 _MAX_WANTS = 6
 _INDENT = " " * 8
@@ -323,14 +324,14 @@ class ToldFindings(NamedTuple):
 
 
 def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Iterator[str | StateLine]:
-    told = list(joined(one for one in checked.findings if not one.cause))
-    for one in told[:_MAX_FINDINGS]:
+    told = list(told_of(checked.findings))
+    for one, under in told[:MAX_FINDINGS]:
         yield StateLine(one.worst.severity.word, sentence(one))
         yield f"{_INDENT}" + ": ".join(filter(None, [one.worst.advice, command_of(typed, one)]))
-        if under := list(joined(follower for follower in checked.findings if follower.cause in one.words)):
+        if under:
             yield f"{_INDENT}from it follow: {shortened('; '.join(map(_in_short, under)), _MAX_FOLLOWING)}"
-    if len(told) > _MAX_FINDINGS:
-        yield f"{_INDENT}and {len(told) - _MAX_FINDINGS} more findings; --json has all"
+    if len(told) > MAX_FINDINGS:
+        yield f"{_INDENT}and {len(told) - MAX_FINDINGS} more findings; --json has all"
     reasons = _reasons(checked.unjudged)
     if is_verbose or len(reasons) == 1:
         yield from (f"not judged: {', '.join(names)}: {why}" for why, names in reasons.items())
@@ -341,12 +342,18 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
         yield f"{num} judge a run of RECORDER_PRESET=default RECORDER_RULES={shlex.quote('; '.join(settings))}"
     yield from (f"note: {note}" for note in checked.notes)
     judged = f"{checked.num_judged} of {counted(checked.num_rules, 'rule')}"
-    counts = Counter(one.worst.severity for one in told)
+    counts = Counter(one.worst.severity for one, _ in told)
     tally = ", ".join(counted(counts[severity], severity.word) for severity in reversed(Severity))
     rows = counted(checked.num_rows, "row")
     rows += f" and {counted(checked.num_probed, 'number')} of the probe" if checked.num_probed else ""
     rows += f" of {steps_in_words(checked.steps)}"
     yield f"{run.name}: {judged} judged {rows}: {tally if told else 'these rules found nothing in these rows'}"
+
+
+def told_of(findings: Sequence[Finding]) -> Iterator[tuple[ToldFindings, list[ToldFindings]]]:
+    """Yield the findings that no other finding explains, each with those that follow from it."""
+    for one in joined(one for one in findings if not one.cause):
+        yield one, list(joined(follower for follower in findings if follower.cause in one.words))
 
 
 def joined(findings: Iterable[Finding]) -> Iterator[ToldFindings]:

@@ -1,21 +1,22 @@
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ...analyze.align.align import Aligned
 from ...analyze.align.align import align as compare_tokens_of
-from ...analyze.check.check import check, command_of, joined, sentence, where_of
+from ...analyze.check.check import MAX_FINDINGS, ToldFindings, check, command_of, sentence, told_of, where_of
 from ...analyze.doctor.reply import checks_of
 from ...checks.rule import Finding, Severity
 from ...errors import LookupFailedError
 from ...report.collect import num_looks
 from ...report.report import write_report
 from ...report.tokens import tokens_block
-from ...report.top import DoctorLine, Highlight
+from ...report.top import MODEL, DoctorLine, Highlight
 from ...run.reply import Reply
 from ...run.run import Run, open_run
 from ...system.text import size
@@ -24,8 +25,6 @@ from ..output import progress
 from ..paths import other_run
 
 EPILOG = "Examples: recorder report recordings -o report.html    recorder report @-2 --against @-1 -o against.html"
-
-_MAX_JUDGED = 12
 
 
 def command(
@@ -88,30 +87,38 @@ def told_by_doctor(run: Run) -> list[DoctorLine]:
 
 
 def told_by_check(findings: Sequence[Finding], typed: str) -> list[Highlight]:
-    """Return the sentences of `recorder check`, each with a link to the lines of its worst value.
+    """Return the findings as `recorder check` tells them, each with those that follow from it.
 
     `typed` is the run in the commands that the page says.
     """
-    folded = list(joined(findings))
-    highlights = []
-    for one in folded[:_MAX_JUDGED]:
-        worst = one.worst
-        link = {"view": "lines", "module": worst.module_path, "site": worst.site, "name": worst.name}
-        at_step = {"step": worst.step} if worst.step >= 0 else {}
-        mark = "note" if worst.severity is Severity.NOTE else "wrong"
-        highlights.append(
-            Highlight(
-                f"{sentence(one)}; {worst.advice}",
-                link | at_step if worst.site else {},
-                mark,
-                steps=(one.first_step, one.last_step) if worst.step >= 0 else None,
-                paths=tuple(one.paths),
-                lasts=worst.since is not None,
-                about=where_of(one) | {"advice": worst.advice, "type": command_of(typed, one)},
-            )
-        )
-    if len(folded) > _MAX_JUDGED:
-        highlights.append(
-            Highlight(f"and {len(folded) - _MAX_JUDGED} more findings: `recorder check` says them", {}, "note")
-        )
+    told = list(told_of(findings))
+    highlights = [
+        _highlight(one, typed)._replace(more=tuple(_highlight(other, typed) for other in under))
+        for one, under in told[:MAX_FINDINGS]
+    ]
+    if len(told) > MAX_FINDINGS:
+        more = f"and {len(told) - MAX_FINDINGS} more findings: `recorder check --json` says them"
+        highlights.append(Highlight(more, {}, "note"))
     return highlights
+
+
+def _highlight(one: ToldFindings, typed: str) -> Highlight:
+    """Return a finding with a link to the picture of its worst value."""
+    worst = one.worst
+    link: dict[str, Any] = {"view": "lines", "module": worst.module_path, "site": worst.site, "name": worst.name}
+    link |= {"step": worst.step} if worst.step >= 0 else {}
+    lines = [command_of(typed, one)]
+    if worst.rule == "nonfinite":
+        steps = f"{max(one.first_step - 1, 0)}:{one.first_step + 1}"
+        rule = shlex.quote(f"module={worst.module_path or '*'} site=* steps={steps} keep=tensor")
+        keep = f"RECORDER_PRESET=default RECORDER_RULES={rule}   # the next time, for its tensors"
+        lines = [shlex.join(["recorder", "first", typed]), *lines, keep]
+    about = {name: text.replace("''", MODEL) for name, text in where_of(one).items()}
+    return Highlight(
+        sentence(one).replace("''", MODEL),
+        link if worst.site else {},
+        "note" if worst.severity is Severity.NOTE else "wrong",
+        steps=(one.first_step, one.last_step) if worst.step >= 0 else None,
+        ranks=tuple(one.ranks),
+        about=about | {"advice": worst.advice, "type": "\n".join(filter(None, lines))},
+    )
