@@ -20,6 +20,7 @@ import numpy as np
 
 from .. import __version__
 from ..analyze.diff.diff import diff
+from ..analyze.diff.reply import accusations
 from ..analyze.diff.result import Diff
 from ..analyze.first.first import first
 from ..errors import LookupFailedError, RunError
@@ -27,6 +28,7 @@ from ..format.rundir import encode_manifest
 from ..globalview.tensor import TensorLayout
 from ..run.reply import span
 from ..run.run import Run
+from ..run.status import RankNow, RunWatch
 from ..storage.locations import Location, store_of
 from ..system.text import counted, size
 from .axes import Axes, DrawnSeries, SeriesValues, StepRows, modules_block, probe_values, step_rows
@@ -36,8 +38,9 @@ from .statistics import StatisticsBlocks, check_statistics
 from .top import DoctorLine, Highlight, facts_of, first_of, gaps_block, of_first, top_block
 
 _MAX_DIFFERING = 200
-_OF_CULPRIT = ("step", "phase", "module_path", "site", "name", "seen_at", "ranks", "why", "hint", "max_abs", "of_max",
-               "statistic", "statistic_a", "statistic_b")  # fmt: skip
+_OF_CULPRIT = ("step", "module_path", "site", "name", "seen_at", "hint")
+_EXPECTED = ("started", "rows")
+"""The facts that any two runs differ in."""
 Report = Callable[[int], None]
 
 
@@ -87,16 +90,16 @@ def collect(
         if checks is None:
             told["verdict"] = "`recorder doctor` was not asked; it says so on its own"
             checks = ()
-        stands_out = [*of_first(nonfinite), *judged]
-        states = [writer.state for writer in run.writers]
-        facts = facts_of(run, steps=span(run.steps), states=states, rows=f"{run.num_rows:,}, {size(run.size_bytes)}")
-        yield top_block(run, checks, stands_out, nonfinite.notes, collected, told, list(facts))
+        rows_text = f"{run.num_rows:,}, {size(run.size_bytes)}"
+        facts = facts_of(run, steps=span(run.steps), states=_states(run), rows=rows_text)
+        own = list(of_first(nonfinite))
+        yield top_block(run, checks, judged, own, nonfinite.notes, collected, told, list(facts))
         keys: list[DrawnSeries] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)
         yield block
         yield from collected.blocks(modules)
         yield gaps_block(checks, modules)
-        yield ranks_block(run, axes, collected)
+        yield ranks_block(run, axes, collected, RunWatch(run.path).look())
         yield images.block(run)
         yield from more
         if panes := read_panes(run.path):
@@ -133,7 +136,11 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "verdict": compared.verdict,
             "num_compared": compared.num_compared,
             "num_differing": compared.table.num_rows,
-            "culprits": [{name: getattr(one, name) for name in _OF_CULPRIT} for one in compared.culprits],
+            "facts": _unlike_facts(a, b),
+            "culprits": [
+                {name: getattr(one, name) for name in _OF_CULPRIT} | {"text": next(accusations([one], 1))}
+                for one in compared.culprits[:_MAX_DIFFERING]
+            ],
             "differing": [[row[name] for name in names] for row in rows],
             "only_a": [list(row.values()) for row in compared.only_a.slice(0, _MAX_DIFFERING).to_pylist()],
             "only_b": [list(row.values()) for row in compared.only_b.slice(0, _MAX_DIFFERING).to_pylist()],
@@ -142,6 +149,25 @@ def _against_block(a: Run, b: Run, compared: Diff, pairs: list[int]) -> PageBloc
             "left_out": [[one.num_values, one.why] for one in compared.left_out],
         },
     )
+
+
+def _unlike_facts(a: Run, b: Run) -> list[tuple[str, str, str]]:
+    """Return the facts in which two runs differ: a title, and the text of each run; rules have a line each."""
+    facts = [list(facts_of(run, steps=span(run.steps), states=_states(run), rows="")) for run in (a, b)]
+    titles = dict.fromkeys(title for title, _ in [*facts[0], *facts[1]] if title not in _EXPECTED)
+    unlike = []
+    for title in titles:
+        left, right = ([text for name, text in some if name == title] for some in facts)
+        if left != right:
+            only_left, only_right = (
+                [text for text in some if text not in left or text not in right] for some in (left, right)
+            )
+            unlike.append((title, "\n".join(only_left), "\n".join(only_right)))
+    return unlike
+
+
+def _states(run: Run) -> list[str]:
+    return [writer.state for writer in run.writers]
 
 
 def pairs_of(a: StatisticsBlocks, b: StatisticsBlocks) -> list[int]:
@@ -184,10 +210,12 @@ _SHOWN_SITES = ("param", "grad", "output", "grad_output")
 
 
 def ranks_block(
-    run: Run, axes: Axes, collected: StatisticsBlocks, layouts: Sequence[Mapping[str, Any]] | None = None
-) -> PageBlock:
-    """Return the block of the ranks. `layouts` say which rank had which chunk, if they are known."""
-    odd = collected.odd
+    run: Run, axes: Axes, collected: StatisticsBlocks, now: Sequence[RankNow],
+    layouts: Sequence[Mapping[str, Any]] | None = None,
+) -> PageBlock:  # fmt: skip
+    """Return the block of the ranks, as of the statuses `now`. `layouts` say which rank had which chunk, if known."""
+    odd, of_rank = collected.odd, {one.rank: one for one in now}
+    newest_s = min((one.silent_s for one in now), default=0.0)
     rows: list[list[Any]] = []
     for writer in run.writers:
         rank, manifest, balance = writer.rank, writer.manifest, writer.balance
@@ -195,6 +223,13 @@ def ranks_block(
         rows[-1] += [balance.written, balance.num_dropped]
         is_judged = rank is not None and rank < len(odd.far)
         rows[-1] += [int(of[rank]) if is_judged else None for of in (odd.far, odd.alone, odd.compared)]
+        told = None if rank is None else of_rank.get(rank)
+        if told is None or told.status.attempt != writer.attempt:
+            rows[-1] += [None, None]
+            continue
+        status = told.status
+        rows[-1][5:8] = told.state, max(balance.written, status.written), max(balance.num_dropped, status.num_dropped)
+        rows[-1] += [status.step if status.has_step else None, round(told.silent_s - newest_s, 1)]
     why = ""
     if layouts is not None:
         why = "" if layouts or len(run.ranks) < 2 else "Nothing was recorded yet whose chunks are known."
@@ -208,6 +243,7 @@ def ranks_block(
     else:
         layouts = layouts_of(run, axes, list(axes.index), set())
     titles = ["rank", "host", "local rank", "node", "attempt", "state", "rows", "dropped", "far", "alone", "compared"]
+    titles += ["step", "late"]
     return PageBlock(
         name="ranks",
         data={"titles": titles, "rows": rows, "odd": odd.found(), "layouts": list(layouts or ()), "why_none": why},

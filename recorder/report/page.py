@@ -18,8 +18,8 @@ from .blocks import PageBlock
 
 _SCRIPTS = (
     "vendor/uPlot.iife.min.js", "blocks.js", "format.js", "data.js", "state.js", "ui.js", "dumps.js", "axis.js",
-    "heat.js", "map.js", "lines.js", "numbers.js", "graph.js", "ranks.js", "images.js", "series.js",
-    "histograms.js", "units.js", "tokens.js", "against.js", "top.js", "panes.js", "live.js", "main.js",
+    "heat.js", "map.js", "lines.js", "numbers.js", "depth.js", "graph.js", "ranks.js", "images.js", "series.js",
+    "histograms.js", "units.js", "tokens.js", "against.js", "top.js", "panes.js", "live.js", "take.js", "main.js",
 )  # fmt: skip
 """The scripts in the order in which the page holds them; each script uses what earlier scripts define."""
 _STYLES = ("vendor/uPlot.min.css", "page.css")

@@ -36,6 +36,8 @@ _MAX_SCALAR_COLUMNS = 2000
 _ENOUGH_COLUMNS = 160
 """Statistics are left out until the others have this many columns, or as many as possible."""
 _MAX_RANK_BINS = 64
+_MAX_RANK_CELLS = 300_000
+"""The most cells of the map over ranks, in which each rank has a column of its own if there is room."""
 _MAX_GLOBAL_ROWS = 120_000
 """In a run with more rows, values of all ranks together are drawn only at some steps."""
 _MAX_GLOBAL_STEP_ROWS = 20_000
@@ -114,8 +116,9 @@ class StatisticsBlocks:
         self.rank_steps: Cube | None = None
         if self.lanes.has_spread:
             num_series, steps = len(self.series), sorted(self._axes.steps) if self._steps is None else self._steps
+            num_columns = max(num_bins, min(len(ranks), _MAX_RANK_CELLS // max(num_series, 1)))
             self.by_rank = Cube(
-                steps=ranks, num_columns=num_bins, num_series=num_series, num_lanes=1, statistics=names
+                steps=ranks, num_columns=num_columns, num_series=num_series, num_lanes=1, statistics=names
             )  # fmt: skip
             self.rank_steps = self._make(
                 steps=steps, num_columns=min(self.cube.shape[2], 200), num_series=len(self._sites), num_lanes=num_bins,
@@ -231,7 +234,8 @@ class StatisticsBlocks:
         numbers[_DEVIATION] = deviation[is_own]
         series, ranks, steps = values.series[is_own], values.ranks[is_own], values.steps[is_own]
         self.by_rank.put(series, np.zeros(len(series), np.int64), ranks, numbers)
-        self.rank_steps.put(self._site_of[series], self.by_rank.columns_of(ranks), steps, numbers)
+        bins = np.searchsorted(self.lanes.ranks, ranks) * self.rank_steps.shape[1] // len(self.lanes.ranks)
+        self.rank_steps.put(self._site_of[series], bins, steps, numbers)
 
     def _split(self, table: Any) -> Iterator[tuple[SeriesValues, Cube]]:
         ids = self._axes.numbers_of(table)

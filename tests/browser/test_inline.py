@@ -54,7 +54,7 @@ def test_a_run_shows_its_page_below_the_cell(show: Show, run: Run) -> None:
     shown = run.report(statistics=["absmax", "l2"])
     assert repr(shown).startswith("<Page of run: ") and len(repr(shown)) < 100
     frame = show(shown)
-    assert frame.locator("nav a").all_inner_texts() == ["Run", "Map", "Lines", "Graph", "Ranks", "Images"]
+    assert frame.locator("nav a").all_inner_texts() == ["Run", "Map", "Lines", "By depth", "Graph", "Ranks", "Images"]
     assert frame.locator("#panel-map .heat-chunk").count() == 1
     assert frame.locator("#verdict").inner_text() == "`recorder doctor` was not asked; it says so on its own"
     frame.get_by_role("link", name="First NaN or infinity").first.click()

@@ -20,6 +20,7 @@ from tests.rigs.command_line import module
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.report_pages import HOSTILE, hostile_run, run_of
 from tests.rigs.small_runs import NUM_STEPS
+from tests.rigs.synthetic import Shape, write_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Position
@@ -53,17 +54,22 @@ def hash_of(opened: Opened) -> dict[str, str]:
 
 def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
     opened = open_page(trained)
-    assert opened.page.locator("nav a").all_inner_texts() == ["Run", "Map", "Lines", "Graph", "Ranks", "Images"]
+    assert opened.page.locator("nav a").all_inner_texts() == [
+        "Run",
+        "Map",
+        "Lines",
+        "By depth",
+        "Graph",
+        "Ranks",
+        "Images",
+    ]
     assert "Net" in opened.text("#panel-top") and "ranks" in opened.text("#panel-top")
     cells = opened.page.locator("#panel-top .findings > tbody > tr").first.locator("td").all_inner_texts()
-    assert cells[1].startswith("First NaN or infinity") and cells[2:] == [
-        "head",
-        "output",
-        "15",
-        "1",
-        "1 NaN of 8 elements",
-    ]
-    assert rows_of(opened) == ["Net", "stem", "blocks", "0", "fc", "1", "fc", "head"]
+    assert cells[1].startswith("nonfinite: the value is not finite") and cells[2:6] == ["'head'", "output", "15", "1"]
+    assert (
+        "recorder first run\n" in cells[1] and "RECORDER_RULES='module=head site=* steps=14:16 keep=tensor'" in cells[1]
+    )
+    assert rows_of(opened) == ["(the model)", "stem", "blocks", "0", "fc", "1", "fc", "head"]
     assert opened.page.locator("#panel-lines .plot canvas").count() == 1
     assert opened.page.locator("#panel-top .track strong").all_inner_texts() == ["loss"]
     assert opened.page.locator("#panel-ranks tbody tr").count() == 2
@@ -115,7 +121,7 @@ def test_other_values_are_chosen_and_containers_fold(open_page: Open, trained: P
     assert {"site": "grad", "stat": "std", "lane": "2"}.items() <= hash_of(opened).items()
     opened.page.get_by_role("button", name="fold blocks").click()
     opened.redrawn()
-    assert rows_of(opened) == ["Net", "stem", "blocks", "head"]
+    assert rows_of(opened) == ["(the model)", "stem", "blocks", "head"]
     assert json.loads(hash_of(opened)["shut"]) == ["blocks"]
 
 
@@ -278,7 +284,7 @@ def test_the_keyboard_is_enough(open_page: Open, trained: Path) -> None:
     assert "step 1" in opened.text(".tooltip")
     opened.page.keyboard.press(" ")
     opened.redrawn()
-    assert rows_of(opened) == ["Net", "stem", "blocks", "head"]
+    assert rows_of(opened) == ["(the model)", "stem", "blocks", "head"]
     opened.page.keyboard.press("ArrowDown")
     opened.page.keyboard.press("Enter")
     opened.redrawn()
@@ -298,10 +304,10 @@ def test_the_map_is_searched_while_one_types(open_page: Open, trained: Path) -> 
 def test_the_graph_opens_and_closes(open_page: Open, trained: Path) -> None:
     opened = open_page(trained)
     boxes = opened.page.locator("#panel-graph .box-name")
-    assert boxes.all_inner_texts() == ["Net", "stem", "blocks", "0", "fc", "1", "fc", "head"]
+    assert boxes.all_inner_texts() == ["(the model)", "stem", "blocks", "0", "fc", "1", "fc", "head"]
     opened.page.get_by_role("button", name="close blocks").click()
     opened.redrawn()
-    assert boxes.all_inner_texts() == ["Net", "stem", "blocks", "head"]
+    assert boxes.all_inner_texts() == ["(the model)", "stem", "blocks", "head"]
     assert opened.page.locator("#panel-graph .box-head.bad").count() == 1
 
 
@@ -393,7 +399,7 @@ def test_modules_are_found_by_name_or_class_and_unfolded_to_a_depth(open_page: O
     opened.page.keyboard.press("Enter")
     opened.page.select_option("#choose-depth", "2")
     opened.redrawn()
-    assert rows_of(opened) == ["Net", "stem", "blocks", "0", "1", "head"]
+    assert rows_of(opened) == ["(the model)", "stem", "blocks", "0", "1", "head"]
 
 
 def test_what_came_after_the_first_nan_is_paler(open_page: Open, tmp_path: Path) -> None:
@@ -411,7 +417,7 @@ def test_what_came_after_the_first_nan_is_paler(open_page: Open, tmp_path: Path)
 def test_a_flag_leads_to_its_finding_on_the_map(open_page: Open, trained: Path) -> None:
     opened = open_page(trained)
     flag = opened.page.locator("#panel-top .flags .flag").first
-    assert flag.inner_text() == "1" and "First NaN or infinity: step 15" in (flag.get_attribute("title") or "")
+    assert flag.inner_text() == "1" and "nonfinite: 'head' output, step 15" in (flag.get_attribute("title") or "")
     flag.click()
     opened.redrawn()
     assert opened.page.locator("#panel-map .heat-name.chosen .heat-label").inner_text() == "head"
@@ -452,7 +458,9 @@ def test_a_culprit_names_its_module_and_the_value_that_shows_it(open_page: Open,
         with recorder.attach(model, enabled=True, rules="site=input,output keep=tensor,stats", dir=tmp_path / name):
             model(torch.ones(2, 4))
     opened = open_page(write_page(tmp_path / "a", tmp_path / "r.html", tmp_path / "b"))
-    assert "forward of (the model): inner input input, by up to 0.5" in opened.text("#panel-against .findings")
+    told = opened.page.locator("#panel-against .findings a").first
+    assert told.inner_text() == "culprit: step 0, forward of '': input input of 'inner' is 1.5 times what it was"
+    assert opened.page.locator("#choose-site").input_value() == "input train"  # where the runs part
 
 
 def test_two_runs_are_beside_each_other(open_page: Open, pair: Path) -> None:
@@ -464,7 +472,7 @@ def test_two_runs_are_beside_each_other(open_page: Open, pair: Path) -> None:
     equal, apart = pixels[4, int(4.5 * step)].tolist(), pixels[4, int(12.5 * step)].tolist()
     assert equal[:3] == [0x44, 0x01, 0x54] and apart != equal
     legend = opened.text("#panel-lines .chart-legend")
-    assert "two: all ranks together" in legend
+    assert "B: all ranks together" in legend
     assert not any(text == "false" for text in opened.page.locator("section").all_inner_texts())
 
 
@@ -568,10 +576,101 @@ def test_a_dump_is_marked_on_the_steps_and_told(open_page: Open, tmp_path: Path)
 
 def test_what_check_says_is_told_with_a_link_to_the_lines(open_page: Open, trained: Path) -> None:
     opened = open_page(trained)
-    told = opened.page.locator("#panel-top .findings a", has_text="nonfinite: 'head' output, step 15")
-    assert not told.is_visible()  # one fault is one line
-    opened.page.locator("#panel-top .findings summary", has_text="more findings of the same fault").first.click()
-    told.click()
+    opened.page.locator("#panel-top .findings a", has_text="nonfinite: the value is not finite").first.click()
     opened.redrawn()
     assert opened.text("#panel-lines .chart-head strong") == "head output"
     assert hash_of(opened)["step"] == "15"
+
+
+def run_of_optimizer(path: Path, *, rate: float = 1e-3) -> Path:
+    """Two layers that AdamW trains, at a rate that leaps at step 150; the loss spikes a step later."""
+    run, rows = make_run(path), list[dict[str, Any]]()
+    for step in range(200):
+        for name, value in (
+            ("loss", 9.0 if step == 151 else 1 / (1 + step / 50)),
+            ("lr.AdamW.0", 100 * rate if step == 150 else rate),
+        ):
+            rows.append(
+                make_row(0, np.float64(value), step=step, site="scalar", name=name, module_path="", encoding=None)
+            )
+        for layer in ("net.first", "net.last"):
+            for site in ("param", "grad"):
+                size = 0.5 + step * 1e-5 if site == "param" else 0.01
+                values = np.where(np.arange(100).reshape(10, 10) % 2, -size, size).astype(np.float32)
+                common = {"step": step, "site": site, "name": "weight", "phase": "optimizer", "encoding": None}
+                rows.append(make_row(0, values, module_path=layer, **common))
+    writer = HandmadeWriter(run)
+    writer.add_shard([[row | {"seq": seq} for seq, row in enumerate(rows)]], kind="stats")
+    modules = [module("", "Net"), module("net.first", "Linear"), module("net.last", "Linear")]
+    writer.finish(roots=[{"name": "model", "class": "Net", "modules": modules}], rules=[f"rate={rate}"])
+    return run
+
+
+def test_a_finding_about_the_loss_shows_the_loss_around_its_step(open_page: Open, tmp_path: Path) -> None:
+    opened = open_page(write_page(run_of_optimizer(tmp_path / "run"), tmp_path / "r.html"))
+    assert "the learning rate lr.AdamW.0 rose 100 times at step 150" in opened.text("#panel-top .findings tbody tr")
+    opened.page.locator("#panel-top .findings a").first.click()
+    opened.redrawn()
+    address = hash_of(opened)
+    assert (address["view"], address["from"], address["to"], address["step"]) == ("top", "127", "175", "151")
+    tracks = opened.page.locator("#panel-top .track strong").all_inner_texts()
+    assert tracks == ["loss", "gradient norm", "lr.AdamW.0"]
+
+
+def test_steps_of_the_optimizer_are_set_against_what_is_usual(open_page: Open, tmp_path: Path) -> None:
+    page = write_page(run_of_optimizer(tmp_path / "run"), tmp_path / "r.html")
+    opened = open_page(page, "#site=param&stat=update")
+    opened.page.locator(CELLS).hover(position=point_at(opened, rows_of(opened).index("first"), 20, 200))
+    assert any(text.endswith("estimated: 0.002") for text in opened.page.locator(".tooltip div").all_inner_texts())
+    assert opened.page.locator("#panel-map .legend-ticks span").nth(1).inner_text() == "1"
+    assert "Adam moves each element by about the learning rate" in opened.text("#panel-map .note")
+
+
+def test_the_slider_shows_a_step_by_depth(open_page: Open, trained: Path) -> None:
+    opened = open_page(trained, "#view=depth&step=3")
+    assert opened.text("#panel-depth .slide .dim").startswith("step 3: largest magnitude of output")
+    slider = opened.page.locator("#depth-step")
+    slider.focus()
+    opened.page.keyboard.press("ArrowRight")
+    opened.redrawn()
+    assert hash_of(opened)["step"] == "4" and slider.get_attribute("aria-valuetext") == "step 4"
+    opened.page.locator("#panel-depth .chart-body").focus()
+    for key in ("ArrowRight", "ArrowRight", "Enter"):
+        opened.page.keyboard.press(key)
+    opened.redrawn()
+    assert opened.text("#panel-lines .chart-head strong") == "blocks.0.fc output"
+
+
+def test_a_picture_is_taken_along_as_png_and_its_numbers_as_csv(open_page: Open, trained: Path, tmp_path: Path) -> None:
+    opened = open_page(trained)
+    taken = {}
+    for kind in ("PNG", "CSV"):
+        with opened.page.expect_download() as download:
+            opened.page.get_by_role("button", name=f"Map as {kind}").click()
+        download.value.save_as(tmp_path / download.value.suggested_filename)
+        taken[kind] = (tmp_path / f"run-map.{kind.lower()}").read_bytes()
+    assert taken["PNG"].startswith(b"\x89PNG") and len(taken["PNG"]) > 5_000
+    head, *rows = [line.split(",") for line in taken["CSV"].decode().splitlines()]
+    assert head == ["", *(f"step {step}" for step in range(NUM_STEPS))]
+    of_head = next(row for row in rows if row[0] == "head")
+    assert of_head[16] == "not finite" and float(of_head[1]) > 0
+
+
+def test_many_ranks_are_a_grid_by_node(open_page: Open, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Shape(ranks=48, steps=30))
+    opened = open_page(write_page(tmp_path / "run", tmp_path / "r.html"))
+    assert rows_of(opened, "ranks") == [f"node {node}" for node in range(6)]
+    cells = opened.page.locator("#panel-ranks .heat-cells")
+    width = cells.evaluate("one => one.clientWidth")
+    cells.click(position={"x": 3.5 * width / 8, "y": 2 * ROW_PIXELS + 5})
+    opened.redrawn()
+    assert hash_of(opened)["rank"] == "19" and opened.text("#panel-ranks tr.chosen td") == "19"
+    cells.hover(position={"x": 3.5 * width / 8, "y": 2 * ROW_PIXELS + 5})
+    assert opened.page.locator(".tooltip div").all_inner_texts()[:2] == ["rank 19", "node0002, node 2, GPU 3"]
+
+
+def test_two_runs_begin_with_what_differs_between_them(open_page: Open, tmp_path: Path) -> None:
+    one, two = run_of_optimizer(tmp_path / "one"), run_of_optimizer(tmp_path / "two", rate=2e-3)
+    opened = open_page(write_page(one, tmp_path / "r.html", two))
+    rows = opened.page.locator("#panel-against .unlike tbody tr").all_inner_texts()
+    assert [row.split() for row in rows] == [["rule", "rate=0.001", "rate=0.002"]]

@@ -17,26 +17,20 @@ class AgainstPanel {
       const values = { view: "lines", site, step, module, ...(series ? { mode: series.mode, pins: [keyOf(series)] } : {}) };
       return series ? el("a", { href: app.state.address(values) }, text) : el("span", {}, text);
     };
-    const culprits = data.culprits.map((one) => {
-      const module = one.seen_at ?? one.module_path ?? "";
-      const isThere = one.module_path === null || module === one.module_path || one.site === "scalar";
-      const stage = isThere ? "" : ` of ${pathText(one.module_path)}`;
-      const where = one.module_path === null ? "all parameters alike" : valueText(isThere ? one.module_path : module, one.site, one.name);
-      const ranks = one.ranks.length ? `, ranks ${one.ranks.slice(0, 8).join(", ")}` : "";
-      const by = one.max_abs !== null ? `, by up to ${shortNumber(one.max_abs)}` : one.statistic ? `, ${one.statistic} ${pairText(one.statistic_a, one.statistic_b)}` : "";
-      return el("li", { class: "wrong" }, follow(module, one.site, one.name, one.step, `step ${one.step}, ${one.phase}${stage}: ${where}${ranks}${by}`),
-        el("div", { class: "dim" }, [one.why, one.hint].filter(Boolean).join("; ")));
-    });
+    const culprits = data.culprits.map((one) => el("li", { class: "wrong" }, follow(one.seen_at ?? one.module_path ?? "", one.site, one.name, one.step, one.text), one.hint && el("div", { class: "dim" }, one.hint)));
+    const facts = data.facts.map(([title, a, b]) => el("tr", {}, el("th", { scope: "row" }, title), [a, b].map((text) => el("td", {}, text.split("\n").map((line) => el("div", {}, line || "-"))))));
     const differing = data.differing.map(([step, module, site, name, kind, abs, ofMax, statistic, rel]) => el("tr", {},
       el("td", { class: "number" }, String(step)), el("td", {}, follow(module, site, name, step, pathText(module))), el("td", {}, [site, name].filter(Boolean).join(" ")),
       el("td", {}, kind), el("td", { class: "number" }, shortNumber(abs)), el("td", { class: "number" }, shortNumber(ofMax ?? rel)), el("td", {}, statistic ?? "")));
     const only = (rows, name) => rows.length > 0 && el("details", {}, el("summary", {}, `${plural(rows.length, "value")} only in ${visible(name)}`),
       el("ul", { class: "checks" }, rows.map((row) => el("li", {}, `${valueText(row[1], row[2], row[3])}: ${plural(row[4], "row")}`))));
     const isEqual = data.verdict.startsWith("equal");
-    put(section, 
-      el("p", { class: isEqual ? "verdict right" : "verdict wrong", id: "diff-verdict" }, `${data.a} | ${data.b}: ${data.verdict}: ${plural(data.num_differing, "value")} of ${data.num_compared.toLocaleString("en")} differ`),
-      culprits.length > 0 && el("h3", {}, "Culprits: stages that differ although all that they are made from agrees"),
-      el("ul", { class: "findings" }, culprits));
+    put(section,
+      el("p", { class: isEqual ? "verdict right" : "verdict wrong", id: "diff-verdict" }, `${data.verdict}: ${plural(data.num_differing, "value")} of ${data.num_compared.toLocaleString("en")} differ`),
+      el("ul", { class: "findings" }, culprits.slice(0, MAX_FINDINGS)),
+      culprits.length > MAX_FINDINGS && el("details", {}, el("summary", {}, `${plural(culprits.length - MAX_FINDINGS, "more culprit")}, which may follow from the first`), el("ul", { class: "findings" }, culprits.slice(MAX_FINDINGS))),
+      el("table", { class: "facts unlike" }, el("thead", {}, el("tr", {}, ["", `A: ${data.a}`, `B: ${data.b}`].map((title) => el("th", { scope: "col" }, title)))),
+        el("tbody", {}, facts.length ? facts : el("tr", {}, el("td", {}), el("td", { colspan: 2, class: "dim" }, "ranks, layout, steps, versions and rules are the same")))));
     this.legend = el("div", {});
     this.heat = new HeatMap({
       label: "map of how far two runs are apart; arrow keys move, Enter shows the lines",
@@ -53,7 +47,7 @@ class AgainstPanel {
     put(section, el("h3", {}, "How far the statistic is apart, of the larger one"), this.legend, this.heat.element,
       differing.length > 0 && el("details", {}, el("summary", {}, `the first ${plural(differing.length, "value")} that differ`),
         el("div", { class: "scroll" }, el("table", { class: "grid" }, el("thead", {}, el("tr", {}, ["step", "module", "value", "kind", "max abs", "of max", "statistic"].map((title) => el("th", { scope: "col" }, title)))), el("tbody", {}, differing)))),
-      only(data.only_a, data.a), only(data.only_b, data.b));
+      only(data.only_a, "A"), only(data.only_b, "B"));
   }
   async update() {
     const { run, other, choices, axis } = this.app;

@@ -119,10 +119,39 @@ class RunData {
     Object.assign(this.axes, data);
     this.steps = data.steps;
   }
+  /** The learning rates by the class of the optimizer, where steps of the optimizer can be estimated; else null. */
+  get rates() {
+    const isWhole = this.lanes.length === 1 || this.lanes[0].kind === "global", rates = this.scalars.filter((one) => one.name.startsWith("lr."));
+    const kinds = new Set(rates.map((one) => (/^lr\.\w*Adam/.test(one.name) ? "Adam" : /^lr\.SGD/.test(one.name) ? "SGD" : "")));
+    return isWhole && kinds.size === 1 && !kinds.has("") && this.axes.statistics.includes("l2") ? { kind: [...kinds][0], rates } : null;
+  }
+  get hasUpdates() {
+    return this.rates !== null && this.series.some((one) => one.site === "param");
+  }
+  /**
+   * How large a step of the optimizer is, relative to the weight. Adam moves an element by about the learning rate at
+   * most, plain SGD by the learning rate times the gradient; what was recorded of a step says no more.
+   */
+  async updates() {
+    const [norms, numbers] = await Promise.all([this.cube("l2"), this.cube("mean", "scalars")]), { kind, rates } = this.rates;
+    const cube = Object.assign(Object.create(Cube.prototype), norms, { values: new Float32Array(norms.values.length).fill(NaN), digits: new Uint8Array(norms.values.length).fill(2) });
+    const steps = this.axes.scalar_steps, rateAt = this.steps.map((step) => {
+      const c = steps.findLastIndex((one) => one <= step); // groups have rates of their own: the largest
+      return Math.max(...rates.map((one) => numbers.values[numbers.at(one.number, 0, Math.max(c, 0))]).filter((rate) => rate >= 0), -1);
+    });
+    for (const one of this.series.filter((other) => other.site === "param" && other.shape.includes(","))) { // what begins at zero, such as a bias, has no size yet
+      const gradient = this.series.find((other) => other.site === "grad" && other.path === one.path && other.name === one.name && other.root === one.root);
+      for (let c = 0; c < this.steps.length; c++) {
+        const at = cube.at(one.number, 0, c), moved = kind === "Adam" ? Math.sqrt(one.numel) : gradient ? norms.values[norms.at(gradient.number, 0, c)] : NaN;
+        if (rateAt[c] >= 0 && norms.values[at] > 0) cube.values[at] = (rateAt[c] * moved) / norms.values[at];
+      }
+    }
+    return cube;
+  }
   /** What a picture of a statistic needs: its cube, and those of what is not finite. */
   async picture(statistic, kind = "values") {
     const [cube, nan, inf] = await Promise.all([
-      this.cube(statistic, kind), this.cube("nan_count", kind), this.cube("inf_count", kind),
+      statistic === "update" ? this.updates() : this.cube(statistic, kind), this.cube("nan_count", kind), this.cube("inf_count", kind),
     ]);
     return cube === null ? null : new Picture(cube, nan, inf, this.ownLanes);
   }
@@ -186,7 +215,8 @@ class Picture {
     const value = this.cube.values[at], digits = this.cube.digits[at];
     if (nan > 0 || inf > 0) return { kind: NONFINITE, value, digits, nan: Math.round(nan), inf: Math.round(inf) };
     if (!Number.isNaN(value)) return { kind: NUMBER, value, digits };
-    return { kind: this.cube.rows[at] ? NULL_CELL : HOLE, value: NaN };
+    const bad = this.ownLanes.includes(lane) ? undefined : this.ownLanes.map((own) => this.cell(series, own, column)).find((cell) => cell.kind === NONFINITE);
+    return bad ?? { kind: this.cube.rows[at] ? NULL_CELL : HOLE, value: NaN }; // what is not finite on one rank alone makes no value of all
   }
 }
 

@@ -71,7 +71,7 @@ class GraphPanel {
     this.count++;
     const isContainer = node.children.length > 0, isOpen = isContainer && this.opened.has(node.path);
     const cell = this.cellOf(node, isContainer && !isOpen);
-    const title = node.path === "" ? modules.className(node.number) || "(the model)" : node.label;
+    const title = node.path === "" ? pathText("") : node.label;
     const head = el("div", { class: "box-head", title: `${pathText(node.path)}\n${visible(modules.source(node.number))}` },
       isContainer && el("button", {
         type: "button", class: "fold", "aria-expanded": String(isOpen), "aria-label": `${isOpen ? "close" : "open"} ${title}`,
@@ -81,7 +81,7 @@ class GraphPanel {
         },
       }, isOpen ? "▾" : "▸"),
       el("button", { type: "button", class: "box-name", onclick: () => this.choose(node) }, title),
-      el("span", { class: "box-class" }, node.path === "" ? "" : modules.className(node.number)),
+      el("span", { class: "box-class" }, modules.className(node.number)),
       el("span", { class: "box-shape" }, this.shapes(node)),
       el("span", { class: "box-value" }, this.text(cell)));
     if (cell?.kind === NUMBER) {

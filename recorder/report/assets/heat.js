@@ -104,7 +104,7 @@ function drawFirst(context, x, y, width, height) {
 }
 
 function themeOf() {
-  return { hole: cssColor("--hole"), hatch: cssColor("--hatch"), text: cssColor("--dim"), later: cssColor("--later") };
+  return { hole: cssColor("--hole"), hatch: cssColor("--hatch"), text: cssColor("--dim"), later: cssColor("--later"), mark: cssColor("--bad") };
 }
 
 const KIND_TEXTS = [[NONFINITE, "NaN or infinite"], [HOLE, "not recorded"], [NULL_CELL, "recorded without this"]];
@@ -147,6 +147,8 @@ class HeatMap {
     this.mark = el("div", { class: "heat-cursor", hidden: true });
     this.line = el("div", { class: "heat-line", hidden: true });
     this.element = el("div", { class: "heat" }, this.names, el("div", { class: "heat-right" }, this.cells, this.ruler));
+    this.element.table = () => [["", ...this.columns.map((one) => (this.isOfSteps ? `step ${one.first}` : one))],
+      ...this.rows.map((row, r) => [row.node ? row.node.path : row.label, ...this.columns.map((_, c) => this.cell(r, c)).map((cell) => (cell?.kind === NONFINITE ? "not finite" : cell?.value))])];
     this.cells.addEventListener("mousemove", (event) => this.hover(event));
     for (const name of ["mouseleave", "blur"]) this.cells.addEventListener(name, () => this.leave());
     this.cells.addEventListener("click", (event) => {
@@ -191,6 +193,12 @@ class HeatMap {
       drawCell(context, cell, this.colors, x, y, width, height, theme);
     }
     for (const [cell, x, width] of bad) if (width < 2) drawCell(context, cell, this.colors, x, y, 2, height, theme); // a spike does not vanish
+    for (let c = 0; c < num; c++) {
+      if (!this.cell(row, c)?.isMarked) continue;
+      context.lineWidth = 2;
+      context.strokeStyle = theme.mark;
+      context.strokeRect(edges[c][0] + 1, y + 1, edges[c][1] - edges[c][0] - 2, height - 2);
+    }
     for (const [cell, , , first] of bad) {
       if (cell.isFirst) drawFirst(context, edges[first][0], y, edges[first][1] - edges[first][0], height);
     }

@@ -20,12 +20,15 @@ class ImagesPanel {
     const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
     this.palette = Array.from({ length: 256 }, (_, i) => rgb(mixed(VIRIDIS, i / (NOT_FINITE_PIXEL - 1))));
     this.palette[NOT_FINITE_PIXEL] = rgb(BAD_COLOR);
-    put(this.section, el("p", { class: "note" }, "From recorded tensors of one rank, made small. Bright is large; each picture says its range."),
+    put(this.section, el("p", { class: "note" }, "From recorded tensors of one rank, made small. Bright is large; the first and the last record of a value have one scale."),
       el("div", { class: "images" }, this.block.data.images.map((one) => this.image(one))));
   }
   image(one) {
     const tiles = this.block.arrays[one.array];
     const [count, height, width, colors] = one.tiles;
+    const alike = this.block.data.images.filter((other) => other.low !== null && ["kind", "module", "site", "name", "mode"].every((name) => other[name] === one[name]));
+    const low = Math.min(...alike.map((other) => other.low)), high = Math.max(...alike.map((other) => other.high)), span = high - low || 1;
+    const shared = (code) => Math.round((NOT_FINITE_PIXEL - 1) * ((one.low - low) / span + (code / (NOT_FINITE_PIXEL - 1)) * ((one.high - one.low) / span)));
     const scale = Math.max(Math.floor(96 / Math.max(height, width)), 1);
     const canvases = Array.from({ length: count }, (_, number) => {
       const canvas = el("canvas", { class: "tile", width, height, role: "img", "aria-label": `${one.kind} ${number}` });
@@ -36,7 +39,7 @@ class ImagesPanel {
         const first = (number * width * height + at) * colors;
         const values = tiles.subarray(first, first + colors);
         const isBad = values.includes(NOT_FINITE_PIXEL);
-        image.data.set(isBad ? this.palette[NOT_FINITE_PIXEL] : colors === 3 ? values : this.palette[values[0]], at * 4);
+        image.data.set(isBad ? this.palette[NOT_FINITE_PIXEL] : colors === 3 ? values.map(shared) : this.palette[shared(values[0])], at * 4);
         image.data[at * 4 + 3] = 255;
       }
       context.putImageData(image, 0, 0);

@@ -18,14 +18,22 @@ class Chart {
     this.flags = el("div", { class: "flags" });
     this.legend = el("div", { class: "chart-legend" });
     this.element = el("figure", { class: isTrack ? "chart track" : "chart" }, this.head, this.flags, this.body, this.legend);
+    this.element.table = () => [["step", ...this.given.lines.map((line) => line.label)], ...this.given.steps.map((step, at) => [step, ...this.given.lines.map((line) => line.values[at])])];
+  }
+  /** What the first line does, for whoever does not see it. */
+  summary({ steps, lines: [line] }) {
+    const known = [...(line?.values ?? []).keys()].filter((at) => Number.isFinite(line.values[at]));
+    if (!known.length) return "";
+    const text = (at) => `${shortNumber(line.values[at], 3)} at step ${steps[at]}`, by = known.toSorted((a, b) => line.values[a] - line.values[b]);
+    return `: from ${text(known[0])} to ${text(known[known.length - 1])}, smallest ${text(by[0])}, largest ${text(by[by.length - 1])}${line.bad.length ? `, not finite at ${plural(line.bad.length, "step")}` : ""}`;
   }
   /** `lines` are {label, values, bad, style}; `values` has null for a hole, `bad` says where a value is not finite. */
-  draw({ title, steps, lines, isLog, about = [], flags = [], hasRuler = true }) {
-    this.given = { title, steps, lines, isLog, about, flags, hasRuler };
+  draw({ title, steps, lines, isLog, about = [], flags = [], hasRuler = true, level = null }) {
+    this.given = { title, steps, lines, isLog, about, flags, hasRuler, level };
     this.plotted?.destroy();
     const { axis } = this.app;
     this.head.replaceChildren(el("strong", {}, title), ...about.map((text) => el("span", { class: "dim" }, text)));
-    this.body.setAttribute("aria-label", `${visible(title)} over steps; left and right move, plus, minus and 0 zoom`);
+    this.body.setAttribute("aria-label", `${visible(title)} over steps${this.summary(this.given)}; left and right move, plus, minus and 0 zoom`);
     const width = Math.max(this.body.clientWidth || this.element.clientWidth || 600, 200), gutter = axis.gutter(width);
     this.element.style.setProperty("--gutter", `${gutter}px`);
     const shown = lines.filter((line) => !this.hidden.has(line.label));
@@ -138,6 +146,13 @@ class Chart {
         context.setLineDash([]);
       }
     }
+    const { level } = this.given, y = level === null ? NaN : plot.valToPos(level, "y", true);
+    if (y > top && y < top + height) {
+      context.strokeStyle = cssColor("--accent");
+      context.setLineDash([6 * ratio, 4 * ratio]);
+      context.strokeRect(left, y, width, 0);
+      context.setLineDash([]);
+    }
     const bad = new Set(shown.flatMap((line) => line.bad));
     context.fillStyle = BAD_COLOR;
     for (const index of bad) {
@@ -243,7 +258,7 @@ class LinesPanel {
   async update() {
     const { app } = this, { state, run, choices, other } = app;
     const pinned = this.pinned, { statistic } = choices;
-    const isLog = state.get("log") === "1", isEach = state.get("each") !== "0", isDocked = state.get("pins", []).length > 0;
+    const isUpdate = statistic === "update", isLog = state.get("log") === "1" || isUpdate, isEach = state.get("each") !== "0", isDocked = state.get("pins", []).length > 0;
     this.section.classList.toggle("docked", isDocked); // it stays in sight beside the map
     this.options.replaceChildren(
       toggle("logarithmic", isLog, (isOn) => state.set({ log: isOn ? "1" : null }), { id: "log" }),
@@ -265,7 +280,7 @@ class LinesPanel {
           const otherLanes = isEach ? other.drawnLanes : [other.mainLane];
           lines.push(...linesOf(other, otherPicture, beside, {
             columns, lanes: otherLanes, colorOf, isBeside: true,
-            named: (lane) => `${app.top.against}: ${pinned.length > 1 ? name + ", " : ""}${other.laneName(lane)}`,
+            named: (lane) => `B: ${pinned.length > 1 ? name + ", " : ""}${other.laneName(lane)}`,
           }));
         }
       }
@@ -275,7 +290,7 @@ class LinesPanel {
     this.chart.element.hidden = !pinned.length;
     if (pinned.length) {
       const about = [STATISTIC_TEXTS[statistic], pinned.length === 1 ? `${pinned[0].dtype} ${pinned[0].shape}` : ""];
-      this.chart.draw({ title, steps: columns.map((c) => run.steps[c]), lines, isLog, about });
+      this.chart.draw({ title, steps: columns.map((c) => run.steps[c]), lines: lines.filter((line) => !isUpdate || line.values.some((value) => value !== null)), isLog, about, level: isUpdate ? USUAL_UPDATE : null });
     }
   }
   /** A field to add a value by the path of its module. */

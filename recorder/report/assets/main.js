@@ -53,23 +53,25 @@ class App {
     this.run = new RunData(blocks, axes.data, this.modules);
     const isPair = blocks.has("against");
     this.other = isPair ? new RunData(blocks, (await blocks.get("b.axes")).data, this.modules, "b.") : null;
+    this.against = isPair ? new AgainstPanel(this, await blocks.get("against")) : null;
+    const culprit = this.against?.data.culprits[0];
+    if (culprit && this.state.get("site") === null) Object.assign(this.state.values, { site: culprit.site, module: culprit.seen_at || null }); // two runs are opened where they part
     this.axis = new StepAxis(this);
     this.choices = new Choices(this);
     this.gaps = new Gaps(this, gaps);
-    this.against = isPair ? new AgainstPanel(this, await blocks.get("against")) : null;
     this.lines = new LinesPanel(this);
     this.head = new TopPanel(this);
     this.panes = new PanesPanel(this, blocks.has("panes") ? await blocks.get("panes") : null);
     const { panels: wanted } = document.documentElement.dataset;
     this.panels = [
-      this.head, blocks.has("tokens") ? new TokensPanel(this, await blocks.get("tokens")) : null, this.against, this.panes, new MapPanel(this), this.lines, new NumbersPanel(this, wanted === undefined ? "rest" : "all"),
+      this.against, this.head, blocks.has("tokens") ? new TokensPanel(this, await blocks.get("tokens")) : null, this.panes, new MapPanel(this), this.lines, new NumbersPanel(this, wanted === undefined ? "rest" : "all"),
       new HistogramsPanel(this, blocks.has("histograms") ? await blocks.get("histograms") : null),
-      new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new GraphPanel(this), new RanksPanel(this, ranks), new ImagesPanel(this, images),
+      new UnitsPanel(this, blocks.has("units") ? await blocks.get("units") : null), new DepthPanel(this), new GraphPanel(this), new RanksPanel(this, ranks), new ImagesPanel(this, images),
     ].filter((panel) => panel?.isShown && (wanted === undefined || wanted.split(" ").includes(panel.id)));
   }
   build() {
     const page = document.getElementById("page");
-    const title = this.top.against ? `${this.top.run} against ${this.top.against}` : this.top.run;
+    const title = this.top.against ? `A: ${this.top.run}, B: ${this.top.against}` : this.top.run;
     this.bar = el("div", { class: "choices" });
     this.zoomed = el("button", { type: "button", class: "primary", id: "zoom-out", hidden: true, onclick: () => this.axis.zoom(null, null) });
     const links = this.panels.map((panel) => el("a", { href: `#view=${panel.id}`, "data-view": panel.id, onclick: (event) => {
@@ -87,7 +89,10 @@ class App {
       }).flat()),
       el("footer", {}, `Made by recorder ${this.top.version}. ` + (this.source ? "This page asks nothing but the server that it came from." :
         "This file holds numbers for drawing and asks nothing of a network.")));
-    for (const panel of this.panels) panel.build(panel.section);
+    for (const panel of this.panels) {
+      panel.build(panel.section);
+      panel.section.append(takers(panel, this.top.run));
+    }
     this.sayLive();
   }
   /** Buttons that keep a picture as a pane. */
@@ -235,6 +240,7 @@ class App {
     this.panels[index] = panel;
     section.replaceChildren(el("h2", {}, panel.title, this.keepers(panel)));
     panel.build(section);
+    section.append(takers(panel, this.top.run));
     await panel.update?.();
     [...section.querySelectorAll("details")].forEach((one, number) => { one.open = open[number] ?? false; });
   }

@@ -1,6 +1,11 @@
 // The map: a statistic of a site over two of module, step and rank.
 
 const MANY_ROWS = 70;
+const USUAL_UPDATE = 1e-3;
+const UPDATE_TEXTS = {
+  Adam: "Estimated as learning rate × √elements / norm of the weight: Adam moves each element by about the learning rate at most. Usual is 1e-3, and less where weights are large.",
+  SGD: "Estimated as learning rate × norm of the gradient / norm of the weight: what SGD does without momentum; with a momentum of 0.9 it is up to 10 times that. Usual is 1e-3.",
+};
 
 /** What is chosen for all panels: site, mode, name, statistic, lane. */
 class Choices {
@@ -35,7 +40,8 @@ class Choices {
     return name !== null && this.names.includes(name) ? name : null;
   }
   get statistics() {
-    return [...this.app.run.axes.statistics, "zero_count"];
+    const { run } = this.app;
+    return [...run.axes.statistics, "zero_count", ...(this.siteAndMode[0] === "param" && run.hasUpdates ? ["update"] : [])];
   }
   get statistic() {
     const { statistics } = this;
@@ -103,8 +109,8 @@ class FoldedTree {
       if (!isOnly || !open) {
         rows.push({
           node, series, indent, isChosen: node.path !== "" && node.path === chosen, fold: children.length ? (open ? "open" : "shut") : null,
-          label: node === modules.root ? modules.className(node.number) || "(the model)" : node.label,
-          note: `${node === modules.root ? "" : modules.className(node.number)}${open || !children.length ? "" : ` · ${count}`}`,
+          label: node === modules.root ? pathText("") : node.label,
+          note: `${modules.className(node.number)}${open || !children.length ? "" : ` · ${count}`}`,
           title: `${pathText(node.path)} ${visible(modules.className(node.number))}\n${visible(modules.source(node.number))}`,
         });
       }
@@ -198,7 +204,7 @@ class MapPanel {
     const hasFirst = this.markFirst(drawn);
     const colors = this.colorsOf(drawn);
     const title = this.isDeviation ? "quartile ranges from the median of the ranks" : `${STATISTIC_TEXTS[statistic]} of ${choices.siteAndMode[0]}` +
-      (colors.isRatio ? `, against the ${state.get("colors") === "first" ? "first step" : "median"} of its row` : "");
+      (statistic === "update" ? `, against ${USUAL_UPDATE}` : colors.isRatio ? `, against the ${state.get("colors") === "first" ? "first step" : "median"} of its row` : "");
     const bad = hasFirst ? [[NONFINITE, "the first NaN or infinity"], [NONFINITE, "after it", true]] : [[NONFINITE, "NaN or infinite", Boolean(app.top.first)]];
     this.legend.replaceChildren(legendOf(colors, title, [...bad, ...KIND_TEXTS.slice(1)]));
     const step = state.get("step");
@@ -224,10 +230,10 @@ class MapPanel {
   }
   /** The colours of numbers: of themselves, or of how many times they are what is usual in their row. */
   colorsOf({ cells }) {
-    const kind = this.isDeviation ? null : this.app.state.get("colors"), values = [];
+    const kind = this.isDeviation ? null : this.app.choices.statistic === "update" ? "usual" : this.app.state.get("colors"), values = [];
     for (const row of cells) {
       const known = row.filter((cell) => cell?.kind === NUMBER), sizes = known.map((cell) => Math.abs(cell.value)).filter((size) => size > 0);
-      const base = kind === "median" ? [...sizes].sort((a, b) => a - b)[sizes.length >> 1] : sizes[0];
+      const base = kind === "usual" ? USUAL_UPDATE : kind === "median" ? [...sizes].sort((a, b) => a - b)[sizes.length >> 1] : sizes[0];
       for (const cell of known) {
         if (kind) cell.shade = base > 0 ? Math.abs(cell.value) / base : 1;
         values.push(cell.shade ?? cell.value);
@@ -237,7 +243,7 @@ class MapPanel {
   }
   notes(drawn) {
     const { run, choices, modules } = this.app;
-    const texts = [];
+    const texts = choices.statistic === "update" ? [UPDATE_TEXTS[run.rates.kind]] : [];
     if (drawn.isOfSteps && run.isBinned) {
       texts.push(`${plural(run.axes.num_steps, "step")} in ${run.steps.length} columns: each shows the value that stands out most of its steps.`);
     }
@@ -331,7 +337,7 @@ class MapPanel {
       if (!Number.isNaN(cell.value)) lines.push(`${what} of the others: ${shortNumber(cell.value, 4, cell.digits)}`);
     } else if (cell.kind === NUMBER) {
       lines.push(`${what}: ${shortNumber(cell.value, 4, cell.digits)}`);
-      if (cell.shade !== undefined) lines.push(`${shortNumber(cell.shade, 3)} times the ${this.app.state.get("colors") === "first" ? "first" : "median"} of its row`);
+      if (cell.shade !== undefined && choices.statistic !== "update") lines.push(`${shortNumber(cell.shade, 3)} times the ${this.app.state.get("colors") === "first" ? "first" : "median"} of its row`);
       if (series && choices.statistic === "zero_count") lines.push(`of ${plural(series.numel, "element")}`);
     } else {
       lines.push(...gaps.why(cell, series, isOfSteps ? at.first : null, lane ?? rows[row].lane ?? null, ranks?.[column] ?? null));

@@ -1,6 +1,6 @@
 // The numbers of the step: the loss and the norm of the gradient at the head of the page, the others further down.
 
-const MAX_SCALARS = 8, TRACK_PIXELS = 118, LOG_FROM = 50;
+const MAX_SCALARS = 8, TRACK_PIXELS = 118, STRIP_PIXELS = 72, LOG_FROM = 50;
 
 class NumbersPanel {
   /** `part` is "head" for the loss and the norm, "rest" for the others, "all" in a pane. */
@@ -8,7 +8,9 @@ class NumbersPanel {
     Object.assign(this, { app, part, id: "numbers", title: "Numbers", charts: [] });
     const shown = app.run.scalars.slice().sort((a, b) => this.rank(a) - this.rank(b));
     const isHead = (one) => this.rank(one) < 2 && shown.findIndex((other) => this.rank(other) === this.rank(one)) === shown.indexOf(one);
-    this.scalars = shown.filter((one) => part === "all" || isHead(one) === (part === "head"));
+    const isRate = (one) => /^lr\.|^grad_scale$/.test(one.name);
+    this.scalars = shown.filter((one) => part === "all" || (!isRate(one) && isHead(one) === (part === "head")));
+    this.rates = part === "head" ? shown.filter(isRate) : [];
     this.isShown = this.scalars.length > 0 || part === "head";
     this.listens = ["from", "to", "step", "each"];
   }
@@ -19,16 +21,18 @@ class NumbersPanel {
   }
   build(section) {
     this.body = el("div", { class: "tracks" });
-    put(section, this.body);
+    this.constants = el("p", { class: "note", hidden: true });
+    put(section, this.body, this.constants);
   }
   async update() {
     const { app } = this, { run, other, state } = app, flags = this.part === "head" ? app.flags() : [];
-    const pictures = this.scalars.length ? await Promise.all([run.picture("mean", "scalars"), other?.scalars.length ? other.picture("mean", "scalars") : null]) : [];
+    const pictures = this.scalars.length || this.rates.length ? await Promise.all([run.picture("mean", "scalars"), other?.scalars.length ? other.picture("mean", "scalars") : null]) : [];
     const drawn = this.scalars.slice(0, MAX_SCALARS).map((series) => this.linesOf(series, ...pictures, state.get("each") !== "0"));
     if (this.part === "head" && !this.scalars.some((one) => this.rank(one) === 1)) drawn.push(this.gradientNorm());
-    const some = drawn.filter(Boolean);
+    const some = [...drawn.filter(Boolean), ...this.strips(pictures)];
     some.forEach((one, index) => {
       const chart = this.charts[index] ??= new Chart(app, TRACK_PIXELS, true), isLast = index === some.length - 1;
+      chart.height = one.isStrip ? STRIP_PIXELS : TRACK_PIXELS;
       this.body.append(chart.element);
       const values = one.lines.flatMap((line) => line.values).filter((value) => value > 0), isWide = Math.max(...values) > LOG_FROM * Math.min(...values);
       const more = isLast && this.scalars.length > MAX_SCALARS ? `${plural(this.scalars.length - MAX_SCALARS, "more number")} not drawn` : "";
@@ -38,20 +42,34 @@ class NumbersPanel {
     for (const chart of this.charts.slice(some.length)) chart.element.remove();
   }
   linesOf(series, picture, otherPicture, isEach) {
-    const { run, other, top } = this.app, colorOf = (lane) => lineColor(Math.max(lane, 0));
+    const { run, other } = this.app, colorOf = (lane) => lineColor(Math.max(lane, 0));
     const own = picture.columnsWith([series]);
     let steps = own.map((c) => run.axes.scalar_steps[c]);
     let lines = linesOf(run, picture, series, { columns: own, lanes: isEach ? run.drawnLanes : [run.mainLane], colorOf, named: (lane) => run.laneName(lane) });
     const beside = otherPicture && other.scalars.find((one) => one.path === series.path && one.name === series.name && one.mode === series.mode);
     if (beside) {
       const columns = otherPicture.columnsWith([beside]), more = linesOf(other, otherPicture, beside, {
-        columns, lanes: [other.mainLane], colorOf, isBeside: true, named: (lane) => `${top.against}: ${other.laneName(lane)}`,
+        columns, lanes: [other.mainLane], colorOf, isBeside: true, named: (lane) => `B: ${other.laneName(lane)}`,
       });
       [steps, lines] = joinSteps([[steps, lines], [columns.map((c) => other.axes.scalar_steps[c]), more]]);
     }
     lines = lines.filter((line) => line.bad.length || line.values.some((value) => value !== null && value !== undefined));
     const title = `${series.name || series.site}${series.mode === "train" ? "" : ` (${series.mode})`}`;
     return { title, about: series.path === "" ? [] : [`of ${pathText(series.path)}`], steps, lines };
+  }
+  /** The learning rates and the scale of the gradients in flat pictures; those that never change in one line of text. */
+  strips(pictures) {
+    const strips = new Map(), constants = new Map();
+    for (const series of this.rates) {
+      const one = this.linesOf(series, ...pictures, false), line = one.lines[0], known = line?.values.filter(Number.isFinite) ?? [];
+      if (!known.length) continue;
+      const isConstant = known.every((value) => value === known[0]), key = isConstant ? known[0] : JSON.stringify(line.values);
+      const [alike, names] = [isConstant ? constants : strips, [...((isConstant ? constants : strips).get(key)?.names ?? []), series.name]];
+      alike.set(key, { ...one, names });
+    }
+    this.constants.replaceChildren(...[...constants].map(([value, { names }]) => el("span", {}, `${names.join(", ")}: ${shortNumber(value)} at all steps. `)));
+    this.constants.hidden = !constants.size;
+    return [...strips.values()].map((one) => ({ ...one, title: one.names.length > 2 ? `${one.names[0]} and ${one.names.length - 1} more` : one.names.join(", "), about: [], isStrip: true }));
   }
   /** The norm of all gradients, where no number of the step is one. */
   gradientNorm() {

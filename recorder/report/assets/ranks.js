@@ -1,6 +1,16 @@
 // The ranks: who they were, which is odd, and who had which chunk of a tensor.
 
-const MAX_RANK_ROWS = 64, MAX_LAYOUTS = 8;
+const MAX_RANK_ROWS = 16, MAX_LAYOUTS = 8, MAX_GRID_ROWS = 32, GPUS = 8;
+/** What the ranks may be coloured by: a title, and the number of a rank, given its facts and those of all ranks. */
+const RANK_COLORS = {
+  deviation: ["quartile ranges from the median of the ranks", null],
+  far: ["share of its values far from the median of the ranks", (one) => (one.compared ? one.far / one.compared : null)],
+  alone: ["values not finite where most ranks' are", (one) => one.alone],
+  step: ["steps behind the foremost rank", (one, all) => one.step === null ? null : all.reduce((most, other) => Math.max(most, other.step ?? 0), 0) - one.step],
+  late: ["seconds since its last status, after the newest of all", (one) => one.late],
+  dropped: ["rows dropped", (one) => one.dropped],
+  rows: ["rows", (one) => one.rows],
+};
 
 class RanksPanel {
   constructor(app, block) {
@@ -9,13 +19,25 @@ class RanksPanel {
     this.title = "Ranks";
     this.data = block.data;
     this.isShown = block.data.rows.length > 0;
-    this.listens = ["rank"];
+    this.listens = ["rank", "by", "site", "mode", "name"];
+    const { titles, rows, odd } = block.data, newest = new Map();
+    for (const row of rows) if (row[0] !== null) newest.set(row[0], Object.fromEntries(titles.map((title, index) => [title, row[index]])));
+    this.ranks = [...newest.values()];
+    this.odd = new Set(odd);
     this.isWhole = false;
   }
   build(section) {
     this.table = el("div", { class: "scroll" });
     const { layouts, why_none: whyNone } = this.data;
-    put(section, this.table, el("h3", {}, "Who had which chunk"),
+    this.options = el("div", { class: "bar" });
+    this.legend = el("div", {});
+    this.heat = new HeatMap({
+      label: "grid of ranks by node and GPU; arrow keys move, Enter chooses a rank", app: this.app, fold: () => {},
+      describe: (row, column) => this.describe(this.at(row, column)),
+      choose: (row, column) => this.at(row, column) && this.app.state.set({ rank: this.at(row, column).rank }),
+    });
+    this.hasGrid = this.ranks.length > GPUS;
+    put(section, this.hasGrid && [this.options, this.legend, this.heat.element], this.table, el("h3", {}, "Who had which chunk"),
       whyNone ? el("p", { class: "note" }, whyNone) :
         layouts.length ? this.pictures(layouts) :
           el("p", { class: "note" }, "No value was recorded of which that could be said."));
@@ -46,14 +68,67 @@ class RanksPanel {
     return [one.shape === null ? "no single tensor" : `[${one.shape.join(", ")}]`, one.source && `layout: ${one.source}`,
       one.scale && `scale: ${one.scale}`, one.missing.length && `missing: rank ${one.missing.join(", ")}`].filter(Boolean).join(" · ");
   }
-  update() {
+  /** The ranks of each node, in lines of so many nodes that the lines are few. */
+  get lines() {
+    const nodes = new Map();
+    for (const one of this.ranks) {
+      const node = one.node ?? Math.floor(one.rank / GPUS);
+      nodes.set(node, [...(nodes.get(node) ?? []), one]);
+    }
+    const each = Math.ceil(nodes.size / MAX_GRID_ROWS), width = Math.max(...[...nodes.values()].map((some) => some.length));
+    const lines = [];
+    [...nodes.keys()].sort((a, b) => a - b).forEach((node, number) => {
+      if (number % each === 0) lines.push({ first: node, ranks: [] });
+      const line = lines[lines.length - 1], some = nodes.get(node).sort((a, b) => (a["local rank"] ?? a.rank) - (b["local rank"] ?? b.rank));
+      line.last = node;
+      if (line.ranks.length) line.ranks.push(null); // nodes are apart
+      line.ranks.push(...some, ...new Array(width - some.length).fill(null));
+    });
+    return lines;
+  }
+  at(row, column) {
+    return this.drawn.lines[row].ranks[column] ?? null;
+  }
+  async updateGrid() {
+    const { run, state, choices } = this.app, lines = this.lines;
+    const isPerRank = run.blocks.has(`${run.prefix}by-rank/deviation`), picture = isPerRank ? await run.picture("deviation", "by-rank") : null;
+    const series = this.app.modules.rows.flatMap((_, number) => choices.seriesOf(number)), isOwn = picture?.cube.numColumns === run.axes.num_ranks;
+    const sorted = this.ranks.map((one) => one.rank).sort((a, b) => a - b), columnOf = new Map(sorted.map((rank, index) => [rank, index]));
+    const cellOf = (by, one) => {
+      if (by === "deviation") return series.reduce((most, { number }) => outstanding(most, picture.cell(number, 0, columnOf.get(one.rank))), null);
+      const value = RANK_COLORS[by][1](one, this.ranks);
+      return { kind: value === null || value === undefined ? NULL_CELL : NUMBER, value: value ?? NaN };
+    };
+    const offered = Object.keys(RANK_COLORS).filter((by) => by === "deviation" ? isOwn && series.length : this.ranks.some((one) => RANK_COLORS[by][1](one, this.ranks) > 0));
+    const by = offered.includes(state.get("by")) ? state.get("by") : offered[0] ?? "rows";
+    const cells = new Map(this.ranks.map((one) => [one, Object.assign(cellOf(by, one) ?? { kind: HOLE }, { isMarked: this.odd.has(one.rank) || one.rank === state.get("rank") })]));
+    this.drawn = { lines, by, cells };
+    const colors = new Colors([...cells.values()].filter((cell) => cell.kind === NUMBER).map((cell) => cell.value));
+    const title = RANK_COLORS[by][0] + (by === "deviation" ? `, ${choices.siteAndMode[0]}` : "");
+    put(this.options.replaceChildren() ?? this.options, choice("ranks by", offered.map((one) => [one, RANK_COLORS[one][0]]), by, (value) => state.set({ by: value }), { id: "choose-by" }));
+    this.legend.replaceChildren(legendOf(colors, title, by === "deviation" ? KIND_TEXTS.slice(0, 1) : []));
+    const rows = lines.map(({ first, last }) => ({ label: first === last ? `node ${first}` : `nodes ${first} to ${last}`, title: "", indent: 0, fold: null }));
+    const longest = lines.reduce((most, line) => (line.ranks.length > most.ranks.length ? line : most), lines[0]);
+    this.heat.draw({ rows, columns: longest.ranks.map((one) => String(one?.["local rank"] ?? "")), cell: (r, c) => cells.get(this.at(r, c)) ?? null, colors });
+  }
+  describe(one) {
+    if (one === null) return ["no rank"];
+    const { by, cells } = this.drawn, cell = cells.get(one);
+    const value = cell.kind === NUMBER ? shortNumber(cell.value) : cell.kind === NONFINITE ? `${cell.nan} NaN, ${cell.inf} infinite` : "not known";
+    return [`rank ${one.rank}${this.odd.has(one.rank) ? ", odd" : ""}`, [one.host, one.node !== null && `node ${one.node}`, one["local rank"] !== null && `GPU ${one["local rank"]}`].filter(Boolean).join(", "),
+      `${RANK_COLORS[by][0]}: ${value}`, [one.state, one.step !== null && `step ${one.step}`].filter(Boolean).join(", ")];
+  }
+  async update() {
+    if (this.hasGrid) await this.updateGrid();
     const { titles, rows, odd } = this.data;
     const chosen = this.app.state.get("rank");
     const order = new Map(odd.map((rank, index) => [rank, index]));
-    const sorted = [...rows].sort((a, b) => (order.get(a[0]) ?? Infinity) - (order.get(b[0]) ?? Infinity) || 0);
+    const isFirst = (row) => row[0] === chosen ? -1 : order.get(row[0]) ?? Infinity;
+    const sorted = [...rows].sort((a, b) => isFirst(a) - isFirst(b) || 0);
     const shown = this.isWhole ? rows : sorted.slice(0, MAX_RANK_ROWS);
     const isKept = titles.map((_, index) => rows.some((row) => row[index] !== null && row[index] !== "" && !(row[index] === 0 && index > 6)));
-    const explain = { far: "values far from the median of all ranks", alone: "values not finite where most ranks' are", compared: "values that were compared" };
+    const explain = { far: "values far from the median of all ranks", alone: "values not finite where most ranks' are", compared: "values that were compared",
+      step: "of its last status", late: "seconds since its last status, after the newest of all ranks" };
     const head = titles.map((title, index) => isKept[index] && el("th", { scope: "col", title: explain[title] ?? null }, title));
     const body = shown.map((row) => el("tr", { class: (order.has(row[0]) ? "odd" : "") + (row[0] === chosen ? " chosen" : "") },
       row.map((value, index) => isKept[index] && el("td", { class: typeof value === "number" ? "number" : "" },

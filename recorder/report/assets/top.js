@@ -1,6 +1,7 @@
 // The head of the page: what ran in one line, the loss with flags, and a table of what stands out.
 
 const IN_SHORT = ["model", "ranks", "layout", "steps", "state"], COLUMNS = ["module", "value", "step", "rank", "size"];
+const MAX_FINDINGS = 8, NEAR_STEPS = 24, FEW_STEPS = 100;
 
 class TopPanel {
   constructor(app) {
@@ -49,20 +50,22 @@ class TopPanel {
     const rows = findings.map((finding, number) => {
       const [text, link, mark, more, about] = finding;
       const words = ([text, link]) => Object.keys(link).length ? el("a", { href: this.app.state.address(this.target(link)) }, text) : el("span", {}, text);
-      const followers = more.length > 0 && el("details", {}, el("summary", {}, `${plural(more.length, "more finding")} of the same fault`),
+      const followers = more.length > 0 && el("details", {}, el("summary", {}, `with it ${plural(more.length, "more finding")}`),
         el("ul", { class: "findings" }, more.map((one) => el("li", { class: one[2] }, words(one)))));
       const isWhole = !about.module && !about.size;
-      return el("tr", { class: mark }, el("td", { class: "flag-cell" }, el("span", { class: `flag ${mark}` }, this.label(number, mark))),
+      return el("tr", { class: mark, hidden: number >= MAX_FINDINGS && !this.isWhole }, el("td", { class: "flag-cell" }, el("span", { class: `flag ${mark}` }, this.label(number, mark))),
         el("td", { class: "what", colspan: isWhole && isTable ? COLUMNS.length + 1 : null }, words([about.what ?? text, link]),
-          about.advice && el("div", { class: "dim" }, about.advice), about.type && el("code", { class: "type" }, about.type), followers),
-        !isWhole && COLUMNS.map((name) => el("td", { class: name, "data-name": name }, (about[name] ?? "").replace(/step |ranks? /, ""))));
+          about.advice && el("div", { class: "dim" }, about.advice), about.type?.split("\n").map((line) => el("code", { class: "type" }, line)), followers),
+        !isWhole && COLUMNS.map((name) => el("td", { class: name, "data-name": name }, (about[name] ?? "").replace(/^(since )?(steps?|ranks?) /, "$1"))));
     });
     this.findings.replaceChildren(el("div", { class: "scroll" }, el("table", { class: "grid findings" },
-      isTable && el("thead", {}, el("tr", {}, ["", "what stands out", ...COLUMNS].map((title) => el("th", { scope: "col" }, title === "size" ? "how large" : title)))), el("tbody", {}, rows))));
+      isTable && el("thead", {}, el("tr", {}, ["", "what stands out", ...COLUMNS].map((title) => el("th", { scope: "col" }, title === "size" ? "how large" : title)))), el("tbody", {}, rows))),
+      findings.length > MAX_FINDINGS && !this.isWhole ? el("button", { type: "button", class: "quiet", onclick: () => { this.isWhole = true; this.tellFindings(findings); } }, `all ${plural(findings.length, "finding")}`) : "");
     [...this.findings.querySelectorAll("details")].forEach((one, number) => { one.open = open[number] ?? false; });
   }
+  /** Faults are counted; what is a note or well has no number. */
   label(number, mark) {
-    return mark === "right" ? "✓" : mark === "note" ? "–" : String(number + 1);
+    return mark === "right" ? "✓" : mark === "note" ? "–" : String(this.app.top.findings.slice(0, number + 1).filter((one) => one[2] === "wrong").length);
   }
   /** The findings that have a step, to be marked where steps are drawn. */
   flags() {
@@ -74,6 +77,11 @@ class TopPanel {
   target(link) {
     const { module, site, name, step, stat, rank, from, to } = link, view = link.view === "lines" ? "map" : link.view;
     const values = { view, site, step, stat, module, from, to };
+    if (site === "scalar") { // the number of the step itself, and what is near
+      const [first, last] = this.app.run.axes.ends, isFew = step === undefined || last - first <= FEW_STEPS;
+      const isHead = this.numbers.scalars.some((one) => one.path === module && one.name === name);
+      return { view: isHead ? "top" : "numbers", step, ...(isFew ? {} : { from: Math.max(step - NEAR_STEPS, first), to: Math.min(step + NEAR_STEPS, last) }) };
+    }
     if (module !== undefined && site !== undefined) {
       const series = this.app.run.series.find((one) => one.path === module && one.site === site && one.name === (name ?? ""));
       if (series) Object.assign(values, { mode: series.mode, pins: [keyOf(series)] });

@@ -1,0 +1,122 @@
+// By depth: a statistic of one step, module by module in the order in which they ran, with a slider over the steps.
+
+const DEPTH_PIXELS = 230, DEPTH_VIEWS = [["outputs", "output", "l2"], ["gradients of outputs", "grad_output", "absmax"], ["gradients of parameters", "grad", "l2"], ["parameters", "param", "l2"], ["updates", "param", "update"]];
+
+class DepthPanel {
+  constructor(app) {
+    this.app = app;
+    this.id = "depth";
+    this.title = "By depth";
+    this.isShown = app.run.series.length > 0;
+    this.listens = ["site", "mode", "name", "stat", "lane", "step", "module", "from", "to"];
+  }
+  build(section) {
+    this.views = el("div", { class: "bar" });
+    this.slider = el("input", { type: "range", min: 0, step: 1, id: "depth-step", "aria-label": "step", oninput: () => this.draw(Number(this.slider.value)),
+      onchange: () => this.app.state.set({ step: this.columns[Number(this.slider.value)].first }) });
+    this.about = el("span", { class: "dim" });
+    this.body = el("div", { class: "chart-body", tabindex: "0", role: "application", onkeydown: (event) => this.key(event) });
+    this.reading = el("p", { class: "note", role: "status" });
+    put(section, this.views, el("label", { class: "choice slide" }, this.slider, this.about), this.body, this.reading);
+  }
+  /** The modules that have such a value and contain none that has, in the order in which they ran. */
+  nodes() {
+    const { modules, choices } = this.app, nodes = [];
+    const visit = (node) => {
+      const isInner = node.children.map(visit).some(Boolean), series = node.number === null ? [] : choices.seriesOf(node.number);
+      if (!isInner && series.length) nodes.push({ node, series });
+      return isInner || series.length > 0;
+    };
+    visit(modules.root);
+    return nodes;
+  }
+  async update() {
+    const { run, choices, state, axis } = this.app;
+    this.picture = await run.picture(choices.statistic);
+    this.points = this.nodes();
+    const all = this.points.flatMap((one) => one.series);
+    this.columns = axis.columns(run.steps, this.picture.columnsWith(all), (c) => run.lastStep(c));
+    const [site, mode] = choices.siteAndMode;
+    const offered = DEPTH_VIEWS.filter(([, one, statistic]) => run.series.some((other) => other.site === one) && (statistic !== "update" || run.hasUpdates));
+    this.views.replaceChildren(...offered.map(([text, one, statistic]) => el("a", { href: state.address({ ...state.values, view: "depth", site: one, mode, stat: statistic, name: null }),
+      "aria-current": one === site && (statistic === "update") === (choices.statistic === "update") }, text)));
+    this.ends = this.points.map(({ series }) => this.endsOf(series));
+    const step = state.get("step"), at = step === null ? -1 : this.columns.findIndex((one) => one.first <= step && step <= one.last);
+    this.slider.max = String(Math.max(this.columns.length - 1, 0));
+    this.draw(at >= 0 ? at : this.columns.length - 1);
+  }
+  /** The smallest and the largest magnitude of some series over all steps that are shown. */
+  endsOf(some) {
+    const { cube } = this.picture, lanes = this.app.choices.lane === ANY_RANK ? this.picture.ownLanes : [this.app.choices.lane];
+    let low = Infinity, high = 0;
+    for (const series of some) for (const lane of lanes) for (const { c } of this.columns) {
+      const size = Math.abs(cube.values[cube.at(series.number, lane, c)]);
+      if (size < low) low = size;
+      if (size > high) high = size;
+    }
+    return low <= high ? [low, high] : [null, null];
+  }
+  draw(at) {
+    const { choices } = this.app, column = this.columns[at];
+    this.plotted?.destroy();
+    this.body.replaceChildren();
+    if (!column || !this.points.length) return;
+    this.slider.value = String(at);
+    this.step = column.first;
+    this.slider.setAttribute("aria-valuetext", `step ${column.first}`);
+    this.cells = this.points.map(({ series }) => series.reduce((most, one) => outstanding(most, this.picture.cell(one.number, choices.lane, column.c)), null));
+    const values = this.cells.map((cell) => (cell?.kind === NUMBER ? Math.abs(cell.value) : null)), all = [...values, ...this.ends.flat()].filter((value) => value > 0);
+    const isLog = all.length > 0 && Math.max(...all) > LOG_FROM * Math.min(...all) && ![...values, ...this.ends.flat()].includes(0);
+    const what = `${STATISTIC_TEXTS[choices.statistic]} of ${choices.siteAndMode[0]}`;
+    this.about.textContent = `step ${column.first}: ${what}; the band spans all steps`;
+    this.body.setAttribute("aria-label", `${what} of ${plural(this.points.length, "module")} at step ${column.first}; left and right move, Enter shows the lines`);
+    const width = Math.max(this.body.clientWidth, 200), gutter = this.app.axis.gutter(width), line = { stroke: cssColor("--grid"), width: 1 };
+    const ruled = { stroke: cssColor("--dim"), font: "11px system-ui, sans-serif", grid: line, ticks: { ...line, size: 4 } };
+    const each = Math.max(Math.ceil((this.points.length * 22) / (width - gutter)), 1), color = lineColor(0), band = { stroke: cssColor("--line"), width: 1, points: { show: false } };
+    this.plotted = new uPlot({
+      width, height: DEPTH_PIXELS, legend: { show: false }, class: "plot", padding: [8, 8, 0, 0], cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
+      scales: { x: { time: false, range: () => [-0.5, this.points.length - 0.5] }, y: isLog ? { distr: 3 } : {} },
+      axes: [
+        { ...ruled, size: 92, gap: 4, rotate: 40, splits: () => this.points.map((_, index) => index).filter((index) => index % each === 0), values: (_, splits) => splits.map((index) => this.nameOf(index)) },
+        { ...ruled, size: gutter, gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
+      ],
+      bands: [{ series: [2, 1], fill: cssColor("--grid") }],
+      series: [{}, band, band, { stroke: color, width: 2, points: { show: this.points.length <= 120, size: 5, fill: color } }],
+      hooks: { draw: [(plot) => this.drawBad(plot)], setCursor: [(plot) => this.read(plot.cursor.idx)] },
+    }, [this.points.map((_, index) => index), this.ends.map((one) => one[0]), this.ends.map((one) => one[1]), values], this.body);
+    this.plotted.over.addEventListener("click", () => this.choose());
+    this.read(null);
+  }
+  /** The end of a path, which tells it apart. */
+  nameOf(index) {
+    const path = pathText(this.points[index].node.path);
+    return path.length > 16 ? `…${path.slice(-15)}` : path;
+  }
+  drawBad(plot) {
+    const ratio = devicePixelRatio || 1;
+    plot.ctx.fillStyle = BAD_COLOR;
+    this.cells.forEach((cell, index) => {
+      if (cell?.kind === NONFINITE) plot.ctx.fillRect(plot.valToPos(index, "x", true) - 3 * ratio, plot.bbox.top, 6 * ratio, plot.bbox.height);
+    });
+  }
+  read(index) {
+    const cell = this.cells[index], [low, high] = this.ends[index] ?? [];
+    const text = !cell ? "" : cell.kind === NONFINITE ? "not finite" : cell.kind === NUMBER ? shortNumber(cell.value, 4, cell.digits) : "not recorded";
+    this.reading.textContent = index === null || index === undefined ? "Point at a module for its number; a click shows its lines." :
+      `${pathText(this.points[index].node.path)} ${visible(this.app.modules.className(this.points[index].node.number))}: ${text} at step ${this.step}${low === null || low === undefined ? "" : `; ${shortNumber(low, 3)} to ${shortNumber(high, 3)} over all steps`}`;
+  }
+  choose() {
+    const { idx } = this.plotted.cursor, point = this.points[idx];
+    if (point) this.app.state.set({ pins: point.series.slice(0, MAX_PINS).map(keyOf), module: point.node.path, step: this.step });
+  }
+  key(event) {
+    const idx = this.plotted?.cursor.idx, by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Enter") this.choose();
+    else if (by === undefined) return;
+    else this.plotted.setCursor({ left: this.plotted.valToPos(Math.min(Math.max((idx ?? -1) + by, 0), this.points.length - 1), "x"), top: 0 });
+    event.preventDefault();
+  }
+  table() {
+    return [["module", `step ${this.step}`, "smallest", "largest"], ...this.points.map(({ node }, index) => [node.path, this.cells[index]?.value, ...this.ends[index]])];
+  }
+}
