@@ -158,7 +158,7 @@ class DaemonCollector:
             yield CounterMetricFamily(f"recorder_daemon_{name}", text, value=total)
 
     def _of_ranks(self) -> Iterator[Any]:
-        writers = [(run, writer) for run in self.runs() for writer in _newest(run)]
+        writers = [(run, writer) for run in self.runs() for writer in run.newest_writers]
         families: list[tuple[GaugeMetricFamily | CounterMetricFamily, _Value]] = [
             *((GaugeMetricFamily(name, text, labels=_RANK), read) for name, text, read in _OF_RANK),
             *((CounterMetricFamily(name, text, labels=_RANK), read) for name, text, read in _SUMS_OF_RANK),
@@ -197,19 +197,6 @@ def make_registry(collector: DaemonCollector) -> CollectorRegistry:
     registry.register(collector)
     ProcessCollector(registry=registry)
     return registry
-
-
-def _newest(run: RunShipper) -> list[WriterShipper]:
-    newest: dict[int | None, WriterShipper] = {}
-    for writer in run.all_writers:
-        other = newest.get(writer.rank)
-        if other is None or _age(writer) > _age(other):
-            newest[writer.rank] = writer
-    return [writer for rank, writer in newest.items() if rank is not None]
-
-
-def _age(writer: WriterShipper) -> tuple[int, int]:
-    return writer.lifetime.attempt, writer.lifetime.started_ns
 
 
 def _balance(writer: WriterShipper) -> Balance:

@@ -38,7 +38,7 @@ class DaemonSettings:
     watch: tuple[str, ...] = _setting((), "a folder of this node's runs; RECORDER_DIR or recordings; repeatable", "DIR")
     to: str = _setting("", f"where runs go: {DESTINATIONS} or file:///DIR", "URL")
     fresh_s: float = _setting(10.0, "statistics there are no older than so many seconds")
-    status_s: float = _setting(5.0, "seconds between two statuses of a rank; each is one request")
+    status_s: float = _setting(5.0, "seconds between two puts of what a node's ranks show; each is one request")
     keep_local: str = _setting(KEEP_ALL, "how long an ended run stays here once it is there: 12h, or all", "TIME")
     max_bytes_per_s: int = _setting(0, "bound on what is sent: 50MB; 0: none", "BYTES")
     threads: int = _setting(4, "uploads at once, of small and of large files each")

@@ -64,9 +64,6 @@ class Command:
     number: int = 0
     """The command's number in the run, from its file's name; 0 before it is sent."""
 
-    def includes(self, step: int) -> bool:
-        return self.from_step <= step and (self.to_step is None or step <= self.to_step)
-
     def encode(self) -> bytes:
         """Return the text of the file. CommandError: writers would refuse the command, or its text is too long."""
         if (problem := problem_of(self)) is not None:

@@ -148,6 +148,8 @@ def check_version(raw: Mapping[str, Any], where: str) -> None:
             raise CorruptError(f"{where}: version is {version!r}, expected [major, minor]")
 
 
+NODES = "_nodes"
+"""The folder of a run in an object store with a document for each node, which repeats the statuses of its writers."""
 STATUS = "_status.json"
 STATUS_BYTES = 4096
 """The bytes of every status file: one block, which the kernel replaces atomically on most file systems."""

@@ -172,13 +172,6 @@ class RuleSelection:
         """Whether a value of a site may be kept at this step, in whatever module."""
         return any(mask and site in rule.site for mask, rule in zip(self._active, self._rules, strict=True))
 
-    def keeps_probe_alone(self, *sites: str) -> bool:
-        """Whether only the probe may be kept of values of these sites at this step."""
-        return not any(
-            mask & ~KEEP_PROBE and not set(sites).isdisjoint(rule.site)
-            for mask, rule in zip(self._active, self._rules, strict=True)
-        )
-
     def num_ring_steps(self, first: int, num_steps: int) -> int:
         """Return how many of the `num_steps` steps from `first` on have a rule that keeps ring values on this rank."""
         schedules = {

@@ -171,13 +171,17 @@ class RecordedWriter:
         """Return the last status of a writer whose manifest does not say that it closed; empty if there is none."""
         if self.manifest.state == "closed":
             return {}
-        try:
+        raw = self._shown[1]
+        with contextlib.suppress(RunError):
             raw = store_of(self.directory).read_json(self.directory / rundir.STATUS, rundir.STATUS_BYTES)
-        except RunError:
-            return {}
         status, manifest = Lifetime.read(raw), self.manifest
         is_its_own = status.writer == self.name and manifest.pid in (0, status.pid)
         return raw if is_its_own and manifest.started_ns in (0, status.started_ns) else {}
+
+    @cached_property
+    def _shown(self) -> tuple[int, dict[str, Any]]:
+        statuses = store_of(self.directory).shown_statuses(self.directory.parent.parent)
+        return statuses.get(f"{self.directory.parent.name}/{self.name}", (0, {}))
 
     @property
     def _last_words(self) -> dict[str, Any] | None:
@@ -240,7 +244,7 @@ class RecordedWriter:
         if is_running is not None:
             return is_running
         signs = (self.directory, self.directory / rundir.STATUS, *(shard.path for shard in self.all_shards))
-        return time.time() - max(_look(sign)[0] for sign in signs) < _QUIET_S
+        return time.time() - max(self._shown[0] / 1e9, *(_look(sign)[0] for sign in signs)) < _QUIET_S
 
 
 def _steps(shard: ShardRows) -> Any:
@@ -271,8 +275,16 @@ def writer_folders(run: Location) -> list[tuple[str, int | None]]:
 
 
 def list_writers(folder: Location) -> list[str]:
-    """Return the writers in a rank's directory, whatever their names are. NotARunError: as for `writer_folders`."""
-    return store_of(folder).list_directory(folder, directories=True, is_part=lambda name: True)
+    """Return the writers in a rank's directory, whatever their names are; none if it was removed meanwhile.
+
+    NotARunError: as for `writer_folders`.
+    """
+    try:
+        return store_of(folder).list_directory(folder, directories=True, is_part=lambda name: True)
+    except NotARunError:
+        if store_of(folder).exists(folder):
+            raise
+        return []
 
 
 def _find_copies(writers: list[RecordedWriter]) -> None:

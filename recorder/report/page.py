@@ -120,7 +120,7 @@ def live_policy() -> str:
 def live_page(title: str, blocks: Iterable[PageBlock], *, kind: str) -> bytes:
     """Return the page that a server sends; its script polls the server.
 
-    `kind` is ``run``, ``runs`` (the list of runs) or ``side`` (several runs side by side).
+    `kind` is ``run``, ``runs`` (the list of runs), ``ranks`` (those of a run) or ``side`` (runs side by side).
     """
     head = _head(title, extra_policy=_SERVER_ALONE, given={"live": kind})
     head = head.replace(b"<title>", b'<link rel="icon" href="data:,">\n<title>', 1)  # avoids a request for /favicon.ico

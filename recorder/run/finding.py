@@ -277,6 +277,7 @@ def _look_at(location: Location) -> ListedRun | None:
 FLEET = "_fleet"
 """The folder with the documents of a fleet's index."""
 _MAX_BYTES = 16 << 20
+_MAX_TEXT = 300
 _STATES = ("unclosed", "recording", "closed", "empty")
 _QUIET_S = 300.0
 """The seconds without any write after which a node is assumed to have stopped recording."""
@@ -318,7 +319,7 @@ def fleet_runs(folder: Location) -> dict[str, dict[str, Any]]:
 
 
 def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str, Any]:
-    dropped, ranks, state = (summary.get(name) for name in ("dropped", "ranks", "state"))
+    dropped, ranks, state, findings = (summary.get(name) for name in ("dropped", "ranks", "state", "findings"))
     dropped = dropped if isinstance(dropped, dict) else {}
     state = "unclosed" if state == "recording" and is_stale else state if state in _STATES else "empty"
     step = summary.get("last_step")
@@ -328,6 +329,7 @@ def _checked(path: str, summary: Mapping[str, Any], is_stale: bool) -> dict[str,
         "run_id": str(summary.get("run_id"))[:200],
         "ranks": {rank for rank in ranks if isinstance(rank, int)} if isinstance(ranks, list) else set(),
         "dropped": {str(reason): _count(count) for reason, count in dropped.items()},
+        "findings": {str(one)[:_MAX_TEXT] for one in findings} if isinstance(findings, list) else set(),
         "state": state,
         "last_step": step if isinstance(step, int) else None,
         **{name: _count(summary.get(name)) for name in ("created_ns", "started_ns", "world_size", "rows", "bytes")},
@@ -339,7 +341,7 @@ def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     steps = [step for step in (one["last_step"], other["last_step"]) if step is not None]
     return {
         **one,
-        "ranks": one["ranks"] | other["ranks"],
+        **{name: one[name] | other[name] for name in ("ranks", "findings")},
         "dropped": {reason: one["dropped"].get(reason, 0) + other["dropped"].get(reason, 0) for reason in reasons},
         "state": min(one["state"], other["state"], key=_STATES.index),
         "last_step": max(steps, default=None),

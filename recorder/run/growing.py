@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple
 
-from ..errors import NotARunError, RunError
+from ..errors import NotARunError
 from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST, WRITER_MANIFEST, Shared, open_name, shard_name
 from ..read.shard_rows import ShardRows, Steps, load_open, load_sealed
@@ -104,7 +104,7 @@ class GrowingRun:
         for name, rank in writer_folders(self.location):
             parent = self.location / name
             newest = newest_of.get(rank)
-            for one in self._list(parent):
+            for one in list_writers(parent):
                 followed = self._follow(parent / one, rank)
                 followed.is_at_work = rank in at_work and (newest is None or one == newest)
                 has_more |= self._look_at_shards(followed)
@@ -118,14 +118,6 @@ class GrowingRun:
         now = RunManifest.read(self._store.read_json(self.location / RUN_MANIFEST))
         if (now.run_id, now.created_ns) != (self.manifest.run_id, self.manifest.created_ns):
             raise NotARunError(f"{self.location}: another run lies there by now")
-
-    def _list(self, folder: Location) -> list[str]:
-        try:
-            return list_writers(folder)
-        except RunError:
-            if self._store.exists(folder):  # else the directory was removed between the two listings
-                raise
-            return []
 
     def _follow(self, directory: Location, rank: int | None) -> _Followed:
         followed = self._followed.get(directory)

@@ -16,7 +16,15 @@ from typing import Any
 from ..errors import RunError
 from ..format.commands import Answer
 from ..format.manifest import Balance, Lifetime
-from ..format.rundir import RUN_MANIFEST, STATUS, STATUS_BYTES, WRITER_MANIFEST, Members, encode_manifest
+from ..format.rundir import (
+    RUN_MANIFEST,
+    STATUS,
+    STATUS_BYTES,
+    WRITER_MANIFEST,
+    Members,
+    encode_manifest,
+    parse_rank_dir,
+)
 from ..read.writers import list_writers, size_of, writer_folders
 from ..storage.locations import Location, store_of
 
@@ -90,6 +98,7 @@ class Status(Lifetime):
     recent_steps: int = 0
     recent_bytes: int = 0
     commands: tuple[Answer, ...] = ()
+    findings: tuple[LiveFinding, ...] = ()
     num_commands_refused: int = 0
     """The number of files among the commands that the writer refused as invalid."""
 
@@ -120,6 +129,14 @@ class RankNow:
     num_alive: int
     """The number of these writers that are recording. More than one means that two jobs use the same directory."""
 
+    def members(self) -> dict[str, Any]:
+        """Return all of this as JSON, with the rates."""
+        status = asdict(self.status)
+        step = self.status.step if status.pop("has_step") else None
+        own = {name: getattr(self, name) for name in ("rank", "state", "silent_s", "num_writers", "num_alive")}
+        rates = {"steps_per_s": self.status.steps_per_s, "bytes_per_s": self.status.bytes_per_s}
+        return {**status, **rates, **own, "step": step, "is_ended": self.state in ENDED}
+
 
 @dataclass(slots=True)
 class _StatusFile:
@@ -148,18 +165,24 @@ class RunWatch:
         Raises NotARunError if the run's directory cannot be listed any more.
         """
         self._store.refresh()
-        of_rank: dict[int, list[Location]] = {}
-        for name, rank in writer_folders(self.run):
-            if rank is not None:
-                parent = self.run / name
-                try:
-                    of_rank[rank] = [parent / one for one in list_writers(parent)]
-                except RunError:
-                    if self._store.exists(parent):  # else the directory was removed between the two listings
-                        raise
-        seen = iter(list(self._store.each(self._refresh, [one for sources in of_rank.values() for one in sources])))
-        ranks = (self._describe(rank, [next(seen) for _ in sources]) for rank, sources in of_rank.items())
+        ranks = (self._describe(rank, writers) for rank, writers in (self._shown() or self._listed()).items())
         return sorted((one for one in ranks if one is not None), key=lambda one: one.rank)
+
+    def _shown(self) -> dict[int, list[_StatusFile]]:
+        """Return the writers by the documents of a shipped run's nodes, for which the run need not be listed."""
+        of_rank: dict[int, list[_StatusFile]] = {}
+        for key, (changed_ns, members) in self._store.shown_statuses(self.run).items():
+            folder, _, name = key.partition("/")
+            if (rank := parse_rank_dir(folder)) is not None:
+                seen = _StatusFile(self.run / folder / name, _parse(name, members), True, changed_ns)
+                of_rank.setdefault(rank, []).append(seen)
+        return of_rank
+
+    def _listed(self) -> dict[int, list[_StatusFile]]:
+        parents = {rank: self.run / name for name, rank in writer_folders(self.run) if rank is not None}
+        of_rank = {rank: [parent / name for name in list_writers(parent)] for rank, parent in parents.items()}
+        seen = iter(list(self._store.each(self._refresh, [one for sources in of_rank.values() for one in sources])))
+        return {rank: [next(seen) for _ in sources] for rank, sources in of_rank.items()}
 
     def _describe(self, rank: int, writers: list[_StatusFile]) -> RankNow | None:
         if not writers:
@@ -200,7 +223,9 @@ class RunWatch:
             if (stat.changed_ns, stat.inode) == (seen.changed_ns, seen.inode):
                 return
             members = self._store.read_json(path, _MAX_SMALL_MANIFEST_BYTES)
-            seen.status = _parse_manifest(seen.directory, members)
+            ledger = Members(members).inner("ledger") or Members({})
+            used_bytes = size_of(seen.directory)  # a setting turns the status off, and older versions have none
+            seen.status = replace(_parse(seen.directory.name, members | ledger.raw), used_bytes=used_bytes)
         except (OSError, RunError):
             return
         seen.changed_ns, seen.inode = stat.changed_ns, stat.inode
@@ -234,27 +259,14 @@ def _parse(writer: str, raw: dict[str, Any]) -> Status:
     return Status(
         **identity,
         **read,
-        has_step=bool(read["interval_s"]) or identity["state"] in ENDED,
+        has_step="step" in raw and (bool(read["interval_s"]) or identity["state"] in ENDED),
         dropped=_drops(Balance.read(members)),
         recent_s=recent.number("seconds"),
         recent_steps=recent.count("steps"),
         recent_bytes=recent.count("bytes"),
         commands=tuple(map(Answer.read, members.list_inner("commands")[-_MAX_ANSWERS:])),
+        findings=LiveFinding.read_all(raw),
         num_commands_refused=members.count("commands_refused"),
-    )
-
-
-def _parse_manifest(directory: Location, raw: dict[str, Any]) -> Status:
-    """Read the manifest of a writer without a status: a setting turns it off, and older versions do not have it."""
-    balance = Balance.read(Members(raw).inner("ledger"))
-    return Status(
-        **_identity(directory.name, raw),
-        has_step=False,
-        observed=balance.observed,
-        written=balance.written,
-        dropped=_drops(balance),
-        used_bytes=size_of(directory),
-        commands=tuple(map(Answer.read, Members(raw).list_inner("commands")[-_MAX_ANSWERS:])),
     )
 
 

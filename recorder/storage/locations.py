@@ -59,6 +59,9 @@ class LocalStore:
     def read_json(self, path: Path, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
         return read_json(path, max_bytes)
 
+    def shown_statuses(self, run: Path) -> dict[str, tuple[int, dict[str, Any]]]:
+        return {}
+
     def open_sealed(self, path: Path) -> ByteSource:
         return MappedFile(path)
 

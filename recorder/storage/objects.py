@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import pyarrow as pa
 
-from ..errors import CorruptError, NotARunError
-from ..format.rundir import MAX_MANIFEST_BYTES, OPEN_SUFFIX, RUN_MANIFEST, parse_json
+from ..errors import CorruptError, NotARunError, RunError
+from ..format.rundir import MAX_MANIFEST_BYTES, NODES, OPEN_SUFFIX, RUN_MANIFEST, Members, parse_json
 from .clients import Client, bare_e_tag, changed
 from .untrusted_files import FileFacts, Found, IsPart, Item, check_range
 
@@ -131,6 +131,7 @@ class ObjectStore:
         """The facts of runs' manifests, by the keys of the runs; None if there is no manifest."""
         self._kept: OrderedDict[str, list[_Block]] = OrderedDict()
         """Blocks by the keys of their objects; the most recently read object comes last."""
+        self._shown: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {}
 
     @property
     def filesystem(self) -> Any:
@@ -187,6 +188,22 @@ class ObjectStore:
         if content is not None:
             self._keep(path.key, [_Block(0, content)])
         return seen, content
+
+    def shown_statuses(self, run: ObjectPath) -> dict[str, tuple[int, dict[str, Any]]]:
+        if run.key not in self._shown:
+            names = [name for name in self.list_directory(run / NODES, directories=False) if name.endswith(".json")]
+            found = self.each(lambda name: self._read_node(run / NODES / name), names)
+            self._shown[run.key] = {key: status for statuses in found for key, status in statuses.items()}
+        return self._shown[run.key]
+
+    def _read_node(self, path: ObjectPath) -> dict[str, tuple[int, dict[str, Any]]]:
+        try:
+            shown = Members(self.read_json(path)).all_inner("writers")
+        except RunError:  # the next look reads it again
+            return {}
+        last_ns = max((one.count("changed_ns") for one in shown.values()), default=0)
+        ahead_ns = self.look_at(path).changed_ns - last_ns  # the store's clock may differ from the node's
+        return {key: (one.count("changed_ns") + ahead_ns, one.raw) for key, one in shown.items()}
 
     def open_sealed(self, path: ObjectPath) -> RemoteFile:
         """Open an object of the listing, without any request."""
@@ -270,7 +287,7 @@ class ObjectStore:
         """Return the entries directly below a path. A run is listed completely, a thousand objects per request."""
         if folder.key not in self._folders and not self._is_listed(folder):
             prefix = folder.key or None
-            if is_run := self._manifest(folder) is not None:
+            if is_run := folder.name != NODES and self._manifest(folder) is not None:
                 objects, folders = self._client.ask(folder, lambda client: client.list(prefix).collect()), []
             else:
                 answer = self._client.ask(folder, lambda client: client.list_with_delimiter(prefix))

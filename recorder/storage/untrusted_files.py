@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -59,6 +59,12 @@ class Store(Protocol):
 
     def read_json(self, path: Any, max_bytes: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
         """Read a manifest, as `format.rundir.read_json` does."""
+
+    def shown_statuses(self, run: Any) -> Mapping[str, tuple[int, dict[str, Any]]]:
+        """Return the statuses in the documents of a run's nodes, by RANK/WRITER, with the times of their changes in ns.
+
+        There are none where a status has a file of its own.
+        """
 
     def open_sealed(self, path: Any) -> ByteSource:
         """Open a file that no longer changes; raise FileNotFoundError if the file is gone."""

@@ -42,10 +42,11 @@ from ..format.manifest import RunManifest
 from ..report.blocks import PageBlock
 from ..report.collect import MAX_BYTES, checked_panes, panes_block, read_panes, save_panes, why_not_saved
 from ..report.page import live_page, live_policy
-from ..run.finding import ListedRun, find_run, runs_in
+from ..run.finding import FLEET, ListedRun, find_run, fleet_runs, runs_in
 from ..run.run import Run
 from ..run.status import ENDED, RunWatch
-from ..storage.locations import Location, store_of
+from ..storage.locations import Location, location_of, store_of
+from ..storage.objects import ObjectPath
 from .drawing import Doctor, Drawing, Judge
 
 _ASK_S = 0.1
@@ -119,9 +120,11 @@ class ViewServer:
             Route(f"{base}/", self._front),
             Route(f"{base}/runs", self._runs),
             Route(f"{base}/side", self._side),
-            Route(f"{base}/run/{{name}}/", self._page),
-            Route(f"{base}/run/{{name}}/events", self._events),
-            Route(f"{base}/run/{{name}}/panes", self._save, methods=["PUT"]),
+            Route(f"{base}/ranks", self._side),
+            Route(f"{base}/run/{{name:path}}/ranks", self._ranks),
+            Route(f"{base}/run/{{name:path}}/events", self._events),
+            Route(f"{base}/run/{{name:path}}/panes", self._save, methods=["PUT"]),
+            Route(f"{base}/run/{{name:path}}/", self._page),
         ]
         app = Guard(Starlette(routes=routes), self.token, host)
         pem = None if certificate is None else str(certificate)
@@ -158,7 +161,17 @@ class ViewServer:
         return JSONResponse(await run_sync(self._watching.listed), headers=_HEADERS)
 
     async def _side(self, request: Request) -> Response:
-        return _html(live_page("recorder view", [], kind="side"))
+        return _html(live_page("recorder view", [], kind=request.url.path.rpartition("/")[2]))
+
+    async def _ranks(self, request: Request) -> Response:
+        run = await self._find(request)
+        if run is None:
+            return _missing()
+        try:
+            ranks = await run_sync(RunWatch(location_of(str(run.location))).look)
+        except RecorderError as error:
+            return PlainTextResponse(f"{error}\n", 502, headers=_HEADERS)
+        return JSONResponse([rank.members() for rank in ranks], headers=_HEADERS)
 
     async def _page(self, request: Request) -> Response:
         run = await self._find(request)
@@ -233,6 +246,7 @@ _OVER_LOOK_S = 5.0
 _AT_MOST = 0.5
 """The largest share of one core that a run's thread uses."""
 _CLOSE_S = 0.3
+_INDEX_S = 10.0
 _MAX_LISTED = 500
 _MAX_GLANCED, _MAX_GLANCED_ROWS = 60, 300_000
 """The number of the newest runs whose rows are read for the list, and the most rows of such a run."""
@@ -339,6 +353,8 @@ class Watching:
         self._glances: dict[str, tuple[object, dict[str, Any]]] = {}
         """By a run's directory, the state of the run that was read last, and what was found there for the list."""
         self._glancing: threading.Thread | None = None
+        self._index: dict[str, dict[str, Any]] = {}
+        self._index_at_s = 0.0
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -347,25 +363,35 @@ class Watching:
         with self._lock:
             if name in self._watched:
                 return self._watched[name]
-            location = next((one for one in self._locations() if one.name == name), None)
+            location = self._location(name)
             if location is None:
                 return None
             watched = self._watched[name] = WatchedRun(*find_run(location), self._judge, self._doctor)
             return watched
 
-    def _locations(self) -> list[Location]:
+    def _location(self, name: str) -> Location | None:
         if self.run is not None:
-            return [self.run]
-        return [one.location for one in self._runs()]
+            return self.run if self.run.name == name else None
+        if name in self._fleet():
+            return location_of(f"{self.folder}/{name}")
+        return next((one.location for one in self._runs() if one.location.name == name), None)
+
+    def _fleet(self) -> dict[str, dict[str, Any]]:
+        """Return the summaries of a fleet's index, which costs a request a node, and changes every half minute."""
+        if isinstance(self.folder, ObjectPath) and time.monotonic() >= self._index_at_s:
+            self.folder = self.folder.anew()
+            self._index, self._index_at_s = fleet_runs(self.folder), time.monotonic() + _INDEX_S
+        return self._index
 
     def _runs(self) -> list[ListedRun]:
         if self.folder is None or not store_of(self.folder).is_directory(self.folder):
             return []
-        return runs_in(self.folder)
+        return runs_in(self.folder, without={FLEET, *(path.partition("/")[0] for path in self._fleet())})
 
     def listed(self) -> list[dict[str, Any]]:
         """Return the runs of the folder as JSON for the list, the newest first."""
         with self._lock:
+            known = [_listed_of_fleet(path, summary) for path, summary in self._fleet().items()]
             runs = self._runs()[-_MAX_LISTED:]
             described = [self._describe(run) for run in reversed(runs)]
             if described and not (self._glancing and self._glancing.is_alive()):
@@ -373,7 +399,7 @@ class Watching:
                 arguments = described[:_MAX_GLANCED], locations
                 self._glancing = threading.Thread(target=self._glance, args=arguments, daemon=True)
                 self._glancing.start()
-            return described
+            return sorted(known + described, key=lambda one: -one["created_s"])[:_MAX_LISTED]
 
     def _glance(self, described: Sequence[Mapping[str, Any]], locations: Mapping[str, Path]) -> None:
         """Read the losses of runs, and what the rules of `recorder check` find in those that are over.
@@ -416,6 +442,15 @@ class Watching:
         self._is_closed = True
         for run in self._watched.values():
             run.close()
+
+
+def _listed_of_fleet(path: str, summary: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "directory": path, "name": summary["name"], "created_s": summary["created_ns"] / 1e9,
+        "ranks": len(summary["ranks"]), "states": {summary["state"]: len(summary["ranks"])},
+        "step": summary["last_step"], "written": summary["rows"], "bytes": summary["bytes"],
+        "found": sorted(summary["findings"]),
+    }  # fmt: skip
 
 
 def _losses(run: Run) -> list[float | None]:

@@ -139,8 +139,6 @@ class Ring:
         self._passed: deque[int] = deque(maxlen=_MAX_PASSED)
         """The steps whose values were given up."""
         self._asked_bytes = 0
-        self.is_over_bound = False
-        """True once a row was dropped because of the bound on the bytes of all dumps."""
 
     def ask(self, dump: Dump) -> None:
         """Request the steps of a trigger. Any thread; never waits."""
@@ -262,7 +260,6 @@ class Ring:
         staged = record.staged
         num_bytes = staged.block.data.nbytes
         if self._asked_bytes + num_bytes > self.max_bytes:
-            self.is_over_bound = True
             staged.block.release()
             self.ledger.drop(DUMP_BYTES, staged.num_parts)
             return

@@ -1,6 +1,7 @@
-"""What each command asks of a store: `python -m scripts.benchmarks store_requests`.
+"""What each command asks of a store, and what a daemon puts there: `python -m scripts.benchmarks store_requests`.
 
-Trains two ranks, and prints a table.
+Trains two ranks, and prints a table of the commands. Then a daemon ships for a minute the run of eight ranks that show
+themselves every second, as a node of a fleet does, and its puts are counted.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from recorder.format.rundir import STATUS, encode_status
+from recorder.system.processes import own_process
 from recorder.system.text import size
 from scripts.benchmarks import parser_of
+from tests.rigs.handmade import HandmadeWriter, make_run
 from tests.rigs.jobs import succeeded, torchrun
-from tests.rigs.server import StoreServer
+from tests.rigs.server import BUCKET, StoreServer
 
 _DEADLINE_S = 300
+_NUM_RANKS = 8
+_SHIPPED_S = 60
 _COMMANDS = (
     "ls RUN",
     "show RUN",
@@ -63,9 +70,32 @@ def main(arguments: list[str]) -> int:
                 numbers = " | ".join(str(counts[kind]) for kind in ("LIST", "HEAD", "GET"))
                 share = counts.num_bytes / run_bytes
                 print(f"| `{command}` | {numbers} | {size(counts.num_bytes)} | {share:.1%} |", flush=True)
+            _ship(folder, server)
         finally:
             server.close()
     return 0
+
+
+def _ship(folder: Path, server: StoreServer) -> None:
+    run = make_run(folder / "node" / "run-a", world_size=_NUM_RANKS)
+    writers = [HandmadeWriter(run, rank) for rank in range(_NUM_RANKS)]
+    for writer in writers:
+        writer.finish(state="recording", **own_process())
+    command = [sys.executable, "-m", "recorder", "daemon", f"--watch={run.parent}", f"--to=s3://{BUCKET}/fleet"]
+    command += [f"--state={folder / 'state'}", "--listen="]
+    env = server.environment(os.environ, folder)
+    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as daemon:
+        for second in range(2 * _SHIPPED_S):
+            for rank, writer in enumerate(writers):
+                status = {"writer": writer.directory.name, "rank": rank, "attempt": 0, "state": "recording"}
+                status |= {"interval_s": 1.0, "step": second, "time_ns": time.time_ns(), **own_process()}
+                (writer.directory / STATUS).write_bytes(encode_status(status))
+            time.sleep(1)
+            if second == _SHIPPED_S - 1:  # the first minute has the puts of a beginning
+                before = dict(server.requests)
+        puts, lists, gets = (server.requests[kind] - before.get(kind, 0) for kind in ("PUT", "LIST", "GET"))
+        daemon.terminate()
+    print(f"\nA daemon over {_NUM_RANKS} ranks, in {_SHIPPED_S} s: {puts} PUT, {lists} LIST, {gets} GET", flush=True)
 
 
 def _recorder(arguments: Sequence[str], folder: Path, server: StoreServer) -> None:

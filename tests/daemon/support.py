@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,14 +55,14 @@ def at_work(tmp_path: Path, to: str, **changes: Any) -> Iterator[Daemon]:
 
 
 def objects(store: StoreServer, prefix: str) -> dict[str, bytes]:
-    """What lies below a prefix, but for the fleet's index."""
+    """What lies below a prefix, but for the fleet's index and the documents of nodes."""
     listed = store.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/").get("Contents", ())
     keys = [one["Key"] for one in listed]
     found = {}
     for key in keys:
         with contextlib.suppress(store.client.exceptions.NoSuchKey):  # a daemon at work has removed it since
             found[key] = store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
-    return {key[len(prefix) + 1 :]: content for key, content in found.items() if "/_fleet/" not in key}
+    return {key[len(prefix) + 1 :]: content for key, content in found.items() if not re.search("/_(fleet|nodes)/", key)}
 
 
 def files(folder: Path) -> dict[str, bytes]:

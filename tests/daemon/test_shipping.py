@@ -51,7 +51,7 @@ def test_once_ships_every_byte_and_a_second_time_puts_nothing(tmp_path: Path, st
     for writer in run.glob("rank=*/*"):
         (writer / "_status.json").write_bytes(encode_status({"state": "closed", "step": 3}))
     code, daemon = ship(tmp_path, to)
-    assert (code, daemon.counters.of("uploads")["status"]) == (0, 2)
+    assert (code, daemon.counters.of("uploads")["status"]) == (0, 3), "and what both show"
     assert objects(store, prefix_of(to)) == files(run.parent)
     assert faults(f"{to}/run-a") == faults(run) == []
     with store.counting() as requests:
@@ -334,7 +334,7 @@ def test_what_is_put_while_the_store_lists_what_it_has_is_not_taken_for_lost(
     shared = Shipping(destination=parse_destination(str(tmp_path / "there"), Throttle(0)), settings=DaemonSettings())
     there = ShippedRun(str(run.parent), ("run-a",), shared)
     shards = OpenShards(there, below)
-    assert there.identify()
+    assert there.identify() and there.reconcile() == [], "a run that is new to its daemon is not listed"
     listing = shared.destination.listing
 
     def put_meanwhile(prefix: str) -> Iterator[tuple[str, StoredObject]]:

@@ -16,12 +16,12 @@ from recorder.daemon.shipping.run import RunShipper
 from recorder.daemon.shipping.shipped import Shipping
 from recorder.errors import CommandError
 from recorder.format.commands import PAUSE, SET, UNDO, Command
-from recorder.format.rundir import encode_status
+from recorder.format.rundir import encode_manifest
 from recorder.storage.commands import CommandFolder
 from tests.daemon.support import ship
 from tests.daemon.test_shipping import small_run
 from tests.rigs.command_line import Cli
-from tests.rigs.server import StoreServer
+from tests.rigs.server import BUCKET, StoreServer
 
 KEY = b"0123456789abcdef"
 RULE = "module=layers.* site=output keep=tensor"
@@ -118,8 +118,10 @@ def test_nobody_is_told_of_a_run_that_is_not_there(tmp_path: Path) -> None:
 def test_a_run_in_a_store_is_told_there_and_signed(tmp_path: Path, cli: Cli, store: StoreServer, to: str) -> None:
     site = Site(tmp_path, KEY, to)
     (writer,) = (site.run / "rank=00000").iterdir()
-    members = {"writer": writer.name, "state": "recording", "step": 100, "attempt": 0, "interval_s": 1.0}
-    site.destination.put_if(f"run-a/rank=00000/{writer.name}/_status.json", encode_status(members), None)
+    members = {"state": "recording", "step": 100, "attempt": 0, "interval_s": 1.0, "changed_ns": 1}
+    ((key_of_node, _),) = site.destination.listing("run-a/_nodes/")
+    node = encode_manifest({"writers": {f"rank=00000/{writer.name}": members}})
+    store.put(f"{to.partition(f'{BUCKET}/')[2]}/{key_of_node}", node)
     key = ("--key-file", tmp_path / "key")
     told = cli("set", f"{to}/run-a", "pause", "--at", "+200", "--timeout", "0", *key)
     assert told.exit_code == 1, told

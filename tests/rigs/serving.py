@@ -10,13 +10,18 @@ from pathlib import Path
 
 from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.cli.commands.view import listen
+from recorder.storage.locations import Location
 from recorder.view.server import ViewServer, Watching
 from tests.rigs.programs import needs
 
 
 @contextmanager
 def serving(
-    folder: Path | None = None, run: Path | None = None, port: int = 0, token: str = "", certificate: Path | None = None
+    folder: Location | None = None,
+    run: Path | None = None,
+    port: int = 0,
+    token: str = "",
+    certificate: Path | None = None,
 ) -> Iterator[ViewServer]:
     """Serve a folder of runs, or one run."""
     with listen("127.0.0.1", port) as listener:

@@ -41,7 +41,7 @@ def test_what_needs_no_payload_reads_a_small_part_of_the_run(
     name, *options = command.split()
     with store.counting() as counts:
         assert cli(name, large.url, *options).exit_code in (0, 1)
-    assert counts["LIST"] == 1
+    assert counts["LIST"] == (2 if name == "top" else 1), "top asks for the documents of nodes first"
     assert counts["HEAD"] <= large.num_objects
     assert counts["GET"] <= 2 * large.num_objects
     assert 0 < counts.num_bytes < 0.05 * large.num_bytes

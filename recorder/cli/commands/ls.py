@@ -32,8 +32,10 @@ def _runs_reply(folder: Location) -> Reply:
     rows, summaries, exit_code = [], [], 0
     known = fleet_runs(folder)
     for path, fleet_summary in sorted(known.items(), key=lambda item: (item[1]["created_ns"], item[0])):
-        summaries.append(fleet_summary | {"ranks": sorted(fleet_summary["ranks"]), "suspect_rows": 0})
-        rows.append(_fleet_row(path, fleet_summary))
+        sets = {name: sorted(fleet_summary[name]) for name in ("ranks", "findings")}
+        summaries.append(fleet_summary | sets | {"suspect_rows": 0})
+        steps = "" if fleet_summary["last_step"] is None else f"..{fleet_summary['last_step']}"
+        rows.append(_row(summaries[-1], steps, fleet_summary["state"], path))
     for listed in runs_in(folder, without={FLEET, *(path.partition("/")[0] for path in known)}):
         try:
             run = open_location(listed.location)
@@ -46,10 +48,7 @@ def _runs_reply(folder: Location) -> Reply:
         summary = _summary(run)
         exit_code = exit_code or int(bool(run.problems))
         summaries.append(summary)
-        ranks = f"{len(run.ranks)} of {run.world_size}" if run.world_size else str(len(run.ranks))
-        started = moment(run.started_ns)
-        cells = [started, ranks, span(run.steps), str(run.num_rows), size(summary["bytes"])]
-        rows.append([run.name, *cells, _lost_rows(summary), _state(summary), run.path.name])
+        rows.append(_row(summary, span(run.steps), _state(summary), run.path.name))
     titles = ["run", "started", "ranks", "steps", "rows", "size", "dropped", "state", "directory"]
     if all(row[0] == row[-1] for row in rows):
         titles, rows = titles[:-1], [row[:-1] for row in rows]
@@ -60,15 +59,11 @@ def _runs_reply(folder: Location) -> Reply:
     return Reply(members=lambda: {"folder": str(folder), "runs": summaries}, parts=lambda: [table], exit_code=exit_code)
 
 
-def _fleet_row(path: str, summary: dict[str, Any]) -> list[str]:
-    """Return the cells of a run from the index of a fleet, without opening any file of the run."""
-    num_ranks = len(summary["ranks"])
-    ranks = f"{num_ranks} of {summary['world_size']}" if summary["world_size"] else str(num_ranks)
-    steps = "" if summary["last_step"] is None else f"..{summary['last_step']}"
-    dropped = " ".join(f"{reason}={count}" for reason, count in summary["dropped"].items()) or "0"
-    started = moment(summary["started_ns"] or summary["created_ns"])
-    cells = [summary["name"], started, ranks, steps, str(summary["rows"]), size(summary["bytes"])]
-    return [*cells, dropped, summary["state"], path]
+def _row(summary: dict[str, Any], steps: str, state: str, directory: str) -> list[str]:
+    ranks, world_size = str(len(summary["ranks"])), summary["world_size"]
+    started_ns, rows = summary["started_ns"] or summary.get("created_ns", 0), str(summary["rows"])
+    cells = [moment(started_ns), f"{ranks} of {world_size}" if world_size else ranks, steps, rows]
+    return [summary["name"], *cells, size(summary["bytes"]), _lost_rows(summary), state, directory]
 
 
 def _summary(run: Run) -> dict[str, Any]:

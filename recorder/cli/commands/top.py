@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ import typer
 from ...run.finding import Location, RunManifest, find_run
 from ...run.notes import state_word
 from ...run.reply import Reply, Table, TableColumn
-from ...run.status import ENDED, RankNow, RunWatch, Status
+from ...run.status import RankNow, RunWatch, Status
 from ...system.text import counted, printable, size
 from ..options import RunPath
 from ..output import fitted
@@ -213,14 +212,5 @@ def _told(ranks: Sequence[RankNow]) -> str:
 def _document(run: Location, ranks: Sequence[RankNow], world_size: int) -> dict[str, Any]:
     return {
         "run": run.name, "path": str(run), "world_size": world_size or None, "is_over": _is_over(ranks),
-        "states": _count_states(ranks), "ranks": [_describe(rank) for rank in ranks],
+        "states": _count_states(ranks), "ranks": [rank.members() for rank in ranks],
     }  # fmt: skip
-
-
-def _describe(rank: RankNow) -> dict[str, Any]:
-    status = asdict(rank.status)
-    has_step = status.pop("has_step")
-    rates = {"steps_per_s": rank.status.steps_per_s, "bytes_per_s": rank.status.bytes_per_s}
-    own = {name: getattr(rank, name) for name in ("rank", "state", "silent_s", "num_writers", "num_alive")}
-    step = rank.status.step if has_step else None
-    return {**status, **rates, "step": step, **own, "is_ended": rank.state in ENDED}

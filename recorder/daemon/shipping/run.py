@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import RunError
-from ...format.rundir import RUN_MANIFEST, STATUS, WRITER_MANIFEST
+from ...format.rundir import NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, Members, encode_manifest
+from ..destination import FolderDestination
 from ..watching import Entries, Folder, RefusedError, Stamp, WriterFiles, list_run
 from .shipped import ShippedRun, Shipping
 from .writer import QUIET_LOOK_S, WriterShipper
@@ -42,7 +43,7 @@ class RunShipper:
         self._seen_findings: set[tuple[str, str, int | None]] = set()
         """The live findings that `live_news` has returned, by rule, module and rank."""
         self._counts = Entries()
-        self._next_look_s = self._next_settled_look_s = 0.0
+        self._next_look_s = self._next_settled_look_s = self._next_shown_s = 0.0
         self._has_reconciled = self._has_looked = self._was_removed = False
         self._changes: dict[str, int] = {}
 
@@ -82,18 +83,53 @@ class RunShipper:
                 self.writers[names] = WriterShipper(self.there, *names)
         for names in self.writers.keys() - set(writers):
             del self.writers[names]
-        jobs: list[tuple[str, Callable[[], None]]] = []
+        is_shown, jobs = self._is_shown, list[tuple[str, Callable[[], None]]]()
         for writer in self.all_writers:
             jobs += writer.look(now_s)
         if not jobs and not counts.unshipped and all(writer.is_settled for writer in self.all_writers):
-            if self.there.are_documents_there:
+            if self.there.are_documents_there and is_shown:
                 self.is_settled = True
                 self.settled_since_s = self.settled_since_s or now_s
             else:
                 jobs.append(("small", self.there.put_documents))
+        is_due = now_s >= self._next_shown_s or self.shared.is_once
+        if is_due and not is_shown and all(writer.shown is not None or writer.stuck for writer in self.all_writers):
+            self._next_shown_s = now_s + self.shared.settings.status_s
+            jobs.append(("small", self._put_shown))
         if not self.is_settled:
             self.settled_since_s = 0.0
         return jobs
+
+    @property
+    def _is_shown(self) -> bool:
+        """True if the destination has the statuses of this node's writers as they were at the last look."""
+        is_free = isinstance(self.shared.destination, FolderDestination)  # there each status has its own file
+        return is_free or self.there.has_document(self._node_name, self._node_document())
+
+    @property
+    def _node_name(self) -> str:
+        return f"{NODES}/{self.shared.node}.json"
+
+    def _put_shown(self) -> None:
+        is_noted = not self.is_recording
+        self.there.put_document(self._node_name, self._node_document(), is_ours=lambda there: True, is_noted=is_noted)
+
+    def _node_document(self) -> bytes:
+        """Return what this node's writers show of themselves; of an earlier writer of a rank no more than its state.
+
+        The node's name stands for the host's, which several nodes may have.
+        """
+        newest, shown = self.newest_writers, {}
+        for writer in self.all_writers:
+            if not writer.shown:
+                continue
+            is_newest = writer in newest
+            members = {key: one for key, one in writer.shown.items() if is_newest or key in ("attempt", "state")}
+            members["state"] = "killed" if writer.state == "dead" else members.get("state")
+            if interval_s := Members(members).number("interval_s"):  # a status is as late here as it is put
+                members["interval_s"] = interval_s + self.shared.settings.status_s
+            shown["/".join(writer.names)] = members | {"host": self.shared.node}
+        return encode_manifest({"writers": shown})
 
     @property
     def name(self) -> str:
@@ -104,6 +140,15 @@ class RunShipper:
     def num_rows(self) -> int:
         """The number of rows that this node's writers of the run have written and not deleted."""
         return sum(writer.num_rows for writer in self.all_writers)
+
+    @property
+    def newest_writers(self) -> list[WriterShipper]:
+        """The last writer of each rank that this node has."""
+        newest: dict[int, WriterShipper] = {}
+        for writer in sorted(self.all_writers, key=lambda one: (one.lifetime.attempt, one.lifetime.started_ns)):
+            if writer.rank is not None:
+                newest[writer.rank] = writer
+        return list(newest.values())
 
     @property
     def backlog(self) -> list[Stamp]:
@@ -147,7 +192,7 @@ class RunShipper:
     def is_put(self) -> bool:
         """True if the destination has all that this node had at the last look, even from recording writers."""
         are_put = self._has_looked and self.there.are_documents_there and all(one.is_put for one in self.all_writers)
-        return are_put or bool(self.unreadable)
+        return (are_put and self._is_shown) or bool(self.unreadable)
 
     @property
     def is_known(self) -> bool:
@@ -267,5 +312,6 @@ class RunShipper:
             "rows": self.num_rows,
             "bytes": sum(writer["bytes"] for writer in writers),
             "dropped": dict(dropped),
+            "findings": sorted({f"{one.rule}: {one.text}" for writer in self.all_writers for one in writer.findings}),
             "state": next((state for state in ("unclosed", "recording", "closed") if state in states), "empty"),
         }

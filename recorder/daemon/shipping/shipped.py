@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from crc32c import crc32c
 
 from ...errors import RunError, StoreError
-from ...format.rundir import MAX_MANIFEST_BYTES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
+from ...format.rundir import MAX_MANIFEST_BYTES, NODES, RUN_MANIFEST, STATUS, WRITER_MANIFEST, parse_json
 from ..destination import Destination, StoredObject, TakenError
 from ..fleet import PRUNED
 from ..settings import DaemonSettings
@@ -269,8 +269,11 @@ class ShippedRun:
     def reconcile(self) -> list[str]:
         """List the destination; forget, count and return the confirmed files that it has lost."""
         # Files that other threads put during the listing may be missing from it, but are not lost.
-        self.listed_s, confirmed_before, documents = time.monotonic(), self.ledger.names(), list(self._documents)
-        self.held = self.listed()
+        is_first, self.listed_s = not self.listed_s, time.monotonic()
+        confirmed_before, documents = self.ledger.names(), list(self._documents)
+        # What an empty ledger may have forgotten is found when it is put, or by the next listing.
+        is_new = is_first and not (confirmed_before or self.ledger.problem or self.shared.is_once)
+        self.held = {} if is_new else self.listed()
         lost = [
             name
             for name, confirmed in confirmed_before.items()
@@ -444,7 +447,7 @@ def _kind(name: str) -> str:
     last = name.rpartition("/")[2]
     if last.endswith(".index"):
         return "index"
-    if last == STATUS:
+    if last == STATUS or name.startswith(NODES):
         return "status"
     if last.endswith(".arrow"):
         return last.partition("-")[0]

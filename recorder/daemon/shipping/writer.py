@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from crc32c import crc32c
@@ -30,7 +30,7 @@ from ...format.rundir import (
 )
 from ...read.messages import FIRST_MESSAGE, block_at
 from ...run.status import LiveFinding
-from ..destination import TakenError
+from ..destination import FolderDestination, TakenError
 from ..watching import Folder, LocalFile, RefusedError, Stamp, WriterFiles, list_writer, sealed_name
 from .shipped import LOOK_S, ShippedRun
 
@@ -57,6 +57,8 @@ class WriterShipper:
         self.status: dict[str, Any] = {}
         self.findings: tuple[LiveFinding, ...] = ()
         """What the rules that run in training have found, by the status."""
+        self.shown: dict[str, Any] | None = None
+        """The status as the destination may have it, with the time of its last change; None while it may have none."""
         self.lifetime = Lifetime()
         self.balance = Balance()
         """The balance in the manifest or in the status, whichever is later."""
@@ -160,7 +162,7 @@ class WriterShipper:
             job()
             self.unreadable = ""
         except Exception as error:
-            self.is_settled = False
+            self.is_settled, self.shown = False, self.shown or {}
             is_denied = isinstance(error, PermissionError)
             if is_denied:
                 self.unreadable, self.is_put, self.has_looked = str(error), True, True
@@ -229,7 +231,15 @@ class WriterShipper:
             is_held_back = has_ended and not is_whole
             if manifest is not None and not is_held_back:
                 self._put_document(WRITER_MANIFEST, manifest)
-            if status is not None and not is_held_back and (now_s >= self._next_status_s or self.state != "alive"):
+            shown = files.status or files.manifest
+            if shown is not None and not is_held_back:
+                counts = {name: getattr(self.balance, name) for name in ("observed", "written", "dropped")}
+                members = self.status or {**asdict(self.lifetime), **counts}
+                self.shown = {**members, "changed_ns": shown.changed_ns, "padding": ""}
+            elif shown is None:
+                self.shown = self.shown or {}
+            is_due = isinstance(run.shared.destination, FolderDestination) and now_s >= self._next_status_s
+            if status is not None and not is_held_back and (is_due or self.state != "alive"):
                 self._next_status_s = now_s + settings.status_s
                 self._put_document(STATUS, status, is_noted=self.state != "alive")
             for name, stamp in files.aside.items():
@@ -309,7 +319,8 @@ class WriterShipper:
             with folder.open(STATUS) as file:
                 content = file.bytes(0, min(file.size_bytes, STATUS_BYTES))
             raw = parse_json(content, folder.path)
-        except (FileNotFoundError, CorruptError):  # the status is being rewritten
+            encode_manifest(raw)  # a number that no document may have raises ValueError
+        except (FileNotFoundError, CorruptError, ValueError, RecursionError):  # the status is being rewritten
             return None
         if raw.get("step") != self.status.get("step"):
             self.step_changed_s = time.time()

@@ -55,7 +55,7 @@ const RUN_COLUMNS = [
     title: visible(run.found.join("\n")) }, run.found.length ? String(run.found.length) : "✓")],
   ["state", (run) => statesOf(run), (run) => statesOf(run)],
   ["step", (run) => -(run.step ?? -1), (run) => (run.step === null ? "" : run.step.toLocaleString("en"))],
-  ["ranks", (run) => -run.ranks, (run) => String(run.ranks)],
+  ["ranks", (run) => -run.ranks, (run) => el("a", { href: `ranks?${new URLSearchParams({ run: run.directory })}` }, String(run.ranks))],
   ["size", (run) => -run.bytes, (run) => (run.bytes ? sizeText(run.bytes) : "")],
   ["started", (run) => -run.created_s, (run) => el("span", { title: run.created_s > 0 ? new Date(run.created_s * 1000).toLocaleString("sv") : "" }, ageText(run.created_s))],
 ];
@@ -150,6 +150,113 @@ class RunsPage {
     });
     this.table.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}), heads)), el("tbody", {}, body));
     if (active) [...this.table.querySelectorAll("[data-key]")].find((one) => one.dataset.key === active)?.focus(); // it was drawn anew
+  }
+}
+
+/** The columns of ranks: title, what it is sorted by, the worst first, and what is shown. */
+const RANK_COLUMNS = [
+  ["rank", (rank) => rank.rank, (rank) => String(rank.rank)],
+  ["node", (rank) => rank.host, (rank) => rank.host],
+  ["state", (rank) => (BAD_STATES.has(rank.state) ? 0 : 1), (rank) => el("span", { class: BAD_STATES.has(rank.state) ? "flag wrong" : "" },
+    rank.state === "silent" ? `silent for ${plural(Math.round(rank.silent_s), "second")}` : rank.state)],
+  ["step", (rank) => rank.step ?? -1, (rank) => (rank.step === null ? "" : rank.step.toLocaleString("en"))],
+  ["steps/s", (rank) => (rank.is_ended ? Infinity : rank.steps_per_s), (rank) => (rank.is_ended ? "" : rank.steps_per_s.toFixed(2))],
+  ["findings", (rank) => -rank.findings.length, (rank) => rank.findings.length ? el("span", { class: "flag wrong",
+    title: visible(rank.findings.map(foundText).join("\n")) }, rank.findings.map((one) => one.rule).join(", ")) : ""],
+  ["dropped", (rank) => -droppedOf(rank), (rank) => Object.entries(rank.dropped).map(([why, count]) => `${why}=${count}`).join(" ")],
+  ["waited", (rank) => -rank.waited_s, (rank) => `${rank.waited_s.toFixed(1)} s`],
+  ["disk left", (rank) => rank.free_bytes ?? Infinity, (rank) => (rank.free_bytes ? sizeText(rank.free_bytes) : "")],
+];
+const RANKS_NUMERIC = new Set(["rank", "step", "steps/s", "waited", "disk left"]), BAD_STATES = new Set(["killed", "failed", "silent"]), MAX_SHOWN = 200;
+
+function droppedOf(rank) {
+  return Object.values(rank.dropped).reduce((sum, one) => sum + one, 0);
+}
+function foundText(one) {
+  return `${one.rule}: ${one.text}`;
+}
+/** One line for the ranks of a node: of each column the worst of them. */
+function nodeOf(host, ranks) {
+  const least = (read) => Math.min(...ranks.map(read)), states = new Map(), dropped = {};
+  for (const { state } of ranks) states.set(state, (states.get(state) ?? 0) + 1);
+  for (const rank of ranks) for (const [why, count] of Object.entries(rank.dropped)) dropped[why] = (dropped[why] ?? 0) + count;
+  const worst = [...states.keys()].sort((one, other) => BAD_STATES.has(other) - BAD_STATES.has(one))[0];
+  const free = least((rank) => rank.free_bytes ?? Infinity);
+  return { rank: ranks.length, host, state: worst, silent_s: Math.max(...ranks.map((rank) => rank.silent_s)), step: least((rank) => rank.step ?? -1),
+    steps_per_s: least((rank) => (rank.is_ended ? Infinity : rank.steps_per_s)), is_ended: ranks.every((rank) => rank.is_ended), dropped,
+    findings: ranks.flatMap((rank) => rank.findings), waited_s: Math.max(...ranks.map((rank) => rank.waited_s)), free_bytes: free === Infinity ? null : free };
+}
+
+/** A table of ranks or nodes that is sorted by a click on a title; the worst are on top, and of many only those. */
+class RanksTable {
+  constructor(first, title) {
+    this.first = first;
+    this.sorted = title;
+    this.table = el("table", { class: "grid runs" });
+    this.more = el("p", { class: "note" });
+  }
+  draw(rows) {
+    this.rows = rows;
+    const active = document.activeElement?.dataset?.key, columns = [[this.first, RANK_COLUMNS[0][1], RANK_COLUMNS[0][2]], ...RANK_COLUMNS.slice(1)];
+    const [, keyOf] = columns.find(([title]) => title === this.sorted);
+    const shown = [...rows].sort((a, b) => { const [one, other] = [keyOf(a), keyOf(b)]; return one < other ? -1 : one > other ? 1 : a.rank - b.rank; });
+    const heads = columns.map(([title]) => el("th", { scope: "col", "aria-sort": title === this.sorted ? "ascending" : null },
+      el("button", { type: "button", class: "sort", "data-key": `sort ${this.first} ${title}`, onclick: () => { this.sorted = title; this.draw(this.rows); } }, title)));
+    const body = shown.slice(0, MAX_SHOWN).map((row) => el("tr", {}, columns.map(([title, , show]) =>
+      el("td", { class: title === this.first || RANKS_NUMERIC.has(title) ? "number" : "" }, show(row)))));
+    this.table.replaceChildren(el("thead", {}, el("tr", {}, heads)), el("tbody", {}, body));
+    this.more.textContent = shown.length > MAX_SHOWN ? `The first ${MAX_SHOWN} of ${shown.length.toLocaleString("en")}; a title sorts all of them, the worst first.` : "";
+    if (active) [...this.table.querySelectorAll("[data-key]")].find((one) => one.dataset.key === active)?.focus();
+  }
+}
+
+/** The nodes and ranks of one run, by what the ranks show of themselves. */
+class RanksPage {
+  start() {
+    this.run = new URLSearchParams(location.search).get("run");
+    this.wanted = "";
+    this.note = el("p", { class: "note", id: "ranks-note" });
+    this.nodes = new RanksTable("ranks", "state");
+    this.ranks = new RanksTable("rank", "state");
+    const field = el("input", { type: "search", id: "find", placeholder: "rank, node, state, finding", "aria-label": "what to find", oninput: (event) => {
+      this.wanted = event.target.value.toLowerCase();
+      this.draw();
+    } });
+    const part = (title, { table, more }) => el("section", {}, el("h2", {}, title), el("div", { class: "scroll" }, table), more);
+    document.getElementById("page").append(
+      el("header", {}, el("h1", {}, `Ranks of ${this.run}`), el("a", { href: `run/${encodeURIComponent(this.run)}/` }, "values of the run"), " ", el("a", { href: "./" }, "all runs")),
+      el("main", {}, el("section", {}, this.note, el("div", { class: "bar" }, field)), part("Nodes", this.nodes), part("Ranks", this.ranks)));
+    setInterval(() => document.hidden || this.ask(), 5000);
+    return this.ask();
+  }
+  async ask() {
+    if (this.isAsking) return;
+    this.isAsking = true;
+    try {
+      const answer = await fetch(`run/${encodeURIComponent(this.run)}/ranks`);
+      if (!answer.ok) throw new Error(await answer.text());
+      this.all = await answer.json();
+      this.draw();
+      document.documentElement.dataset.drawn = "1";
+    } catch (error) {
+      this.note.textContent = visible(error instanceof TypeError ? "The server does not answer." : error.message);
+    } finally {
+      this.isAsking = false;
+    }
+  }
+  draw() {
+    const text = (rank) => [`rank ${rank.rank}`, rank.host, rank.state, ...rank.findings.map(foundText), ...Object.keys(rank.dropped)].join(" ").toLowerCase();
+    const ranks = (this.all ?? []).filter((rank) => text(rank).includes(this.wanted)), nodes = new Map(), states = {};
+    for (const rank of ranks) {
+      states[rank.state] = (states[rank.state] ?? 0) + 1;
+      nodes.set(rank.host, [...(nodes.get(rank.host) ?? []), rank]);
+    }
+    const known = ranks.map((rank) => rank.step).filter((step) => step !== null), number = (is) => plural(ranks.filter(is).length, "rank");
+    this.note.textContent = ranks.length ? [`${plural(ranks.length, "rank")} on ${plural(nodes.size, "node")}: ${statesOf({ states })}`,
+      known.length ? `step ${Math.min(...known)} to ${Math.max(...known)}` : "no step yet", `${number((rank) => rank.findings.length)} with findings`,
+      `${number(droppedOf)} that dropped rows`].join("; ") : "No rank is shown.";
+    this.nodes.draw([...nodes].map(([host, some]) => nodeOf(host, some)));
+    this.ranks.draw(ranks);
   }
 }
 

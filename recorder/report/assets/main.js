@@ -264,6 +264,7 @@ async function begin() {
   blocks.readPage();
   if (LIVE === "runs") return new RunsPage(blocks).start();
   if (LIVE === "side") return new SidePage().start();
+  if (LIVE === "ranks") return new RanksPage().start();
   const app = new App(blocks);
   if (LIVE === null) return app.start();
   await app.wait();

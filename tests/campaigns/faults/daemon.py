@@ -366,7 +366,7 @@ def _compare(server: StoreProcess, url: str, folder: Path, aside: Path) -> list[
     for page in server.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{_PREFIX}/"):
         for one in page.get("Contents", ()):
             key = one["Key"].removeprefix(f"{_PREFIX}/")
-            if not key.startswith("_"):
+            if not key.startswith("_") and "/_nodes/" not in key:
                 there[key] = server.client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read()
     root = folder / "recordings"
     own = ("_shipped-", NODE)
