@@ -449,7 +449,7 @@ def _listed_of_fleet(path: str, summary: dict[str, Any]) -> dict[str, Any]:
         "directory": path, "name": summary["name"], "created_s": summary["created_ns"] / 1e9,
         "ranks": len(summary["ranks"]), "states": {summary["state"]: len(summary["ranks"])},
         "step": summary["last_step"], "written": summary["rows"], "bytes": summary["bytes"],
-        "found": sorted(summary["findings"]),
+        "found": sorted(summary["findings"]) or None,
     }  # fmt: skip
 
 

@@ -1,10 +1,12 @@
-"""What `recorder daemon` costs its node: `python -m scripts.benchmarks daemon [start memory ls beside]`.
+"""What `recorder daemon` costs its node: `python -m scripts.benchmarks daemon [start memory ls fleet beside]`.
 
 start: from the command to the first answer of `/healthz`. memory: 100,000 files of ended runs are shipped to a folder;
 then the daemon's memory, and its processor time while nothing happens, with and without Prometheus asking. ls:
-`recorder ls` of a store with 1,000 runs, from the command to its end. beside: steps of one training in one thread,
-while a daemon ships its run to an S3 server on this machine, and while that daemon is stopped by SIGSTOP, in turn; the
-server's own time counts as the daemon's, and so does what it has put off meanwhile.
+`recorder ls` of a store with 1,000 runs, from the command to its end. fleet: the list of `recorder view` and the page
+of a run with 4,096 ranks on 512 nodes, by documents as daemons put them: seconds, the server's own of a processor,
+requests, and the memory that it takes beside that of its start. beside: steps of one training in one thread, while a
+daemon ships its run to an S3 server on this machine, and while that daemon is stopped by SIGSTOP, in turn; the server's
+own time counts as the daemon's, and so does what it has put off meanwhile.
 """
 
 from __future__ import annotations
@@ -33,11 +35,15 @@ from tests.rigs.server import BUCKET, StoreServer
 
 from .pairs import spread
 from .processes import ROOT, clean_env
+from .scale import anon_bytes
+from .view import serving
 
 _PATIENCE_S = 600.0
 _IDLE_S = 60.0
 _SCRAPE_S = 15.0
 _NUM_RUNS = 1000
+_NUM_NODES = 512
+_RANKS_A_NODE = 8
 _SETTLE_S = 30.0
 """From the training's first step until the daemon is seen to ship it, at most."""
 _RULES = "site=* steps=::5 keep=stats; site=grad,output steps=::50 keep=tensor"
@@ -46,7 +52,7 @@ _RULES = "site=* steps=::5 keep=stats; site=grad,output steps=::50 keep=tensor"
 def main(arguments: list[str]) -> int:
     """Print what was asked for."""
     parts: dict[str, Callable[[argparse.Namespace, Path], None]] = {
-        "start": _start, "memory": _memory, "ls": _ls, "beside": _beside,
+        "start": _start, "memory": _memory, "ls": _ls, "fleet": _fleet, "beside": _beside,
     }  # fmt: skip
     parser = parser_of("daemon", __doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(parts)}; by default all")
@@ -200,6 +206,47 @@ def _ls(options: argparse.Namespace, folder: Path) -> None:
         )
     finally:
         server.close()
+
+
+def _fleet(options: argparse.Namespace, folder: Path) -> None:
+    server, now_ns = StoreServer(), time.time_ns()
+    try:
+        run = {"name": "run-a", "created_ns": now_ns, "world_size": _NUM_NODES * _RANKS_A_NODE, "state": "recording"}
+        server.put("fleet/run-a/_run.json", encode_manifest({"format": "recorder", "version": [1, 4], **run}))
+        for node in range(_NUM_NODES):
+            ranks = list(range(_RANKS_A_NODE * node, _RANKS_A_NODE * (node + 1)))
+            shown = {f"rank={rank:05d}/000000-{rank:012x}": _shown(rank, node, now_ns) for rank in ranks}
+            server.put(f"fleet/run-a/_nodes/node-{node}.json", encode_manifest({"writers": shown}))
+            runs = {"run-a": {**run, "ranks": ranks, "last_step": 100, "rows": 10**6, "bytes": 10**10}}
+            server.put(f"fleet/_fleet/node-{node}.json", encode_manifest({"time_ns": now_ns, "runs": runs}))
+        with serving(f"s3://{BUCKET}/fleet", server.environment(clean_env(), folder)) as view:
+            before_bytes = anon_bytes(view.pid)
+            for what, path in (("list", "runs"), ("ranks, at first", "run/run-a/ranks"), ("ranks", "run/run-a/ranks")):
+                cpu_s, began_s = _cpu_s(view.pid), time.monotonic()
+                with server.counting() as requests, urllib.request.urlopen(view.address + path) as answer:
+                    num_bytes = len(answer.read())
+                took_s, own_s = time.monotonic() - began_s, _cpu_s(view.pid) - cpu_s
+                more_bytes = anon_bytes(view.pid) - before_bytes
+                print(
+                    f"fleet, {what}: {took_s:.1f} s, {own_s:.1f} s of a processor, {requests['LIST']} LIST and"
+                    f" {requests['GET']} GET, an answer of {size(num_bytes)}, {size(more_bytes)} more memory",
+                    flush=True,
+                )
+    finally:
+        server.close()
+
+
+def _shown(rank: int, node: int, now_ns: int) -> dict[str, object]:
+    """A rank as its daemon shows it."""
+    return {
+        "writer": f"000000-{rank:012x}", "rank": rank, "attempt": 0, "state": "recording", "host": f"node-{node}",
+        "pid": 1000 + rank, "process": "0123456789abcdef:123456", "started_ns": now_ns, "interval_s": 7.0, "step": 100,
+        "observed": 10**6, "written": 10**6, "dropped": {}, "retired": {"rows": 0, "bytes": 0}, "written_bytes": 10**9,
+        "used_bytes": 10**9, "max_bytes": 1 << 34, "free_bytes": 10**12 - rank, "pool_bytes": 1 << 30,
+        "pool_used_bytes": 1 << 20, "waited_s": 0.5, "longest_wait_s": 0.01, "queue_length": 3, "time_ns": now_ns,
+        "recent": {"seconds": 10.0, "steps": 12, "bytes": 10**6}, "commands": [], "findings": [], "changed_ns": now_ns,
+        "padding": "",
+    }  # fmt: skip
 
 
 def _beside(options: argparse.Namespace, folder: Path) -> None:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,11 +65,11 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def serving(run: Path) -> Iterator[Server]:
+def serving(run: Path | str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
     """Serve a run, or a folder of runs, in a process of its own."""
     command = [sys.executable, "-m", "recorder", "view", str(run), "--port", "0"]
     with subprocess.Popen(
-        command, cwd=ROOT, env=clean_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=env or clean_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         address = ""

@@ -13,8 +13,10 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from recorder.format.rundir import encode_status
 from recorder.report.collect import VIEW, read_panes
 from tests.browser.conftest import Opened
+from tests.rigs.handmade import HandmadeWriter, make_run
 from tests.rigs.report_pages import HOSTILE, hostile_run
 from tests.rigs.serving import serving
 from tests.rigs.small_runs import make_training
@@ -141,7 +143,7 @@ def test_the_list_is_sorted_and_searched(look: Look, tmp_path: Path) -> None:
         make_training(tmp_path / name)
     with serving(tmp_path) as server:
         page = look(server.address).page
-        names = page.locator(".runs tbody a")
+        names = page.locator(".runs tbody a[href^=run]")
         page.get_by_role("button", name="run").click()
         assert names.all_inner_texts() == ["one", "three", "two"]
         page.get_by_role("button", name="run").click()
@@ -152,6 +154,38 @@ def test_the_list_is_sorted_and_searched(look: Look, tmp_path: Path) -> None:
         assert names.all_inner_texts() == ["three"]
         page.locator("#find").fill("nonfinite")
         page.wait_for_function("() => document.querySelectorAll('.runs tbody tr').length === 3", timeout=_WAIT_MS)
+
+
+def test_the_ranks_of_a_run_are_sorted_the_worst_first_and_searched(look: Look, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "run-a")
+    for rank in range(3):
+        writer, found = HandmadeWriter(run, rank), {"rule": "nonfinite", "text": "<b>", "severity": "error"}
+        status: dict[str, object] = {
+            "state": "failed" if rank == 2 else "recording",
+            "step": 9 - rank,
+            "interval_s": 3600.0,
+        }
+        status |= {"host": f"node-{rank // 2}", "findings": [found] if rank == 1 else [], "free_bytes": 7 - rank}
+        (writer.directory / "_status.json").write_bytes(encode_status(status))
+    with serving(tmp_path / "runs") as server:
+        opened = look(server.address)
+        page = opened.page
+        page.locator(".runs a", has_text="3").click()
+        page.wait_for_selector("html[data-drawn] #ranks-note", timeout=_WAIT_MS)
+        assert opened.text("#ranks-note").startswith(
+            "3 ranks on 2 nodes: 2 recording, 1 failed; step 7 to 9; 1 rank with"
+        )
+
+        def shown(number: int) -> list[str]:
+            return page.locator("table").nth(number).locator("tbody td:first-child").all_inner_texts()
+
+        assert (shown(0), shown(1)) == (["1", "2"], ["2", "0", "1"]), "the node and the rank that failed come first"
+        page.click("button[data-key='sort rank findings']")
+        assert shown(1) == ["1", "0", "2"]
+        page.fill("#find", "node-0")
+        assert (shown(0), shown(1)) == (["2"], ["1", "0"])
+        page.get_by_text("values of the run").click()
+        page.wait_for_selector("html[data-live='run']", timeout=_WAIT_MS)
 
 
 def test_what_is_chosen_beside_is_chosen_in_both(look: Look, tmp_path: Path) -> None:
@@ -191,7 +225,7 @@ def test_hostile_names_are_text_and_a_run_that_is_deleted_stays_on_the_page(look
     run = hostile_run(tmp_path / "<img src=x onerror=alert(1)>")
     with serving(tmp_path) as server:
         listed = look(server.address)
-        assert listed.page.locator(".runs a").all_inner_texts() == [run.name]
+        assert listed.page.locator(".runs a[href^=run]").all_inner_texts() == [run.name]
         opened = look(f"{server.address}run/{quote(run.name)}/")
         assert opened.page.title().startswith(run.name)
         assert opened.page.locator("img").count() == 0

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from recorder import open_run
+from recorder.analyze.export.tables import CONFIGURED
 from recorder.daemon.settings import load_daemon_settings
 from tests.rigs.merging import make_small_run
 from tests.rigs.programs import needs
@@ -103,6 +104,22 @@ def test_the_options_of_a_manifest_are_those_of_the_daemon(name: str, key: str) 
     options["watch"] = [options["watch"]]
     assert load_daemon_settings(None, options, {}).watch == ("/recordings",)
     assert container["securityContext"]["readOnlyRootFilesystem"]
+
+
+def test_the_catalog_is_made_by_one_job_with_the_options_of_its_command() -> None:
+    (document,) = yaml.safe_load_all((DEPLOY / "kubernetes" / "catalog.yaml").read_text())
+    assert document["spec"]["concurrencyPolicy"] == "Forbid", "commits of one table exclude each other"
+    (container,) = document["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    program, command, path, option, name = container["command"]
+    assert (program, command, path) == ("recorder", "catalog", "s3://SET_ME/runs")
+    assert option in commands_help("catalog") and name == CONFIGURED
+    names = {one["name"] for one in container["env"]}
+    assert {f"PYICEBERG_CATALOG__{CONFIGURED.upper()}__{word}" for word in ("TYPE", "URI")} < names
+
+
+def commands_help(command: str) -> str:
+    words = [sys.executable, "-m", "recorder", command, "--help"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
 
 
 def run_epilog(folder: Path, **values: str) -> subprocess.CompletedProcess[str]:
