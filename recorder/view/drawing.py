@@ -365,11 +365,9 @@ class Drawing:
                 "step": nonfinite.step,
                 "rank": nonfinite.ranks[0] if len(nonfinite.ranks) == 1 else None,
             }
-        nothing = [Highlight("The rules of recorder check find nothing", {}, "right")]
         found = with_causes(self._found, self._catalog) if self._catalog is not None else []
-        judged = self._judge(found, self.name)
-        own, is_growing = [] if judged else nothing, self.state == "live"
-        self._keep(top_block(run, checks, judged, own, (), self.collected, numbers, facts, is_growing=is_growing))
+        judged, is_growing = self._judge(found, self.name), self.state == "live"
+        self._keep(top_block(run, checks, judged, (), (), self.collected, numbers, facts, is_growing=is_growing))
 
     def _verdict(self, bad: Sequence[RankNow]) -> str:
         ranks = self.growing.ranks

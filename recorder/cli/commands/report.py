@@ -99,7 +99,7 @@ def told_by_check(findings: Sequence[Finding], typed: str) -> list[Highlight]:
     if len(told) > MAX_FINDINGS:
         more = f"and {len(told) - MAX_FINDINGS} more findings: `recorder check --json` says them"
         highlights.append(Highlight(more, {}, "note"))
-    return highlights
+    return highlights or [Highlight("The rules of recorder check found nothing in these rows", {}, "right")]
 
 
 def _highlight(one: ToldFindings, typed: str) -> Highlight:

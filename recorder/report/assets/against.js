@@ -77,7 +77,7 @@ class AgainstPanel {
     });
     this.drawn = { rows, cells, columns };
     const colors = new Colors(values);
-    this.legend.replaceChildren(legendOf(colors, `${STATISTIC_TEXTS[statistic]} of ${choices.siteAndMode[0]}: share apart`));
+    this.legend.replaceChildren(legendOf(colors, `${choices.title}: share apart`));
     this.heat.draw({ rows, columns, cell: (r, c) => cells[r][c], colors });
   }
   /** The series of the second run that is drawn beside one of the first. */

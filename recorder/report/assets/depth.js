@@ -41,7 +41,7 @@ class DepthPanel {
     this.views.replaceChildren(...offered.map(([text, one, statistic]) => el("a", { href: state.address({ ...state.values, view: "depth", site: one, mode, stat: statistic, name: null }),
       "aria-current": one === site && (statistic === "update") === (choices.statistic === "update") }, text)));
     this.ends = this.points.map(({ series }) => this.endsOf(series));
-    const step = state.get("step"), at = step === null ? -1 : this.columns.findIndex((one) => one.first <= step && step <= one.last);
+    const step = state.get("step", this.app.top.first?.step ?? null), at = step === null ? -1 : this.columns.findIndex((one) => one.first <= step && step <= one.last);
     this.slider.max = String(Math.max(this.columns.length - 1, 0));
     this.draw(at >= 0 ? at : this.columns.length - 1);
   }
@@ -67,7 +67,7 @@ class DepthPanel {
     this.cells = this.points.map(({ series }) => series.reduce((most, one) => outstanding(most, this.picture.cell(one.number, choices.lane, column.c)), null));
     const values = this.cells.map((cell) => (cell?.kind === NUMBER ? Math.abs(cell.value) : null)), all = [...values, ...this.ends.flat()].filter((value) => value > 0);
     const isLog = all.length > 0 && Math.max(...all) > LOG_FROM * Math.min(...all) && ![...values, ...this.ends.flat()].includes(0);
-    const what = `${STATISTIC_TEXTS[choices.statistic]} of ${choices.siteAndMode[0]}`;
+    const what = choices.title;
     this.about.textContent = `step ${column.first}: ${what}; the band spans all steps`;
     this.body.setAttribute("aria-label", `${what} of ${plural(this.points.length, "module")} at step ${column.first}; left and right move, Enter shows the lines`);
     const width = Math.max(this.body.clientWidth, 200), gutter = this.app.axis.gutter(width), line = { stroke: cssColor("--grid"), width: 1 };
@@ -78,7 +78,7 @@ class DepthPanel {
       scales: { x: { time: false, range: () => [-0.5, this.points.length - 0.5] }, y: isLog ? { distr: 3 } : {} },
       axes: [
         { ...ruled, size: 92, gap: 4, rotate: 40, splits: () => this.points.map((_, index) => index).filter((index) => index % each === 0), values: (_, splits) => splits.map((index) => this.nameOf(index)) },
-        { ...ruled, size: gutter, gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
+        { ...ruled, grid: { ...line, filter: (_, splits) => decadesOf(splits, isLog) }, size: gutter, gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
       ],
       bands: [{ series: [2, 1], fill: cssColor("--grid") }],
       series: [{}, band, band, { stroke: color, width: 2, points: { show: this.points.length <= 120, size: 5, fill: color } }],

@@ -52,10 +52,8 @@ class GraphPanel {
       if (cell?.kind === NUMBER) values.push(cell.value);
     }
     this.colors = new Colors(values);
-    const [site] = choices.siteAndMode;
-    this.about.textContent = atStep >= 0 ? `Tinted by the ${STATISTIC_TEXTS[choices.statistic]} of ${site} at step ${run.steps[atStep]}.` :
-      `Tinted by the ${STATISTIC_TEXTS[choices.statistic]} of ${site}: what stands out most of all steps that are shown.`;
-    this.legend.replaceChildren(legendOf(this.colors, `${STATISTIC_TEXTS[choices.statistic]} of ${site}`));
+    this.about.textContent = `Tinted by the ${choices.title}` + (atStep >= 0 ? ` at step ${run.steps[atStep]}.` : ": what stands out most of all steps that are shown.");
+    this.legend.replaceChildren(legendOf(this.colors, choices.title));
     this.count = 0;
     this.boxes.replaceChildren(this.box(modules.root));
     if (this.count > MAX_BOXES) this.boxes.append(el("p", { class: "note" }, `The first ${MAX_BOXES} boxes; fold some to see more.`));

@@ -2,6 +2,11 @@
 
 const MAX_PINS = 8, CHART_PIXELS = 210;
 
+/** Of the marks of a logarithmic axis those that have a line across the picture. */
+function decadesOf(splits, isLog) {
+  return splits.map((split) => (isLog && !/^-?[01]e/.test(split?.toExponential() ?? "") ? null : split));
+}
+
 /** How a lane is drawn. */
 function laneStyle(lane, count, color, isBeside) {
   const { kind } = lane;
@@ -53,7 +58,7 @@ class Chart {
       axes: [
         { ...ruled, size: hasRuler ? 26 : 0, gap: 2, splits: () => axis.ticks(width - gutter),
           values: (plot, splits) => splits.map((split) => (hasRuler && axis.pixelOf(split, width - gutter) < width - gutter - 12 ? String(split) : "")) },
-        { ...ruled, size: gutter, gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
+        { ...ruled, grid: { ...lineStyle, filter: (_, splits) => decadesOf(splits, isLog) }, size: gutter, gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
       ],
       series: [{}, ...shown.map((line) => ({
         ...line.style, label: "", spanGaps: false, points: { show: steps.length <= 60 || undefined, size: 5, fill: line.style.stroke },

@@ -1,7 +1,7 @@
 // The map: a statistic of a site over two of module, step and rank.
 
-const MANY_ROWS = 70;
-const USUAL_UPDATE = 1e-3;
+const MANY_ROWS = 70, FEW_ROWS = 4;
+const USUAL_UPDATE = 1e-3, DEVIATION_TEXT = "quartile ranges from the median of the ranks; up to one is usual";
 const UPDATE_TEXTS = {
   Adam: "Estimated as learning rate × √elements / norm of the weight: Adam moves each element by about the learning rate at most. Usual is 1e-3, and less where weights are large.",
   SGD: "Estimated as learning rate × norm of the gradient / norm of the weight: what SGD does without momentum; with a momentum of 0.9 it is up to 10 times that. Usual is 1e-3.",
@@ -46,6 +46,10 @@ class Choices {
   get statistic() {
     const { statistics } = this;
     return statistics.includes(this.app.state.get("stat")) ? this.app.state.get("stat") : statistics[this.app.run.axes.probed && statistics.includes("l2") ? statistics.indexOf("l2") : 0]; // the probe has norms alone
+  }
+  /** What is drawn, as a title. */
+  get title() {
+    return STATISTIC_TEXTS[this.statistic] + (this.statistic === "update" ? "" : ` of ${this.siteAndMode[0]}`);
   }
   get lane() {
     const { run, state } = this.app, number = Number(state.get("lane") ?? run.mainLane);
@@ -126,7 +130,7 @@ class FoldedTree {
     let level = [modules.root], num = 1;
     while (level.length) {
       const next = level.flatMap((node) => node.children.filter((child) => has.get(child).count));
-      if (num + next.length > MANY_ROWS && open.size) break;
+      if (num + next.length > MANY_ROWS && num > FEW_ROWS) break;
       num += next.length;
       level.forEach((node) => open.add(node));
       level = next;
@@ -203,7 +207,7 @@ class MapPanel {
       this.axes === "module-rank" ? await this.moduleRanks(statistic, isMany) : await this.rankSteps(statistic, isMany);
     const hasFirst = this.markFirst(drawn);
     const colors = this.colorsOf(drawn);
-    const title = this.isDeviation ? "quartile ranges from the median of the ranks" : `${STATISTIC_TEXTS[statistic]} of ${choices.siteAndMode[0]}` +
+    const title = this.isDeviation ? DEVIATION_TEXT : choices.title +
       (statistic === "update" ? `, against ${USUAL_UPDATE}` : colors.isRatio ? `, against the ${state.get("colors") === "first" ? "first step" : "median"} of its row` : "");
     const bad = hasFirst ? [[NONFINITE, "the first NaN or infinity"], [NONFINITE, "after it", true]] : [[NONFINITE, "NaN or infinite", Boolean(app.top.first)]];
     this.legend.replaceChildren(legendOf(colors, title, [...bad, ...KIND_TEXTS.slice(1)]));
@@ -235,7 +239,8 @@ class MapPanel {
       const known = row.filter((cell) => cell?.kind === NUMBER), sizes = known.map((cell) => Math.abs(cell.value)).filter((size) => size > 0);
       const base = kind === "usual" ? USUAL_UPDATE : kind === "median" ? [...sizes].sort((a, b) => a - b)[sizes.length >> 1] : sizes[0];
       for (const cell of known) {
-        if (kind) cell.shade = base > 0 ? Math.abs(cell.value) / base : 1;
+        if (this.isDeviation) cell.shade = Math.max(cell.value, 1);
+        else if (kind) cell.shade = base > 0 ? Math.abs(cell.value) / base : 1;
         values.push(cell.shade ?? cell.value);
       }
     }
@@ -337,7 +342,7 @@ class MapPanel {
       if (!Number.isNaN(cell.value)) lines.push(`${what} of the others: ${shortNumber(cell.value, 4, cell.digits)}`);
     } else if (cell.kind === NUMBER) {
       lines.push(`${what}: ${shortNumber(cell.value, 4, cell.digits)}`);
-      if (cell.shade !== undefined && choices.statistic !== "update") lines.push(`${shortNumber(cell.shade, 3)} times the ${this.app.state.get("colors") === "first" ? "first" : "median"} of its row`);
+      if (cell.shade !== undefined && !this.isDeviation && choices.statistic !== "update") lines.push(`${shortNumber(cell.shade, 3)} times the ${this.app.state.get("colors") === "first" ? "first" : "median"} of its row`);
       if (series && choices.statistic === "zero_count") lines.push(`of ${plural(series.numel, "element")}`);
     } else {
       lines.push(...gaps.why(cell, series, isOfSteps ? at.first : null, lane ?? rows[row].lane ?? null, ranks?.[column] ?? null));

@@ -3,7 +3,7 @@
 const MAX_RANK_ROWS = 16, MAX_LAYOUTS = 8, MAX_GRID_ROWS = 32, GPUS = 8;
 /** What the ranks may be coloured by: a title, and the number of a rank, given its facts and those of all ranks. */
 const RANK_COLORS = {
-  deviation: ["quartile ranges from the median of the ranks", null],
+  deviation: [DEVIATION_TEXT, null],
   far: ["share of its values far from the median of the ranks", (one) => (one.compared ? one.far / one.compared : null)],
   alone: ["values not finite where most ranks' are", (one) => one.alone],
   step: ["steps behind the foremost rank", (one, all) => one.step === null ? null : all.reduce((most, other) => Math.max(most, other.step ?? 0), 0) - one.step],
@@ -95,7 +95,10 @@ class RanksPanel {
     const series = this.app.modules.rows.flatMap((_, number) => choices.seriesOf(number)), isOwn = picture?.cube.numColumns === run.axes.num_ranks;
     const sorted = this.ranks.map((one) => one.rank).sort((a, b) => a - b), columnOf = new Map(sorted.map((rank, index) => [rank, index]));
     const cellOf = (by, one) => {
-      if (by === "deviation") return series.reduce((most, { number }) => outstanding(most, picture.cell(number, 0, columnOf.get(one.rank))), null);
+      if (by === "deviation") {
+        const cell = series.reduce((most, { number }) => outstanding(most, picture.cell(number, 0, columnOf.get(one.rank))), null);
+        return cell && Object.assign(cell, { shade: Math.max(cell.value, 1) });
+      }
       const value = RANK_COLORS[by][1](one, this.ranks);
       return { kind: value === null || value === undefined ? NULL_CELL : NUMBER, value: value ?? NaN };
     };
@@ -103,7 +106,7 @@ class RanksPanel {
     const by = offered.includes(state.get("by")) ? state.get("by") : offered[0] ?? "rows";
     const cells = new Map(this.ranks.map((one) => [one, Object.assign(cellOf(by, one) ?? { kind: HOLE }, { isMarked: this.odd.has(one.rank) || one.rank === state.get("rank") })]));
     this.drawn = { lines, by, cells };
-    const colors = new Colors([...cells.values()].filter((cell) => cell.kind === NUMBER).map((cell) => cell.value));
+    const colors = new Colors([...cells.values()].filter((cell) => cell.kind === NUMBER).map((cell) => cell.shade ?? cell.value));
     const title = RANK_COLORS[by][0] + (by === "deviation" ? `, ${choices.siteAndMode[0]}` : "");
     put(this.options.replaceChildren() ?? this.options, choice("ranks by", offered.map((one) => [one, RANK_COLORS[one][0]]), by, (value) => state.set({ by: value }), { id: "choose-by" }));
     this.legend.replaceChildren(legendOf(colors, title, by === "deviation" ? KIND_TEXTS.slice(0, 1) : []));
@@ -123,7 +126,8 @@ class RanksPanel {
     const { titles, rows, odd } = this.data;
     const chosen = this.app.state.get("rank");
     const order = new Map(odd.map((rank, index) => [rank, index]));
-    const isFirst = (row) => row[0] === chosen ? -1 : order.get(row[0]) ?? Infinity;
+    const isFirst = (row) => row[0] === chosen ? -1 : order.get(row[0]) ?? (row[9] > 0 ? odd.length : Infinity);
+    const alone = rows.filter((row) => row[9] > 0).map((row) => row[0]);
     const sorted = [...rows].sort((a, b) => isFirst(a) - isFirst(b) || 0);
     const shown = this.isWhole ? rows : sorted.slice(0, MAX_RANK_ROWS);
     const isKept = titles.map((_, index) => rows.some((row) => row[index] !== null && row[index] !== "" && !(row[index] === 0 && index > 6)));
@@ -135,7 +139,8 @@ class RanksPanel {
         value === null ? "" : typeof value === "number" ? value.toLocaleString("en") : value))));
     const said = odd.length ? `Odd: ${odd.slice(0, 20).map((rank) => `rank ${rank}`).join(", ")}. ` :
       rows.length > 2 ? "No rank is odd: of the values that were compared, no rank has more far from the median of all than the others. " : "";
-    this.table.replaceChildren(el("p", { class: "note" }, said),
+    const more = alone.length ? `Values that are not finite where most ranks' are: ${this.ranksText(alone)}.` : "";
+    this.table.replaceChildren(el("p", { class: "note" }, said + more),
       el("table", { class: "grid" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)),
       ...(rows.length > shown.length ? [el("button", { type: "button", onclick: () => { this.isWhole = true; this.update(); } }, `all ${plural(rows.length, "rank")}`)] : []));
   }

@@ -1,16 +1,18 @@
 // Taking a picture along: any panel as a PNG, and its numbers as CSV.
 
+const MARGIN = 14;
+
 /** Draw what is seen of an element: its canvases, grounds and words where they stand. */
 function pictureOf(element) {
-  const box = element.getBoundingClientRect(), canvas = el("canvas"), context = sizedCanvas(canvas, box.width, box.height);
+  const box = element.getBoundingClientRect(), canvas = el("canvas"), context = sizedCanvas(canvas, box.width + 2 * MARGIN, box.height);
   context.fillStyle = cssColor("--back");
-  context.fillRect(0, 0, box.width, box.height);
-  context.translate(-box.left, -box.top);
+  context.fillRect(0, 0, box.width + 2 * MARGIN, box.height);
+  context.translate(MARGIN - box.left, -box.top);
   const draw = (one) => {
     if (one.nodeType === Node.TEXT_NODE) return drawWords(context, one);
     if (one.nodeType !== Node.ELEMENT_NODE || one.matches(".take, .bar, .keep, .band, .heat-cursor, .heat-line, option")) return;
     const style = getComputedStyle(one), at = one.getBoundingClientRect();
-    if (style.display === "none" || style.visibility === "hidden" || !at.width) return;
+    if (!one.checkVisibility() || !at.width) return; // what is folded has a place, too
     context.save();
     context.globalAlpha *= Number(style.opacity);
     if (style.overflowX !== "visible") {
@@ -36,12 +38,14 @@ function drawWords(context, text) {
   context.fillStyle = style.color;
   context.textBaseline = "middle";
   context.textAlign = "left";
-  for (const { index, 0: word } of text.data.matchAll(/\S+/g)) { // a line may break between any two
+  const draw = (word, index) => { // a line may break between any two words, and within one
     range.setStart(text, index);
     range.setEnd(text, index + word.length);
-    const at = range.getBoundingClientRect();
-    if (at.width) context.fillText(word, at.left, at.top + at.height / 2);
-  }
+    const [at, ...more] = range.getClientRects();
+    if (more.length && word.length > 1) [...word].forEach((char, number) => draw(char, index + number));
+    else if (at?.width) context.fillText(word, at.left, at.top + at.height / 2);
+  };
+  for (const { index, 0: word } of text.data.matchAll(/\S+/g)) draw(word, index);
 }
 
 /** Lists of lists as CSV; a text that a spreadsheet would take for a formula begins with an apostrophe. */
