@@ -93,7 +93,8 @@ def reply_of(run: Run, answer: Layouts) -> Reply:
         )
         found = answer.contradiction
         if found is None:
-            yield "no value contradicts its layout at these steps"
+            num = counted(answer.num_values, "value")
+            yield f"none of {num} contradicts its layout at {steps}" if answer.num_values else "no value was judged"
             return
         value = " ".join(filter(None, (repr(found.module_path), found.site, found.name)))
         yield f"contradiction: step {found.step}, {value}: {found.text}"

@@ -347,7 +347,9 @@ def _parts(run: Run, checked: Checked, typed: str, *, is_verbose: bool) -> Itera
     rows = counted(checked.num_rows, "row")
     rows += f" and {counted(checked.num_probed, 'number')} of the probe" if checked.num_probed else ""
     rows += f" of {steps_in_words(checked.steps)}"
-    yield f"{run.name}: {judged} judged {rows}: {tally if told else 'these rules found nothing in these rows'}"
+    is_judged = checked.num_rows or checked.num_probed
+    nothing = "these rules found nothing in these rows" if is_judged else "nothing is known"
+    yield f"{run.name}: {judged} judged {rows}: {tally if told else nothing}"
 
 
 def told_of(findings: Sequence[Finding]) -> Iterator[tuple[ToldFindings, list[ToldFindings]]]:

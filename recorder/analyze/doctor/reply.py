@@ -96,7 +96,8 @@ def checks_of(run: Run) -> Iterator[Check]:
     """Yield the lines about a run."""
     run.load_balances()
     expected = compare(run)
-    state = "ok" if run.num_rows else "missing"
+    has_values = run.num_rows or any(writer.all_shards or writer.balance.passed for writer in run.writers)
+    state = "ok" if has_values else "missing"
     ranks, steps = span(run.ranks) or ("together" if run.is_merged else "none"), span(run.steps) or "none"
     yield Check(state, f"{run.name}: {counted(run.num_rows, 'row')}, ranks {ranks}, steps {steps}")
     yield from _recorded_settings(run)

@@ -57,9 +57,11 @@ class First(NamedTuple):
 
     @property
     def all_finite(self) -> str:
-        """A sentence that says that all values are finite; empty if a value is not."""
+        """A sentence that says of how many values it is known that all are finite; empty if a value is not."""
         if self.nonfinite is not None:
             return ""
+        if not self.num_known:
+            return "no value was judged for NaN or infinity: no row has statistics (recorder check reads keep=probe)"
         what = "no NaN, and no value turned infinite," if self.has_masks else ""
         where = f" of {steps_in_words(self.steps)}" if self.steps else ""
         return f"{what or 'no NaN or infinity'} in {counted(self.num_known, 'recorded value')}{where}"
