@@ -271,7 +271,8 @@ class Capture:
             ):
                 self._drop(reason, min(_num_parts(local.numel() * local.itemsize, keep), _MAX_DROPPED_PARTS))
                 return
-            stager = self.stager_of(local)
+            kind = "cpu" if local.is_cpu else local.device.type  # as `stager_of`, without a call
+            stager = self._stagers.get(kind) or self._stager(kind)
             # `Tensor.nbytes` wraps at 2^64 bytes, and expanded tensors have as many.
             nbytes = local.numel() * local.itemsize
             plan = None

@@ -85,6 +85,8 @@ def marked_model_parallel(ranks: tuple[int, ...]) -> dict[str, Any] | None:
 
 def tensor_ranks(module: nn.Module) -> tuple[int, ...]:
     """Return the ranks over which a module cuts its tensors; empty for a module that cuts nothing."""
+    if not is_distributed():
+        return ()
     is_cut = any(is_marked(parameter) for parameter in module._parameters.values())
     if not is_cut and not any(isinstance(getattr(module, size, None), int) for size in _SIZES):
         return ()

@@ -48,19 +48,19 @@ def model_around(module: nn.Module) -> nn.Module:
     stage. If two such models contain the module, the result is `module` itself. Transparent wrappers change no path and
     are skipped.
     """
-    trained = {
-        id(p)
-        for optimizer in live_instances(Optimizer)
-        for group in getattr(optimizer, "param_groups", ())  # its __init__ may still be running
-        for p in group["params"]
-    }
-    if not trained or isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, torch.jit.ScriptModule):
         return module
-    holders: dict[int, list[nn.Module]] = {}
-    for item in live_instances(nn.Module):
-        if not isinstance(item, torch.jit.ScriptModule):
+    trained: set[int] = set()
+    holders: dict[int, list[Any]] = {}
+    for item in live_instances(Optimizer, nn.Module):  # one scan of all objects for both
+        if issubclass(type(item), Optimizer):
+            groups = getattr(item, "param_groups", ())  # its __init__ may still be running
+            trained |= {id(p) for group in groups for p in group["params"]}
+        elif not isinstance(item, torch.jit.ScriptModule):
             for child in vars(item).get("_modules", {}).values():
                 holders.setdefault(id(child), []).append(item)
+    if not trained:
+        return module
     around, outermost = {id(module): module}, []
     for inner in (waiting := [module]):
         above = [holder for holder in holders.get(id(inner), ()) if _is_trained_whole(holder, trained)]

@@ -160,13 +160,13 @@ class Recorder:
 
     def _stop_for_rules(self, module: nn.Module) -> None:
         """Stop the launch if a rule can match no module, as its setting must be wrong; only before the first step."""
-        if self.settings.roots == "any" or self._early.has_stepped:
+        source = self.loaded.sources.get("rules", "default")
+        if self.settings.roots == "any" or self._early.has_stepped or source == "default":
             return
         with collector_paused():
             problems = unmatched_rules(self.settings.rules, module)
         if not problems or not is_only_model(module):
             return
-        source = self.loaded.sources.get("rules", "default")
         shown = f"{config.PREFIX}RULES" if source == "environment" else "rules"
         if self.discovery is not None:
             self.discovery.stop()

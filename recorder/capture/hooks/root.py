@@ -37,6 +37,7 @@ from ..groups import (
 )
 from ..local_values import requires_gradient
 from ..marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, marked_ranks
+from ..topology import is_distributed
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
 from .inventory import Inventory, full_name, ids_of
@@ -161,6 +162,8 @@ class Root:
         return [wrapper for reference in self._around if (wrapper := reference()) is not None]
 
     def _learn_groups(self, module: nn.Module) -> None:
+        if not is_distributed():
+            return
         try:
             self.data_parallel = find_data_parallel(module, self._wrappers_around())
             around = [*module.modules(), *self._wrappers_around()]
