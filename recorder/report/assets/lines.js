@@ -1,6 +1,6 @@
 // Lines over steps: the chosen values on every rank and on all together.
 
-const MAX_PINS = 8, CHART_PIXELS = 210;
+const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4;
 
 /** Of the marks of a logarithmic axis those that have a line across the picture. */
 function decadesOf(splits, isLog) {
@@ -180,7 +180,10 @@ class Chart {
     const { steps } = this.given;
     const hasDumps = steps.length > 0 && this.app.dumps.of(steps[0], steps[steps.length - 1]).length > 0;
     this.dumpNote = el("span", { class: "dump-note" }, `${DUMP_MARK} dump`);
-    this.legend.replaceChildren(...(hasBad ? [el("span", { class: "bad-note" }, "▼ NaN or infinite")] : []), ...lines.map((line) => {
+    const numMore = this.isTrack && !this.isWhole && lines.length > MAX_TRACK_LINES ? lines.length - MAX_TRACK_LINES + 1 : 0;
+    const unfold = () => { this.isWhole = true; this.makeLegend(lines); };
+    this.legend.classList.toggle("whole", Boolean(this.isWhole));
+    this.legend.replaceChildren(...(hasBad ? [el("span", { class: "bad-note" }, "▼ NaN or infinite")] : []), ...lines.slice(0, lines.length - numMore).map((line) => {
       const reading = el("span", { class: "reading" });
       this.readings.set(line.label, reading);
       const mark = el("canvas", { class: "swatch", "aria-hidden": "true" });
@@ -199,7 +202,7 @@ class Chart {
           this.draw(this.given);
         },
       }, mark, line.label, reading);
-    }), ...(hasDumps ? [this.dumpNote] : []));
+    }), ...(numMore ? [el("button", { type: "button", class: "line-name", onclick: unfold }, `and ${numMore} more`)] : []), ...(hasDumps ? [this.dumpNote] : []));
   }
   follow(plot, shown) {
     const index = plot.cursor.idx;

@@ -23,7 +23,9 @@ class RanksPanel {
     const { titles, rows, odd } = block.data, newest = new Map();
     for (const row of rows) if (row[0] !== null) newest.set(row[0], Object.fromEntries(titles.map((title, index) => [title, row[index]])));
     this.ranks = [...newest.values()];
-    this.odd = new Set(odd);
+    const named = app.top.findings.filter(([, , mark]) => mark === "wrong").flatMap(([, , , , about]) => (about.rank ?? "").replace(/\(.*/, "").match(/\d+/g) ?? []);
+    this.named = [...new Set(named.map(Number))];
+    this.odd = new Set([...odd, ...(named.length < this.ranks.length ? this.named : [])]);
     this.isWhole = false;
   }
   build(section) {
@@ -118,7 +120,7 @@ class RanksPanel {
     if (one === null) return ["no rank"];
     const { by, cells } = this.drawn, cell = cells.get(one);
     const value = cell.kind === NUMBER ? shortNumber(cell.value) : cell.kind === NONFINITE ? `${cell.nan} NaN, ${cell.inf} infinite` : "not known";
-    return [`rank ${one.rank}${this.odd.has(one.rank) ? ", odd" : ""}`, [one.host, one.node !== null && `node ${one.node}`, one["local rank"] !== null && `GPU ${one["local rank"]}`].filter(Boolean).join(", "),
+    return [`rank ${one.rank}${this.odd.has(one.rank) ? ", which stands out" : ""}`, [one.host, one.node !== null && `node ${one.node}`, one["local rank"] !== null && `GPU ${one["local rank"]}`].filter(Boolean).join(", "),
       `${RANK_COLORS[by][0]}: ${value}`, [one.state, one.step !== null && `step ${one.step}`].filter(Boolean).join(", ")];
   }
   async update() {
@@ -126,7 +128,7 @@ class RanksPanel {
     const { titles, rows, odd } = this.data;
     const chosen = this.app.state.get("rank");
     const order = new Map(odd.map((rank, index) => [rank, index]));
-    const isFirst = (row) => row[0] === chosen ? -1 : order.get(row[0]) ?? (row[9] > 0 ? odd.length : Infinity);
+    const isFirst = (row) => row[0] === chosen ? -1 : order.get(row[0]) ?? (row[9] > 0 || (this.hasGrid && this.odd.has(row[0])) ? odd.length : Infinity);
     const alone = rows.filter((row) => row[9] > 0).map((row) => row[0]);
     const sorted = [...rows].sort((a, b) => isFirst(a) - isFirst(b) || 0);
     const shown = this.isWhole ? rows : sorted.slice(0, MAX_RANK_ROWS);
@@ -139,7 +141,8 @@ class RanksPanel {
         value === null ? "" : typeof value === "number" ? value.toLocaleString("en") : value))));
     const said = odd.length ? `Odd: ${odd.slice(0, 20).map((rank) => `rank ${rank}`).join(", ")}. ` :
       rows.length > 2 ? "No rank is odd: of the values that were compared, no rank has more far from the median of all than the others. " : "";
-    const more = alone.length ? `Values that are not finite where most ranks' are: ${this.ranksText(alone)}.` : "";
+    const found = this.hasGrid && this.named.length ? `What stands out of the run names ${this.ranksText(this.named)}. ` : "";
+    const more = found + (alone.length ? `Values that are not finite where most ranks' are: ${this.ranksText(alone)}.` : "");
     this.table.replaceChildren(el("p", { class: "note" }, said + more),
       el("table", { class: "grid" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)),
       ...(rows.length > shown.length ? [el("button", { type: "button", onclick: () => { this.isWhole = true; this.update(); } }, `all ${plural(rows.length, "rank")}`)] : []));
