@@ -26,6 +26,7 @@ from ..analyze.first.first import first
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
 from ..globalview.tensor import TensorLayout
+from ..run.probe import probe_size
 from ..run.reply import span
 from ..run.run import Run
 from ..run.status import RankNow, RunWatch
@@ -90,7 +91,11 @@ def collect(
         if checks is None:
             told["verdict"] = "`recorder doctor` was not asked; it says so on its own"
             checks = ()
-        rows_text = f"{run.num_rows:,}, {size(run.size_bytes)}"
+        probed, rows_text = probe_size(run.writers), f"{run.num_rows:,}"
+        if probed is not None:
+            num_rows = sum(writer.num_rows for writer in run.writers) - run.num_rows
+            rows_text += f", and {num_rows:,} of the probe, which hold {probed.num_numbers:,} numbers"
+        rows_text += f", {size(run.size_bytes)}"
         facts = facts_of(run, steps=span(run.steps), states=_states(run), rows=rows_text)
         own = list(of_first(nonfinite))
         yield top_block(run, checks, judged, own, nonfinite.notes, collected, told, list(facts))

@@ -49,6 +49,8 @@ def test_the_probe_fills_the_steps_between_those_with_statistics(tmp_path: Path)
     axes = blocks["axes"].data
     assert axes["steps"] == list(range(12)) and axes["probed"]
     probe = run.probe().to_pandas()
+    rows = dict(blocks["top"].data["facts"])["rows"]
+    assert rows.startswith(f"{run.num_rows:,}, and ") and f"of the probe, which hold {len(probe):,} numbers, " in rows
     norms = {}
     for site, name, join in (("output", "", np.linalg.norm), ("grad", "weight", np.mean)):
         number = next(n for n, one in enumerate(axes["series"]) if one[1:3] == [site, name])
