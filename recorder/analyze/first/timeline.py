@@ -34,8 +34,8 @@ from ...sites import AT_LEAST, NUMBERS
 
 _KEY = ("step", "micro_step", "call", "repeat", "mode", "phase", "rank", "attempt", "scope",
         "root", "module_path", "site", "name")  # fmt: skip
-_COLUMNS = (*_KEY, "seq", "dtype", "shape", "numel", "offsets", "placements", "mesh", "note", *STATISTICS, *COUNTS,
-            "fingerprint", "encoding")  # fmt: skip
+_COLUMNS = (*_KEY, "seq", "time_ns", "dtype", "shape", "numel", "offsets", "placements", "mesh", "note", *STATISTICS,
+            *COUNTS, "fingerprint", "encoding")  # fmt: skip
 
 VALUE_COLUMNS = (*_KEY, "dtype", "shape")
 """The columns of a table that a `RecordedValue` is made of."""
@@ -123,7 +123,9 @@ class Timeline:
         self.firsts = firsts
         tables = whole_rows(run.writers, steps) if tables is None else tables
         table = pa.concat_tables([_SCHEMA.empty_table(), *tables]).unify_dictionaries().combine_chunks()
-        in_time = [integers(table.column(name)) for name in TIME_ORDER]
+        # In a merged run the rows of the model and those that stayed with a rank are numbered apart.
+        columns = ("attempt", "step", "time_ns") if run.is_merged else TIME_ORDER
+        in_time = [integers(table.column(name)) for name in columns]
         # The row of a value that turned on a device is put once its norm has arrived, after the scalars of its step.
         in_time[-1] = in_time[-1] - np.where(holds(table.column("note"), is_counted_at_least), _LATEST, 0)
         table = table.take(pa.array(np.lexsort(in_time[::-1])))
@@ -134,7 +136,8 @@ class Timeline:
             table = table.filter(pa.array(counts))
         codes_of_steps, ranks = codes(table.column("step")), codes(table.column("rank"))
         # A row's index among the rows of its rank and step, in the rank's order, serves as a time common to all ranks.
-        starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | (np.diff(ranks) != 0)])
+        is_other_rank = (np.diff(ranks) != 0) & (not run.is_merged)
+        starts = np.flatnonzero(np.r_[True, (np.diff(codes_of_steps) != 0) | is_other_rank])
         lengths = np.diff(np.r_[starts, len(ranks)])
         num_before = np.arange(len(ranks)) - np.repeat(starts, lengths) if len(ranks) else np.zeros(0, np.int64)
         order = _times(run, table, codes_of_steps, ranks, num_before).order()
@@ -229,7 +232,6 @@ def _times(run: Run, table: Any, steps: Integers, ranks: Integers, num_before: I
 
 
 def _stages(run: Run, table: Any) -> Integers:
-    """Return each row's pipeline stage, -1 for none, from the notes of a merged run or from the manifests."""
     if run.is_merged:
         notes, texts = encode(table.column("note"))
         of_text = np.array([-1 if (stage := stage_of(text)[0]) is None else stage for text in texts] + [-1], np.int64)

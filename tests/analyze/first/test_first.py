@@ -17,7 +17,7 @@ import recorder
 from recorder.analyze.first.first import First
 from recorder.columns import COUNTS, STATISTICS
 from tests.rigs.handmade import HandmadeWriter, Row, ledger, make_parts, make_row, make_run
-from tests.rigs.meshes import grid_facts, mesh_run
+from tests.rigs.meshes import grid_facts, mesh_run, plain
 
 DDP = {"kind": "ddp", "ranks": [0, 1]}
 MODULES = [{"path": "up", "class": "Linear", "source": "train.py:7", "sites": ["output"]}]
@@ -665,6 +665,22 @@ def test_a_merged_run_keeps_its_findings(tmp_path: Path) -> None:
     assert (result.replica.value.step, result.replica.groups, result.replica.is_assumed) == (1, [[0], [1]], False)
     assert result.replica.last_equal is not None and result.replica.last_equal.step == 0
     assert [(buffer.value.name, buffer.value.step, buffer.groups) for buffer in result.buffers] == [("mean", 0, [[1]])]
+
+
+def test_the_first_nan_of_a_merged_run_is_the_first_in_time(tmp_path: Path) -> None:
+    """The rows that stayed with a rank are numbered from 0, beside those of the whole model."""
+    run = make_run(tmp_path / "run", merged_from={"run_id": "a", "path": "a"})
+    (run / "global").mkdir()
+    writer = HandmadeWriter(run, 0, name="merge")
+    writer.directory = writer.directory.rename(run / "global" / "merge")
+    rows = [plain(number, np.full(2, 1.0 if number < 3 else np.nan), module_path=f"l{number}") for number in range(5)]
+    writer.add_shard([[row | {"rank": None} for row in rows]])
+    writer.finish(rank=None)
+    apart = HandmadeWriter(run, 1, name="merge")
+    apart.add_shard([[plain(9, np.full(2, np.nan), module_path="later") | {"seq": 0, "rank": 1}]])
+    apart.finish()
+    result = found(recorder.open_run(run))
+    assert result.nonfinite is not None and result.nonfinite.value.module_path == "l3"
 
 
 @pytest.mark.parametrize(
