@@ -188,3 +188,8 @@ def may_mask(site: str, name: str) -> bool:
 
 AT_LEAST = "at_least"
 """The member `counts` of a note whose row counts 1 where at least one element is NaN or infinite, and else 0."""
+
+
+def full_name(path: str, name: str) -> str:
+    """Return the name that a module's parameter, buffer or part has in the model."""
+    return f"{path}.{name}" if path and name else path or name

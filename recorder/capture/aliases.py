@@ -93,7 +93,9 @@ class Aliases:
         owner = _owner(tensor)
         for known in reversed(self._known):
             if known.owner() is owner:
-                if _was_changed(tensor) and any(placement.is_partial() for placement in known.placements):
+                # An all-reduce may have completed a partial sum.
+                was_changed = tensor.is_inference() or tensor._version > 0
+                if was_changed and any(placement.is_partial() for placement in known.placements):
                     return None
                 return _chunk_in(known, tensor.storage_offset(), tensor.shape, tensor.stride())
         return None
@@ -196,11 +198,6 @@ def _chunk_in(known: _KnownMemory, start: Any, shape: torch.Size, strides: tuple
         return None
     seen = _seen_as(known, mesh, shape, strides)
     return None if seen is None else chunk_of(*seen)
-
-
-def _was_changed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may have been written to since it was made: an all-reduce may have completed a partial sum."""
-    return tensor.is_inference() or tensor._version > 0
 
 
 def _seen_as(

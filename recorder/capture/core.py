@@ -390,7 +390,6 @@ class Capture:
         return block
 
     def _had_no_room(self, origin: Origin, keep: int, nbytes: int, parts: int) -> None:
-        """Count a value for which the pool had no room, and warn."""
         pool, reason = self.pool, "too_large" if nbytes > self.pool.capacity_bytes else "pool_full"
         if keep & KEEP_RING and self.ring is not None:
             pool, reason = self.ring.pool, "ring_full"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..system.processes import live_instances, loaded
 from .dtensors import spec_of
-from .marks import marked_data_parallel
+from .marks import MEGATRONS_SCHEDULES, marked_data_parallel, ranks_of, stage_of_schedule
 from .topology import is_distributed
 
 DataParallel = dict[str, Any]
@@ -120,13 +119,7 @@ def _data_parallel(module: nn.Module) -> DataParallel | None:
 
 def _ddp(wrapper: Any) -> DataParallel:
     broadcasts = bool(wrapper.broadcast_buffers)
-    return {"kind": "ddp", "ranks": _ranks(wrapper.process_group), "broadcast_buffers": broadcasts}
-
-
-def _ranks(group: Any) -> list[int]:
-    from torch.distributed import get_process_group_ranks
-
-    return list(get_process_group_ranks(group))
+    return {"kind": "ddp", "ranks": [*ranks_of(wrapper.process_group)], "broadcast_buffers": broadcasts}
 
 
 def _mesh_ranks(info: Any) -> list[int]:
@@ -145,7 +138,7 @@ def fsdp1_ranks(wrapper: Any) -> list[int]:
     Where the strategy was given two process groups, only this rank's groups are known. The other ranks follow from
     these, because the strategy needs a regular grid.
     """
-    shards = _ranks(wrapper.process_group)
+    shards = [*ranks_of(wrapper.process_group)]
     across = getattr(wrapper, "_inter_node_pg", None)
     if across is None:
         return shards
@@ -154,21 +147,21 @@ def fsdp1_ranks(wrapper: Any) -> list[int]:
         return [rank for row in mesh.mesh.tolist() for rank in row]
     from torch.distributed import get_rank
 
-    return [replica + shard - get_rank() for replica in _ranks(across) for shard in shards]
+    return [replica + shard - get_rank() for replica in ranks_of(across) for shard in shards]
 
 
 _MODULE = "torch.distributed.pipelining.stage"
 
 Pipeline = dict[str, int]
-"""The keys: ``stage``, counted from 0, and ``num_stages``."""
+"""The keys: ``stage``, counted from 0; ``num_stages``; ``parts_of_loss`` as in `format.manifest.Stage`."""
 
 
 class StageCall(NamedTuple):
     """A call of a stage's module."""
 
     pipeline: Pipeline
-    micro_batch: int | None
-    """The index of the micro-batch; None outside of training: a stage may run once more to learn shapes to send."""
+    is_trial: bool = False
+    """True outside of training: a stage may run once more to learn shapes to send."""
 
 
 def is_whole_pipe(module: object) -> bool:
@@ -179,34 +172,25 @@ def is_whole_pipe(module: object) -> bool:
 
 def stage_call() -> StageCall | None:
     """Return the call of a stage that is under way on this thread; None outside of such calls."""
-    for frame, stage in _stage_frames():
-        pipeline = {"stage": int(stage.stage_index), "num_stages": int(stage.num_stages)}
-        if frame.f_code.co_name == "forward_one_chunk":
-            return StageCall(pipeline, int(frame.f_locals["fwd_chunk_id"]))
-        if "infer" in frame.f_code.co_name:
-            return StageCall(pipeline, None)
-    return None
-
-
-def micro_batch_of_backward() -> int | None:
-    """Return the micro-batch whose backward runs on this thread; None where no stage's backward runs here."""
-    for frame, _ in _stage_frames():
-        if "bwd_chunk_id" in frame.f_code.co_varnames:
-            return int(frame.f_locals["bwd_chunk_id"])
-    return None
-
-
-def _stage_frames() -> Iterator[tuple[FrameType, Any]]:
     kind = loaded(_MODULE, "_PipelineStageBase")
-    frame = sys._getframe(2) if kind is not None else None
+    frame = sys._getframe(1) if kind is not None or MEGATRONS_SCHEDULES in sys.modules else None
     while frame is not None:
-        if frame.f_globals.get("__name__") == _MODULE and isinstance(stage := frame.f_locals.get("self"), kind):
-            yield frame, stage
+        module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if module == MEGATRONS_SCHEDULES and name == "forward_step":
+            pipeline = stage_of_schedule(frame.f_locals)
+            return None if pipeline is None else StageCall(pipeline)
+        if module == _MODULE and isinstance(stage := frame.f_locals.get("self"), kind):
+            pipeline = {"stage": int(stage.stage_index), "num_stages": int(stage.num_stages)}
+            if name == "forward_one_chunk" or "infer" in name:
+                return StageCall(pipeline, is_trial=name != "forward_one_chunk")
         frame = frame.f_back
+    return None
 
 
 IGNORED = "ignored"
 """The parameter is trained, but the data-parallel wrapper was configured to ignore the parameter."""
+EXPERT = "expert"
+"""The parameter is that of an expert whose number in the whole model is known: ranks with one name have one expert."""
 MARKED = "allreduce_false"
 """The parameter has ``allreduce = False``, which Megatron and DeepSpeed set on experts."""
 CUT = "cut_over_batches"

@@ -16,17 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..observe.tree import innermost
 from ..records import Chunk
 from .dtensors import compact, written_ranks
 from .topology import is_distributed
 
 _STATE = "megatron.core.parallel_state"
+MEGATRONS_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _MAX_KNOWN = 256
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
     """Return the ranks of a process group that Megatron's `parallel_state` names; empty without such a group."""
-    return _ranks_of(getattr(sys.modules.get(_STATE), f"_{name}_GROUP", None))
+    return ranks_of(getattr(sys.modules.get(_STATE), f"_{name}_GROUP", None))
 
 
 def process_groups() -> list[dict[str, Any]]:
@@ -37,13 +39,14 @@ def process_groups() -> list[dict[str, Any]]:
 
     groups = []
     for group in list(dist.distributed_c10d._world.pg_map):
-        if ranks := _ranks_of(group):
+        if ranks := ranks_of(group):
             name, backend = getattr(group, "group_desc", "") or group.group_name, dist.get_backend(group)
             groups.append({"name": name, "ranks": written_ranks([*ranks], (len(ranks),)), "backend": backend})
     return groups
 
 
-def _ranks_of(group: object) -> tuple[int, ...]:
+def ranks_of(group: object) -> tuple[int, ...]:
+    """Return the global ranks of a process group, in the order of the group; empty for anything else."""
     if not is_distributed():
         return ()
     import torch.distributed as dist
@@ -57,10 +60,25 @@ def marked_data_parallel(root: nn.Module) -> dict[str, Any] | None:
     A model may have groups of its own, its `pg_collection`, which form another grid than those of `parallel_state`.
     """
     own = next(filter(None, (getattr(module, "pg_collection", None) for module in root.modules())), None)
-    ranks = _ranks_of(getattr(own, "dp", None))
-    if not ranks and _ranks_of(getattr(own, "tp", None)) in ((), group_ranks("TENSOR_MODEL_PARALLEL")):
+    ranks = ranks_of(getattr(own, "dp", None))
+    if not ranks and ranks_of(getattr(own, "tp", None)) in ((), group_ranks("TENSOR_MODEL_PARALLEL")):
         ranks = group_ranks("DATA_PARALLEL")
     return {"kind": "megatron", "ranks": list(ranks)} if ranks else None
+
+
+def stage_of_schedule(given: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the stage that Megatron calls, by the local variables of its `forward_step`; None without a pipeline."""
+    model, config = innermost(given["model"]), given["config"]
+    ranks = ranks_of(getattr(getattr(model, "pg_collection", None), "pp", None))
+    ranks = ranks or group_ranks("PIPELINE_MODEL_PARALLEL")
+    at, num_chunks = _index(ranks), getattr(config, "virtual_pipeline_model_parallel_size", None) or 1
+    if at is None or len(ranks) < 2:
+        return None
+    return {
+        "stage": at + len(ranks) * (given.get("vp_stage") or 0),
+        "num_stages": len(ranks) * num_chunks,
+        "parts_of_loss": 0 if getattr(config, "calculate_per_token_loss", False) else given["num_microbatches"],
+    }
 
 
 def marked_ranks(root: nn.Module) -> tuple[int, ...]:
@@ -90,7 +108,8 @@ def tensor_ranks(module: nn.Module) -> tuple[int, ...]:
     is_cut = any(is_marked(parameter) for parameter in module._parameters.values())
     if not is_cut and not any(isinstance(getattr(module, size, None), int) for size in _SIZES):
         return ()
-    return _ranks_of(getattr(module, "tp_group", None)) or group_ranks("TENSOR_MODEL_PARALLEL")
+    name = "EXPERT_TENSOR_PARALLEL" if getattr(module, "is_expert", False) else "TENSOR_MODEL_PARALLEL"
+    return ranks_of(getattr(module, "tp_group", None)) or group_ranks(name)
 
 
 _SIZES = (
@@ -110,8 +129,6 @@ def is_marked(parameter: object) -> bool:
 def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tuple[int, ...]) -> Chunk | None:
     """Return the chunk of a marked parameter, its gradient or its state; None where nothing is marked.
 
-    An expert's parameters have no chunk: which ranks share an expert is not marked.
-
     Args:
         parameter: the parameter, which is cut over the ranks if it is marked.
         tensor: the parameter, its gradient, or a state of an optimizer.
@@ -120,7 +137,7 @@ def chunk_of_parameter(parameter: torch.Tensor, tensor: torch.Tensor, ranks: tup
     if not is_marked(parameter) or tensor.shape != parameter.shape:
         return None
     dim = getattr(parameter, "partition_dim", -1)
-    is_cut = isinstance(dim, int) and 0 <= dim < parameter.dim() and getattr(parameter, "allreduce", True)
+    is_cut = isinstance(dim, int) and 0 <= dim < parameter.dim()
     return _cut(tensor.shape, dim, ranks, _stride(parameter)) if is_cut and len(ranks) > 1 else None
 
 
@@ -189,7 +206,8 @@ def chunks_of_given(parameter: torch.Tensor, ranks: tuple[int, ...]) -> Seen:
 
     Of a parameter that is used with each rank's slice of a sequence, each rank has a summand of the gradient.
     """
-    chunk, at = chunk_of_parameter(parameter, parameter, ranks), _index(ranks)
+    is_shared = getattr(parameter, "allreduce", True) is not False
+    chunk, at = chunk_of_parameter(parameter, parameter, ranks) if is_shared else None, _index(ranks)
     if chunk is not None or at is None or getattr(parameter, "sequence_parallel", False) is not True:
         return Seen(chunk, chunk)
     summand = {"kind": "Partial", "reduce_op": "sum"}

@@ -53,8 +53,6 @@ _BLOCK_S = 30.0
 _MAX_COLUMNS = 1 << 16
 """The most values; names may change with the data, and further values are not measured."""
 _MAX_PLANS = 4096
-_MAX_ARRIVING = 16
-"""The most steps whose numbers are on their way from a device; values of further steps are not measured there."""
 _WAIT_S = 5.0
 """The longest wait for numbers on their way, in seconds, at the end of the recording."""
 _HELD_BYTES = 1 << 22
@@ -148,7 +146,7 @@ class Probe:
             column = self._add(key, origin, moment, phase, scope, chunk, local)
             if column is None:
                 return keep
-        is_on_host = _is_on_host(local)
+        is_on_host = local.is_cpu
         seen = self._seen.get(threading.get_ident()) if self._seen else None
         if seen is not None or not is_on_host:
             value = ProbedValue(column, local.dtype, numel, local.shape, origin, phase, scope, chunk, note)
@@ -308,7 +306,6 @@ class Probe:
         self, key: tuple[Origin, str, str], origin: Origin, moment: Moment, phase: str, scope: str | None,
         chunk: Chunk | None, local: torch.Tensor,
     ) -> int | None:  # fmt: skip
-        """Add a column, and return its number; None if there are too many."""
         facts: dict[str, Any] = {"dtype": DTYPES[local.dtype]}
         if chunk is not None:
             facts["global_numel"] = math.prod(chunk.global_shape)
@@ -356,7 +353,6 @@ class Probe:
             self._append(numbers)
 
     def _add_norms(self, seen: list[SeenOnDevice], norms: npt.NDArray[np.float32], numbers: StepNumbers) -> None:
-        """Add the norms of values on a device to the numbers of their step."""
         squares = np.square(norms.astype(np.float64))
         columns = np.array([one.value.column for one in seen])
         numels = np.array([one.value.numel for one in seen], np.float64)
@@ -417,10 +413,6 @@ class Probe:
             if self._has_values:
                 self._end_step()
             self.flush()
-
-
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu
 
 
 def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -159,7 +159,6 @@ class TapsByHand:
             watch_gradient(tensor, hook)
 
     def _locate(self, module: nn.Module | None) -> tuple[Root | None, str]:
-        """Return the root and path of a module; the first root and an empty path for an unknown module."""
         for root in self._roots:
             if module is not None and (path := root.path_of(module)) is not None:
                 return root, path

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..config import RUN_NAME
 from ..rules import Rule
-from ..sites import FORMAT_VERSION, SITE_OF, Expected, values_of
+from ..sites import FORMAT_VERSION, SITE_OF, Expected
 from ..system.processes import runs
 from .commands import Answer, rules_in_force
 from .rundir import Members, Shared
@@ -28,13 +28,8 @@ class Stage(NamedTuple):
 
     number: int
     num_stages: int
-
-    def is_between(self, module_path: str, site: str) -> bool:
-        """Whether a value is passed between stages: it is an input or output of a root, but not of the model."""
-        if module_path:
-            return False
-        is_first, is_last = self.number == 0, self.number == self.num_stages - 1
-        return not is_first if values_of(site) == "input" else not is_last and values_of(site) == "output"
+    parts_of_loss: int = 1
+    """The number by which the program divides the mean loss of a micro-batch; 0 where that loss is a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +162,8 @@ def _stage(members: Members | None) -> Stage | None:
     number, num_stages = members.optional_count("stage"), members.optional_count("num_stages")
     if number is None or num_stages is None or not number < num_stages <= MAX_STAGES:
         return None
-    return Stage(number, num_stages)
+    parts_of_loss = members.optional_count("parts_of_loss")
+    return Stage(number, num_stages, 1 if parts_of_loss is None else parts_of_loss)
 
 
 COUNTED = "counted"

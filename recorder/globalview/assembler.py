@@ -195,7 +195,10 @@ class Assembler:
             values = self._fetch(positions[chunk], low, high).view(numpy_dtype(tensor.dtype))
             terms.append((values, tensor.dtype, factor))
         out = np.empty(high - low, numpy_dtype(dtype))
-        is_exact = len(terms) == 1 and _is_exact_in_float32(terms[0][1], terms[0][2])
+        _, of_first, factor = terms[0]
+        # A power of two changes only the exponent, so the product in float32 is that in float64.
+        is_exact = len(terms) == 1 and of_first in ("float32", "bfloat16", "float16")
+        is_exact &= math.frexp(factor)[0] == 0.5 and 2**-16 <= factor < 1
         with np.errstate(all="ignore"):  # overflow gives inf, a signalling NaN becomes a quiet one
             for start in range(0, len(out), _BLOCK_ITEMS):
                 total: npt.NDArray[Any] | None = None
@@ -308,11 +311,6 @@ def _as_runs(plan: Plan) -> list[Fill] | None:
             return None
         end = max(end, stop)
     return [fill for _, fill in runs] if end == math.prod(plan.global_shape) else None
-
-
-def _is_exact_in_float32(dtype: str, factor: float) -> bool:
-    """Return True if a product in float32 equals the product in float64: a power of two changes only the exponent."""
-    return dtype in ("float32", "bfloat16", "float16") and math.frexp(factor)[0] == 0.5 and 2**-16 <= factor < 1
 
 
 def _widened(values: npt.NDArray[Any], dtype: str, *, is_scaled: bool) -> npt.NDArray[Any]:

@@ -63,6 +63,8 @@ class BatchDims(NamedTuple):
     sizes: tuple[int, ...]
     dims: frozenset[int]
     """The dims. Dim 0 is also included if its sizes are a multiple of the batch sizes."""
+    first: int | None
+    """The first dim of exactly these sizes."""
 
 
 class Sample(NamedTuple):
@@ -114,8 +116,19 @@ class Leaves:
             self._dims[leaf] = min(common) if common else None
         return self._dims[leaf]
 
+    def is_sequence_first(self, leaf: Leaf) -> bool:
+        """Return True if the batch is a later dim than 0 of what the module, or the nearest one around it, is given."""
+        path, (sample, _, _) = leaf.module_path, self._load()
+        while sample is not None:
+            given = (leaf.root, leaf.stage, path, "input", leaf.mode)
+            leaves = (one for one in sample.leaves if (*one[:3], one.site, one.mode) == given)
+            firsts = {moment.first for one in leaves for moment in self._moments(one)} - {None}
+            if firsts or not path:
+                return bool(firsts) and 0 not in firsts
+            path = path.rpartition(".")[0]
+        return False
+
     def _moments_of_kin(self, leaf: Leaf) -> list[BatchDims]:
-        """Return a few moments of the leaves that differ from a leaf only in mode and call."""
         if self._kin is None:
             self._kin = {}
             sample, _, _ = self._load()
@@ -303,6 +316,9 @@ class LeafAcrossSteps(Unequal):
 
     def batch_dim(self) -> int | None:
         return self.leaves.batch_dim(self.leaf)
+
+    def is_sequence_first(self) -> bool:
+        return self.leaves.is_sequence_first(self.leaf)
 
     def among(self, numbers: Sequence[int]) -> Self:
         """Return the same object for only some of the chunks."""

@@ -190,7 +190,7 @@ class Planner:
     ) -> Plan | NoPlan:
         """Leave values with their ranks if one stage passes them to the next, or if they lack a micro-batch."""
         key = value.key
-        if stage.is_between(key.module_path, key.site):
+        if self._reader.topology.is_between(stage, key.module_path, key.site):
             return NoPlan(HANDED_ON, f"stage {stage.number} of {stage.num_stages} hands it on or is handed it")
         is_state = key.site in STATES and key.phase != "backward"
         if is_state or isinstance(plan, NoPlan):
@@ -199,6 +199,11 @@ class Planner:
         known = self._reader.root_batches.micro_batches((key.root, key.mode, value.step), set(value.ranks))
         if not is_micro_batch and (lacking := unseen(value.ranks, micro_steps, known)):
             return NoPlan("partial", lacking)
+        if stage.parts_of_loss != 1 and plan.scale is not None and key.phase == "backward":
+            if len(known) != stage.parts_of_loss:
+                why = f"the program does not divide the loss by its {len(known)} micro-batches; --loss sum can say so"
+                return NoPlan("per_rank", why)
+            plan = plan.times(len(known))
         num_micro_batches = len(set(micro_steps))
         if num_micro_batches == 1:
             return plan
@@ -207,10 +212,12 @@ class Planner:
     def _is_of_own_parameters(self, value: ValueRows) -> bool:
         """Return True if plain chunks belong to a parameter that each rank has for itself, or depend on such a one."""
         root, module_path, site, name, _, _ = value.key
-        if value.chunks[0].global_shape is not None or len(value.expected) < 2 or site in NUMBERS:
+        if value.chunks[0].global_shape is not None or site in NUMBERS:
             return False
         own = self._reader.topology.own_parameters
-        return own.has(root, module_path, name) if site in STATES else own.works_apart(root, module_path)
+        if site in STATES:
+            return len(value.expected) > 1 and own.has(root, module_path, name)
+        return own.works_apart(root, module_path)
 
     def _report_missing_ranks(self, value: ValueRows, missing: tuple[int, ...]) -> None:
         root, _, site, _, mode, _ = value.key

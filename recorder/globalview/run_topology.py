@@ -18,6 +18,7 @@ from ..columns import COUNTS, MEASURED, STATISTICS, parse_shape
 from ..format.manifest import MAX_RANKS, ParallelRanks, RecordedRoot, Stage
 from ..numerics.keys import Integers
 from ..read.writers import RecordedWriter
+from ..sites import full_name, values_of
 from ..system.text import listed
 
 
@@ -74,7 +75,7 @@ class Topology:
             base = self._groups.get(of_stage)
             if stage is not None:
                 of_stage_ranks = {
-                    self._writers[n].rank for (n, name), own in self.stages.items() if (name, own) == (root, stage)
+                    self._writers[n].rank for (n, name), one in self.stages.items() if (name, one[0]) == of_stage[1:]
                 }
                 ranks = tuple(sorted(rank for rank in of_stage_ranks if rank is not None))
                 base = base or DataParallelGroup("assumed", ranks)
@@ -216,6 +217,21 @@ class Topology:
             if root.stage is not None
         }
 
+    def is_between(self, stage: Stage, module_path: str, site: str) -> bool:
+        """Whether a module's value is neither the input in the first nor the output in the last stage that has it."""
+        numbers = self._stages_with.get(module_path, {stage.number}) if module_path else {0, stage.num_stages - 1}
+        wanted = {"input": min(numbers), "output": max(numbers)}
+        return stage.number != wanted.get(values_of(site), stage.number)
+
+    @cached_property
+    def _stages_with(self) -> dict[str, set[int]]:
+        numbers: dict[str, set[int]] = {}
+        for number, writer in enumerate(self._writers):
+            for root in writer.manifest.roots:
+                for module in root.modules if (number, root.name) in self.stages else ():
+                    numbers.setdefault(module.path, set()).add(self.stages[number, root.name].number)
+        return numbers
+
     def is_linear(self, root: str, module_path: str) -> bool:
         """Return True if the class name of a module ends in ``Linear``."""
         return (root, module_path) in self._linear
@@ -346,6 +362,7 @@ def _groups(groups: Sequence[Ranks]) -> str:
 
 
 _IGNORED = "ignored"
+_EXPERT = "expert"
 NOT_SHARED = "each rank has a parameter of its own under this name, as its manifest says"
 BEGAN_ALIKE = (
     "; its wrapper was told to leave it alone, and it began equal on all ranks: --layout '...=per_rank' if each rank "
@@ -369,9 +386,12 @@ class OwnParameters:
 
     def __init__(self, writers: Sequence[RecordedWriter]) -> None:
         self._writers = writers
-        roots = [root for writer in writers for root in writer.manifest.roots]
+        shared = [writer.manifest for writer in writers if writer.manifest.world_size != 1]
+        roots = [root for manifest in shared for root in manifest.roots]
         reasons = {(root.name, full, reason) for root in roots for full, reason in root.unshared.items()}
-        self._claimed: _Names = {(root, full) for root, full, _ in reasons}
+        self._experts: _Names = {(root, full) for root, full, reason in reasons if reason == _EXPERT}
+        """Parameters of experts whose names tell them apart, so that ranks which share a name share the expert."""
+        self._claimed: _Names = {(root, full) for root, full, _ in reasons} - self._experts
         """Parameters that a manifest calls a rank's own."""
         self._stated: _Names = {(root, full) for root, full, reason in reasons if reason != _IGNORED}
         """Parameters that the program itself, and not only a wrapper that ignores them, calls a rank's own."""
@@ -382,7 +402,7 @@ class OwnParameters:
 
     @cached_property
     def _modules(self) -> _Names:
-        return self._apart(self._names)
+        return self._apart(self._names | self._experts)
 
     @cached_property
     def _alike(self) -> _Names:
@@ -406,7 +426,7 @@ class OwnParameters:
         for writer in self._writers if names else ():
             for root in writer.manifest.roots:
                 for module in root.modules:
-                    if any((root.name, _joined(module.path, own)) not in names for own in module.params):
+                    if any((root.name, full_name(module.path, own)) not in names for own in module.params):
                         shared |= {(root.name, above) for above in _with_above(module.path)}
         return {(root, path) for root, full in names for path in _with_above(_owner(full))} - shared
 
@@ -419,8 +439,8 @@ class OwnParameters:
         return bool(self._claimed) and _is_of(self._alike, root, module_path, name)
 
     def works_apart(self, root: str, module_path: str) -> bool:
-        """Return True if all parameters of a module, or of a module around it, belong to one rank alone."""
-        return bool(self._claimed) and any((root, path) in self._modules for path in _with_above(module_path))
+        """Return True if all parameters of a module, or of a module around it, are experts' or belong to one rank."""
+        return any((root, path) in self._modules for path in _with_above(module_path))
 
 
 def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tuple[str, str], dict[int, Any]]:
@@ -431,7 +451,7 @@ def _first_contents(writers: Sequence[RecordedWriter], names: _Names) -> dict[tu
         for batch in shard.columns(_FIRSTS):
             is_asked = pc.and_(pc.equal(batch.column("site"), "param"), pc.is_in(batch.column("name"), ends))
             for row in batch.filter(pc.fill_null(is_asked, False)).to_pylist():
-                one = row["root"], _joined(row["module_path"], row["name"])
+                one = row["root"], full_name(row["module_path"], row["name"])
                 if one not in names or row["step"] > first_contents.get(one, (row["step"],))[0]:
                     continue
                 if row["step"] < first_contents.setdefault(one, (row["step"], {}))[0]:
@@ -452,12 +472,8 @@ def _expert_of(modules: _Names, root: str, module_path: str) -> str:
 
 
 def _is_of(names: _Names, root: str, module_path: str, name: str) -> bool:
-    full = _joined(module_path, name)
+    full = full_name(module_path, name)
     return any((root, some) in names for some in (full, *_with_above(_owner(full))))
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _owner(full: str) -> str:

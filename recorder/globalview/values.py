@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ..layout.levels import BatchGroup
 from ..layout.placement import NoPlan, RankChunk
 from ..numerics.keys import encode, pack
 from ..read.metadata import NONE, Keys, MetadataRows, MicroBatches, Positions, missing_stages
@@ -153,7 +152,6 @@ class GlobalValues:
         return None if values is None else Sampler(self._reader).sample(values)
 
     def _group(self, positions: Positions | None, without_sites: Sequence[str] = ()) -> GroupedValues | None:
-        """Group the rows to use by value, with only part 0 of each tensor; None if no row is left."""
         chosen = np.flatnonzero(self.counts) if positions is None else positions[self.counts[positions]]
         chosen = chosen[self._rows.numbers("part")[chosen] == 0]
         if without_sites:
@@ -319,7 +317,9 @@ class Sampler:
         if content is EqualContent.NOTHING:
             return Observation.NOTHING
         is_certain = content is EqualContent.NUMBERS
-        if some is not None and _share_a_local_batch(value.batch_groups, numbers):
+        groups = () if isinstance(value.batch_groups, NoPlan) else value.batch_groups
+        of_groups = ({i for unit in one.units for i in unit} for one in groups or ())
+        if some is not None and (groups is None or any(one.issuperset(numbers) for one in of_groups)):
             return Observation.EQUAL if is_certain else Observation.PERHAPS
         batch_dims, is_shared = self._batch_dims_of(value)
         if is_shared:
@@ -353,9 +353,10 @@ class Sampler:
             return None, batch.is_shared
         both = list(zip(shapes, batch.sizes, strict=True))
         dims = {d for d in range(len(shapes[0])) if all(shape[d] == size for shape, size in both)}
+        first = min(dims, default=None)
         if shapes[0] and any(all(shape[0] == size * factor for shape, size in both) for factor in batch.factors):
             dims.add(0)
-        return BatchDims(batch.sizes, frozenset(dims)), batch.is_shared
+        return BatchDims(batch.sizes, frozenset(dims), first), batch.is_shared
 
     def sharded_dim(self, grouped: GroupedRows, number: int, some: ChunkKeys) -> int | NoPlan | None:
         """Return the dim along which the named chunks of a value are cut; None where one of the chunks is missing."""
@@ -371,10 +372,3 @@ def _numbers_of(chunks: Sequence[RankChunk], some: ChunkKeys | None) -> list[int
         return list(range(len(chunks)))
     at = {(chunk.rank, chunk.micro_step): i for i, chunk in enumerate(chunks)}
     return [at[key] for key in some] if all(key in at for key in some) else []
-
-
-def _share_a_local_batch(batch_groups: tuple[BatchGroup, ...] | NoPlan | None, numbers: Sequence[int]) -> bool:
-    """Return True if the chunks come from ranks that share a part of the batch; None means that all ranks share it."""
-    if batch_groups is None or isinstance(batch_groups, NoPlan):
-        return batch_groups is None
-    return any(set(numbers) <= {i for unit in batch_group.units for i in unit} for batch_group in batch_groups)

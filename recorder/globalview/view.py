@@ -347,7 +347,7 @@ class GlobalRows:
                 if differing := self._differing.get(source):
                     members["replicas_differ"] = list(differing)
             if (stage := self._handed_on.get(source)) is not None:
-                members[HANDED_ON] = list(stage)
+                members[HANDED_ON] = [stage.number, stage.num_stages]
             if is_cut[i]:
                 members[NO_VALUES] = "a part of it is missing"
             if members:
@@ -369,7 +369,6 @@ class GlobalRows:
 
 
 def _cut_dims(plan: Plan) -> list[int]:
-    """Return the dims along which the regions of a plan begin at several places."""
     starts = [fill.region.start for fill in plan.fills if fill.region.start is not None]
     return [dim for dim, at in enumerate(zip(*starts, strict=True)) if len(set(at)) > 1]
 

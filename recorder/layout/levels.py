@@ -180,6 +180,9 @@ class WholeTensors:
     def batch_dim(self) -> int | None:
         return next((values.batch_dim() for values in self._pairs()), None)
 
+    def is_sequence_first(self) -> bool:
+        return self._among((0,)).is_sequence_first()
+
     def _pairs(self) -> list[ChunkValues]:
         """Return the values of all tensors in each region; empty if the tensors are cut differently."""
         if len({plan.global_shape for plan in self._wholes}) > 1:
@@ -254,10 +257,13 @@ def _source(across: Plan, wholes: Sequence[Plan]) -> str:
 
 
 def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoPlan:
-    """Return the fills of one group's tensor, moved to its place in the composed tensor."""
     term = fill.terms[0]
     plan = wholes[term.chunk]
     start = fill.region.start if across.dim is not None else (0,) * len(across.global_shape)
+    if start is None and fill.region.boxes:
+        if len(plan.fills) > 1 or plan.fills[0].region.numel != fill.region.numel:
+            return NoPlan("per_rank", "its batch lies in blocks, of which ranks that share a batch have parts")
+        return [fill._replace(terms=tuple(Term(i, factor * term.factor) for i, factor in plan.fills[0].terms))]
     if start is None:
         return []
     moved_fills = []
@@ -274,7 +280,6 @@ def _moved(fill: Fill, across: Plan, wholes: Sequence[Plan]) -> list[Fill] | NoP
 
 
 def _reduced(fill: Fill, wholes: Sequence[Plan]) -> list[Fill] | NoPlan:
-    """Return the fills of the sum of several groups' tensors, region by region."""
     chosen = [wholes[term.chunk] for term in fill.terms]
     if any(plan.op != "sum" for plan in chosen):
         return NoPlan("per_rank", f"a sum of what is reduced by {chosen[0].op} cannot be computed in one go")

@@ -380,6 +380,12 @@ class Plan(NamedTuple):
         is_whole = self.is_complete and self.dim is None and not self.needs_all
         return is_whole and all(fill.is_copy for fill in self.fills)
 
+    def times(self, factor: float) -> Plan:
+        """Return the plan of a tensor that is as many times as large."""
+        scaled = [[term._replace(factor=term.factor * factor) for term in fill.terms] for fill in self.fills]
+        fills = (fill._replace(terms=tuple(terms)) for fill, terms in zip(self.fills, scaled, strict=True))
+        return self._replace(fills=tuple(fills))
+
 
 class NoPlan(NamedTuple):
     """The reason why the chunks make no global tensor and each chunk stays the value of its rank."""

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from .placement import REDUCE_OPS, Fill, NoPlan, Plan, RankChunk, Term, named, plan_by_placements
-from .regions import Ints, box_region, whole
+from .regions import Ints, box_region, ranges_region, whole
 
 AS_ASKED = "as --layout says"
 """The reason why chunks are not joined if the user has asked for that."""
@@ -21,6 +21,7 @@ CHANGES = (
     "meant to be copies; --layout '...=per_rank', '...=replicate' or '...=shard(DIM)' says which"
 )
 NO_ROOT_INPUT = "unknown: the root's input was not recorded"
+_MAX_BLOCKS = 1 << 16
 LOSSES = ("mean", "sum", "weighted")
 _NO_NUMBERS = ("float4_e2m1fn_x2",)
 """The dtypes whose elements are pairs of numbers. They can be copied, but not used in arithmetic."""
@@ -65,6 +66,9 @@ class ChunkValues(Protocol):
     def batch_dim(self) -> int | None:
         """Return the dim that is the batch at all steps with a known batch; None if no step has evidence."""
 
+    def is_sequence_first(self) -> bool:
+        """Whether the module, or the nearest module around it, is given tensors whose batch is not dim 0."""
+
 
 class Unequal:
     """The answers for values about which nothing is known."""
@@ -80,6 +84,9 @@ class Unequal:
 
     def batch_dim(self) -> int | None:
         return None
+
+    def is_sequence_first(self) -> bool:
+        return False
 
 
 def decide_state(chunks: Sequence[RankChunk], *, source: str, num_expected: int) -> Plan | NoPlan:
@@ -114,8 +121,9 @@ def decide_activation(
         return NoPlan("per_rank", f"the ranks' tensors have different numbers of dims: {_shapes(chunks)}")
     if ndims == {0}:
         return decide_scalar(chunks, values)._replace(needs_all=True)
+    known = values
     if len(chunks) == 1:
-        known, values = values, Unequal()  # a single rank's values say nothing about other ranks
+        values = Unequal()  # a single rank's values say nothing about other ranks
         if known.replication() is Replication.REPLICATED:
             return replicas(chunks, "inferred")
     has_one_shape = _unequal_shapes(chunks) is None
@@ -145,7 +153,12 @@ def decide_activation(
         dim = usual if usual in fits else fits[0]
         return concatenated(chunks, dim, (("batch_dims", tuple(fits)),) if len(fits) > 1 else ())
     if is_multiple:
-        return concatenated(chunks, 0, (("batch_factor", int(min(ratios))),))
+        factor = int(min(ratios))
+        if not known.is_sequence_first():
+            return concatenated(chunks, 0, (("batch_factor", factor),))
+        if batch.factors == (factor,) and factor * len(chunks) <= _MAX_BLOCKS:
+            return concatenated(chunks, 0, (("batch_blocks", factor),), factor)
+        return NoPlan("per_rank", "nothing says how its rows lie: it is made of tensors whose batch is not dim 0")
     if has_one_shape and values.replication() is Replication.UNKNOWN and values.are_equal():
         return replicas(chunks, "inferred")  # no other relation is possible
     return NoPlan(
@@ -215,7 +228,7 @@ def decide_gradient(
         return NoPlan("per_rank", "the value's own row names its position, the gradient is a plain tensor")
     if len({len(chunk.shape) for chunk in chunks}) != 1 or _unequal_shapes(chunks, but=forward.dim) is not None:
         return NoPlan("per_rank", f"gradients of {_shapes(chunks)} cannot be laid end to end along dim {forward.dim}")
-    plan = concatenated(chunks, forward.dim, forward.note)
+    plan = concatenated(chunks, forward.dim, forward.note, dict(forward.note).get("batch_blocks", 1))
     sizes = batch.sizes or tuple(chunk.shape[forward.dim] for chunk in chunks)
     factors, scale = _loss_factors(sizes, batch.total, len(chunks), loss, num_expected)
     fills = tuple(
@@ -273,15 +286,23 @@ def replicas(chunks: Sequence[RankChunk], source: str) -> Plan:
     return Plan(chunks[0].shape, (Fill(whole(chunks[0].shape), (Term(0),)),), source, copies=copies)
 
 
-def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, Any], ...]) -> Plan:
-    """Plan chunks that are joined end to end along a dim, as batches are."""
+def concatenated(chunks: Sequence[RankChunk], dim: int, note: tuple[tuple[str, Any], ...], num_blocks: int = 1) -> Plan:
+    """Plan chunks that are joined end to end along a dim, as batches are: whole, or block by block."""
     fills, position = [], 0
+    block = sum(chunk.shape[dim] for chunk in chunks) // num_blocks
     for i, chunk in enumerate(chunks):
+        if num_blocks > 1:
+            size = chunk.shape[dim] // num_blocks
+            ranges = [[(0, length)] for length in chunk.shape]
+            ranges[dim] = [(at * block + position, at * block + position + size) for at in range(num_blocks)]
+            fills.append(Fill(ranges_region(ranges), (Term(i),)))
+            position += size
+            continue
         start = tuple(position if d == dim else 0 for d in range(len(chunk.shape)))
         fills.append(Fill(box_region(start, chunk.shape), (Term(i),), start))
         position += chunk.shape[dim]
     shape = chunks[0].shape
-    return Plan((*shape[:dim], position, *shape[dim + 1 :]), tuple(fills), "assumed", dim=dim, note=note)
+    return Plan((*shape[:dim], block * num_blocks, *shape[dim + 1 :]), tuple(fills), "assumed", dim=dim, note=note)
 
 
 def _loss_factors(

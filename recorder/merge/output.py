@@ -161,14 +161,12 @@ class Output:
         folder.rmdir()
 
     def _remove(self, folder: Path) -> None:
-        """Remove a published directory, so that one rename hides all of it from readers."""
         self._merging.mkdir(mode=_PRIVATE, exist_ok=True)
         gone = self._merging / f"_gone-{os.urandom(6).hex()}"
         os.rename(folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def _has_manifests(self, source: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
-        """Return True if the manifests on disk are equal to the given manifests, apart from the times."""
         try:
             paths = self.path / GLOBAL_DIR / _SOURCE / WRITER_MANIFEST, self.path / RUN_MANIFEST
             on_disk = [read_json(path) for path in paths]

@@ -206,7 +206,6 @@ class _KindWriter:
         self._next_number += 1
 
     def _batch(self, payload: Payload | None) -> pa.RecordBatch:
-        """Make a batch of the waiting rows; `data` is empty if the payload is written separately."""
         seqs, rows, numbers, flat_offsets, encodings, payload_bytes, whys = zip(*self._waiting, strict=True)
         taken = self._directory.rows.take(_array(pa.int64(), rows))
         is_later = np.array(numbers) > 0
@@ -249,7 +248,6 @@ def as_batch(table: Any) -> pa.RecordBatch:
 
 
 def _bits(is_there: Any) -> pa.Buffer | None:
-    """Return a validity bitmap whose unused bits are zero; None if every value is valid."""
     return None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
 
 

@@ -218,12 +218,9 @@ def _packed(first: int, negative: Counts, positive: Counts, infinite: Counts) ->
     (used,) = (negative | positive).nonzero()
     begin, end = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
     numbers = np.concatenate((infinite, negative[begin:end], positive[begin:end]))
-    width = _width_of(int(numbers.max()))
+    largest = int(numbers.max())
+    width = 1 if largest < 1 << 8 else 2 if largest < 1 << 16 else 4 if largest < 1 << 32 else 8
     return _HEAD.pack(width, 0, first + begin if end else 0) + numbers.astype(_TYPES[width]).tobytes()
-
-
-def _width_of(number: int) -> int:
-    return 1 if number < 1 << 8 else 2 if number < 1 << 16 else 4 if number < 1 << 32 else 8
 
 
 def _bounds(exponent: int) -> Bounds:

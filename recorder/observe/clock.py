@@ -69,7 +69,7 @@ class Slice:
 class Clock:
     """The current step. The training thread writes it, and any thread reads it."""
 
-    __slots__ = ("_has_stepped", "has_moved", "is_by_hand", "num_optimizer_steps", "source", "step")
+    __slots__ = ("_has_stepped", "going_back", "has_moved", "is_by_hand", "num_optimizer_steps", "source", "step")
 
     def __init__(self, step: int = 0, source: str = "counted") -> None:
         self.step = step
@@ -79,6 +79,8 @@ class Clock:
         """Whether an optimizer's step has ever moved the step."""
         self.num_optimizer_steps = 0
         self._has_stepped = False
+        self.going_back: Slice | None = None
+        """The slice at which a gradient arrived last; in a pipeline stage its backward comes after other forwards."""
 
     def optimizer_stepped(self) -> None:
         """Note that the optimizer whose steps count has attempted a step."""
@@ -111,15 +113,13 @@ class RootClock:
     """The slices of one root, one for each mode."""
 
     __slots__ = (
-        *("_by_micro_batch", "_clock", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_of_thread"),
-        *("_slices", "_trained_modes"),
+        *("_clock", "_latest", "_modes_of_gradients", "_num_optimizer_steps", "_of_thread", "_slices"),
+        "_trained_modes",
     )
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._slices: dict[str, Slice] = {}
-        self._by_micro_batch: dict[int, Slice] = {}
-        """The latest slice of each micro-batch of a pipeline stage, whose backward comes after other forwards."""
         self._modes_of_gradients: set[str] = set()
         """The modes of the slices at which a gradient has arrived since the optimizer was last seen to have stepped."""
         self._trained_modes: set[str] = set()
@@ -141,12 +141,12 @@ class RootClock:
         training: bool,
         every_call_is_a_step: bool,
         is_first_call: bool,
-        micro_batch: int | None = None,
+        is_stage: bool = False,
     ) -> None:
         """Begin a call of the root, and perhaps the next step.
 
-        `training` is the training flag of the root's module, inside any wrapper. `micro_batch` is the index of the
-        micro-batch that a pipeline stage runs; each micro-batch is a slice.
+        `training` is the training flag of the root's module, inside any wrapper. `is_stage` is True for a call of a
+        pipeline stage, whose micro-batches are slices.
         """
         if every_call_is_a_step and not is_first_call and not self._clock.is_by_hand:
             self._clock.step += 1
@@ -165,13 +165,11 @@ class RootClock:
             # A recompute may have come before any forward, for example where a pipeline tries a stage: continue its
             # slice.
             current = latest if latest is not None and latest.moment == first else Slice(first)
-        elif micro_batch is not None or (current.has_gradient and mode != "no_grad"):
+        elif is_stage or (current.has_gradient and mode != "no_grad"):
             current = Slice(Moment(self._clock.step, (current.moment.micro_step or 0) + 1, mode))
         self._slices[mode] = self._of_thread.active = current
         if with_grad:
             self._latest = current
-            if micro_batch is not None:
-                self._by_micro_batch[micro_batch] = current
 
     def begin_trial(self) -> None:
         """Begin a call of the root that is no part of training. It gets a slice of its own."""
@@ -180,6 +178,7 @@ class RootClock:
     def gradient_arrived(self, slice_: Slice) -> None:
         """Note that a gradient has reached an output of the root."""
         slice_.has_gradient = True
+        self._clock.going_back = slice_
         self._modes_of_gradients.add(slice_.moment.mode)
 
     def end(self) -> None:
@@ -198,10 +197,10 @@ class RootClock:
             self._latest = current
         return current
 
-    def recomputed(self, micro_batch: int | None = None) -> Slice:
-        """Return the slice of a recompute in a backward: that of its micro-batch if known, else the latest slice."""
-        if micro_batch is not None and micro_batch in self._by_micro_batch:
-            return self._by_micro_batch[micro_batch]
+    def recomputed(self, *, in_pipeline: bool = False) -> Slice:
+        """Return the slice of a recompute in a backward: in a pipeline the one that goes back, else the latest one."""
+        if in_pipeline and self._clock.going_back is not None:
+            return self._clock.going_back
         if self._latest is None:
             self._latest = Slice(Moment(self._clock.step, 0, "train"))
         return self._latest

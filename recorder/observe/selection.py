@@ -263,7 +263,6 @@ def unit_dim_of(selection: RuleSelection, rule_set: int, module: nn.Module | Non
 
 
 def _of_state(module: nn.Module | None, name: str) -> int:
-    """Return the dim of the units of a parameter, of its gradient or optimizer state, or of a buffer."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm)):
         return LAST
     if isinstance(module, _ConvTransposeNd) and name.partition(".")[0] == "weight":
@@ -272,7 +271,6 @@ def _of_state(module: nn.Module | None, name: str) -> int:
 
 
 def _of_values(module: nn.Module | None) -> int:
-    """Return the dim of the units of an input, of an output, or of the gradient of an input or output."""
     if isinstance(module, _ConvNd):
         return -1 - len(module.kernel_size)  # a negative dim, because a single sample may come without the batch dim
     if isinstance(module, (_NormBase, nn.GroupNorm)):

@@ -1,7 +1,8 @@
 """The module tree as a recording names it: a canonical path for each module, and the names of nested values.
 
 A path is the name that ``named_modules()`` yields, without the parts that wrappers add. So a module has the same path
-in a plain, DDP, FSDP, compiled or checkpointed run. Nothing here may run a module or read a tensor's values.
+in a plain, DDP, FSDP, compiled or checkpointed run. Layers and experts of which each rank has some are numbered as in
+the whole model, where the framework says how. Nothing here may run a module or read a tensor's values.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Node:
     """The transparent wrappers around the owner, outermost first."""
     aliases: list[str] = dataclasses.field(default_factory=list)
     is_compiled: bool = False
+    is_expert: bool = False
+    """Whether a framework says that the module is, or lies in, one of the experts among which rows are dealt out."""
     hidden: str | None = None
     """Why no hook observes a call, if the module's kind is why: ``scripted``, ``inlined`` in a graph, or ``fused``."""
 
@@ -142,9 +145,9 @@ def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False)
     """
     nodes: list[Node] = []
     seen: dict[int, Node] = {}
-    stack: list[tuple[str, nn.Module, Node | None]] = [("", model, None)]
+    stack: list[tuple[str, nn.Module, Node | None, nn.Module | None]] = [("", model, None, None)]
     while stack:
-        path, module, above = stack.pop()
+        path, module, above, dealer = stack.pop()
         *wrappers, owner = unwrapped(module)
         hooked = next((wrapper for wrapper in wrappers if _inner_name(wrapper) == "_orig_mod"), None)
         if skips(owner):
@@ -153,6 +156,10 @@ def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False)
             known.aliases.append(path)
             continue
         children = [(name, child) for name, child in owner._modules.items() if child is not None]
+        dealer = owner if isinstance(getattr(owner, "ep_group", None), _GROUP) else dealer
+        first, are_experts = _first_of(owner, dealer)
+        if first:
+            children = [(str(first + int(name)), child) for name, child in children]
         hidden = _hidden(owner, above)
         node = Node(
             path=path,
@@ -164,12 +171,33 @@ def walk(model: nn.Module, skips: Callable[[nn.Module], bool] = lambda _: False)
             hidden=hidden,
             is_compiled=hooked is not None or getattr(owner, "_compiled_call_impl", None) is not None,
             wrappers=wrappers,
+            is_expert=are_experts or (above is not None and above.is_expert),
         )
         seen[id(owner)] = node
         nodes.append(node)
         prefix = path + "." if path else ""
-        stack.extend((prefix + name, child, node) for name, child in reversed(children))
+        stack.extend((prefix + name, child, node, dealer) for name, child in reversed(children))
     return nodes
+
+
+_GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())
+
+
+def _first_of(modules: nn.Module, dealer: nn.Module | None) -> tuple[int, bool]:
+    """Return the number that the first module of a list has in the whole model, and whether the modules are experts.
+
+    Expert parallel ranks of Megatron and DeepSpeed have `num_local_experts` each, one rank's after the other's; the
+    `dealer` is the innermost module around the list that names these ranks. Stages of Megatron's pipelines number their
+    layers in `layer_number`, from 1.
+    """
+    if not isinstance(modules, nn.ModuleList) or not len(modules):
+        return 0, False
+    if getattr(dealer, "num_local_experts", None) == len(modules):
+        return getattr(dealer, "ep_group").rank() * len(modules), True  # noqa: B009  # to mypy it is a module
+    layers = [unwrapped(layer)[-1] for layer in modules]
+    firsts = {getattr(layer, "layer_number", 0) - 1 - number for number, layer in enumerate(layers)}
+    num_stages = getattr(getattr(layers[0], "config", None), "pipeline_model_parallel_size", 1)
+    return (max(firsts) if num_stages > 1 and len(firsts) == 1 and min(firsts) > 0 else 0), False
 
 
 def tensor_leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -222,7 +250,6 @@ def _children(value: Any) -> Iterator[tuple[str, Any]] | None:
 
 
 def _registered_children(value: Any) -> Iterator[tuple[str, Any]] | None:
-    """Return the children of a type that was registered with torch's pytree; None for another type."""
     from torch.utils import _pytree
 
     node = _pytree.SUPPORTED_NODES.get(type(value))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import _symbolic_trace
 
+from ..sites import full_name
 from . import ops
 
 _tracing_state = torch._C._get_tracing_state
@@ -217,7 +218,7 @@ def _mapped(value: Any, name: str, visit: Callable[[Any, str], Any]) -> tuple[An
         return new, new is not value
     if isinstance(value, (tuple, list)):
         keys = value._fields if hasattr(value, "_fields") else range(len(value))
-        mapped_items = [_mapped(item, _below(name, str(key)), visit) for key, item in zip(keys, value, strict=True)]
+        mapped_items = [_mapped(item, full_name(name, str(key)), visit) for key, item in zip(keys, value, strict=True)]
         if not any(is_new for _, is_new in mapped_items):
             return value, False
         items = [item for item, _ in mapped_items]
@@ -225,7 +226,7 @@ def _mapped(value: Any, name: str, visit: Callable[[Any, str], Any]) -> tuple[An
             return type(value)(*items), True
         return (type(value)(items), True) if type(value) in (tuple, list) else (value, False)
     if type(value) is dict:
-        pairs = {key: _mapped(item, _below(name, str(key)), visit) for key, item in value.items()}
+        pairs = {key: _mapped(item, full_name(name, str(key)), visit) for key, item in value.items()}
         is_changed = any(is_new for _, is_new in pairs.values())
         return ({key: item for key, (item, _) in pairs.items()}, True) if is_changed else (value, False)
     if value is None or isinstance(value, _PLAIN):
@@ -246,11 +247,7 @@ def _mapped_node(value: Any, name: str, visit: Callable[[Any, str], Any]) -> tup
         names = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys]
     else:
         names = [str(i) for i in range(len(children))]
-    mapped_children = [_mapped(child, _below(name, key), visit) for key, child in zip(names, children, strict=True)]
+    mapped_children = [_mapped(child, full_name(name, key), visit) for key, child in zip(names, children, strict=True)]
     if not any(is_new for _, is_new in mapped_children):
         return value, False
     return node.unflatten_fn([item for item, _ in mapped_children], context), True
-
-
-def _below(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from ...columns import HANDED_ON, NONFINITE, note_members, stage_of
 from ...errors import RunError
+from ...globalview.run_topology import NOT_OF_BATCH
 from ...numerics.distributions import UnitsApart, units_apart, units_of_row
 from ...numerics.keys import VALUE_KEY, Integers, by_distinct, common_ids, group_rows, holds, join
 from ...numerics.moments import Floats, integers, numbers
@@ -333,18 +334,27 @@ _WHOLE_KEY = (*(name for name in VALUE_KEY if name != "micro_step"), "rank")
 
 
 def comparable(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:
-    """Leave out the values that pipeline stages pass to each other, unless both runs have the same stages.
+    """Leave out the values that ranks pass to each other, unless both runs have the same stages and experts.
 
     Such a row is identified by its rank, its stage, its micro-batch, and its size, which depends on whether ranks share
-    or split a batch. Returns the two sides, and how many rows of each side were left out.
+    or split a batch. What an expert is given and gives is left out where one run has it in one piece, too. Returns the
+    two sides, and how many rows of each side were left out.
     """
     marked = [holds(side.table.column("note"), lambda note: stage_of(note)[1]) for side in (a, b)]
-    if not any(flags.any() for flags in marked):
-        return a, b, (0, 0)
     handed_on = [_handed_on(side.table.filter(pa.array(flags))) for side, flags in zip((a, b), marked, strict=True)]
     if handed_on[0] == handed_on[1]:
-        return a, b, (0, 0)
+        marked = [np.zeros_like(flags) for flags in marked]
+    dealt_out = [holds(side.table.column("note"), _is_dealt_out) for side in (a, b)]
+    experts = common_ids(a.table, b.table, ("module_path", "site", "rank"))
+    if {*experts[0][dealt_out[0]]} != {*experts[1][dealt_out[1]]}:
+        values = common_ids(a.table, b.table, ("module_path", "site"))
+        gone = np.concatenate([ids[flags] for ids, flags in zip(values, dealt_out, strict=True)])
+        marked = [flags | np.isin(ids, gone) for ids, flags in zip(values, marked, strict=True)]
     return a.without(marked[0]), b.without(marked[1]), (int(marked[0].sum()), int(marked[1].sum()))
+
+
+def _is_dealt_out(note: str | None) -> bool:
+    return note_members(note).get("per_rank") == NOT_OF_BATCH
 
 
 def without_recomputed(a: RunSteps, b: RunSteps) -> tuple[RunSteps, RunSteps, tuple[int, int]]:

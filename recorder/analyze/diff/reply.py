@@ -274,7 +274,7 @@ def _symptom(culprit: Culprit) -> str:
 def _notes(result: Diff, options: DiffOptions) -> Iterator[str]:
     if result.num_bare:
         yield f"note: of {counted(result.num_bare, 'value')} neither run kept anything that could be compared"
-    handed_on = "of {} that one pipeline stage hands to another are not compared: {} is not cut into stages so"
+    handed_on = "of {} that go between stages, or to experts and back, are not compared: {} is not cut so"
     recomputed = "that {} recomputed for its backward are not compared: {} recomputed nothing at these steps"
     for num, text, *runs in (
         (result.num_handed_on_a, handed_on, "A", "B"), (result.num_handed_on_b, handed_on, "B", "A"),

@@ -126,8 +126,8 @@ class Diff(NamedTuple):
     hints: Sequence[RenameHint] = ()
     """Lines proposed for a file of renamed modules, derived from similar modules that only one run has."""
     num_handed_on_a: int = 0
-    """The number of rows that stages of the first run pass to each other, if the second run has other stages. They do
-    not count.
+    """The number of rows of the first run that ranks pass to each other, from stage to stage or to experts and back, if
+    the second run has other stages or experts. They do not count.
     """
     num_handed_on_b: int = 0
     num_recomputed_a: int = 0

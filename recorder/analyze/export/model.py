@@ -20,7 +20,7 @@ from ...columns import note_members, parse_shape
 from ...errors import LookupFailedError, UnsupportedError
 from ...numerics.dtypes import item_bytes
 from ...run.run import GlobalRows, RecordedRoot, Run
-from ...sites import GRADIENT_OF, HELD_BY_MODULES
+from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name
 from ...system.text import counted, listed
 from .files import published_file, published_folder, write_safetensors
 from .tensors import Entry, Span, row_spans, whole
@@ -243,11 +243,6 @@ def state_dict_of(run: Run, root: str) -> StateDict:
         aliases |= dict.fromkeys(module.aliases, module.path)
     _add_shared(state_dict.names, aliases)
     return state_dict
-
-
-def full_name(path: str, name: str) -> str:
-    """Return the name that a module's parameter or buffer has in the model."""
-    return f"{path}.{name}" if path and name else path or name
 
 
 def _add_shared(names: dict[str, str], aliases: dict[str, str]) -> None:

@@ -138,7 +138,6 @@ class ReplicaGroups:
         self._by = np.where(layouts, "shape", np.where(by_print, "fingerprint", "statistics")).astype(object)
 
     def _are_apart(self) -> npt.NDArray[np.bool_]:
-        """Return whether the ranks' `l2` differ by more than rounding explains, by group."""
         sizes = numbers(self._table.column("l2"))
         low, high = np.full(self._groups.num_groups, np.inf), np.zeros(self._groups.num_groups)
         np.fmin.at(low, self._groups.ids, sizes)
@@ -328,7 +327,6 @@ def _shard(placements: str | None, mesh: str | None) -> tuple[int, ...] | None:
 
 
 def _statistics_ids(table: Any) -> Integers:
-    """Return numbers that are equal for two rows where all their statistics are equal bit by bit."""
     columns = [numbers(table.column(name)).view(np.int64) for name in STATISTICS]
     columns += [integers(table.column(name)) for name in COUNTS]
     return group([np.unique(column, return_inverse=True)[1] for column in columns]).ids

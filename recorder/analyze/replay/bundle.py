@@ -25,7 +25,7 @@ from ...format.rundir import parse_object
 from ...rules import hint
 from ...run.reply import Reply, StateLine
 from ...run.run import Run
-from ...sites import CALL, OF_REPLAY
+from ...sites import CALL, OF_REPLAY, full_name
 from ...system.text import counted, listed, printable, steps_in_words
 from ..export.files import SAFETENSORS_TYPES, published_folder, write_safetensors
 from ..export.tensors import Entry, Span
@@ -91,7 +91,7 @@ def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
     of_rank = (pc.field("rank") == rank) & (pc.field("site") == "grad") & (pc.field("scope") == "local")
     local = run.table(_COLUMNS, below & of_rank, steps=(step, step + 1)).to_pylist()
     tied = {name for info in run.modules.values() for name in info.tied.values()}
-    local = [row for row in local if not row["repeat"] and _full_name(row) not in tied]
+    local = [row for row in local if not row["repeat"] and full_name(row["module_path"], row["name"]) not in tied]
     newest = max((row["attempt"] for row in heads), default=0)
     calls = []
     for head in heads:
@@ -107,10 +107,6 @@ def _calls_of(run: Run, path: str, step: int, rank: int) -> list[RecordedCall]:
             RecordedCall(module_path=path, step=step, rank=rank, key=key, rows=of_call, gradients=gradients)
         )  # fmt: skip
     return sorted(calls, key=lambda call: (call.key["micro_step"] or 0, call.key["call"]))
-
-
-def _full_name(row: Mapping[str, Any]) -> str:
-    return ".".join(filter(None, (row["module_path"], row["name"])))
 
 
 def _class_without_settings(facts: Mapping[str, Any]) -> str | None:
@@ -148,7 +144,7 @@ def fill_bundle(run: Run, call: RecordedCall, folder: Path) -> list[str]:
         name = row["name"] if row["site"] == CALL else f"{row['site']}.{row['name']}"
         if row["site"] == "grad":
             inside = f"{call.module_path}." if call.module_path else ""
-            name = f"grad.{_full_name(row).removeprefix(inside)}"
+            name = "grad." + full_name(row["module_path"], row["name"]).removeprefix(inside)
         if row["encoding"] is None or row["dtype"] not in SAFETENSORS_TYPES:
             why = "its values are not recorded" if row["encoding"] is None else row["dtype"]
             lacks.append(f"{name.removesuffix('.')}: {why}")

@@ -342,6 +342,10 @@ class GradientArrives:
             capture = self.capture
             if not capture.is_open or (self._is_once and self._repeat):
                 return
+            # A parameter that a stage's modules give each other gets the gradients of all micro-batches under way.
+            back = capture.clock.going_back if self._is_once and self.handle is not None else None
+            if back is not None and back.moment != self._moment:
+                return
             capture.observe(
                 self._origin,
                 self._moment,

@@ -203,5 +203,4 @@ def _parts(code: types.CodeType) -> Iterator[str]:
 
 
 def _canonical(name: str) -> str:
-    """Return a name without the parts that wrappers inside the module add."""
     return ".".join(part for part in name.split(".") if part not in tree.TRANSPARENT)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ...observe import tree
-from ...sites import SITES
+from ...sites import SITES, full_name
 from ...system.text import listed
 from ...taps.instrument import has_scripted_tap
 from ...taps.module_taps import Where
@@ -180,11 +180,8 @@ class Inventory:
                 self._say("late", sorted(silent))
             elif not self._seen_at_taps:  # a user who has tapped a part of a compiled model has chosen what to record
                 self._say_compiled(sorted(silent))
-        elif seen and "" not in seen and self._is_root_unseen():
+        elif seen and "" not in seen and not (self._root.num_calls or self._root.artefact or self._seen_at_taps):
             self._say("root_not_called", [""])
-
-    def _is_root_unseen(self) -> bool:
-        return self._root.num_calls == 0 and self._root.artefact is None and not self._seen_at_taps
 
     def look_for_foreign_hooks(self) -> None:
         """Add the hooks that the program has put on modules since the last call. Removed hooks stay listed."""
@@ -354,11 +351,6 @@ def about_state(module: nn.Module, tied: Mapping[str, str] | None) -> dict[str, 
     unsaved = getattr(module, "_non_persistent_buffers_set", ())  # TorchScript and torch.package may lack it
     left_out = sorted(name for name in unsaved if name in module._buffers)
     return {**({"tied": dict(tied)} if tied else {}), **({"non_persistent": left_out} if left_out else {})}
-
-
-def full_name(path: str, name: str) -> str:
-    """Return the name that `named_parameters()` gives to a parameter."""
-    return f"{path}.{name}" if path else name
 
 
 _KNOWN = ("torch", "torchao", "torch_xla", "contextlib", __name__.partition(".")[0])

@@ -57,6 +57,7 @@ class HookedModule:
         "capture",
         "class_name",
         "has_entered",
+        "is_expert",
         "is_hidden",
         "module",
         "node_path",
@@ -82,6 +83,7 @@ class HookedModule:
         self._call_key = f"{root.name}:{node.path}"
         """The name of the module in the counts of a slice, which a root shares with the roots inside it."""
         self._is_leaf = node.is_leaf
+        self.is_expert = node.is_expert
         self._is_callable = node.is_callable or node.hidden is not None
         self._disarmed: tuple[str, ...] = ()
         self.rule_sets = self._find_rule_sets()
@@ -118,7 +120,6 @@ class HookedModule:
         return self.capture.settings.local_gradients and has_parameters and bool(rule_sets["grad"])
 
     def _put_hooks(self, module: nn.Module) -> None:
-        """Register the hooks that some rule needs and that the module does not have yet."""
         needs_before, needs_after = self._needs(self.rule_sets)
         if needs_before and self.pre_hook is None:
             self.pre_hook = callbacks.BeforeForward(self._number)
@@ -130,7 +131,6 @@ class HookedModule:
             module_hooks.keep_first(module._forward_hooks)
 
     def _needs(self, rule_sets: Mapping[str, int]) -> tuple[bool, bool]:
-        """Return whether rule sets need a hook before the module's forward, and whether they need one after it."""
         needs_before = bool(rule_sets["input"] or rule_sets["grad_input"] or self._asks_for_local(rule_sets))
         return needs_before, bool(needs_before or rule_sets["output"] or rule_sets["grad_output"])
 
@@ -382,7 +382,9 @@ class HookedModule:
     def marked_chunk(self, parameter: torch.Tensor, tensor: torch.Tensor) -> Chunk | None:
         """Return the chunk of an own parameter, its gradient or its state by the parameter's marks; None without."""
         module = self._owner() if is_marked(parameter) else None
-        return None if module is None else chunk_of_parameter(parameter, tensor, tensor_ranks(module))
+        if module is None or (getattr(parameter, "allreduce", True) is False and not self.is_expert):
+            return None  # the parameter is an expert's, and which ranks share the expert is not known
+        return chunk_of_parameter(parameter, tensor, tensor_ranks(module))
 
     def record(
         self,

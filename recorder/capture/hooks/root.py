@@ -18,20 +18,20 @@ from ...observe.clock import RootClock, Slice
 from ...observe.module_hooks import has_compiled, has_compiled_anything
 from ...records import Moment, Origin
 from ...rules import Rule
-from ...sites import GRADIENT_OF, HELD_BY_MODULES
+from ...sites import GRADIENT_OF, HELD_BY_MODULES, full_name
 from ...system.processes import comes_from_signal_handler
 from ...taps import module_taps
 from ...taps.instrument import has_tap, where_of
 from ...taps.module_taps import Where
 from ..dtensors import mesh_of
 from ..groups import (
+    EXPERT,
     DataParallel,
     ModelParallel,
     Pipeline,
     find_data_parallel,
     find_model_parallel,
     find_rank_local,
-    micro_batch_of_backward,
     stage_call,
     wrappers_around,
 )
@@ -40,7 +40,7 @@ from ..marks import CutCalls, cut_calls, cut_inside, marked_model_parallel, mark
 from ..topology import is_distributed
 from . import callbacks
 from .callbacks import CaptureForHooks, GradientSeen
-from .inventory import Inventory, full_name, ids_of
+from .inventory import Inventory, ids_of
 from .jitter import JitterInputs, add_jitter
 from .module import HookedModule
 from .parameter_rows import FlatParameter, find_flat_parameters, meshes_of_flat
@@ -175,11 +175,10 @@ class Root:
             self.model_parallel = of_meshes or marked_model_parallel(self.marked_ranks) or self.model_parallel
             reasons = find_rank_local(around, self.data_parallel)
             self.rank_local = {
-                full_name(hooked.node_path, name): reasons[id(parameter)]
+                full_name(hooked.node_path, name): reason
                 for hooked in self.modules
-                if reasons
                 for name, parameter in hooked.own("_parameters")
-                if id(parameter) in reasons
+                if (reason := EXPERT if hooked.is_expert else reasons.get(id(parameter)))
             } or None
         except Exception as error:
             if comes_from_signal_handler(error):
@@ -402,7 +401,7 @@ class Root:
         self.capture.is_in_stage = stage is not None
         if stage is not None:
             self.pipeline = stage.pipeline
-            if stage.micro_batch is None:
+            if stage.is_trial:
                 self.capture.pause()
                 self.clock.begin_trial()
                 return
@@ -412,7 +411,7 @@ class Root:
             training=self._is_training,
             every_call_is_a_step=self.capture.every_call_is_a_step,
             is_first_call=self.num_calls == 0,
-            micro_batch=None if stage is None else stage.micro_batch,
+            is_stage=stage is not None,
         )
         if self.num_calls < _MAX_LATE_LOOKS:
             if self.data_parallel is None and (outermost := self.module()) is not None:
@@ -463,8 +462,7 @@ class Root:
     def slice_now(self) -> tuple[Slice, str]:
         """Return the slice and phase for a value that is recorded now."""
         if torch._C._current_graph_task_id() != -1:
-            micro_batch = micro_batch_of_backward() if self.pipeline is not None else None
-            return self.clock.recomputed(micro_batch), "recompute"
+            return self.clock.recomputed(in_pipeline=self.pipeline is not None), "recompute"
         if (active := self.clock.active) is not None:
             return active, "forward"
         return self.clock.current(with_grad=torch.is_grad_enabled(), training=self._is_training), "forward"

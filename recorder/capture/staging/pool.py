@@ -188,7 +188,6 @@ class Pool:
         return None
 
     def _collect(self) -> None:
-        """Put returned blocks into the free list, and join each block with the free memory next to it."""
         free, returned = self._free, self._returned
         while returned:
             block = returned.popleft()

@@ -72,6 +72,6 @@ def test_the_command_says_it(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
     line = "culprit: step 1, update of 10 parameters of stage 1 alike, rank 1: param weight of 'layers.2.norm' differs"
     assert any(one.startswith(line) for one in said("stale")[:8])
-    note = "note: 48 rows of B that one pipeline stage hands to another are not compared: A is not cut into stages so"
+    note = "note: 48 rows of B that go between stages, or to experts and back, are not compared: A is not cut so"
     lines = said("sound")
     assert note in lines and any(one.startswith("equal") for one in lines)
