@@ -180,7 +180,6 @@ class Probe:
         return now != (had_nan, share_before)
 
     def _launched(self, is_measured: bool, moment: Moment) -> bool:
-        """Note whether values on a device could be measured, and return this."""
         if is_measured:
             self._has_values = self._has_measured = True
             self._step = moment.step
