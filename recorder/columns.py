@@ -168,6 +168,7 @@ MEASURED = "nan_count"
 """The column that is null exactly in rows whose elements were not read; other columns may be null for other reasons."""
 TIME_ORDER = ("attempt", "step", "rank", "seq")
 """The columns by which rows are ordered in time, because the order of rows in a file is not the order of time."""
+NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"
 HANDED_ON = "between_stages"
 """The member of a note that has the stage and the number of stages of a value passed between pipeline stages."""
 _MAX_SHAPE_TEXT = 4096

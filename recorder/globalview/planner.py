@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..columns import HANDED_ON
+from ..columns import HANDED_ON, NOT_OF_BATCH
 from ..errors import LookupFailedError
 from ..format.manifest import Stage
 from ..layout.levels import BatchGroup, WholeTensors, compose, renumbered, within
@@ -37,7 +37,7 @@ from ..sites import CALL, NUMBERS, SITES, STATES
 from ..system.text import listed
 from .leaves import Comparison, LeafAcrossSteps, keys_of
 from .row_groups import FORWARD_OF, FindingLog, GroupedRows, Wanted
-from .run_topology import BEGAN_ALIKE, NOT_OF_BATCH, NOT_SHARED
+from .run_topology import BEGAN_ALIKE, NOT_SHARED
 from .value_rows import NO_BATCH, ValueReader, ValueRows
 
 _logger = logging.getLogger("recorder")

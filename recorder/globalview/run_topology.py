@@ -368,7 +368,6 @@ BEGAN_ALIKE = (
     "; its wrapper was told to leave it alone, and it began equal on all ranks: --layout '...=per_rank' if each rank "
     "has its own"
 )
-NOT_OF_BATCH = "its parameters are the rank's own, as experts' are: which rows of the batch it was given is not known"
 
 
 _FIRSTS = ("root", "module_path", "name", "site", "step", "rank", "ranks_present", "fingerprint", *STATISTICS, *COUNTS)

@@ -355,6 +355,8 @@ class Sampler:
         dims = {d for d in range(len(shapes[0])) if all(shape[d] == size for shape, size in both)}
         first = min(dims, default=None)
         if shapes[0] and any(all(shape[0] == size * factor for shape, size in both) for factor in batch.factors):
+            if 0 not in dims and (max(batch.sizes) > 1 or len(shapes[0]) < 3):
+                first = None  # a later dim of the batch's size is none, where dim 0 has the rows of all samples
             dims.add(0)
         return BatchDims(batch.sizes, frozenset(dims), first), batch.is_shared
 

@@ -184,7 +184,6 @@ class WholeTensors:
         return self._among((0,)).is_sequence_first()
 
     def _pairs(self) -> list[ChunkValues]:
-        """Return the values of all tensors in each region; empty if the tensors are cut differently."""
         if len({plan.global_shape for plan in self._wholes}) > 1:
             return []
         return [self._among(some) for some in corresponding(self._wholes) or ()]

@@ -17,9 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ...columns import HANDED_ON, NONFINITE, note_members, stage_of
+from ...columns import HANDED_ON, NONFINITE, NOT_OF_BATCH, note_members, stage_of
 from ...errors import RunError
-from ...globalview.run_topology import NOT_OF_BATCH
 from ...numerics.distributions import UnitsApart, units_apart, units_of_row
 from ...numerics.keys import VALUE_KEY, Integers, by_distinct, common_ids, group_rows, holds, join
 from ...numerics.moments import Floats, integers, numbers

@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         assert x is not None
-        return x if self.final is None else self.final(x)  # type: ignore[no-any-return]
+        return x if self.final is None else self.final(x)
 
 
 class Net(nn.Module):
@@ -173,7 +173,7 @@ def train(name: str, groups: dict[str, Any]) -> None:
     with ExitStack() as stack:
         for chunk in chunks:
             for layer in chunk.decoder.layers:
-                layer.is_checkpointed = "recompute" in name
+                layer.is_checkpointed = "recompute" in name  # type: ignore[assignment]
             rules = "site=* keep=tensor,stats,fingerprint"
             stack.enter_context(recorder.attach(chunk, enabled=True, dir=name, rules=rules))
         for step in range(STEPS):
