@@ -86,8 +86,7 @@ class ProgramProbe:
             path = os.path.join(self._folder, f"{self._pid}.jsonl")
             self._file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - open until the process ends
             self._write({"rank": rank, "pid": self._pid, "versions": _versions(), "machine": _machine()})
-        if seen:
-            self._write({"step": step, "optimizer": type(optimizer).__name__, "digests": seen})
+        self._write({"step": step, "digests": seen})
         self._num_done += counts
         if counts and self._num_done >= self._num_steps:
             self._end(rank, world_size)
@@ -213,7 +212,7 @@ def _see_random_states(seen: dict[str, str]) -> None:
     seen["rng cpu"] = _digest(torch.get_rng_state())
     seen["rng python"] = _hash(repr(random.getstate()).encode())
     if "numpy" in sys.modules:
-        seen["rng numpy"] = _hash(repr([_plain(part) for part in sys.modules["numpy"].random.get_state()]).encode())
+        seen["rng numpy"] = _legacy_state(sys.modules["numpy"].random.get_state())
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         seen["rng cuda"] = _digest(torch.cuda.get_rng_state())
 
@@ -292,5 +291,6 @@ def _hash(text: bytes) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-def _plain(part: Any) -> Any:
-    return part.tolist() if hasattr(part, "tolist") else part
+def _legacy_state(state: Any) -> str:
+    """Return the digest of what `get_state` of NumPy's older generators returns."""
+    return _hash(repr([part.tolist() if hasattr(part, "tolist") else part for part in state]).encode())

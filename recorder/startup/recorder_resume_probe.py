@@ -8,9 +8,11 @@ puts global hooks on forward passes, in all launches that are compared.
 import gc
 import os
 import random
+import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +23,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 _NOT_RESTORED = frozenset(("_step_count", "_is_initial", "_get_lr_called_within_step", "verbose"))
 """Members of a schedule that count calls and have no effect on the learning rate."""
-_MODULE, _SCHEDULE, _SCALER, _OPTIMIZER, _LOADER, _STATEFUL = range(1, 7)
+_MODULE, _OPTIMIZER, _SCALER = torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler
+_SCHEDULE, _LOADER = torch.optim.lr_scheduler.LRScheduler, _MultiProcessingDataLoaderIter
+_KINDS: tuple[type, ...] = (_MODULE, _OPTIMIZER, _SCALER, _SCHEDULE, _LOADER)
 
 
 class ResumeProbe(base.ProgramProbe):
@@ -37,10 +41,12 @@ class ResumeProbe(base.ProgramProbe):
         self._seen: dict[str, str] = {}
         """What was seen of the step that is under way."""
         self._num_batches = 0
-        self._kind_of: dict[type, int] = {}
-        """What an object of a type is to this module, one of the numbers above, or 0."""
+        self._kind_of: dict[type, type | None] = {}
+        """Which of `_KINDS` a type is, `object` for any other type with a `state_dict`, and None for the rest."""
         self._others: dict[int, str] = {}
         """The names of objects beside the model, such as a moving average of the weights, by identity."""
+        self._generators: list[tuple[Any, int | None]] = []
+        """The random generators at the last look, those of torch with their seeds."""
         hooks.register_module_forward_pre_hook(self._before_forward)
         hooks.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
 
@@ -54,7 +60,8 @@ class ResumeProbe(base.ProgramProbe):
         if self._depth > 1:
             return
         is_again = torch._C._current_graph_task_id() != -1  # a forward that is computed again inside a backward
-        self._trains = torch.is_grad_enabled() and module.training and not is_again and _has_parameters(module)
+        has_parameters = any(parameter.requires_grad for parameter in module.parameters())
+        self._trains = torch.is_grad_enabled() and module.training and not is_again and has_parameters
         if self._trains and not self._seen:
             with torch.no_grad():
                 self._look_before()
@@ -75,15 +82,14 @@ class ResumeProbe(base.ProgramProbe):
                 self._look_before()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._num_batches and all(not group["lr"] for group in optimizer.param_groups):
-            self._seen = {}  # no step of the program's: `get_state_dict` of torch makes an optimizer's state by it
+        is_other = self._first is not None and self._first != id(optimizer)  # it ends the step of the first optimizer
+        if is_other or (not self._num_batches and all(not group["lr"] for group in optimizer.param_groups)):
+            self._seen, self._num_batches = {}, 0  # the latter makes an optimizer's state for torch's `get_state_dict`
             return
         super()._after_step(optimizer, args, kwargs)
 
     def _look(self, optimizer: Any) -> dict[str, str]:
-        """Return what was seen of the step that has ended; nothing if another optimizer than the first has stepped."""
-        if id(optimizer) != self._first:
-            return {}
+        """Return what was seen of the step that has ended."""
         seen, self._seen, self._num_batches = self._seen, {}, 0
         for group, settings in enumerate(optimizer.param_groups):
             base._see_settings(seen, group, settings)
@@ -98,12 +104,11 @@ class ResumeProbe(base.ProgramProbe):
 
     def _look_before(self) -> None:
         seen = self._seen
-        found: dict[int, list[Any]] = {}
+        found: dict[type, list[Any]] = {}
         for one in gc.get_objects():
-            kind = self._kind_of.get(type(one))
-            if kind is None:
-                kind = self._kind_of[type(one)] = _kind(type(one))
-            if kind:
+            if type(one) not in self._kind_of:
+                self._kind_of[type(one)] = _kind(type(one))
+            if kind := self._kind_of[type(one)]:
                 found.setdefault(kind, []).append(one)
         optimizers = [one for one in found.get(_OPTIMIZER, []) if "param_groups" in vars(one)]  # else it wraps another
         self._see_models(seen, optimizers)
@@ -118,11 +123,44 @@ class ResumeProbe(base.ProgramProbe):
             base._see(seen, f"scaler {self._other(scaler)}", scaler.state_dict())
         for loader in found.get(_LOADER, []):
             seen["other DataLoader.num_workers"] = base._described(loader._num_workers)
-        for stateful in found.get(_STATEFUL, []):
+        for stateful in found.get(object, []):
             tensors = [pair for key, value in _attributes(stateful).items() for pair in self._tensors(key, value)]
             _see_other(seen, self._other(stateful), tensors)
         base._see_random_states(seen)
-        _see_own_generators(seen)
+        self._see_variables(seen)
+
+    def _see_variables(self, seen: dict[str, str]) -> None:
+        """See random generators and averages of weights that the running functions hold, or attributes of variables.
+
+        A generator that was made or seeded since the last look has a mark besides its state.
+        """
+        types: tuple[type, ...] = (torch.Generator, random.Random)
+        if "numpy" in sys.modules:
+            numpy = sys.modules["numpy"]
+            types += (numpy.random.Generator, numpy.random.RandomState)
+        generators: dict[str, Any] = {"cpu": torch.default_generator, "python": random._inst}
+        if "rng cuda" in seen:
+            generators["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
+        weights = {_plain(key.partition(" ")[2]) for key in seen if key.startswith(("param ", "buffer "))}
+        known = set(map(id, generators.values()))
+        for path, one, owner in _variables():
+            if not issubclass(type(one), (dict, *types)) or id(one) in known:
+                continue
+            known.add(id(one))
+            if issubclass(type(one), types):
+                number = sum(name.partition("#")[0] == path for name in generators)
+                name = f"{path}#{number + 1}" if number else path
+                generators[name], seen[f"rng {name}"] = one, _state_of(one)
+            elif not self._kind_of.get(type(owner)) and all(_plain(str(key)) in weights for key in one):
+                for key, tensor in self._tensors(path, one):
+                    seen.setdefault(f"variable {key}", base._described(tensor))
+        made = {
+            name: (one, one.initial_seed() if isinstance(one, torch.Generator) else None)
+            for name, one in generators.items()
+        }
+        if self._generators:
+            seen |= {f"seeded {name}": "= True" for name, one in made.items() if one not in self._generators}
+        self._generators = [*made.values()]
 
     def _other(self, one: Any) -> str:
         """Return the name of an object: its type, with a number where an earlier object has the same type."""
@@ -140,23 +178,9 @@ class ResumeProbe(base.ProgramProbe):
         return [pair for key, one in inner for pair in self._tensors(f"{name}.{key}", one)]
 
 
-def _kind(of_type: type) -> int:
-    if issubclass(of_type, torch.nn.Module):
-        return _MODULE
-    if issubclass(of_type, torch.optim.Optimizer):
-        return _OPTIMIZER
-    if issubclass(of_type, torch.optim.lr_scheduler.LRScheduler):
-        return _SCHEDULE
-    if issubclass(of_type, torch.amp.GradScaler):
-        return _SCALER
-    if issubclass(of_type, _MultiProcessingDataLoaderIter):
-        return _LOADER
+def _kind(of_type: type) -> type | None:
     is_stateful = hasattr(of_type, "state_dict") and hasattr(of_type, "load_state_dict")
-    return _STATEFUL if is_stateful else 0
-
-
-def _has_parameters(module: Any) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+    return next((kind for kind in _KINDS if issubclass(of_type, kind)), object if is_stateful else None)
 
 
 def _attributes(one: Any) -> dict[str, Any]:
@@ -190,31 +214,28 @@ def _samples(batch: list[torch.Tensor]) -> str:
     return " ".join(base._hash(" ".join(row).encode()) for row in rows)
 
 
-def _see_own_generators(seen: dict[str, str]) -> None:
-    """See the random generators that variables of the running functions hold, or attributes of such variables."""
-    types: tuple[type, ...] = (torch.Generator, random.Random)
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        types += (numpy.random.Generator, numpy.random.RandomState)
-    known = {id(torch.default_generator), id(random._inst)}
-    for variables in _variables():
-        for name, value in variables.items():
-            for path, one in [(name, value), *((f"{name}.{key}", held) for key, held in _attributes(value).items())]:
-                if issubclass(type(one), types) and id(one) not in known:
-                    known.add(id(one))
-                    number = sum(key.startswith(f"rng {path}") for key in seen)
-                    seen[f"rng {path}#{number + 1}" if number else f"rng {path}"] = _state_of(one)
+def _plain(name: str) -> str:
+    """Return the name of a weight without the number of its model and without the names that wrappers add."""
+    parts = name.split(".")
+    added = {"module", *base._TRANSPARENT}
+    return ".".join(one for one in parts if one not in added and not re.fullmatch(r"model_\d+", one))
 
 
-def _variables() -> list[dict[str, Any]]:
-    """Return the variables of the functions that are running, and of the program's own module."""
-    found = []
+def _variables() -> Iterator[tuple[str, Any, Any]]:
+    """Yield the variables of the functions that are running and of the program's own module, then their attributes.
+
+    The third value is the object that has an attribute, and None for a variable.
+    """
+    found: list[dict[str, Any]] = []
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") not in (__name__, base.__name__):
             found.append(dict(frame.f_locals))
         frame = frame.f_back
-    return [*found, dict(vars(sys.modules["__main__"]))]
+    for variables in (*found, dict(vars(sys.modules["__main__"]))):
+        for name, value in variables.items():
+            yield name, value, None
+            yield from ((f"{name}.{key}", held, value) for key, held in _attributes(value).items())
 
 
 def _state_of(generator: Any) -> str:
@@ -222,5 +243,6 @@ def _state_of(generator: Any) -> str:
         return base._digest(generator.get_state())
     if isinstance(generator, random.Random):
         return base._hash(repr(generator.getstate()).encode())
-    state = generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
-    return base._hash(repr(state).encode())
+    if hasattr(generator, "get_state"):
+        return base._legacy_state(generator.get_state())
+    return base._hash(repr(generator.bit_generator.state).encode())

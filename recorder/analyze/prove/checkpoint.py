@@ -45,7 +45,7 @@ _CLOCKS_APART_NS = 1_000_000_000
 """How far the clock of a file system may be behind that of this process."""
 _MOVED = "moved"
 """In place of a digest: the checkpoint has a random state, which has moved on before the step began."""
-_HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "rng")
+_HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "variable", "rng")
 """The kinds of values that a checkpoint should hold."""
 
 
@@ -130,7 +130,7 @@ def _random_state(value: Any) -> _RandomState | None:
     if not isinstance(value, (list, tuple)):
         return None
     if len(value) == 5 and value[0] == "MT19937":
-        return _RandomState("numpy", probe._hash(repr([probe._plain(part) for part in value]).encode()))
+        return _RandomState("numpy", probe._legacy_state(value))
     if len(value) == 3 and isinstance(value[1], (list, tuple)) and len(value[1]) == 625:
         return _RandomState("python", probe._hash(repr((value[0], tuple(value[1]), value[2])).encode()))
     return None
@@ -231,22 +231,28 @@ class _Match:
         """Return each path with the name of a parameter in place of its number in an optimizer."""
         parameters = {key.removeprefix("param ") for key in self._looked}
         owners: dict[str, None] = {}
-        for key in self._looked:
+        owner_of: dict[str, str] = {}
+        """The names of parameters by the digests of their state."""
+        for key, digests in self._looked.items():
             parts = key.removeprefix("optim ").split(".")
             if key.startswith("optim "):
                 prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-                owners.setdefault(next((name for name in prefixes if name in parameters), ""))
-        numbers = sorted({int(number) for path in self._leaves for number in re.findall(r"#(\d+)", path)})
-        if len(numbers) != len(owners):
-            return {path: path for path in self._leaves}
-        names = dict(zip(numbers, owners, strict=True))
-        return {path: re.sub(r"#(\d+)", lambda found: names[int(found[1])], path) for path in self._leaves}
+                owner = next((name for name in prefixes if name in parameters), "")
+                owners.setdefault(owner)
+                owner_of |= {digest: owner for digest in digests if " - " in digest}
+        numbered = {path: found[0] for path in self._leaves if (found := re.match(r".*#\d+", path))}
+        in_order = sorted(set(numbered.values()), key=lambda prefix: int(prefix.rpartition("#")[2]))
+        names = dict(zip(in_order, owners, strict=True)) if len(in_order) == len(owners) else {}
+        for path, prefix in numbered.items():  # of several optimizers, each counts its parameters from 0
+            named = (owner_of.get(leaf.described("")) for leaf in self._leaves[path])
+            names[prefix] = next(filter(None, named), names.get(prefix, prefix))
+        return {path: re.sub(r".*#\d+", lambda found: names.get(found[0], found[0]), path) for path in self._leaves}
 
     def _named(self, key: str) -> Iterator[str]:
         """Yield the paths that end with the name of a value."""
         kind, _, name = key.partition(" ")
-        if kind in ("schedule", "scaler", "other"):
-            name = name.partition(".")[2]  # the name begins with the object's class
+        if kind in ("schedule", "scaler", "other", "variable"):
+            name = name.partition(".")[2]  # the name begins with the object's class, or with the variable
         for path, with_names in self._paths.get(name.rpartition(".")[2], []):
             if path not in self.used and f".{with_names}".endswith(f".{name}"):
                 yield path
@@ -305,22 +311,31 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
         return tell(UNKNOWN, "the checkpoint holds no values")
     start = max(votes_of(run, Observed(exit_code=0, ranks=held)), default=None)  # no value is from the future
     if start is None:
-        return tell(CHANGED, "the checkpoint holds the state of no step after step 0")
-    moved: dict[str, None] = {}
+        return tell(CHANGED, "no value in the checkpoint is as a step has left it")
+    aside: dict[str, dict[str, None]] = {}
+    """Random states that need not be those of the step, by the words that say why."""
     for rank, match in matches.items():
+        digests = run.ranks[rank].looks[start].digests
         then = {
             key: digest
-            for key, digest in run.ranks[rank].looks[start].digests.items()
+            for key, digest in digests.items()
             if key.partition(" ")[0] in _HELD
             and (key in match.now or not (key.startswith("other ") and digest.startswith("=")))
         }
-        moved |= dict.fromkeys(key for key in then if match.now.get(key) == _MOVED)
-        pairs.append(Pair(start, rank, {key: then[key] for key in then if key not in moved}, match.now))
+        for key, digest in [*then.items()]:
+            if match.now.get(key, _MOVED) == _MOVED and f"seeded {key.removeprefix('rng ')}" in digests:
+                why = f"was seeded anew before step {start} began, and need not be saved"
+            elif key.startswith("rng ") and match.now.get(key, digest) != digest:
+                why = f"moved on before step {start} began: --resume shows whether it is restored"
+            else:
+                continue
+            aside.setdefault(why, {})[key] = None
+            del then[key]
+        pairs.append(Pair(start, rank, then, match.now))
     comparison = BothLaunches(run, [pairs])
     findings = list(comparison.state_findings(0))
     notes += comparison.notes
-    if moved:
-        notes.append(f"{values_named(moved)} moved on before step {start} began: --resume shows whether it is restored")
+    notes += [f"{values_named(keys)} {why}" for why, keys in aside.items()]
     if extra := _extra(contents, matches, pairs):
         notes.append(f"the checkpoint also holds what the run did not hold: {listed(extra, MAX_LISTED)}")
     after = f"after {counted(start, 'step')}"

@@ -36,6 +36,7 @@ NOUNS = {
     "schedule": "learning-rate schedule",
     "scaler": "gradient scaler",
     "other": "state beside the model",
+    "variable": "variable",
     "rng": "random state",
     "batch": "batch",
     "grad": "gradient",
@@ -66,7 +67,7 @@ def on_ranks(ranks: Collection[int]) -> str:
 def count_kinds(keys: Iterable[str]) -> Counter[str]:
     """Return how many values there are of each kind, by the plural of the kind's noun."""
     nouns = {kind: plural(noun, 2) for kind, noun in NOUNS.items()} | {"other": "values beside the model"}
-    return Counter(nouns[key.partition(" ")[0]] for key in keys)
+    return Counter(nouns[kind] for key in keys if (kind := key.partition(" ")[0]) in nouns)
 
 
 class Look(NamedTuple):
@@ -187,7 +188,6 @@ class Launches:
         self._before = os.listdir(self._recordings) if self._recordings.is_dir() else []
         self._temporary = tempfile.TemporaryDirectory(prefix="recorder-prove-")
         self._commands: list[str] = []
-        self._num_launches = 0
         self._said = ""
         """The last lines that the last failed launch wrote."""
 
@@ -206,10 +206,9 @@ class Launches:
         With `resume` the probe looks at each step's state before the step: ``killed`` or `RESUMED`. Raises
         LookupFailedError if two processes trained as one rank, and OSError if the command cannot be run.
         """
-        self._num_launches += 1
         self._commands.append(shlex.join(command))
-        self._report(f"{self._num_launches}: {what}")
-        folder = folder or Path(self._temporary.name) / str(self._num_launches)
+        self._report(f"{len(self._commands)}: {what}")
+        folder = folder or Path(self._temporary.name) / str(len(self._commands))
         folder.mkdir()
         probing = {_PROBE: str(folder), _PROBE_STEPS: str(num_steps or self.num_steps)}
         probing |= {_PROBE_RESUME: resume} if resume else {}

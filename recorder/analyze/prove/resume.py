@@ -14,7 +14,7 @@ from ...run.status import CHANGED, UNCHANGED, UNKNOWN, Proof
 from ...system.text import counted, listed, named
 from .launches import MAX_LISTED, Launches, Observed, Proven, count_kinds, on_ranks, values_named
 
-_STATE = ("param", "buffer", "optim", "setting", "schedule", "scaler", "other", "rng")
+_STATE = ("param", "buffer", "optim", "setting", "schedule", "scaler", "other", "variable", "rng")
 """The kinds of state, causes before effects."""
 _ALIGNING = ("param", "optim", "schedule", "buffer", "batch")
 """The kinds of values that show at which step the resumed run goes on."""
@@ -58,8 +58,8 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
         return tell(UNKNOWN, f": {problem}")
     start = start_of(killed, resumed)
     if start is None:
-        text = f"no checkpoint of steps 0 to {num_steps - 2} was saved and loaded"
-        return tell(CHANGED, f": the resumed run starts anew, or where the interrupted run began: {text}")
+        text = f"no checkpoint was saved before step {num_steps - 1} began, or none was loaded"
+        return tell(CHANGED, f": the resumed run starts anew: {text}")
     notes.append(f"the resumed run goes on with step {start}, from a checkpoint of {counted(start, 'step')}")
     if resumed.exit_code:
         notes.append(f"the resumed launch ended with exit code {resumed.exit_code}")
@@ -72,7 +72,8 @@ def judge_resume(killed: Observed, resumed: Observed, *, num_steps: int) -> Proo
     ]
     compared += count_kinds(key for step in steps for pair in step for key in pair.then)
     course = BothLaunches(killed, steps)
-    findings = [*course.state_findings(0), *course.batch_findings()]
+    findings = list(course.state_findings(0))
+    findings += [one for one in course.batch_findings() if not findings or one.step == start]  # later ones may follow
     notes += course.notes
     for i in range(len(steps)):
         if findings:
@@ -100,7 +101,7 @@ def _incomparable(killed: Observed, resumed: Observed, num_steps: int) -> str:
         return f"the resumed launch took no step, and ended with exit code {resumed.exit_code}"
     if killed.ranks.keys() != resumed.ranks.keys():
         ranks = f"{named('rank', sorted(killed.ranks))} trained, then {named('rank', sorted(resumed.ranks))}"
-        return f"{ranks}; resume with as many ranks"
+        return f"{ranks}; resume it on as many ranks"
     return ""
 
 
@@ -150,7 +151,7 @@ class BothLaunches:
             for pair in self._steps[i]:
                 for key, then in of_kind(pair.then, kind).items():
                     now = pair.now.get(key, "")
-                    if now != then:
+                    if now != then and (now or kind != "variable"):  # a later line may make the variable
                         is_idle = (kind == "rng" or not now) and self._is_idle(key, pair.rank)
                         groups.setdefault((self._how(key, pair.rank, then, now), is_idle), []).append((key, pair.rank))
             for (how, is_idle), places in groups.items():
@@ -160,7 +161,8 @@ class BothLaunches:
                     continue
                 num_findings += 1
                 if kind == "rng" and num_findings == 1 and not any(map(_has_other_batches, self._steps[i])):
-                    text = f"{text}, nothing else: dropout and whatever else draws from it"
+                    drops = {"rng cpu", "rng cuda"} & {key for key, _ in places}
+                    text = f"{text}, nothing else: {'dropout and whatever else' if drops else 'whatever'} draws from it"
                 yield _Finding(self._steps[i][0].step, text)
 
     def _is_idle(self, key: str, rank: int) -> bool:
@@ -189,7 +191,7 @@ class BothLaunches:
             return f"is as at step {steps[-1]}"
         if word_now == ["bfloat16"] != word_then:
             return "is rounded to bfloat16"
-        return "is another"
+        return "has other values"
 
     def _sentence(self, i: int, kind: str, how: str, places: Sequence[tuple[str, int]]) -> str:
         keys = dict.fromkeys(key for key, _ in places)
@@ -201,7 +203,7 @@ class BothLaunches:
             what = f"optimizer state of {counted(len(owners), 'parameter')}"
             return f"{what} {how}{on}: {listed(members, MAX_LISTED)}"
         if len(keys) > 1 and kind not in ("other", "rng"):
-            how = how.replace("is ", "are ", 1)
+            how = how.replace("is ", "are ", 1).replace("has ", "have ", 1)
         return f"{values_named(keys)} {how}{on}"
 
     def batch_findings(self) -> Iterator[_Finding]:
@@ -239,10 +241,10 @@ def _reading(pair: Pair, read_at: Mapping[str, tuple[int, int]]) -> str:
     """
     then, now = (list(of_kind(digests, "batch").values()) for digests in (pair.then, pair.now))
     if now and len(now) < len(then) and then[-len(now) :] == now:
-        return f"makes the step of {len(now)} of its {len(then)} batches: the gradients accumulated before are lost"
+        return f"makes the step from {len(now)} of its {len(then)} batches: the gradients accumulated before are lost"
     wrong = next((number for number, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), None)
     if wrong is None:
-        return f"makes the step of {counted(len(now), 'batch')} and not of {len(then)}"
+        return f"makes the step from {counted(len(now), 'batch')} and not from {len(then)}"
     if (at := read_at.get(now[wrong])) is None:
         cause = ": the random states of its DataLoader's workers began anew" if _WORKERS in pair.now else ""
         return f"reads a batch that the interrupted run did not read in its steps{cause}"

@@ -66,12 +66,12 @@ def compare_batches(one: Observed, other: Observed, start: int) -> Batches:
     for step, (first, second) in enumerate(pairs, start):
         common = Counter(first) & Counter(second)
         if len(first) != len(second):
-            text = f"a step is made of {counted(len(second), 'sample')} and not of {len(first)}"
-            return Batches(f"{text}: is the size of a batch that of each rank?", step, "", num_samples)
+            text = f"a step reads {counted(len(second), 'sample')} and not {len(first)}"
+            return Batches(f"{text}: is the batch size meant for each rank?", step, "", num_samples)
         if common.total() < len(first):
             firsts, seconds = (Counter(chain.from_iterable(side)) for side in zip(*pairs, strict=True))
-            over_all = "" if firsts != seconds else ", over all steps the same"
-            text = f"a step reads {common.total()} of the {counted(len(first), 'sample')} that it read{over_all}"
+            over_all = "" if firsts != seconds else "; over all steps the samples are the same"
+            text = f"the step has {common.total()} of its {counted(len(first), 'sample')} in common{over_all}"
             return Batches(text, step, "", num_samples)
     is_sequence = all(first == second for first, second in pairs)
     order = "in the same order" if is_sequence else "in another order over the ranks"

@@ -63,17 +63,21 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.means = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         self.noise = torch.Generator().manual_seed(rank)
         self.sampler = Sampler(rank)
+        self.critic = nn.Linear(2, 1)
+        self.second = torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9)
         self.stateful: dict[str, Any] = {
             "model": self.model, "optimizer": self.optimizer, "schedule": self.schedule, "scaler": self.scaler,
-            "average": self.average,
+            "average": self.average, "critic": self.critic, "second": self.second,
         }  # fmt: skip
 
     def save(self) -> None:
         saved = {name: one.state_dict() for name, one in self.stateful.items()}
         saved |= {"cursor": self.sampler.cursor, "noise": self.noise.get_state(), "cpu": torch.get_rng_state()}
-        torch.save(saved | {"numpy": np.random.get_state(), "python": random.getstate()}, self.path)
+        saved |= {"numpy": np.random.get_state(), "python": random.getstate(), "means": self.means}
+        torch.save(saved, self.path)
 
     def load(self, fault: str) -> None:
         saved = torch.load(self.path, weights_only=False)
@@ -106,6 +110,8 @@ class Training:
         if fault == "everything":
             return
         self.sampler.cursor = {"sampler": 0, "skips": saved["cursor"] + 2}.get(fault, saved["cursor"])
+        if fault != "means":
+            self.means = saved["means"]
         if fault != "noise":
             self.noise.set_state(saved["noise"])
         if fault != "cpu":
@@ -128,8 +134,10 @@ class Training:
         for batch in self.batches(has_worker=has_worker):
             is_last = self.sampler.cursor % NUM_BATCHES_OF_STEP == 0
             drawn = 1 + float(np.random.normal(0, 0.01)) + random.gauss(0, 0.01)
-            mask = (torch.rand(2, 2, generator=self.noise) > 0.1) * drawn
-            self.scaler.scale((self.wrapped(batch) * mask).square().mean()).backward()
+            fresh = torch.Generator().manual_seed(step)
+            mask = (torch.rand(2, 2, generator=self.noise) + torch.rand(2, generator=fresh) > 0.1) * drawn
+            out = self.wrapped(batch)
+            self.scaler.scale((out * mask).square().mean()).backward()
             if not is_last:
                 if saves_in_between and step == 4:
                     self.save()
@@ -137,8 +145,13 @@ class Training:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad()
+            self.critic(out.detach()).square().mean().backward()
+            self.second.step()
+            self.second.zero_grad()
             self.schedule.step()
             self.average.update_parameters(self.model)
+            for name, weight in self.model.named_parameters():
+                self.means[name].lerp_(weight.detach(), 0.1)
             step += 1
             if step % 4 == 3:
                 torch.save(self.model.state_dict(), f"{self.path}.earlier")

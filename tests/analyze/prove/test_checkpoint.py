@@ -253,7 +253,7 @@ def test_each_rank_holds_its_part_of_a_whole_tensor(training: Training, tmp_path
         looks[SAVED] = Look(SAVED, {**looks[SAVED].digests, "param 0.weight": part, **digests})
         ranks[rank] = RankSeen(pid=rank, looks=tuple(looks), printed=())
     proof = judge_checkpoint(Observed(exit_code=0, ranks=ranks), read_contents(tmp_path, 0, 2))
-    assert proof.text == "changed: in the checkpoint after 4 steps, parameter 0.bias is another on rank 1"
+    assert proof.text == "changed: in the checkpoint after 4 steps, parameter 0.bias has other values on rank 1"
 
 
 def test_a_launched_program_shows_what_its_checkpoint_holds(tmp_path: Path) -> None:
@@ -264,4 +264,8 @@ def test_a_launched_program_shows_what_its_checkpoint_holds(tmp_path: Path) -> N
     found = json.loads(done.output[done.output.index("{") :])
     assert "holds what the run held after 4 steps" in found["text"]
     assert found["subject"] == "checkpoint"
+    seeded = (
+        "random state of the program's own generator fresh was seeded anew before step 4 began, and need not be saved"
+    )
+    assert seeded in found["notes"]
     assert sys.executable in found["commands"][0]

@@ -40,12 +40,12 @@ ONE = read(["a b c d", "e f g h"])
     [
         (read(["a b", "e f"], ["c d", "g h"]), None, "in the same order"),
         (read(["a c", "e g"], ["b d", "f h"]), None, "in another order over the ranks"),
-        (read(["a b c d", "e f g h"], ["a b c d", "e f g h"]), 4, "a step is made of 8 samples and not of 4"),
-        (read(["a b", "e f"], ["c d", "g x"]), 5, "a step reads 3 of the 4 samples that it read"),
+        (read(["a b c d", "e f g h"], ["a b c d", "e f g h"]), 4, "a step reads 8 samples and not 4"),
+        (read(["a b", "e f"], ["c d", "g x"]), 5, "the step has 3 of its 4 samples in common"),
         (
             read(["a b", "c d"], ["e f", "g h"]),
             4,
-            "a step reads 2 of the 4 samples that it read, over all steps the same",
+            "the step has 2 of its 4 samples in common; over all steps the samples are the same",
         ),
     ],
 )
@@ -111,8 +111,8 @@ def test_a_sound_program_is_one_model_within_rounding_that_is_measured(tmp_path:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("batch", "from step 0 on: on 2 and on 1 rank, a step is made of 4 samples and not of 8"),
-        ("sampler", "from step 1 on: on 2 and on 1 rank, a step reads"),
+        ("batch", "from step 0 on: on 2 and on 1 rank, a step reads 4 samples and not 8"),
+        ("sampler", "from step 1 on: on 2 and on 1 rank, the step has"),
         ("sum", "step 0, backward"),
     ],
 )
