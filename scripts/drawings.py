@@ -75,6 +75,14 @@ DRAWINGS = {
             Box("your laptop", ("recorder first, verify,", "report; sql over", "all runs")),
         )
     ),
+    "restart": Drawing(
+        (
+            Box("launch 1", ("a checkpoint after step 3;", "killed at the end", "of step 6")),
+            Box("launch 2", ("from the checkpoint:", "steps 4 to 6", "once more")),
+            Box("prove", ("both have made", "steps 4 to 6: state,", "batches, gradients")),
+            Box("a certificate", ("unchanged, or", "what was lost, at which", "step, on which ranks")),
+        )
+    ),
     "shard": Drawing(
         (
             Box("ARROW1", ("magic",)),

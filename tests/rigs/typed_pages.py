@@ -181,4 +181,5 @@ class Desk:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
             patch.chdir(self.folder)
             patch.setenv("COLUMNS", str(WIDTH))
+            patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # for `recorder prove`
             yield out
