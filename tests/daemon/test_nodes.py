@@ -100,6 +100,7 @@ def test_a_rank_that_was_killed_is_so_for_those_who_cannot_ask_its_host(
     show(last, 7, **dying)
     with at_work(tmp_path, to):
         run = location_of(f"{to}/run-a")
+        wait_until(lambda: bool(documents(store, to)))  # by which the host is not this one, and cannot be asked
         wait_until(lambda: [rank.state for rank in RunWatch(run).look()] == ["recording"] * 3)
         process.kill()
         process.communicate()
