@@ -73,10 +73,9 @@ PRESETS = {
     ),
     "rollout": parse_rules(
         "module='' site=input,output name='!past_key_values*' keep=tokens;"
-        "class=*Embedding,*Model,*CausalLM,*LMHeadModel site=input name='!past_key_values*' keep=tokens;"
-        "site=input name=top_k_index keep=tokens;"
+        "class=*Embedding,*Model,*CausalLM,Logits*,*Experts site=input name='!past_key_values*' keep=tokens;"
         "leaf=yes site=output name='!past_key_values*' steps=0:4,4::16 call=0:4 keep=tokens;"
-        "site=param steps=::64 keep=stats,fingerprint"
+        "site=param steps=0:4,4::64 keep=stats,fingerprint"
     ),
     "full": parse_rules("site=* keep=tensor,stats,fingerprint,histogram,units"),
     "twin": parse_rules("site=* steps=0:4 keep=tensor,stats,fingerprint; site=scalar keep=stats"),

@@ -11,6 +11,7 @@ for the next call, which is given what was chosen. Nothing here may wait for a d
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,8 +41,8 @@ _GIVEN = {
     "logits_to_keep": "kept", "logits_indices": "kept", "write_index.0": "slots",
 }  # fmt: skip
 """The arguments that say whose the tokens are, and what they are called in the rows."""
-_TOLD = ("log_probs", "logprobs", "logps")
-"""The names of outputs that are log-probabilities of the call's tokens, where a model computes no logits."""
+_OF_ATTENTION = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+"""What vLLM gives its attention: where each sample begins, its length, its blocks, and the place of each token."""
 _NO_IDS = ("labels", "attention_mask", "mask", "cache_position", "position", "cu_seq", "past_key_value", "kv_cache")
 """Beginnings of the names of other arguments that may be whole numbers."""
 
@@ -100,8 +101,10 @@ class TokenBlocks:
         """Held while a block grows or is recorded; an engine may run in a thread beside others."""
         self._blocks: dict[Origin, _CallBlock] = {}
         self._num_calls = 0
-        self._pending: dict[str, tuple[int, torch.Tensor]] = {}
-        """By root, its last call and the logits of the last tokens of the call, one row a token."""
+        self._pending: dict[str, tuple[int, torch.Tensor | None]] = {}
+        """By root, its last call and the logits of the last tokens of the call, one row a token, once they are made."""
+        self._block_tokens: torch.Tensor | None = None
+        """The tokens of a block of vLLM's cache, on the device."""
         self._signs: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
     def call_begins(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -115,11 +118,16 @@ class TokenBlocks:
         tokens = _tokens_of(arguments, is_root=not origin.module_path)
         if tokens is None or tokens.dim() not in (1, 2) or not tokens.numel():
             return
+        context = _vllm_context()
+        if context is not None and not context.attn_metadata:
+            return  # vLLM warms its model up, on nobody's tokens
         with self._changing:
             call.number, self._num_calls = self._num_calls, self._num_calls + 1
         call.module_path, call.seen = origin.module_path, {}
         call.ids = ids = tokens.detach().reshape(-1, tokens.shape[-1])
         parts = {"tokens": tokens, **dict(_given(arguments, ids.shape))}
+        if context is not None:
+            parts |= self._given_by_vllm(context.attn_metadata)
         call.num_kept = parts["kept"].numel() if "kept" in parts else 0
         facts = {"step": moment.step, "mode": moment.mode, "past": _past(arguments, ids.shape[1])}
         if SAID_TOKENS.positions is not None:
@@ -131,8 +139,25 @@ class TokenBlocks:
         facts["shapes"] = {name: tuple(one.shape) for name, one in parts.items()}
         numbers = [one.detach().clamp(-1, _MAX_NUMBER).to(torch.int32).reshape(-1) for one in parts.values()]
         self._add(origin, "inputs", moment, facts, torch.cat(numbers))
-        if (pending := self._pending.pop(origin.root, None)) is not None:
-            self._add_chosen(origin, moment, *pending, ids, parts.get("lengths"))
+        after, logits = self._pending.pop(origin.root, (0, None))
+        if logits is not None:
+            self._add_chosen(origin, moment, after, logits, ids, parts.get("lengths"))
+
+    def _given_by_vllm(self, layers: Any) -> dict[str, torch.Tensor]:
+        """Return whose the tokens are that vLLM gives its model, by what its attention is given of its paged cache."""
+        of = next(iter(layers.values())) if isinstance(layers, dict) else None
+        if any(not isinstance(getattr(of, name, None), torch.Tensor) for name in _OF_ATTENTION):
+            return {}
+        starts, lengths, table, slots = (getattr(of, name) for name in _OF_ATTENTION)
+        own = starts[1:] - starts[:-1]
+        begun = slots[starts[:-1].long().clamp(max=len(slots) - 1)]
+        size = torch.where(lengths == own, begun // table[:, 0].clamp(min=1), 0).max()  # where samples begin
+        self._block_tokens = size = size if self._block_tokens is None else torch.maximum(size, self._block_tokens)
+        before = (lengths - own - 1).clamp(min=0)
+        block = (before // size.clamp(min=1)).clamp(max=table.shape[1] - 1).long()
+        behind = table.gather(1, block[:, None])[:, 0] * size + before % size.clamp(min=1)
+        behind = torch.where(lengths > own, behind, -1)
+        return {"lengths": starts, "slots": slots, "kept": starts[1:] - 1, "goes_on_behind": behind}
 
     def _add_chosen(
         self, origin: Origin, moment: Moment, after: int, logits: torch.Tensor, ids: torch.Tensor,
@@ -141,7 +166,7 @@ class TokenBlocks:
         """Add the log-probabilities, by the logits of the last call, of the tokens that this call is given next."""
         facts = {"after": after, "packed": lengths is not None and len(ids) == 1}
         if lengths is not None and len(ids) == 1:  # each with each, as only a reader can tell who goes on
-            first = ids[0, lengths.reshape(-1)[:-1].long()]
+            first = ids[0, lengths.reshape(-1)[:-1].long().clamp(max=ids.shape[1] - 1)]
             if len(first) * len(logits) > _MAX_PAIRS:
                 return
             told = torch.stack([_logprobs(logits, token.expand(len(logits))) for token in first])
@@ -154,14 +179,15 @@ class TokenBlocks:
     def call_ends(self, origin: Origin, moment: Moment, leaves: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Add the log-probabilities of a call's own tokens, if the module is the one that was given them."""
         call, ids = self._call, self._call.ids
+        if origin.module_path == "logits_processor" and (waiting := self._pending.get(origin.root)) is not None:
+            made = (value.detach().clone() for _, value in leaves if len(value) == call.num_kept)  # not of drafts
+            self._pending[origin.root] = waiting[0], next(made, None)
         if call.number is None or ids is None or call.module_path != origin.module_path:
             return
+        if _vllm_context() is not None:  # which has the logits made behind the call
+            self._pending[origin.root], call.number, call.ids = (call.number, None), None, None
+            return
         values = {name: value for name, value in leaves if value.is_floating_point()}
-        for told in (values[name].detach() for name in _TOLD if name in values):
-            if told.dim() == 2 and told.shape[0] == len(ids) and 0 < told.shape[1] <= ids.shape[1]:
-                wide = told.float()
-                wide = torch.where(wide == 0, torch.nan, wide)  # as trainers leave tokens that are not trained on
-                self._add(origin, "logprobs", moment, {"shape": tuple(told.shape)}, wide)
         logits = values.get("logits", next(iter(values.values())) if len(values) == 1 else None)
         shape = () if logits is None else tuple(logits.shape)
         rows = token_rows(shape, (ids.shape[0], ids.shape[1]), call.num_kept)
@@ -244,6 +270,11 @@ class TokenBlocks:
 def is_whole(chunk: Chunk) -> bool:
     """Whether a rank's chunk is the whole value."""
     return "Shard" not in chunk.placements and "Partial" not in chunk.placements
+
+
+def _vllm_context() -> Any:
+    """Return what vLLM gives its attention beside the arguments of the model; None where vLLM does not run."""
+    return getattr(sys.modules.get("vllm.forward_context"), "_forward_context", None)
 
 
 def _tokens_of(arguments: Mapping[str, torch.Tensor], *, is_root: bool) -> torch.Tensor | None:

@@ -11,13 +11,14 @@ from ...errors import LookupFailedError
 from ...run.run import Run
 from ...system.text import counted
 from ..diff.renames import NO_RENAMES, Renames
-from .search import JoinedTokens, LogprobsApart, Parting, Search, ValueApart
-from .sequences import TokensApart, compare_tokens, match_samples
+from .search import LogprobsApart, Parting, Search, ValueApart
+from .sequences import JoinedTokens, TokensApart, compare_tokens, match_samples
 from .tokens import ENGINE, TRAINER, Side
 from .weights import WRONG, ModelParameters, WeightState, compare_weights
 
 CLIP = 0.2
 """A ratio of probabilities that is farther from 1 is clipped, as PPO clips it by default."""
+ASSUMED = "assumed for the type"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ def align(
         ours, theirs = Side(trainer, step=step), Side(engine, renames=renames)
     renames.check_used(theirs.run.module_paths)
     sides = [ours, theirs, *(Side(run, renames=renames) for run in noise)]
-    by_name = all(side.is_named for side in sides)
+    by_name = all(side.samples and all(sample.name is not None for sample in side.samples) for side in sides)
     matches = [match_samples(ours, side, by_name=by_name) for side in sides[1:]]
     told = compare_tokens(ours, theirs, matches[0])
     joined = JoinedTokens(ours, theirs, list(zip(sides[1:], matches, strict=True)))
@@ -105,17 +106,19 @@ def align(
         why = next((one.text for one in told), "the tokens of one of them are not known; say them with recorder.tokens")
         which = f"trainer and engine of {trainer.name}" if engine is None else f"{trainer.name} and {engine.name}"
         raise LookupFailedError(f"{which} have no token in common: {why}")
-    parameters = ModelParameters(trainer, ours.root), ModelParameters(theirs.run, theirs.root, renames)
-    of_weights, states = compare_weights(*parameters, joined.steps)
+    of_weights, states = None, list[WeightState]()
+    if engine is not None:  # else the parameters are the same ones
+        parameters = ModelParameters(trainer, ours.root), ModelParameters(engine, theirs.root, renames)
+        of_weights, states = compare_weights(*parameters, joined.steps)
     search = Search(ours, theirs, sides[2:], joined, states)
     parting = search.find()
     return Aligned(
         num_tokens=joined.num_tokens, num_samples=joined.num_samples, joined_by="names" if by_name else "tokens",
         num_unknown=ours.num_unknown + theirs.num_unknown, step=joined.step, tokens=told,
         logprobs=_logprobs(joined), values=search.values, experts=search.experts,
-        bounds=f"10 times what {', '.join(run.name for run in noise)} differ in" if noise else "assumed for the type",
+        bounds=f"10 times what {', '.join(run.name for run in noise)} differ in" if noise else ASSUMED,
         parting=parting, search=search, weights=states, weights_step=of_weights,
-        notes=[*search.notes, *_swapped(ours, theirs), *_unpaired(ours, theirs)],
+        notes=[*search.notes, *_unpaired(ours, theirs)],
     )  # fmt: skip
 
 
@@ -135,19 +138,9 @@ def _logprobs(joined: JoinedTokens) -> LogprobsApart | None:
     )  # fmt: skip
 
 
-def _swapped(trainer: Side, engine: Side) -> Iterator[str]:
-    decodes = [any(call.is_continued for call in side.calls.values()) for side in (trainer, engine)]
-    if decodes == [True, False]:
-        names = trainer.run.name, engine.run.name
-        yield "{} decodes token by token and {} does not: is the second one the trainer? Then name it first".format(
-            *names
-        )
-
-
 def _unpaired(trainer: Side, engine: Side) -> Iterator[str]:
-    for word, one, other in (("trainer", trainer, engine), ("engine", engine, trainer)):
-        paths = dict.fromkeys(name.module_path for name in one.values if name.site == "output")
-        theirs = {name.module_path for name in other.values}
-        if alone := [path for path in paths if path not in theirs]:
-            some = ", ".join(map(repr, alone[:3]))
-            yield f"{len(alone)} of {len(paths)} modules are in the {word} alone, such as {some}; --rename pairs them"
+    paths = dict.fromkeys(name.module_path for name in trainer.values if name.site == "output")
+    theirs = {name.module_path for name in engine.values}
+    if alone := [path for path in paths if path not in theirs]:
+        some = ", ".join(map(repr, alone[:3]))
+        yield f"{len(alone)} of {len(paths)} modules are in the trainer alone, such as {some}; --rename pairs them"

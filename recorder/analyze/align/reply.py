@@ -10,8 +10,9 @@ from typing import Any
 from ...run.reply import Reply, StateLine, Table, plain, table_of
 from ...run.run import Run
 from ...system.text import counted, number
-from .align import CLIP, Aligned
-from .search import Parting, TokenAt, ValueApart
+from .align import ASSUMED, CLIP, Aligned
+from .search import Parting, ValueApart
+from .sequences import TokenAt
 from .weights import EQUAL, UNKNOWN, WRONG, told_weight
 
 _FEW = 8
@@ -53,7 +54,8 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
             f"{number(apart.mean)}, mean magnitude {number(apart.mean_abs)}, largest {number(apart.largest.apart)} at "
             f"{_at(apart.largest)}; KL (k3) {number(apart.k3)}; {apart.clipped:.1%} of the ratios are beyond {CLIP:g}"
         )
-    yield _weights_line(found)
+    if engine is not None:
+        yield _weights_line(found)
     if found.experts:
         block, (flipped, of) = max(found.experts.items(), key=lambda one: one[1][0] / max(one[1][1], 1))
         text = f"{counted(len(found.experts), 'router')}: most other choices at {block!r}, for {flipped} of {of} tokens"
@@ -71,6 +73,8 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
         ]
         titles = ("positions", "tokens", "mean apart")
         yield table_of(titles, rows, numbers=titles, title=f"{found.parting.value.text} by position")
+    if found.bounds == ASSUMED:
+        yield "hint: --noise RUN, a second run of the engine, shows differences down to a tenth of these bounds"
 
 
 def _where(parting: Parting) -> str:
@@ -93,7 +97,8 @@ def _weights_line(found: Aligned) -> StateLine:
         return StateLine("note", f"weights were not compared: they are {why} (record site=param keep=fingerprint)")
     wrong = [state for state in found.weights if state.state in WRONG]
     if not wrong:
-        return StateLine("ok", f"weights: {states[EQUAL]} of {len(found.weights)} parameters are the trainer's")
+        rest = f", {states[UNKNOWN]} are not comparable" if states[UNKNOWN] else ""
+        return StateLine("ok", f"weights: {states[EQUAL]} of {len(found.weights)} parameters are the trainer's{rest}")
     version = Counter(state.step for state in found.weights if state.step is not None).most_common(1)
     of = f"step {version[0][0]}" if version else "no recorded step"
     text = f"{len(wrong)} of {len(found.weights)} parameters are not those of step {found.weights_step}"

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .sequences import Match
-from .tokens import Array, Floats, Integers, Side, ValueName
-from .weights import WRONG, WeightState, told_weight
+from .calls import Array, Floats, Integers
+from .sequences import JoinedTokens, TokenAt, ValuePair, wide
+from .tokens import Side, ValueName
+from .weights import EQUAL, WRONG, WeightState, told_weight
 
 Flags = npt.NDArray[np.bool_]
 BOUNDS = {"float64": 2e-10, "float32": 4e-5, "float16": 2e-2, "bfloat16": 1e-1}
@@ -36,17 +37,6 @@ _AGREES = 0.01
 _NUM_BINS = 8
 _MAX_EXPERTS = 64
 """The most whole numbers of a token that can be the experts which a router has chosen for it."""
-
-
-class TokenAt(NamedTuple):
-    """One token of one sample."""
-
-    sample: str
-    position: int
-    """The position in the sample, from 0; padding does not count."""
-    token: int
-    apart: float
-    """How far the value, or the log-probability, is apart there."""
 
 
 class LogprobsApart(NamedTuple):
@@ -115,17 +105,6 @@ class Parting(NamedTuple):
     hints: list[str]
 
 
-class ValuePair(NamedTuple):
-    """One value on both sides, one row a token."""
-
-    slots: Integers
-    """The numbers of the tokens."""
-    trainer: Floats
-    engine: Floats
-    dtype_trainer: str
-    dtype_engine: str
-
-
 class ComparedTokens(NamedTuple):
     """How far one value is apart at each token."""
 
@@ -133,75 +112,6 @@ class ComparedTokens(NamedTuple):
     slots: Integers
     apart: Floats
     is_beyond: Flags
-
-
-class JoinedTokens:
-    """The tokens that both sides have, each with a number (its slot), in the order of the trainer's samples."""
-
-    def __init__(self, trainer: Side, engine: Side, others: Sequence[tuple[Side, Sequence[Match | None]]]) -> None:
-        """Number the tokens of all sides. `others` are the engine and runs of noise, with their samples' matches."""
-        self._trainer, self._engine = trainer, engine
-        lengths = np.array([len(sample.tokens) for sample in trainer.samples], np.int64)
-        bases = np.cumsum(lengths) - lengths
-        num_slots = int(lengths.sum())
-        trainer.number(bases, lengths, num_slots)
-        for side, matches in others:
-            own = [(bases[match.number], match.num_joined) if match else (0, 0) for match in matches]
-            first, limits = np.array(own, np.int64).reshape(-1, 2).T
-            side.number(first, limits, num_slots)
-        self.name_of = trainer.name_of
-        self.samples = np.repeat(np.arange(len(lengths)), lengths)
-        self.positions = np.arange(num_slots) - bases[self.samples]
-        self.tokens = np.array([token for sample in trainer.samples for token in sample.tokens], np.int64)
-        ours, theirs = _by_slot(trainer, num_slots), _by_slot(engine, num_slots)
-        self.given = np.stack([ours[:, 1], theirs[:, 1]], axis=1)
-        """The positions that the model was given on both sides; -1 where it was given none that was recorded."""
-        self.is_continued = theirs[:, 2] > 0
-        """Whether the engine went on from its cache."""
-        self.is_joined = (ours[:, 0] & theirs[:, 0]) > 0
-        joined = np.flatnonzero(self.is_joined)
-        self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))
-        joined = joined[np.argsort(ours[joined, 3], kind="stable")]
-        self.step = int(ours[joined[0], 3]) if joined.size else 0
-        """The first step of the trainer whose tokens are joined."""
-        self.logprobs = np.stack([_logprobs_by_slot(side, num_slots) for side in (trainer, engine)])
-        """The log-probability of each token on both sides, NaN where it is not known."""
-        self.steps = dict(zip(theirs[joined, 3].tolist(), ours[joined, 3].tolist(), strict=True))
-        """By step of the engine, the last step of the trainer that has tokens of it."""
-
-    def at(self, slot: int, apart: float) -> TokenAt:
-        """Return a token as people know it."""
-        number, position = int(self.samples[slot]), int(self.positions[slot])
-        return TokenAt(self.name_of(number), position, int(self.tokens[slot]), apart)
-
-    def pair(self, name: ValueName) -> ValuePair | None:
-        """Return a value's numbers at the tokens at which both sides have it; None if there are none."""
-        ours, theirs = self._trainer.pick(name), self._engine.pick(name)
-        if ours is None or theirs is None or ours[3] != theirs[3]:
-            return None
-        slots, at, at_theirs = np.intersect1d(ours[1], theirs[1], return_indices=True)
-        if not slots.size:
-            return None
-        return ValuePair(slots, wide(ours[0][at]), wide(theirs[0][at_theirs]), ours[2], theirs[2])
-
-
-def _by_slot(side: Side, num_slots: int) -> Integers:
-    """Return by slot, of the first call with the token: is there one, the position given, is it continued, its step."""
-    found = np.zeros((num_slots, 4), np.int64)
-    for key, call in reversed(side.calls.items()):
-        has_slot = side.slots[key] >= 0
-        rows = (np.ones_like(call.given), call.given, np.full_like(call.given, call.is_continued))
-        found[side.slots[key][has_slot]] = np.stack([*rows, np.full_like(call.given, call.step)], axis=1)[has_slot]
-    return found
-
-
-def _logprobs_by_slot(side: Side, num_slots: int) -> Floats:
-    """Return by slot the log-probability of the first call that tells it."""
-    found = np.full(num_slots, np.nan)
-    for key, call in reversed(side.calls.items()):
-        is_known = (side.slots[key] >= 0) & ~np.isnan(call.logprobs)
-        found[side.slots[key][is_known]] = call.logprobs[is_known]
-    return found
 
 
 class Search:
@@ -214,7 +124,6 @@ class Search:
         self.joined = joined
         self._weights = weights
         self.texts = {**engine.texts, **trainer.texts}
-        """The texts of tokens that the programs said."""
         self.values: list[ValueApart] = []
         self.experts: dict[str, tuple[int, int]] = {}
         """By block of experts: the tokens for which the two sides chose other experts, and the tokens compared."""
@@ -240,9 +149,7 @@ class Search:
                     num_beyond=int((apart > bound).sum()), median=float(np.median(apart)), largest=float(apart.max()),
                 )
             )  # fmt: skip
-        if not self.values:
-            self.notes.append("no module's values are on both sides: record site=output keep=tensor of both")
-        elif all(value.dtype_trainer != value.dtype_engine for value in self.values):
+        if self.values and all(value.dtype_trainer != value.dtype_engine for value in self.values):
             types = self.values[0].dtype_trainer, self.values[0].dtype_engine
             text = "the trainer computes in {}, the engine in {}: what the narrower type rounds is noise"
             self.notes.append(text.format(*types))
@@ -340,7 +247,7 @@ class Search:
                 side = "engine" if here < there else "trainer"
                 why = " (an adapter that was not merged, or that is switched off?)" if "lora" in alone[0] else ""
                 return "module", f"{alone[0]!r} runs in the {side} alone{why}"
-        of_weights = "its weights and " if any(one.module_path == path for one in inside) else ""
+        of_weights = "its weights and " if any(one[:2] == (f"{path}.weight", EQUAL) for one in inside) else ""
         before = f"{of_weights}what runs before it agree" if before_it else "nothing that runs before it was compared"
         if name.site == "input":
             code = f"so {repr(path) if path else 'the root'} hands on something else in its own code"
@@ -376,9 +283,6 @@ class Search:
         factor = float((a * b).sum() / max((b * b).sum(), np.finfo(np.float64).tiny))
         if abs(factor - 1) > bound and factor and float(np.median(apart_by_token(a, factor * b))) <= bound:
             yield f"the trainer's values are {factor:.4g} times the engine's: a scale or a temperature on one side?"
-        ours, theirs = ({call.mode for call in side.calls.values()} for side in (self._trainer, self._engine))
-        if "train" in ours and "train" not in theirs:
-            yield "the trainer ran in training mode, and the engine did not: is a dropout on?"
 
 
 def apart_by_token(a: Floats, b: Floats) -> Floats:
@@ -394,8 +298,3 @@ def apart_by_token(a: Floats, b: Floats) -> Floats:
     apart: Floats = np.linalg.norm(a - b, axis=1) / np.maximum(sizes, floor)
     apart[is_other.any(axis=1)] = np.inf
     return apart
-
-
-def wide(values: Array) -> Floats:
-    """Return values in float64, in which they are compared."""
-    return np.asarray(values.astype(np.float64))

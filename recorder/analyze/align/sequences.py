@@ -1,12 +1,15 @@
-"""Whether the two sides have the same samples, token by token, and how the samples differ that they do not share."""
+"""Which samples and tokens the two sides share, and how the samples differ that they do not share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ...system.text import counted
-from .tokens import Side
+from .calls import Array, Floats, Integers
+from .tokens import Side, ValueName
 
 _MAX_SAMPLES = 32
 """The most samples without a partner that are looked at, and eight times as many of the trainer's beside each."""
@@ -39,8 +42,7 @@ def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | 
     """Return the trainer's sample for each sample of another side, which nobody else is; None without one."""
     if by_name:
         numbers = {sample.name: number for number, sample in enumerate(trainer.samples)}
-        named = [numbers.get(sample.name) for sample in other.samples]
-        return [None if one is None else Match(one, 0, len(trainer.samples[one].tokens)) for one in named]
+        return [_match(trainer, numbers.get(sample.name), sample.tokens) for sample in other.samples]
     ends: dict[int, list[int]] = {}
     for number, sample in reversed(list(enumerate(trainer.samples))):
         for one in dict.fromkeys(sample.hashes):
@@ -51,7 +53,7 @@ def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | 
         free = ends.get(sample.hashes[-1], []) if sample.hashes else []
         while free and free[-1] in taken:
             free.pop()
-        found.append(Match(free[-1], 0, len(sample.tokens)) if free else None)
+        found.append(_match(trainer, free[-1] if free else None, sample.tokens))
         taken |= {free[-1]} if free else set()
     rest = [number for number in range(len(trainer.samples)) if number not in taken][: 8 * _MAX_SAMPLES]
     for number in [number for number, one in enumerate(found) if one is None][:_MAX_SAMPLES]:
@@ -71,9 +73,7 @@ def _nearest(trainer: Side, numbers: Sequence[int], theirs: Sequence[int]) -> Ma
     if not tries:
         return None
     _, _, number, shift = max(tries)
-    pairs = enumerate(zip(trainer.samples[-number].tokens, theirs, strict=False))
-    shorter = min(len(trainer.samples[-number].tokens), len(theirs))
-    return Match(-number, shift, 0 if shift else next((at for at, (a, b) in pairs if a != b), shorter))
+    return Match(-number, shift, 0) if shift else _match(trainer, -number, theirs)
 
 
 def compare_tokens(trainer: Side, engine: Side, matches: Sequence[Match | None]) -> list[TokensApart]:
@@ -88,6 +88,13 @@ def compare_tokens(trainer: Side, engine: Side, matches: Sequence[Match | None])
 def _num_same(ours: Sequence[int], theirs: Sequence[int], shift: int) -> int:
     ours, theirs = ours[max(shift, 0) :][:_NUM_LOOKED_AT], theirs[max(-shift, 0) :][:_NUM_LOOKED_AT]
     return sum(a == b for a, b in zip(ours, theirs, strict=False))
+
+
+def _match(trainer: Side, number: int | None, theirs: Sequence[int]) -> Match | None:
+    if number is None:
+        return None
+    pairs = list(zip(trainer.samples[number].tokens, theirs, strict=False))
+    return Match(number, 0, next((at for at, (a, b) in enumerate(pairs) if a != b and min(a, b) >= 0), len(pairs)))
 
 
 def _num_alike(tokens: Sequence[int]) -> int:
@@ -105,17 +112,108 @@ def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[To
         text = f"{name}: the {side} alone has {counted(len(front), 'token')} in front: {front[:8]} ({why}?)"
         yield TokensApart(text, is_finding=True, sample=name, position=0)
         return
-    for position, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b and min(a, b) >= 0:
-            text = f"{name}: the token at position {position} is {a} in the trainer and {b} in the engine"
-            other = next((one for one, of in enumerate(trainer.samples) if of.tokens[: len(theirs)] == theirs), None)
-            order = "" if other is None else f"; these are the tokens of the trainer's {trainer.name_of(other)}"
-            if any(of.tokens[:position] == theirs[:position] for of in engine.samples if of.tokens != theirs):
-                order = order or "; or a beam that changed its row, which sample_ids in recorder.tokens follow"
-            yield TokensApart(f"{text}{order}", is_finding=True, sample=name, position=position)
-            return
+    position = match.num_joined
+    if position < min(len(ours), len(theirs)):
+        numbers = f"{ours[position]} in the trainer and {theirs[position]} in the engine"
+        other = next((one for one, of in enumerate(trainer.samples) if of.tokens[: len(theirs)] == theirs), None)
+        order = "" if other is None else f"; these are the tokens of the trainer's {trainer.name_of(other)}"
+        if any(of.tokens[:position] == theirs[:position] for of in engine.samples if of.tokens != theirs):
+            order = order or "; or a beam that changed its row, which sample_ids in recorder.tokens follow"
+        text = f"{name}: the token at position {position} is {numbers}{order}"
+        yield TokensApart(text, is_finding=True, sample=name, position=position)
+        return
     rest = theirs[len(ours) :]
     is_padding = set(rest) <= trainer.padding | engine.padding or (len(set(rest)) == 1 and len(rest) > 1)
     if rest and not is_padding:  # what an engine writes behind the end of a sample that others of its batch outlive
         text = f"{name}: the trainer's ends after {counted(len(ours), 'token')}, and the engine's has {len(rest)} more"
         yield TokensApart(f"{text} (truncated?)", is_finding=True, sample=name, position=len(ours))
+
+
+class TokenAt(NamedTuple):
+    """One token of one sample."""
+
+    sample: str
+    position: int
+    """The position in the sample, from 0; padding does not count."""
+    token: int
+    apart: float
+    """How far the value, or the log-probability, is apart there."""
+
+
+class ValuePair(NamedTuple):
+    """One value on both sides, one row a token."""
+
+    slots: Integers
+    """The numbers of the tokens."""
+    trainer: Floats
+    engine: Floats
+    dtype_trainer: str
+    dtype_engine: str
+
+
+class JoinedTokens:
+    """The tokens that both sides have, each with a number (its slot), in the order of the trainer's samples."""
+
+    def __init__(self, trainer: Side, engine: Side, others: Sequence[tuple[Side, Sequence[Match | None]]]) -> None:
+        """Number the tokens of all sides. `others` are the engine and runs of noise, with their samples' matches."""
+        self._trainer, self._engine = trainer, engine
+        lengths = np.array([len(sample.tokens) for sample in trainer.samples], np.int64)
+        bases = np.cumsum(lengths) - lengths
+        num_slots = int(lengths.sum())
+        trainer.number(bases, lengths, num_slots)
+        for side, matches in others:
+            own = [(bases[match.number], match.num_joined) if match else (0, 0) for match in matches]
+            first, limits = np.array(own, np.int64).reshape(-1, 2).T
+            side.number(first, limits, num_slots)
+        self.name_of = trainer.name_of
+        self.samples = np.repeat(np.arange(len(lengths)), lengths)
+        self.positions = np.arange(num_slots) - bases[self.samples]
+        self.tokens = np.array([token for sample in trainer.samples for token in sample.tokens], np.int64)
+        ours, theirs = _by_slot(trainer, num_slots), _by_slot(engine, num_slots)
+        self.given = np.stack([ours[:, 1], theirs[:, 1]], axis=1).astype(np.int64)
+        """The positions that the model was given on both sides; -1 where it was given none that was recorded."""
+        self.is_continued = theirs[:, 2] > 0
+        self.is_joined = (ours[:, 0] * theirs[:, 0]) > 0
+        joined = np.flatnonzero(self.is_joined)
+        self.num_tokens, self.num_samples = len(joined), len(np.unique(self.samples[joined]))
+        joined = joined[np.argsort(ours[joined, 3], kind="stable")]
+        self.step = int(ours[joined[0], 3]) if joined.size else 0
+        """The first step of the trainer whose tokens are joined."""
+        self.logprobs = np.stack([ours[:, 4], theirs[:, 4]])
+        """The log-probability of each token on both sides, NaN where it is not known."""
+        self.steps = dict(np.stack([theirs[joined, 3], ours[joined, 3]], axis=1).astype(np.int64).tolist())
+        """By step of the engine, the last step of the trainer that has tokens of it."""
+
+    def at(self, slot: int, apart: float) -> TokenAt:
+        """Return a token as people know it."""
+        number, position = int(self.samples[slot]), int(self.positions[slot])
+        return TokenAt(self.name_of(number), position, int(self.tokens[slot]), apart)
+
+    def pair(self, name: ValueName) -> ValuePair | None:
+        """Return a value's numbers at the tokens at which both sides have it; None if there are none."""
+        ours, theirs = self._trainer.pick(name), self._engine.pick(self._engine.like(name))
+        if ours is None or theirs is None or ours[3] != theirs[3]:
+            return None
+        slots, at, at_theirs = np.intersect1d(ours[1], theirs[1], return_indices=True)
+        if not slots.size:
+            return None
+        return ValuePair(slots, wide(ours[0][at]), wide(theirs[0][at_theirs]), ours[2], theirs[2])
+
+
+def _by_slot(side: Side, num_slots: int) -> Floats:
+    """Return by slot: 1, the position given, is it continued, and the step of its first call; its log-probability."""
+    found = np.zeros((num_slots, 5))
+    found[:, 4] = np.nan
+    for key, call in reversed(side.calls.items()):
+        has_slot = side.slots[key] >= 0
+        is_there, step = np.ones(len(call.at)), np.full(len(call.at), call.step)
+        rows = np.stack([is_there, call.given, call.is_continued, step], axis=1)
+        found[side.slots[key][has_slot], :4] = rows[has_slot]
+        has_slot &= ~np.isnan(call.logprobs)
+        found[side.slots[key][has_slot], 4] = call.logprobs[has_slot]
+    return found
+
+
+def wide(values: Array) -> Floats:
+    """Return values in float64, in which they are compared."""
+    return np.asarray(values.astype(np.float64))

@@ -75,7 +75,6 @@ class ModelParameters:
         self.rows = [ParameterRow(**{**row, "shape": parse_shape(row["shape"])}) for row in rows if row["root"] == root]
 
     def array(self, row: ParameterRow) -> npt.NDArray[Any]:
-        """Return the tensor of a row."""
         return self._global.array(row.at)
 
     def by_name(self, until: int | None = None) -> dict[str, _Parameter]:
@@ -84,19 +83,13 @@ class ModelParameters:
         for row in self.rows:
             if until is None or row.step <= until:
                 rows.setdefault(".".join(filter(None, (row.module_path, row.name))), {})[row.step] = row
-        newest = {name: own[max(own)] for name, own in rows.items()}
-        return {name: _Parameter(row.shape, row.dtype, rows[name]) for name, row in newest.items()}
+        return {name: _Parameter(own[max(own)], own) for name, own in rows.items()}
 
 
 class _Parameter(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: str
+    newest: ParameterRow
     rows: Mapping[int, ParameterRow]
     """The newest row of each step."""
-
-    @property
-    def newest(self) -> ParameterRow:
-        return self.rows[max(self.rows)]
 
 
 def compare_weights(
@@ -104,12 +97,8 @@ def compare_weights(
 ) -> tuple[int | None, list[WeightState]]:
     """Return the step of the trainer that counts, and the state of each parameter in the order of the trainer's model.
 
-    What counts is the last call of the engine that has parameters and tokens that the trainer has, too.
-
-    Args:
-        trainer: the run with the history of the parameters.
-        engine: the run whose parameters are looked at.
-        steps: by step of the engine, the trainer's step with its tokens.
+    What counts is the last call of the engine that has parameters and tokens that the trainer has, too. `steps` has, by
+    step of the engine, the trainer's step with its tokens.
     """
     recorded = {row.step for row in engine.rows}
     last = max((step for step in steps if step in recorded), default=None)
@@ -119,15 +108,16 @@ def compare_weights(
     ours, theirs = trainer.by_name(), engine.by_name(until=last)
     fused = {state.name: state for state in _fused(ours, theirs, now)}
     parts = {state.fused for state in fused.values()}
+    packed = [name for name, one in theirs.items() if 0 in one.newest.shape]  # in an order of the engine's own
+    alone = UNKNOWN if packed else TRAINER_ONLY
     states = []
     for name, one in ours.items():
         if name in theirs:
             states.append(_state(trainer, engine, name, one, theirs[name], now))
         elif name in fused or not _is_tied(one, name, ours):
-            states.append(fused.get(name) or WeightState(name, TRAINER_ONLY))
-    rest = [name for name in theirs if name not in ours and name not in parts]
-    rest = [name for name in rest if not _is_tied(theirs[name], name, theirs)]
-    return now, states + [WeightState(name, ENGINE_ONLY) for name in rest]
+            states.append(fused.get(name) or WeightState(name, alone))
+    rest = [name for name in theirs.keys() - {*ours, *parts, *packed} if not _is_tied(theirs[name], name, theirs)]
+    return now, states + [WeightState(name, ENGINE_ONLY) for name in sorted(rest)]
 
 
 def _is_tied(one: _Parameter, name: str, own: Mapping[str, _Parameter]) -> bool:
@@ -140,9 +130,9 @@ def _state(
     trainer: ModelParameters, engine: ModelParameters, name: str, one: _Parameter, two: _Parameter, now: int
 ) -> WeightState:
     theirs = two.newest
-    if one.shape != two.shape:
-        return WeightState(name, DIFFERS)
-    if one.dtype == two.dtype and theirs.fingerprint is not None:
+    if one.newest.shape != two.newest.shape:
+        return WeightState(name, UNKNOWN if 0 in two.newest.shape else DIFFERS)
+    if one.newest.dtype == two.newest.dtype and theirs.fingerprint is not None:
         steps = [step for step, row in one.rows.items() if row.fingerprint == theirs.fingerprint]
         return _told(name, one, steps, now)
     if (ours := one.rows.get(now)) is None:
@@ -171,15 +161,17 @@ def _told(name: str, one: _Parameter, steps: Sequence[int], now: int, fused: str
 def _fused(ours: Mapping[str, _Parameter], theirs: Mapping[str, _Parameter], now: int) -> Iterator[WeightState]:
     """Yield the state of each of the trainer's parameters that the engine has as a slice of a fused one."""
     for name, whole in theirs.items():
-        if name in ours or not whole.shape:
+        row = whole.newest
+        if name in ours or not row.shape:
             continue
         parent, own = name.rpartition(".")[0].rpartition(".")[0], name.rpartition(".")[2]
         siblings = [
             other for other, one in ours.items()
-            if other not in theirs and one.shape and one.shape[1:] == whole.shape[1:] and one.dtype == whole.dtype
-            and other.rpartition(".")[2] == own and other.rpartition(".")[0].rpartition(".")[0] == parent
+            if other not in theirs and one.newest.shape and one.newest.shape[1:] == row.shape[1:]
+            and one.newest.dtype == row.dtype and other.rpartition(".")[2] == own
+            and other.rpartition(".")[0].rpartition(".")[0] == parent
         ]  # fmt: skip
-        if slices := _adding_up(siblings, ours, whole.shape[0]):
+        if slices := _adding_up(siblings, ours, row.shape[0]):
             yield from _slices(name, slices, ours, whole, now)
 
 
@@ -187,7 +179,7 @@ def _adding_up(names: Sequence[str], ours: Mapping[str, _Parameter], size: int) 
     """Return neighbours, in the order of the model, whose first dims add up to `size`; none if no neighbours do."""
     for first in range(len(names)):
         for last in range(first + 2, len(names) + 1):
-            if sum(ours[name].shape[0] for name in names[first:last]) == size:
+            if sum(ours[name].newest.shape[0] for name in names[first:last]) == size:
                 return names[first:last]
     return ()
 
@@ -199,11 +191,12 @@ def _slices(
 
     All slices of the step `now` are tried first, then one older slice, then the slices of one older step together.
     """
-    offsets = np.cumsum([0, *(ours[name].shape[0] for name in names)]).tolist()
+    offsets = np.cumsum([0, *(ours[name].newest.shape[0] for name in names)]).tolist()
+    row = whole.newest
     places = [
         {
-            step: moved(int(row.fingerprint, 16), ITEM_BYTES[whole.dtype], (offset, *[0] * (len(whole.shape) - 1)))
-            for step, row in ours[name].rows.items() if row.fingerprint is not None
+            step: moved(int(one.fingerprint, 16), ITEM_BYTES[row.dtype], (offset, *[0] * (len(row.shape) - 1)))
+            for step, one in ours[name].rows.items() if one.fingerprint is not None
         }
         for name, offset in zip(names, offsets, strict=False)
     ]  # fmt: skip

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from ...errors import UnsupportedError, WriteError
 from ...numerics.dtypes import item_bytes, numpy_dtype
 from ...run.finding import find_run_around
+from ...system.processes import sync_directory
 from .tensors import Entry, SpansOf
 
 Report = Callable[[int], None]
@@ -156,7 +157,7 @@ def published_file(path: Path, *, force: bool | None = None) -> Iterator[BinaryI
                 file.flush()
                 os.fsync(file.fileno())
             _name(temporary, path, instead, force=bool(force))
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         except OSError as error:
             raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
         finally:
@@ -181,9 +182,9 @@ def published_folder(path: Path) -> Iterator[Path]:
             raise WriteError(f"{path}: cannot be written ({error.strerror}); choose a folder that exists") from error
         try:
             yield temporary
-            _sync_directory(temporary)
+            sync_directory(temporary)
             os.rename(temporary, path)  # replaces only an empty directory
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
         except OSError as error:
             raise WriteError(f"{path}: cannot be written ({error.strerror})") from error
         finally:
@@ -228,11 +229,3 @@ def _name(temporary: Path, path: Path, instead: str, *, force: bool) -> None:
         raise WriteError(f"{path}: exists by now; choose another name{instead}") from None
     except OSError:  # the file system has no hard links
         os.rename(temporary, path)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
