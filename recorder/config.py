@@ -37,15 +37,15 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
-_SPARSER = "0:10,10:100:10,100::50"
+_SPARSER = "0:5,10:100:10,100::50"
 """The steps of the default rules. There are few, as recording all modules makes a small program's step a third longer,
-or twice as long at worst.
+or twice as long at worst, and the probe has one number of each value at every step.
 """
 _SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(
     f"site=output,grad_output,tap steps={_SPARSER} keep=stats;"
     f"site=param,grad,buffer steps={_SPARSER} keep=stats,fingerprint;"
-    f"module='' site=input steps={_SPARSER} keep=stats,fingerprint;"
+    "module='' site=input steps=0:10,10:100:10,100::50 keep=stats,fingerprint;"
     f"site=output,grad,tap steps={_SPARSE} call=0:4 keep=tensor;"
     "site=output,param,grad call=0:4 keep=probe;"
     "module='' site=input call=0:4 keep=probe;"

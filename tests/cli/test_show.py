@@ -204,7 +204,7 @@ def test_nothing_is_wrapped_or_cut_on_a_terminal(recorded: Path, width: int, arg
     assert max(map(len, lines)) <= width
     assert not any("\u2026" in line for line in lines)
     if command == "config":
-        assert any("steps=0:10,10:100:10,100::50" in line for line in lines)
+        assert any("steps=0:5,10:100:10,100::50" in line for line in lines)
     if rest:
         course = next(line.split()[-1] for line in lines if line.split()[:1] == ["output"])
         assert len(course) == 12
