@@ -6,7 +6,7 @@ places in a paged cache. This module must know of no other call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,6 +46,13 @@ class SampleTokens:
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
     """The hash of the tokens up to and with each token."""
+    num_drafts: int = 0
+    """The last tokens that no later call has gone on from: speculation, of which some may be thrown away."""
+
+    @property
+    def sure(self) -> list[int]:
+        """The tokens without the drafts."""
+        return self.tokens[: len(self.tokens) - self.num_drafts]
 
     def put(self, position: int, token: int) -> None:
         """Set the token at a position, and forget those behind it: speculation that was thrown away."""
@@ -73,6 +80,8 @@ class TokensOfCall(NamedTuple):
     """The number of the sample, in the order in which the run's samples have begun."""
     positions: Integers
     """The position of the token in its sample, from 0; padding does not count."""
+    hashes: npt.NDArray[np.uint64]
+    """The hash of the sample's tokens up to and with this one; the sample has another one where it was thrown away."""
     is_continued: npt.NDArray[np.bool_]
     """Whether the call goes on with the sample from a cache, as a decoding step does."""
     given: Integers
@@ -97,16 +106,21 @@ class TokensOfCall(NamedTuple):
 
 
 def sequences_of(
-    grid: Array, real: Array, positions: Array | None, lengths: Array | None
+    grid: Array, real: Array, positions: Array | None, lengths: Array | None, names: Sequence[str]
 ) -> Iterator[tuple[int, Integers]]:
     """Yield the row and the columns of each sample of a call: several samples of one row where it is packed."""
+    labels = np.array(names, object)
     for row in range(len(grid)):
         columns = np.flatnonzero(real[row])
         if lengths is not None and len(grid) == 1:  # behind the last one, an engine pads its batch
             yield from ((row, part) for part in np.split(columns, lengths.reshape(-1)[1:])[:-1])
             continue
-        cuts = np.zeros(0, np.int64) if positions is None else 1 + np.flatnonzero(np.diff(positions[row, columns]) != 1)
-        yield from ((row, part) for part in np.split(columns, cuts))
+        ends = np.zeros(max(columns.size - 1, 0), bool)
+        if positions is not None:
+            ends |= np.diff(positions[row, columns]) != 1
+        if names:
+            ends |= labels[columns[1:]] != labels[columns[:-1]]
+        yield from ((row, part) for part in np.split(columns, 1 + np.flatnonzero(ends)))
 
 
 def fitted(given: Array | None, shape: tuple[int, ...]) -> Array | None:

@@ -50,14 +50,15 @@ def match_samples(trainer: Side, other: Side, *, by_name: bool) -> list[Match | 
     found: list[Match | None] = []
     taken: set[int] = set()
     for sample in other.samples:
-        free = ends.get(sample.hashes[-1], []) if sample.hashes else []
+        num_sure = len(sample.sure)
+        free = ends.get(sample.hashes[num_sure - 1], []) if num_sure else []
         while free and free[-1] in taken:
             free.pop()
         found.append(_match(trainer, free[-1] if free else None, sample.tokens))
         taken |= {free[-1]} if free else set()
     rest = [number for number in range(len(trainer.samples)) if number not in taken][: 8 * _MAX_SAMPLES]
     for number in [number for number, one in enumerate(found) if one is None][:_MAX_SAMPLES]:
-        found[number] = _nearest(trainer, rest, other.samples[number].tokens)
+        found[number] = _nearest(trainer, rest, other.samples[number].sure)
     return found
 
 
@@ -103,7 +104,7 @@ def _num_alike(tokens: Sequence[int]) -> int:
 
 
 def _told(trainer: Side, engine: Side, number: int, match: Match) -> Iterator[TokensApart]:
-    theirs, ours = engine.samples[number].tokens, trainer.samples[match.number].tokens
+    theirs, ours = engine.samples[number].sure, trainer.samples[match.number].tokens
     name = trainer.name_of(match.number)
     if match.shift:
         side, longer = ("trainer", ours) if match.shift > 0 else ("engine", theirs)

@@ -97,12 +97,17 @@ class Side:
     def number(self, bases: Integers, limits: Integers, num_slots: int) -> None:
         """Give each token a number, its slot, which `pick` returns: the base of its sample and its position.
 
-        Tokens at positions from the sample's limit on have none.
+        Tokens at positions from the sample's limit on have none, and drafts that were thrown away.
         """
-        self.slots = {
-            key: np.where(call.positions < limits[call.samples], bases[call.samples] + call.positions, -1)
-            for key, call in self.calls.items()
-        }
+        hashes = np.array([one for sample in self.samples for one in sample.hashes], np.uint64)
+        lengths = np.array([len(sample.hashes) for sample in self.samples], np.int64)
+        begins = np.cumsum(lengths) - lengths
+        self.slots: dict[CallKey, Integers] = {}
+        for key, call in self.calls.items():
+            has_slot = call.positions < np.minimum(limits, lengths)[call.samples]
+            at = np.where(has_slot, begins[call.samples] + call.positions, 0)
+            has_slot &= hashes[at] == call.hashes
+            self.slots[key] = np.where(has_slot, bases[call.samples] + call.positions, -1)
         self._is_taken = np.zeros(num_slots, bool)
 
     def ran_inside(self, path: str) -> set[str]:
@@ -174,7 +179,7 @@ class Side:
             self._last: tuple[int, TokensOfCall] | None = None
             """The last call whose tokens are known, with its number."""
             self._cache: dict[tuple[int, ...], tuple[int, int]] = {}
-            """The sample and the position of the token at each place of a cache: a slot, or the end of a row."""
+            """The sample and the position of the token at each place of a cache: a slot, or a row and its columns."""
             self._shown: list[int] = []
             """The samples of the call before; none where it went on from a cache, as a repeat is scored anew."""
             for key in of_rank:
@@ -201,12 +206,14 @@ class Side:
             real = given["seen"][:, past : past + length] != 0
         self.padding |= set(grid[~real].tolist())
         names = facts.get("names") or []
-        index = said.reshape(grid.shape) if said is not None else None
+        is_flat = num == 1 and len(names) == length  # an engine's flat tokens, each with the name of its sample
+        index = said.reshape(grid.shape) if said is not None else positions if is_flat else None
         is_paged = "slots" in given
         slots = [*given.get("slots", np.zeros(0)).flat, *[-1] * length][:length]
-        cache = self._cache if is_paged else {}
-        shown, told, is_unknown = list[int](), list[tuple[int, int, int, bool]](), False
-        sequences = list(sequences_of(grid, real, positions, given.get("lengths")))
+        if not is_paged and not past:
+            self._cache = {}
+        shown, told, is_unknown = list[int](), list[tuple[int, int, int, int, bool]](), False
+        sequences = list(sequences_of(grid, real, positions, given.get("lengths"), names if is_flat else []))
         behind = [*given.get("goes_on_behind", np.zeros(0)).flat, *[-1] * len(sequences)]
         for number, (row, columns) in enumerate(sequences):
             own = grid[row, columns].tolist()
@@ -215,10 +222,13 @@ class Side:
                 place = None if behind[number] < 0 else (behind[number],)
             elif len(sequences) > num and index is None and positions is not None and own:
                 place = (-1,) if positions[row, columns[0]] else None  # nobody tells whose one of a pack goes on
-            name = names[number] if number < len(names) else None
+            named = int(columns[0]) if is_flat and own else number
+            name = names[named] if named < len(names) else None
             start = int(index[row, columns[0]]) if index is not None and own else 0
-            repeated = -1 if is_paged else self._repeated(number, start, own)
-            sample, first = self._sample(name, place, repeated) if own or not is_paged else (-1, 0)
+            other = None if is_paged else self._repeated(number, start, own)
+            if is_paged and own and place is not None:
+                other = self._cache.get((slots[columns[0]],))
+            sample, first = self._sample(name, place, other) if own or not is_paged else (-1, 0)
             shown.append(sample)
             is_unknown |= sample < 0 < len(own)
             if sample < 0:
@@ -229,47 +239,53 @@ class Side:
                 # Nobody can tell whose token it is where those before it were never shown; a name tells it.
                 if 0 <= position < _MAX_POSITION and (position <= len(of.tokens) or of.name is not None):
                     of.put(position, token)
-                    told.append((row * length + column, sample, position, at[0] > 0))
-                    if is_paged:
-                        cache[slots[column],] = sample, position
+                    told.append((row * length + column, sample, position, of.hashes[-1], at[0] > 0))
+                    self._cache[(slots[column],) if is_paged else (num, row, past + column + 1)] = sample, position
+            of.num_drafts = len(own) - 1 if own and at[0] > 0 else 0
             if not is_paged:
-                cache[num, row, past + length] = sample, len(of.tokens) - 1
+                self._cache[num, row, past + length] = sample, len(of.tokens) - 1
         self.num_unknown += is_unknown
-        self._cache, self._shown = cache, [] if past else shown
-        flat, samples, places, continued = np.array(told, np.int64).reshape(-1, 4).T
+        self._shown = [] if past else shown
+        table = np.array(told, np.uint64).reshape(-1, 5)
+        flat, samples, places = table[:, :3].astype(np.int64).T
         model = np.full(len(flat), -1) if positions is None else positions.reshape(-1)[flat]
         kept = given.get("kept", np.zeros(0, np.int64))
         call = self.calls[key] = TokensOfCall(
-            facts["step"], (num, length), kept, flat, samples, places, continued > 0, model,
+            facts["step"], (num, length), kept, flat, samples, places, table[:, 3], table[:, 4] > 0, model,
             np.full(len(flat), np.nan),
         )  # fmt: skip
         self._add_logprobs(key, call, given.get("lengths", np.zeros(1, np.int64)).reshape(-1))
         self._last = key.number, call
 
-    def _repeated(self, number: int, start: int, tokens: list[int]) -> int:
-        """Return the sample that a sequence goes on with by the position that was said, or repeats; -1 if none."""
+    def _repeated(self, number: int, start: int, tokens: list[int]) -> tuple[int, int] | None:
+        """Return the sample that a sequence goes on with by the position that was said, or repeats, and no position."""
         sample = self._shown[number] if number < len(self._shown) else -1
         known = self.samples[sample].tokens if sample >= 0 else []
         repeats = 0 < len(known) < len(tokens) and tokens[: len(known)] == known  # as without a cache
-        return sample if 0 < start <= len(known) or repeats else -1
+        return (sample, -1) if 0 < start <= len(known) or repeats else None
 
-    def _sample(self, name: str | None, place: tuple[int, ...] | None, repeated: int) -> tuple[int, int]:
+    def _sample(
+        self, name: str | None, place: tuple[int, ...] | None, other: tuple[int, int] | None
+    ) -> tuple[int, int]:
         """Return the sample of a sequence, which may begin with it, and the position of its first token.
 
-        The sample is -1 if nobody can tell it. `place` is that of the last token in the cache.
+        The sample is -1 if nobody can tell it. `place` is that of the last token in the cache; `other` is what stands
+        where the sequence puts its first token, or what it repeats.
         """
-        owner, position = self._cache.get(place, (-1, -1)) if place is not None else (repeated, -1)
+        owner, position = self._cache.get(place, (-1, -1)) if place is not None else other or (-1, -1)
         if name is not None and name in self._named:
             return self._named[name], 0 if place is None else len(self.samples[self._named[name]].tokens)
         if place is not None and owner < 0:
             return -1, 0
-        known = self.samples[owner].tokens if owner >= 0 else []
-        if owner >= 0 and (place is None or position == len(known) - 1):
+        of = self.samples[owner] if owner >= 0 else SampleTokens(None)
+        is_own = place is None or len(place) > 1 or position == len(of.tokens) - 1
+        is_draft = other == (owner, position + 1) and position + 1 >= len(of.sure)  # that is thrown away
+        if owner >= 0 and (is_own or is_draft):
             return owner, position + 1
         self.samples.append(SampleTokens(name))
         if name is not None:
             self._named[name] = len(self.samples) - 1
-        for token in known[: position + 1]:  # another sample has put these blocks into the cache
+        for token in of.tokens[: position + 1]:  # another sample has put these blocks into the cache
             self.samples[-1].put(len(self.samples[-1].tokens), token)
         return len(self.samples) - 1, position + 1
 

@@ -90,3 +90,36 @@ def test_a_fault_of_an_engine_with_fused_modules_is_named(name: str, tmp_path: P
     found = aligned(tmp_path).parting
     assert found is not None and (found.value.text, found.first.position) == (value, position), found
     assert words in found.text
+
+
+def test_drafts_that_an_engine_throws_away_are_no_difference(tmp_path: Path) -> None:
+    whole = _recorded(tmp_path, num_drafts=2, max_tokens=64)
+    found = aligned(tmp_path)
+    assert found.is_fine and not found.num_unknown and found.num_samples == len(whole), (found.parting, found.tokens)
+    assert found.logprobs is None or abs(found.logprobs.largest.apart) < 1e-4
+
+
+def test_flat_tokens_of_an_engine_are_joined_by_a_name_for_each(tmp_path: Path) -> None:
+    """Two samples whose positions go on from one to the other by chance are two."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+            return self.head(self.embed(input_ids) + positions[:, None] / 8)
+
+    texts = {"a": [3, 1, 4, 1, 5, 9], "b": [2, 7, 1, 8, 2, 8, 1]}
+    calls = [[("a", 0, 3), ("b", 0, 4)], [("a", 3, 4), ("b", 4, 5)], [("b", 5, 6), ("a", 4, 6)], [("b", 6, 7)]]
+    for side, batches in (("engine", calls), ("trainer", [[("a", 0, 6), ("b", 0, 7)]])):
+        model = Flat()
+        with recorder.attach(model, enabled=True, dir=str(tmp_path / side), roots="any", rules=RULES):
+            for batch in batches:
+                ids = torch.tensor([token for name, first, last in batch for token in texts[name][first:last]])
+                positions = torch.tensor([at for _, first, last in batch for at in range(first, last)])
+                with recorder.tokens(sample_ids=[name for name, first, last in batch for _ in range(first, last)]):
+                    model(ids, positions)
+    found = aligned(tmp_path)
+    assert found.is_fine and found.joined_by == "names" and found.num_tokens == 13 and found.num_samples == 2
