@@ -45,7 +45,7 @@ _CLOCKS_APART_NS = 1_000_000_000
 """How far the clock of a file system may be behind that of this process."""
 _MOVED = "moved"
 """In place of a digest: the checkpoint has a random state, which has moved on before the step began."""
-_HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "variable", "rng")
+_HELD = ("param", "buffer", "optim", "schedule", "scaler", "other", "rng")
 """The kinds of values that a checkpoint should hold."""
 
 
@@ -251,8 +251,8 @@ class _Match:
     def _named(self, key: str) -> Iterator[str]:
         """Yield the paths that end with the name of a value."""
         kind, _, name = key.partition(" ")
-        if kind in ("schedule", "scaler", "other", "variable"):
-            name = name.partition(".")[2]  # the name begins with the object's class, or with the variable
+        if kind in ("schedule", "scaler", "other"):
+            name = name.partition(".")[2]  # the name begins with the object's class
         for path, with_names in self._paths.get(name.rpartition(".")[2], []):
             if path not in self.used and f".{with_names}".endswith(f".{name}"):
                 yield path
@@ -336,7 +336,7 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
     findings = list(comparison.state_findings(0))
     notes += comparison.notes
     notes += [f"{values_named(keys)} {why}" for why, keys in aside.items()]
-    if extra := _extra(contents, matches, pairs):
+    if extra := _extra(contents, matches, [seen.looks[start] for seen in run.ranks.values()]):
         notes.append(f"the checkpoint also holds what the run did not hold: {listed(extra, MAX_LISTED)}")
     after = f"after {counted(start, 'step')}"
     if findings:
@@ -348,10 +348,10 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
     return tell(UNCHANGED, f"the checkpoint holds what the run held {after}: {values}, bit by bit")
 
 
-def _extra(contents: Contents, matches: Mapping[int, _Match], pairs: Sequence[Pair]) -> list[str]:
+def _extra(contents: Contents, matches: Mapping[int, _Match], looks: Sequence[Look]) -> list[str]:
     """Return the paths of tensors that no rank has, under this name or another one."""
     used = {path for match in matches.values() for path in match.used}
-    known = {digest for pair in pairs for digest in pair.then.values()}
+    known = {digest for look in looks for digest in look.digests.values()}
     return [
         path
         for path, leaves in contents.leaves.items()

@@ -73,6 +73,8 @@ class Training:
         for name, parameter in self.model.named_parameters():
             seen[f"param {name}"] = probe._described(parameter)
             probe._see(seen, f"optim {name}", self.optimizer.state.get(parameter, {}))
+            if len(self.saved) > 1:  # a copy of the weights that the program keeps from before its last step
+                seen[f"variable before.{name}"] = probe._described(self.saved[-2]["model"][name])
         for name, value in (*self.average.named_parameters(), *self.average.named_buffers()):
             seen[f"other AveragedModel.{name}"] = probe._described(value)
         probe._see(seen, "schedule StepLR", self.schedule.state_dict())
