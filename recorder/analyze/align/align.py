@@ -11,7 +11,7 @@ from ...errors import LookupFailedError
 from ...run.run import Run
 from ...system.text import counted
 from ..diff.renames import NO_RENAMES, Renames
-from .search import LogprobsApart, Parting, Search, ValueApart
+from .search import ExpertsApart, LogprobsApart, Parting, Search, ValueApart
 from .sequences import JoinedTokens, TokensApart, compare_tokens, match_samples
 from .tokens import ENGINE, TRAINER, Side
 from .weights import WRONG, ModelParameters, WeightState, compare_weights
@@ -38,8 +38,8 @@ class Aligned:
     logprobs: LogprobsApart | None
     values: list[ValueApart]
     """All compared values, in the order of execution."""
-    experts: dict[str, tuple[int, int]]
-    """By block of experts: the tokens for which the two sides chose other experts, and the tokens compared."""
+    experts: dict[str, ExpertsApart]
+    """By block of experts."""
     bounds: str
     """How the bounds were found."""
     parting: Parting | None

@@ -57,9 +57,14 @@ def _parts(trainer: Run, engine: Run | None, found: Aligned, most: int | None) -
     if engine is not None:
         yield _weights_line(found)
     if found.experts:
-        block, (flipped, of) = max(found.experts.items(), key=lambda one: one[1][0] / max(one[1][1], 1))
-        text = f"{counted(len(found.experts), 'router')}: most other choices at {block!r}, for {flipped} of {of} tokens"
-        yield StateLine("note" if flipped else "ok", f"experts of {text}")
+        block, its = max(found.experts.items(), key=lambda item: item[1].num_other / max(item[1].num_tokens, 1))
+        fullest = max(range(len(its.load_trainer)), key=its.load_trainer.__getitem__)
+        share, of_engine = (load[fullest] / max(sum(load), 1) for load in (its.load_trainer, its.load_engine))
+        text = f"most other choices at {block!r}, for {its.num_other} of {its.num_tokens} tokens"
+        text += f"; expert {fullest} has {share:.0%} of its choices (engine: {of_engine:.0%})"
+        yield StateLine(
+            "note" if its.num_other else "ok", f"experts of {counted(len(found.experts), 'router')}: {text}"
+        )
     for hint in found.parting.hints if found.parting is not None else ():
         yield f"hint: {hint}"
     if found.num_unknown:

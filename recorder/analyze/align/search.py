@@ -114,6 +114,17 @@ class ComparedTokens(NamedTuple):
     is_beyond: Flags
 
 
+class ExpertsApart(NamedTuple):
+    """How the two sides' routers chose experts for the same tokens."""
+
+    num_other: int
+    """The tokens for which the two sides chose other experts."""
+    num_tokens: int
+    load_trainer: list[int]
+    """How often each expert was chosen, by its number."""
+    load_engine: list[int]
+
+
 class Search:
     """Compares value after value, and finds the first that parts."""
 
@@ -125,8 +136,8 @@ class Search:
         self._weights = weights
         self.texts = {**engine.texts, **trainer.texts}
         self.values: list[ValueApart] = []
-        self.experts: dict[str, tuple[int, int]] = {}
-        """By block of experts: the tokens for which the two sides chose other experts, and the tokens compared."""
+        self.experts: dict[str, ExpertsApart] = {}
+        """By block of experts."""
         self.notes: list[str] = []
         self.compared: list[ComparedTokens] = []
         self._coarsest = 0.0
@@ -274,7 +285,11 @@ class Search:
         block = name.module_path.rpartition(".")[0]
         if pair is not None and 1 < pair.trainer.shape[1] <= _MAX_EXPERTS and block not in self.experts:
             num_other = int((np.sort(pair.trainer) != np.sort(pair.engine)).any(axis=1).sum())
-            self.experts[block] = num_other, len(pair.slots)
+            num_experts = int(max(pair.trainer.max(), pair.engine.max())) + 1
+            loads = (
+                np.bincount(a.astype(np.int64).ravel(), minlength=num_experts) for a in (pair.trainer, pair.engine)
+            )
+            self.experts[block] = ExpertsApart(num_other, len(pair.slots), *(load.tolist() for load in loads))
 
     def _hints(self, name: ValueName, bound: float) -> Iterator[str]:
         pair = self.joined.pair(name)
