@@ -158,7 +158,7 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     is_bare = ~(_any(left) | _any(right)) | is_summand
     other_meaning = np.asarray(_is_after_tap(left) != _is_after_tap(right))
     kinds[other_meaning & np.isin(kinds, ("values", "statistics", "fingerprint"))] = "after_tap"
-    lacks = missing_ranks(left), missing_ranks(right)
+    lacks = _missing_ranks(left, right), _missing_ranks(right, left)
     is_partial = lacks[0] != lacks[1]
     kinds[is_partial & (kinds != "") & (kinds != "dtype")] = "partial"
     judged = _table(left, right, kinds, np.flatnonzero(by_values), distances, statistics, by_statistics)
@@ -174,6 +174,21 @@ def judge(a: RunSteps, b: RunSteps, pairs: Alignment, tolerance: Tolerance, repo
     partial = Counter((side, text) for side, ranks in sides for text in ranks[is_partial & (ranks != "")].tolist())
     bare_modules = dict.fromkeys(left.column("module_path").filter(pa.array(is_unknown & is_summand)).to_pylist())
     return Verdicts(judged, counts, partial, unread, bare_modules, kinds)
+
+
+def _missing_ranks(table: Any, other: Any) -> npt.NDArray[np.object_]:
+    """Return, for each row of all ranks, its missing ranks as JSON, also if only the row of `other` shows them.
+
+    Replicas are one value, whichever of them a run has. Where the other run has the value rank by rank, because its
+    replicas differ, a rank's row says nothing of a value that was made without this rank.
+    """
+    missing = missing_ranks(table)
+    is_of_rank = ~table.column("rank").is_valid().to_numpy() & other.column("rank").is_valid().to_numpy()
+    for i in np.flatnonzero(is_of_rank).tolist():
+        rank, present = other.column("rank")[i].as_py(), json.loads(table.column("ranks_present")[i].as_py() or "[]")
+        if present and rank not in present:
+            missing[i] = json.dumps([rank])
+    return missing
 
 
 def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Tolerance) -> _Statistics | None:

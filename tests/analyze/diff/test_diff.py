@@ -289,6 +289,19 @@ def test_a_run_that_lacks_a_rank_says_so(tmp_path: Path) -> None:
     assert same.is_equal and same.partial == []
 
 
+def test_one_ranks_own_parameter_is_not_compared_with_another_ranks(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"site": "param", "name": "weight", "phase": "optimizer", "micro_step": None}
+    ranks = [
+        [row(step, values_of(step, rank), step=step, rank=rank, module_path="up", **state) for step in range(2)]
+        for rank in range(2)
+    ]
+    whole, killed = write(tmp_path / "whole", *ranks), write(tmp_path / "killed", ranks[0][:1], ranks[1])
+    found = diff(killed, whole)
+    assert found.partial == [("a", [0], 1)]
+    assert [(one["step"], one["kind"]) for one in found.table.to_pylist()] == [(1, "partial")]
+    assert diff(whole, killed).partial == [("b", [0], 1)]
+
+
 def test_a_merged_run_that_lacks_a_rank_says_so(tmp_path: Path) -> None:
     a = sharded(tmp_path / "a")
     lost = without_a_rank(sharded(tmp_path / "b"))
