@@ -58,6 +58,7 @@ _MAX_GLOBAL_STEP_ROWS = 5_000
 """A run with more rows in a step gets no global values here: assembling them would take longer than a training step."""
 _SLOW_S = 4.0
 """The seconds between updates of blocks that are computed anew from everything: ranks, histograms, images."""
+_FOUND_NOTHING = "The rules found nothing in the rows of this page; `recorder check` reads all numbers of the probe, too"
 _MAX_DOCTOR_ROWS = 300_000
 """The most rows of a run that has ended for which `recorder doctor` checks it."""
 _MAX_TOLD = 200
@@ -367,6 +368,8 @@ class Drawing:
             }
         found = with_causes(self._found, self._catalog) if self._catalog is not None else []
         judged, is_growing = self._judge(found, self.name), self.state == "live"
+        if not found:
+            judged = [judged[0]._replace(text=_FOUND_NOTHING)]
         self._keep(top_block(run, checks, judged, (), (), self.collected, numbers, facts, is_growing=is_growing))
 
     def _verdict(self, bad: Sequence[RankNow]) -> str:

@@ -86,6 +86,12 @@ def test_decades_keep_their_relative_size() -> None:
     assert read_back(values, COARSE) == pytest.approx(values, rel=8e-2)
 
 
+def test_a_run_that_diverges_keeps_its_healthy_values() -> None:
+    values = np.logspace(-2, 38, 40, dtype=np.float32).reshape(1, 1, 40)
+    assert read_back(values, FINE) == pytest.approx(values, rel=2e-2)
+    assert (read_back(values, COARSE)[0, 0, 20:] > 0).all()
+
+
 def test_a_constant_and_zero_are_exact() -> None:
     values = np.array([[[3.25, 3.25]], [[0.0, 0.0]], [[0.0, 17.0]]], np.float32)
     assert (read_back(values, COARSE) == values).all()

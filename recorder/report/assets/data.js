@@ -4,6 +4,7 @@ const NO_ROW = 0, NO_NUMBER = 1, FIRST_CODE = 2;
 const ANY_RANK = -1;
 const MAX_DIGITS = 7;
 const HOLE = 0, NULL_CELL = 1, NUMBER = 2, NONFINITE = 3;
+const LARGEST = 3e38; // what a number of four bytes can hold
 
 /**
  * The numbers of one statistic: values[(series * lanes + lane) * stride + column], NaN where there is none. A number is
@@ -130,20 +131,22 @@ class RunData {
   }
   /**
    * How large a step of the optimizer is, relative to the weight. Adam moves an element by about the learning rate at
-   * most, plain SGD by the learning rate times the gradient; what was recorded of a step says no more.
+   * most, plain SGD by the learning rate times the gradient; what was recorded of a step says no more. Which group a
+   * weight is in was not recorded: where groups differ in their rates, there is no estimate.
    */
   async updates() {
     const [norms, numbers] = await Promise.all([this.cube("l2"), this.cube("mean", "scalars")]), { kind, rates } = this.rates;
     const cube = Object.assign(Object.create(Cube.prototype), norms, { values: new Float32Array(norms.values.length).fill(NaN), digits: new Uint8Array(norms.values.length).fill(2) });
     const steps = this.axes.scalar_steps, rateAt = this.steps.map((step) => {
-      const c = steps.findLastIndex((one) => one <= step); // groups have rates of their own: the largest
-      return Math.max(...rates.map((one) => numbers.values[numbers.at(one.number, 0, Math.max(c, 0))]).filter((rate) => rate >= 0), -1);
+      const c = steps.findLastIndex((one) => one <= step), known = rates.map((one) => numbers.values[numbers.at(one.number, 0, Math.max(c, 0))]);
+      return known.every((rate) => rate === known[0]) ? known[0] : NaN;
     });
     for (const one of this.series.filter((other) => other.site === "param" && other.shape.includes(","))) { // what begins at zero, such as a bias, has no size yet
       const gradient = this.series.find((other) => other.site === "grad" && other.path === one.path && other.name === one.name && other.root === one.root);
       for (let c = 0; c < this.steps.length; c++) {
         const at = cube.at(one.number, 0, c), moved = kind === "Adam" ? Math.sqrt(one.numel) : gradient ? norms.values[norms.at(gradient.number, 0, c)] : NaN;
-        if (rateAt[c] >= 0 && norms.values[at] > 0) cube.values[at] = (rateAt[c] * moved) / norms.values[at];
+        const update = (rateAt[c] * moved) / norms.values[at];
+        if (rateAt[c] >= 0 && norms.values[at] > 0 && update < LARGEST) cube.values[at] = update;
       }
     }
     return cube;
