@@ -58,7 +58,7 @@ _MAX_GLOBAL_STEP_ROWS = 5_000
 """A run with more rows in a step gets no global values here: assembling them would take longer than a training step."""
 _SLOW_S = 4.0
 """The seconds between updates of blocks that are computed anew from everything: ranks, histograms, images."""
-_FOUND_NOTHING = "The rules found nothing in the rows of this page; `recorder check` reads all numbers of the probe, too"
+_FOUND_NOTHING = "The rules found nothing in the rows of this page; `recorder check` also reads the probe"
 _MAX_DOCTOR_ROWS = 300_000
 """The most rows of a run that has ended for which `recorder doctor` checks it."""
 _MAX_TOLD = 200

@@ -90,7 +90,10 @@ class Side:
         if name.site == "input":
             own = [one for one in self.values if one[:2] == name[:2] and one.occurrence == name.occurrence]
             has_residual = any(one.name == "residual" for one in own)
-            return None if has_residual else name if name in self.values or len(own) != 1 else own[0]
+            if has_residual or name in self.values or len(own) != 1:
+                return None if has_residual else name
+            of_own = next(iter(self.values[own[0]].values())).dtype  # token ids are no mask
+            return name if "int" in of_own or of_own == "bool" else own[0]
         is_first = not name.name and name not in self.values and not self.ran_inside(name.module_path)
         return name._replace(name="0") if is_first else name
 

@@ -96,7 +96,7 @@ def _incomparable(killed: Observed, resumed: Observed, num_steps: int) -> str:
         return f"no step of an optimizer was seen before the program ended with exit code {killed.exit_code}"
     if killed.num_steps < num_steps:
         ended = f"the program ended by itself after {counted(killed.num_steps, 'step')} of {num_steps}"
-        return f"{ended}, and was not interrupted; ask for fewer with --steps"
+        return f"{ended}, and was not interrupted; ask for fewer with --steps, remove old checkpoints"
     if not resumed.num_steps:
         return f"the resumed launch took no step, and ended with exit code {resumed.exit_code}"
     if killed.ranks.keys() != resumed.ranks.keys():
@@ -162,7 +162,8 @@ class BothLaunches:
                 num_findings += 1
                 if kind == "rng" and num_findings == 1 and not any(map(_has_other_batches, self._steps[i])):
                     drops = {"rng cpu", "rng cuda"} & {key for key, _ in places}
-                    text = f"{text}, nothing else: {'dropout and whatever else' if drops else 'whatever'} draws from it"
+                    what = "dropout, a new iterator of a DataLoader, whatever else" if drops else "whatever"
+                    text = f"{text}, nothing else: {what} draws from it"
                 yield _Finding(self._steps[i][0].step, text)
 
     def _is_idle(self, key: str, rank: int) -> bool:
