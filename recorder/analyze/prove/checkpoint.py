@@ -311,7 +311,8 @@ def judge_checkpoint(run: Observed, contents: Contents) -> Proof:
         return tell(UNKNOWN, "the checkpoint holds no values")
     start = max(votes_of(run, Observed(exit_code=0, ranks=held)), default=None)  # no value is from the future
     if start is None:
-        return tell(CHANGED, "no value in the checkpoint is as a step has left it")
+        text = f"no value in the checkpoint is as one of the {run.num_steps} steps that were seen has left it"
+        return tell(UNKNOWN, f"{text}; was it saved later, as at the program's end?")
     aside: dict[str, dict[str, None]] = {}
     """Random states that need not be those of the step, by the words that say why."""
     for rank, match in matches.items():
