@@ -244,7 +244,7 @@ class Update(StreakRule):
     )  # fmt: skip
     what = "one step changed the weight by a large part of its norm"
     measure, limit = "update over weight, at least", "ratio"
-    advice = "the learning rate is too high for this weight, or warm-up is missing"
+    advice = "the learning rate is too high for this weight, warm-up is missing, or something else wrote into it"
 
     def set_up(self) -> None:
         self._movement, self._began = Movement(), Memory()
