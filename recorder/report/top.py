@@ -85,7 +85,8 @@ def top_block(
     """
     listed = [*own, *_of_dumps(run)]
     if collected is not None and not collected.series:
-        listed.insert(0, Highlight(_NO_TENSOR, {}, "note"))
+        num_wrong = sum(one.mark == "wrong" for one in judged)
+        judged = [*judged[:num_wrong], Highlight(_NO_TENSOR, {}, "note"), *judged[num_wrong:]]
     if collected is not None and not is_growing:
         listed += [*_of_ranks(collected), *_jumps(collected)]
     steps = [] if collected is None else collected.cube.first_steps or collected.scalar_cube.first_steps
