@@ -146,7 +146,7 @@ class Probe:
             column = self._add(key, origin, moment, phase, scope, chunk, local)
             if column is None:
                 return keep
-        is_on_host = local.is_cpu
+        is_on_host = _is_on_host(local)
         seen = self._seen.get(threading.get_ident()) if self._seen else None
         if seen is not None or not is_on_host:
             value = ProbedValue(column, local.dtype, numel, local.shape, origin, phase, scope, chunk, note)
@@ -412,6 +412,10 @@ class Probe:
             if self._has_values:
                 self._end_step()
             self.flush()
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu
 
 
 def _without_repeats(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

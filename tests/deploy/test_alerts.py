@@ -50,6 +50,7 @@ class Node:
             name="name-a",
             writers={"": self.writer},
             all_writers=[self.writer],
+            newest_writers=[self.writer],
             backlog=[],
             is_settled=False,
             findings={},

@@ -29,6 +29,7 @@ from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .renames import NO_RENAMES, Renames
 
 VALUE_COLUMNS = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
+_OF_RANKS = ("present", "expected")
 _BOTH = ("rank", "dtype", "shape", "mean", "l2", "absmax", *NONFINITE, "zero_count", "histogram")
 _DISTANCES = {
     "num_outside": pa.int64(), "max_abs": pa.float64(), "of_max": pa.float64(), "l2_apart": pa.float64(),
@@ -185,8 +186,9 @@ def _missing_ranks(table: Any, other: Any) -> npt.NDArray[np.object_]:
     missing = missing_ranks(table)
     is_of_rank = ~table.column("rank").is_valid().to_numpy() & other.column("rank").is_valid().to_numpy()
     for i in np.flatnonzero(is_of_rank).tolist():
-        rank, present = other.column("rank")[i].as_py(), json.loads(table.column("ranks_present")[i].as_py() or "[]")
-        if present and rank not in present:
+        rank = other.column("rank")[i].as_py()
+        present, expected = (json.loads(table.column(f"ranks_{name}")[i].as_py() or "[]") for name in _OF_RANKS)
+        if rank in expected and rank not in present:
             missing[i] = json.dumps([rank])
     return missing
 
