@@ -39,7 +39,8 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 _SPARSER = "0:5,10:100:10,100::50"
 """The steps of the default rules. There are few, as recording all modules makes a small program's step a third longer,
-or twice as long at worst, and the probe has one number of each value at every step.
+or twice as long at worst, and the probe has one number of each value at every step. Inputs of the root have more, as
+`check` compares the batches of steps that follow each other.
 """
 _SPARSE = "0,100,1000,10000,100000"
 DEFAULT_RULES = parse_rules(

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from .. import __version__
-from ..analyze.check.check import installed_rules
+from ..analyze.check.check import check, installed_rules
 from ..analyze.check.reading import RunRows, columns_read
 from ..checks.book import RULES, make_rules
 from ..checks.causes import with_causes
@@ -333,7 +333,10 @@ class Drawing:
             self._found += self._engine.finish().findings
         if self.growing.num_rows <= _MAX_DOCTOR_ROWS and self.collected is not None:
             with suppress(RunError, OSError):
-                self._checked = self._doctor(Run(self.location, self.manifest))
+                run = Run(self.location, self.manifest)
+                self._checked = self._doctor(run)
+                if any(writer.probe_shards for writer in run.writers):  # whose blocks come after their steps
+                    self._found = list(check(run).findings)
 
     def _keep(self, block: PageBlock) -> None:
         data = block.encoded()
@@ -368,7 +371,7 @@ class Drawing:
             }
         found = with_causes(self._found, self._catalog) if self._catalog is not None else []
         judged, is_growing = self._judge(found, self.name), self.state == "live"
-        if not found:
+        if not found and self._checked is None:
             judged = [judged[0]._replace(text=_FOUND_NOTHING)]
         self._keep(top_block(run, checks, judged, (), (), self.collected, numbers, facts, is_growing=is_growing))
 

@@ -243,6 +243,22 @@ def test_a_restart_at_earlier_steps_draws_what_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_wait")
+def test_a_run_that_is_over_has_the_findings_of_check_in_the_probe(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules="site=output keep=stats; site=grad keep=probe"):
+        for step in range(70):
+            (model(torch.ones(2, 4)).sum() * (1e4 if step == 60 else 1 + step % 3 / 10)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (run,) = tmp_path.iterdir()
+    drawn = draw(run)
+    refresh(drawn)
+    findings = read(drawn.blocks())["top"].data["findings"]
+    assert drawn.state == "over" and any("spike" in text for text, *_ in findings), findings
+
+
+@pytest.mark.usefixtures("no_wait")
 def test_a_run_that_goes_on_after_its_end_is_judged_anew_at_its_next_end(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     first = HandmadeWriter(run)

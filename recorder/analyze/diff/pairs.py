@@ -29,7 +29,6 @@ from .compare import IDENTICAL, Distance, Tolerance, are_identical, compare
 from .renames import NO_RENAMES, Renames
 
 VALUE_COLUMNS = ("step", "root", "module_path", "site", "name", "phase", "mode", "micro_step", "call", "repeat")
-_OF_RANKS = ("present", "expected")
 _BOTH = ("rank", "dtype", "shape", "mean", "l2", "absmax", *NONFINITE, "zero_count", "histogram")
 _DISTANCES = {
     "num_outside": pa.int64(), "max_abs": pa.float64(), "of_max": pa.float64(), "l2_apart": pa.float64(),
@@ -183,14 +182,16 @@ def _missing_ranks(table: Any, other: Any) -> npt.NDArray[np.object_]:
     Replicas are one value, whichever of them a run has. Where the other run has the value rank by rank, because its
     replicas differ, a rank's row says nothing of a value that was made without this rank.
     """
-    missing = missing_ranks(table)
+    pairs = table.select(["ranks_present", "ranks_expected"]).append_column("rank", other.column("rank"))
+    texts, ids = by_distinct(pairs, ("ranks_present", "ranks_expected", "rank"), _lost)
     is_of_rank = ~table.column("rank").is_valid().to_numpy() & other.column("rank").is_valid().to_numpy()
-    for i in np.flatnonzero(is_of_rank).tolist():
-        rank = other.column("rank")[i].as_py()
-        present, expected = (json.loads(table.column(f"ranks_{name}")[i].as_py() or "[]") for name in _OF_RANKS)
-        if rank in expected and rank not in present:
-            missing[i] = json.dumps([rank])
-    return missing
+    lost = np.where(is_of_rank, np.array([*texts, ""], object)[ids], "")
+    return np.where(lost != "", lost, missing_ranks(table))
+
+
+def _lost(present: str | None, expected: str | None, rank: int | None) -> str:
+    is_lost = rank in json.loads(expected or "[]") and rank not in json.loads(present or "[]")
+    return json.dumps([rank]) if is_lost else ""
 
 
 def _by_ranks(a: RunSteps, b: RunSteps, row_a: int, row_b: int, tolerance: Tolerance) -> _Statistics | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -245,6 +246,26 @@ def _named(folder: Path, model: Any, names: list[str], sequences: torch.Tensor, 
     attached = recorder.attach(model, enabled=True, dir=str(folder), roots="any", rules=RULES)
     with attached, recorder.tokens(sample_ids=names, positions=positions):
         model(input_ids=sequences)
+
+
+def test_a_mask_of_one_side_is_not_compared_with_the_tokens_of_the_other(tmp_path: Path) -> None:
+    ids = torch.randint(3, 64, (3, 6), generator=torch.Generator().manual_seed(1))
+    scaled = llama()
+    forward = scaled.forward
+
+    @functools.wraps(forward)
+    def scale(**given: Any) -> Any:
+        output = forward(**given)
+        output.logits *= 0.9
+        return output
+
+    scaled.forward = scale
+    engine = llama()
+    with recorder.attach(engine, enabled=True, dir=str(tmp_path / "engine"), roots="any", rules=RULES):
+        engine(input_ids=ids)
+    score(tmp_path / "trainer", scaled, ids, torch.ones_like(ids))
+    found = aligned(tmp_path)
+    assert found.parting is not None and "attention_mask" not in found.parting.text
 
 
 def test_samples_with_names_are_joined_by_them_and_a_wrong_order_is_named(tmp_path: Path) -> None:

@@ -302,6 +302,15 @@ def test_one_ranks_own_parameter_is_not_compared_with_another_ranks(tmp_path: Pa
     assert diff(whole, killed).partial == [("b", [0], 1)]
 
 
+def test_what_one_run_alone_has_is_no_culprit_where_the_common_values_count(tmp_path: Path) -> None:
+    of: dict[str, Any] = {"site": "grad_output", "phase": "backward", "num_steps": 2}
+    a = training(tmp_path / "a", **of)
+    b = training(tmp_path / "b", lambda step, module, values: None if module == MODULES[-1] else values, **of)
+    assert diff(a, b).culprits != []
+    found = diff(a, b, common=True)
+    assert found.is_equal and found.culprits == []
+
+
 def test_a_merged_run_that_lacks_a_rank_says_so(tmp_path: Path) -> None:
     a = sharded(tmp_path / "a")
     lost = without_a_rank(sharded(tmp_path / "b"))
