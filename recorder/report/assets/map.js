@@ -1,10 +1,11 @@
 // The map: a statistic of a site over two of module, step and rank.
 
 const MANY_ROWS = 70, FEW_ROWS = 4;
+const NO_ESTIMATE = " Where groups of parameters differ in their rates, there is no estimate.";
 const USUAL_UPDATE = 1e-3, DEVIATION_TEXT = "quartile ranges from the median of the ranks; up to one is usual";
 const UPDATE_TEXTS = {
-  Adam: "Estimated as learning rate × √elements / norm of the weight: Adam moves each element by about the learning rate at most. Usual is 1e-3, and less where weights are large. Where groups of parameters differ in their rates, there is no estimate.",
-  SGD: "Estimated as learning rate × norm of the gradient / norm of the weight: what SGD does without momentum; with a momentum of 0.9 it is up to 10 times that. Usual is 1e-3.",
+  Adam: "Estimated as learning rate × √elements / norm of the weight: Adam moves each element by about the learning rate at most. Usual is 1e-3, and less where weights are large." + NO_ESTIMATE,
+  SGD: "Estimated as learning rate × norm of the gradient / norm of the weight: what SGD does without momentum; with a momentum of 0.9 it is up to 10 times that. Usual is 1e-3." + NO_ESTIMATE,
 };
 
 /** What is chosen for all panels: site, mode, name, statistic, lane. */
