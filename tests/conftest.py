@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -40,12 +39,11 @@ def _no_optimizer_of_another_module() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _log_as_it_was() -> Iterator[None]:
-    """A command that a test runs here has the library's lines to itself, as in a process of its own."""
+def _log_as_at_the_start() -> None:
+    """A command that runs here, in a test or in a fixture of a module, takes the lines of the library for itself."""
     library = logging.getLogger("recorder")
-    handlers, propagate = library.handlers, library.propagate
-    yield
-    library.handlers, library.propagate = handlers, propagate
+    library.handlers, library.propagate = [], True
+    library.setLevel(logging.NOTSET)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
