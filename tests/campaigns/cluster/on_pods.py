@@ -96,7 +96,7 @@ def test_manifests_fit_the_published_schemas(version: str) -> None:
             used = kubernetes_validate.validate(document, version, strict=True)
             print(f"{path.name}: {document['kind']} fits Kubernetes {used}, strictly")
     jobs = ["Job", "Job", "Job", "PersistentVolumeClaim", "PyTorchJob", "Service", "Service", "TrainJob"]
-    assert sorted(kinds) == ["ConfigMap", "DaemonSet", "Deployment", "Deployment", *jobs]
+    assert sorted(kinds) == ["ConfigMap", "CronJob", "DaemonSet", "Deployment", "Deployment", *jobs]
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
