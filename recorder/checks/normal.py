@@ -364,7 +364,7 @@ class Movement:
         """
         lanes, steps = rows.lanes, rows.steps.astype(np.float64)
         is_finite = np.nan_to_num(rows["nan_count"]) + np.nan_to_num(rows["inf_count"]) == 0
-        norm, total = np.where(is_finite, np.sqrt(rows["sum_sq"]), np.nan), rows["sum"]
+        norm, total = (np.where(is_finite, some, np.nan) for some in (np.sqrt(rows["sum_sq"]), rows["sum"]))
         before = previous(lanes, norm, self._norm)
         by_sum = np.abs(total - previous(lanes, total, self._sum)) / np.sqrt(np.maximum(rows["numel"], 1))
         moved = np.fmax(np.abs(norm - before), by_sum)

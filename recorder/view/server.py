@@ -171,7 +171,8 @@ class ViewServer:
             ranks = await run_sync(RunWatch(location_of(str(run.location))).look)
         except RecorderError as error:
             return PlainTextResponse(f"{error}\n", 502, headers=_HEADERS)
-        return JSONResponse([rank.members() for rank in ranks], headers=_HEADERS)
+        told = {"name": run.name, "found": self._watching.found(run), "ranks": [rank.members() for rank in ranks]}
+        return JSONResponse(told, headers=_HEADERS)
 
     async def _page(self, request: Request) -> Response:
         run = await self._find(request)
@@ -421,6 +422,11 @@ class Watching:
             self._glances[name] = state, glance
             time.sleep(min(time.thread_time() - began_s, 1.0))  # half a core at most
 
+    def found(self, run: WatchedRun) -> list[str] | None:
+        """Return what the rules found in a run that is over, in words; None if the list has not asked them yet."""
+        found: list[str] | None = self._glances.get(run.location.name, (None, {}))[1].get("found")
+        return found
+
     def _describe(self, run: ListedRun) -> dict[str, Any]:
         watch = self._status.setdefault(run.location.name, RunWatch(run.location))
         try:
@@ -431,11 +437,13 @@ class Watching:
         for rank in ranks:
             states[rank.state] = states.get(rank.state, 0) + 1
         steps = [rank.status.step for rank in ranks if rank.status.has_step]
+        in_training = [f"{one.rule}: {one.text}" for rank in ranks for one in rank.status.findings]
+        glance = self._glances.get(run.location.name, (None, {}))[1]
         return {
             "directory": run.location.name, "name": run.name, "created_s": run.created_ns / 1e9, "ranks": len(ranks),
             "states": states, "step": max(steps, default=None), "written": sum(rank.status.written for rank in ranks),
             "bytes": sum(rank.status.used_bytes for rank in ranks),
-            **self._glances.get(run.location.name, (None, {}))[1],
+            **glance, "found": glance.get("found") or in_training or glance.get("found"),
         }  # fmt: skip
 
     def close(self) -> None:

@@ -73,6 +73,7 @@ def test_every_panel_is_drawn(open_page: Open, trained: Path) -> None:
     assert opened.page.locator("#panel-lines .plot canvas").count() == 1
     assert opened.page.locator("#panel-top .track strong").all_inner_texts() == ["loss"]
     assert opened.page.locator("#panel-ranks tbody tr").count() == 2
+    assert "judges from 4 data-parallel ranks on" in opened.text("#panel-ranks .note")
     assert opened.page.locator("#panel-images canvas").count() == 4 + 6 + 3
     for canvas in ("#panel-map .heat-chunk", "#panel-lines .plot canvas", "#panel-images .tile"):
         assert len(np.unique(opened.pixels(canvas).reshape(-1, 4), axis=0)) > 5, canvas
@@ -400,6 +401,9 @@ def test_modules_are_found_by_name_or_class_and_unfolded_to_a_depth(open_page: O
     opened.page.select_option("#choose-depth", "2")
     opened.redrawn()
     assert rows_of(opened) == ["(the model)", "stem", "blocks", "0", "1", "head"]
+    opened.page.locator("#find").fill("zz")
+    opened.page.wait_for_selector("#panel-map .note .wrong")
+    assert opened.text("#panel-map .note") == 'No module or class with output has "zz" in its name.'
 
 
 def test_what_came_after_the_first_nan_is_paler(open_page: Open, tmp_path: Path) -> None:
@@ -629,6 +633,8 @@ def test_steps_of_the_optimizer_are_set_against_what_is_usual(open_page: Open, t
 def test_the_slider_shows_a_step_by_depth(open_page: Open, trained: Path) -> None:
     opened = open_page(trained, "#view=depth&step=3")
     assert opened.text("#panel-depth .slide .dim").startswith("step 3: largest magnitude of output")
+    label = opened.page.locator("#panel-depth .chart-body").get_attribute("aria-label") or ""
+    assert label.startswith("largest magnitude of output of 7 modules at step 3"), "containers are modules, too"
     slider = opened.page.locator("#depth-step")
     slider.focus()
     opened.page.keyboard.press("ArrowRight")

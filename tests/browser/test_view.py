@@ -154,6 +154,19 @@ def test_the_list_is_sorted_and_searched(look: Look, tmp_path: Path) -> None:
         assert names.all_inner_texts() == ["three"]
         page.locator("#find").fill("nonfinite")
         page.wait_for_function("() => document.querySelectorAll('.runs tbody tr').length === 3", timeout=_WAIT_MS)
+        page.locator("#find").fill("NaN")
+        assert names.count() == 3
+        page.locator("#find").fill("zz")
+        assert names.count() == 0 and page.locator("#list-note").inner_text().startswith('No run has "zz" in its name')
+        page.locator("#find").fill("three")
+        page.locator(".runs tbody td[data-name=ranks] a").click()
+        page.wait_for_selector("#ranks-note a", timeout=_WAIT_MS)
+        assert page.locator("h1").inner_text() == "Ranks of three"
+        assert page.locator("#ranks-note a").inner_text().startswith("recorder check has")
+        page.set_viewport_size({"width": 400, "height": 800})
+        page.go_back()
+        page.wait_for_selector(".runs .flag.wrong", timeout=_WAIT_MS)
+        assert page.evaluate("() => document.documentElement.scrollWidth") == 400
 
 
 def test_the_ranks_of_a_run_are_sorted_the_worst_first_and_searched(look: Look, tmp_path: Path) -> None:

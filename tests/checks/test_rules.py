@@ -323,6 +323,16 @@ def test_an_update_as_large_as_the_weight_is_named() -> None:
     assert said(from_zero, Update) == []
 
 
+def test_a_weight_that_is_not_finite_is_no_large_update() -> None:
+    def written(step: int, number: int) -> Any:
+        weight = moving(step, number) + 3.0
+        if number == 5 and step >= 2:
+            weight[:] = np.inf if step > 2 else np.where(np.arange(weight.size).reshape(weight.shape) % 2, np.inf, weight)
+        return weight
+
+    assert said(parameters(written), Update) == []
+
+
 def test_a_weight_that_begins_on_another_scale_or_constant_is_named() -> None:
     def begin(step: int, number: int) -> Any:
         return np.full((4, 8), 0.1) if number == 1 else moving(step, number) * (30.0 if number == 4 else 1.0)

@@ -19,13 +19,13 @@ class DepthPanel {
     this.reading = el("p", { class: "note", role: "status" });
     put(section, this.views, el("label", { class: "choice slide" }, this.slider, this.about), this.body, this.reading);
   }
-  /** The modules that have such a value and contain none that has, in the order in which they ran. */
+  /** The modules that have such a value, in the order in which they returned: a container comes after what it contains. */
   nodes() {
     const { modules, choices } = this.app, nodes = [];
     const visit = (node) => {
-      const isInner = node.children.map(visit).some(Boolean), series = node.number === null ? [] : choices.seriesOf(node.number);
-      if (!isInner && series.length) nodes.push({ node, series });
-      return isInner || series.length > 0;
+      node.children.forEach(visit);
+      const series = node.number === null ? [] : choices.seriesOf(node.number);
+      if (series.length) nodes.push({ node, series });
     };
     visit(modules.root);
     return nodes;
@@ -78,7 +78,7 @@ class DepthPanel {
       scales: { x: { time: false, range: () => [-0.5, this.points.length - 0.5] }, y: isLog ? { distr: 3 } : {} },
       axes: [
         { ...ruled, size: 92, gap: 4, rotate: 40, splits: () => this.points.map((_, index) => index).filter((index) => index % each === 0), values: (_, splits) => splits.map((index) => this.nameOf(index)) },
-        { ...ruled, grid: { ...line, filter: (_, splits) => decadesOf(splits, isLog) }, size: gutter, gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
+        { ...ruled, grid: { ...line, filter: (_, splits) => decadesOf(splits, isLog) }, ...labelled(STATISTIC_TEXTS[choices.statistic], gutter), gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
       ],
       bands: [{ series: [2, 1], fill: cssColor("--grid") }],
       series: [{}, band, band, { stroke: color, width: 2, points: { show: this.points.length <= 120, size: 5, fill: color } }],

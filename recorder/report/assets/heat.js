@@ -158,9 +158,10 @@ class HeatMap {
     });
     this.cells.addEventListener("keydown", (event) => this.key(event));
   }
-  draw({ rows, columns, cell, colors, marked = null }) {
+  /** `across` is what columns that are no steps are numbers of. */
+  draw({ rows, columns, cell, colors, marked = null, across = "" }) {
     const isOfSteps = columns.length > 0 && typeof columns[0] !== "string";
-    Object.assign(this, { rows, columns, cell, colors, isOfSteps });
+    Object.assign(this, { rows, columns, cell, colors, isOfSteps, across: isOfSteps ? "step" : across });
     if (isOfSteps) this.axis.pictures.add(this);
     if (isOfSteps && !this.band) this.band = this.axis.zoomable(this.cells);
     const theme = themeOf(), gutter = this.axis.gutter(this.element.clientWidth);
@@ -213,7 +214,8 @@ class HeatMap {
     const longest = this.columns.reduce((size, one) => Math.max(size, String(one).length), 1);
     const ticks = this.isOfSteps ? this.axis.ticks(this.width).map((step) => [this.axis.pixelOf(step, this.width), String(step)]) :
       ticksOf(this.columns.length, this.width, longest * 7 + 16).map((c) => [middle(c), this.columns[c]]);
-    for (const [x, text] of ticks) {
+    for (const [index, [x, number]] of ticks.entries()) {
+      const text = index ? number : `${this.across} ${number}`.trim();
       const half = context.measureText(text).width / 2;
       context.fillRect(Math.round(x), 0, 1, 4);
       context.fillText(text, Math.min(Math.max(x, half), this.width - half), 6);

@@ -1,10 +1,15 @@
 // Lines over steps: the chosen values on every rank and on all together.
 
-const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4;
+const MAX_PINS = 8, CHART_PIXELS = 210, MAX_TRACK_LINES = 4, LABEL_PIXELS = 16;
 
 /** Of the marks of a logarithmic axis those that have a line across the picture. */
 function decadesOf(splits, isLog) {
   return splits.map((split) => (isLog && !/^-?[01]e/.test(split?.toExponential() ?? "") ? null : split));
+}
+
+/** The title of an axis of numbers, which takes its room from the space for names. */
+function labelled(label, gutter) {
+  return label ? { label, labelSize: LABEL_PIXELS, labelFont: "11px system-ui, sans-serif", labelGap: 0, size: gutter - LABEL_PIXELS } : { size: gutter };
 }
 
 /** How a lane is drawn. */
@@ -33,8 +38,8 @@ class Chart {
     return `: from ${text(known[0])} to ${text(known[known.length - 1])}, smallest ${text(by[0])}, largest ${text(by[by.length - 1])}${line.bad.length ? `, not finite at ${plural(line.bad.length, "step")}` : ""}`;
   }
   /** `lines` are {label, values, bad, style}; `values` has null for a hole, `bad` says where a value is not finite. */
-  draw({ title, steps, lines, isLog, about = [], flags = [], hasRuler = true, level = null }) {
-    this.given = { title, steps, lines, isLog, about, flags, hasRuler, level };
+  draw({ title, steps, lines, isLog, about = [], flags = [], hasRuler = true, level = null, unit = "" }) {
+    this.given = { title, steps, lines, isLog, about, flags, hasRuler, level, unit };
     this.plotted?.destroy();
     const { axis } = this.app;
     this.head.replaceChildren(el("strong", {}, title), ...about.map((text) => el("span", { class: "dim" }, text)));
@@ -57,8 +62,8 @@ class Chart {
       },
       axes: [
         { ...ruled, size: hasRuler ? 26 : 0, gap: 2, splits: () => axis.ticks(width - gutter),
-          values: (plot, splits) => splits.map((split) => (hasRuler && axis.pixelOf(split, width - gutter) < width - gutter - 12 ? String(split) : "")) },
-        { ...ruled, grid: { ...lineStyle, filter: (_, splits) => decadesOf(splits, isLog) }, size: gutter, gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
+          values: (plot, splits) => splits.map((split, index) => (hasRuler && axis.pixelOf(split, width - gutter) < width - gutter - 12 ? (index ? String(split) : `step ${split}`) : "")) },
+        { ...ruled, grid: { ...lineStyle, filter: (_, splits) => decadesOf(splits, isLog) }, ...labelled(unit, gutter), gap: 4, space: 26, values: (_, splits) => splits.map((split) => (split === null ? "" : shortNumber(split, 3))) },
       ],
       series: [{}, ...shown.map((line) => ({
         ...line.style, label: "", spanGaps: false, points: { show: steps.length <= 60 || undefined, size: 5, fill: line.style.stroke },
@@ -298,7 +303,7 @@ class LinesPanel {
     this.chart.element.hidden = !pinned.length;
     if (pinned.length) {
       const about = [STATISTIC_TEXTS[statistic], pinned.length === 1 ? `${pinned[0].dtype} ${pinned[0].shape}` : ""];
-      this.chart.draw({ title, steps: columns.map((c) => run.steps[c]), lines: lines.filter((line) => !isUpdate || line.values.some((value) => value !== null)), isLog, about, level: isUpdate ? USUAL_UPDATE : null });
+      this.chart.draw({ title, steps: columns.map((c) => run.steps[c]), lines: lines.filter((line) => !isUpdate || line.values.some((value) => value !== null)), isLog, about, level: isUpdate ? USUAL_UPDATE : null, unit: STATISTIC_TEXTS[statistic] });
     }
   }
   /** A field to add a value by the path of its module. */

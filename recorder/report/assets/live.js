@@ -64,6 +64,10 @@ const NUMERIC = new Set(["step", "ranks", "size"]);
 function statesOf(run) {
   return Object.entries(run.states).map(([state, count]) => `${count} ${state}`).join(", ");
 }
+/** Whether a run is found by NaN: its loss was not finite, or a rule says so of any value. */
+function isNonfinite(run) {
+  return run.loss?.includes(null) || run.found?.some((text) => text.includes("nonfinite"));
+}
 function sizeText(bytes) {
   const power = Math.min(Math.floor(Math.log10(bytes) / 3), 4);
   return `${Number((bytes / 1000 ** power).toPrecision(3))} ${["B", "kB", "MB", "GB", "TB"][power]}`;
@@ -98,7 +102,7 @@ class RunsPage {
   }
   async start() {
     const { data } = await this.blocks.get("runs");
-    this.table = el("table", { class: "grid runs" });
+    this.table = el("table", { class: "grid runs list" });
     this.side = el("button", { type: "button", class: "primary", id: "side", onclick: () => {
       const words = new URLSearchParams([...this.chosen].map((name) => ["run", name]));
       location.assign(`side?${words}`);
@@ -126,14 +130,14 @@ class RunsPage {
   draw(runs) {
     const active = document.activeElement?.dataset?.key;
     this.runs = runs;
-    this.note.textContent = runs.length ? "" : "There is no run here yet.";
     this.side.disabled = this.chosen.size < 2;
     const { title, sign } = this.sorted, [, keyOf] = RUN_COLUMNS.find(([name]) => name === title);
-    const text = (run) => [run.name, statesOf(run), ...(run.found ?? [])].join(" ").toLowerCase();
+    const text = (run) => [run.name, statesOf(run), ...(run.found ?? []), isNonfinite(run) ? "nonfinite NaN infinite" : ""].join(" ").toLowerCase();
     const shown = runs.filter((run) => text(run).includes(this.wanted)).sort((a, b) => {
       const [one, other] = [keyOf(a), keyOf(b)];
       return sign * (one < other ? -1 : one > other ? 1 : 0);
     });
+    this.note.textContent = !runs.length ? "There is no run here yet." : !shown.length ? `No run has "${visible(this.wanted)}" in its name, its state or its findings.` : "";
     const heads = RUN_COLUMNS.map(([name]) => el("th", { scope: "col", "aria-sort": name !== title ? null : sign > 0 ? "ascending" : "descending" },
       el("button", { type: "button", class: "sort", "data-key": `sort ${name}`, onclick: () => {
         this.sorted = { title: name, sign: name === title ? -sign : 1 };
@@ -146,7 +150,7 @@ class RunsPage {
         this.side.disabled = this.chosen.size < 2;
       } });
       box.checked = this.chosen.has(run.directory);
-      return el("tr", {}, el("td", {}, box), RUN_COLUMNS.map(([name, , show]) => el("td", { class: NUMERIC.has(name) ? "number" : "" }, show(run))));
+      return el("tr", {}, el("td", {}, box), RUN_COLUMNS.map(([name, , show]) => el("td", { class: NUMERIC.has(name) ? "number" : "", "data-name": name }, show(run))));
     });
     this.table.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}), heads)), el("tbody", {}, body));
     if (active) [...this.table.querySelectorAll("[data-key]")].find((one) => one.dataset.key === active)?.focus(); // it was drawn anew
@@ -224,7 +228,7 @@ class RanksPage {
     } });
     const part = (title, { table, more }) => el("section", {}, el("h2", {}, title), el("div", { class: "scroll" }, table), more);
     document.getElementById("page").append(
-      el("header", {}, el("h1", {}, `Ranks of ${this.run}`), el("a", { href: `run/${encodeURIComponent(this.run)}/` }, "values of the run"), " ", el("a", { href: "./" }, "all runs")),
+      el("header", {}, this.title = el("h1", {}, `Ranks of ${this.run}`), el("a", { href: `run/${encodeURIComponent(this.run)}/` }, "values of the run"), " ", el("a", { href: "./" }, "all runs")),
       el("main", {}, el("section", {}, this.note, el("div", { class: "bar" }, field)), part("Nodes", this.nodes), part("Ranks", this.ranks)));
     setInterval(() => document.hidden || this.ask(), 5000);
     return this.ask();
@@ -235,7 +239,10 @@ class RanksPage {
     try {
       const answer = await fetch(`run/${encodeURIComponent(this.run)}/ranks`);
       if (!answer.ok) throw new Error(await answer.text());
-      this.all = await answer.json();
+      const { name, found, ranks } = await answer.json();
+      Object.assign(this, { all: ranks, found });
+      this.title.textContent = `Ranks of ${visible(name)}`;
+      document.title = `ranks of ${visible(name)} - recorder`;
       this.draw();
       document.documentElement.dataset.drawn = "1";
     } catch (error) {
@@ -253,8 +260,10 @@ class RanksPage {
     }
     const known = ranks.map((rank) => rank.step).filter((step) => step !== null), number = (is) => plural(ranks.filter(is).length, "rank");
     this.note.textContent = ranks.length ? [`${plural(ranks.length, "rank")} on ${plural(nodes.size, "node")}: ${statesOf({ states })}`,
-      known.length ? `step ${Math.min(...known)} to ${Math.max(...known)}` : "no step yet", `${number((rank) => rank.findings.length)} with findings`,
-      `${number(droppedOf)} that dropped rows`].join("; ") : "No rank is shown.";
+      known.length ? `step ${Math.min(...known)} to ${Math.max(...known)}` : "no step yet", `${number((rank) => rank.findings.length)} with findings in training`,
+      `${number(droppedOf)} that dropped rows`].join("; ") : this.all?.length ? `No rank has "${visible(this.wanted)}" in its node, state or findings.` : "No rank is shown yet.";
+    const found = this.found?.length && el("a", { href: `run/${encodeURIComponent(this.run)}/`, title: visible(this.found.join("\n")) }, `recorder check has ${plural(this.found.length, "finding")} in the whole run`);
+    if (found) put(this.note, "; ", found, ".");
     this.nodes.draw([...nodes].map(([host, some]) => nodeOf(host, some)));
     this.ranks.draw(ranks);
   }

@@ -214,7 +214,7 @@ class MapPanel {
     this.legend.replaceChildren(legendOf(colors, title, [...bad, ...KIND_TEXTS.slice(1)]));
     const step = state.get("step");
     const marked = step === null || !drawn.isOfSteps ? null : drawn.columns.findIndex((one) => one.first <= step && step <= one.last);
-    this.heat.draw({ rows: drawn.rows, columns: drawn.columns, cell: (r, c) => drawn.cells[r][c], colors, marked });
+    this.heat.draw({ rows: drawn.rows, columns: drawn.columns, across: drawn.across, cell: (r, c) => drawn.cells[r][c], colors, marked });
     this.note.replaceChildren(...this.notes(drawn));
   }
   /** Tell the first cell that is not finite from those that came after it; returns whether it is on the map. */
@@ -248,7 +248,8 @@ class MapPanel {
     return new Colors(values, Boolean(kind));
   }
   notes(drawn) {
-    const { run, choices, modules } = this.app;
+    const { run, choices, modules, state } = this.app, find = state.get("find");
+    if (find && drawn.isOfModules && !drawn.rows.length) return [el("span", { class: "wrong" }, `No module or class with ${choices.siteAndMode[0]} has "${visible(find)}" in its name.`)];
     const texts = choices.statistic === "update" ? [UPDATE_TEXTS[run.rates.kind]] : [];
     if (drawn.isOfSteps && run.isBinned) {
       texts.push(`${plural(run.axes.num_steps, "step")} in ${run.steps.length} columns: each shows the value that stands out most of its steps.`);
@@ -301,7 +302,7 @@ class MapPanel {
       const cell = isMany ? this.outlier(picture, row.series, 0, [c]) : this.outlier(picture, row.series, lanes[c], steps);
       return isMany && cell ? Object.assign(cell, { step: undefined }) : cell;
     }));
-    return { rows, cells, columns: ranks.map(String), ranks, isOfModules: true };
+    return { rows, cells, columns: ranks.map(String), across: "rank", ranks, isOfModules: true };
   }
   rankOf(bin, numBins) {
     const { num_ranks: num, ranks } = this.app.run.axes;

@@ -1,6 +1,6 @@
 // The ranks: who they were, which is odd, and who had which chunk of a tensor.
 
-const MAX_RANK_ROWS = 16, MAX_LAYOUTS = 8, MAX_GRID_ROWS = 32, GPUS = 8;
+const MAX_RANK_ROWS = 16, MAX_LAYOUTS = 8, MAX_GRID_ROWS = 32, GPUS = 8, RULE_RANKS = 4;
 /** What the ranks may be coloured by: a title, and the number of a rank, given its facts and those of all ranks. */
 const RANK_COLORS = {
   deviation: [DEVIATION_TEXT, null],
@@ -114,7 +114,7 @@ class RanksPanel {
     this.legend.replaceChildren(legendOf(colors, title, by === "deviation" ? KIND_TEXTS.slice(0, 1) : []));
     const rows = lines.map(({ first, last }) => ({ label: first === last ? `node ${first}` : `nodes ${first} to ${last}`, title: "", indent: 0, fold: null }));
     const longest = lines.reduce((most, line) => (line.ranks.length > most.ranks.length ? line : most), lines[0]);
-    this.heat.draw({ rows, columns: longest.ranks.map((one) => String(one?.["local rank"] ?? "")), cell: (r, c) => cells.get(this.at(r, c)) ?? null, colors });
+    this.heat.draw({ rows, columns: longest.ranks.map((one) => String(one?.["local rank"] ?? "")), across: "GPU", cell: (r, c) => cells.get(this.at(r, c)) ?? null, colors });
   }
   describe(one) {
     if (one === null) return ["no rank"];
@@ -141,9 +141,10 @@ class RanksPanel {
         value === null ? "" : typeof value === "number" ? value.toLocaleString("en") : value))));
     const said = odd.length ? `Odd: ${odd.slice(0, 20).map((rank) => `rank ${rank}`).join(", ")}. ` :
       rows.length > 2 ? "No rank is odd: of the values that were compared, no rank has more far from the median of all than the others. " : "";
+    const few = this.ranks.length > 1 && this.ranks.length < RULE_RANKS ? `The rule outlier_rank judges from ${RULE_RANKS} data-parallel ranks on: of ${this.ranks.length} nobody can say which is the odd one. ` : "";
     const found = this.hasGrid && this.named.length ? `What stands out of the run names ${this.ranksText(this.named)}. ` : "";
     const more = found + (alone.length ? `Values that are not finite where most ranks' are: ${this.ranksText(alone)}.` : "");
-    this.table.replaceChildren(el("p", { class: "note" }, said + more),
+    this.table.replaceChildren(el("p", { class: "note" }, said + few + more),
       el("table", { class: "grid" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body)),
       ...(rows.length > shown.length ? [el("button", { type: "button", onclick: () => { this.isWhole = true; this.update(); } }, `all ${plural(rows.length, "rank")}`)] : []));
   }

@@ -29,7 +29,7 @@ class TokensPanel {
     const known = logprobs.filter((value) => !Number.isNaN(value)), colors = new Colors(known);
     this.legend.replaceChildren(legendOf(colors, "trainer minus engine", [[NULL_CELL, "no log-probability on both sides"]]));
     const rows = samples.map((label) => ({ label: visible(label), title: label, indent: 0, fold: null }));
-    this.heat.draw({ rows, columns: Array.from({ length }, (_, position) => String(position)), cell, colors });
+    this.heat.draw({ rows, columns: Array.from({ length }, (_, position) => String(position)), across: "position", cell, colors });
   }
   tokenText(row, column) {
     const token = this.block.arrays.tokens[this.at(row, column)], text = this.block.data.texts[token];
