@@ -12,6 +12,7 @@ from itertools import islice
 
 from .rows import Catalog
 from .rule import Finding, Severity
+from .rules.curves import RISEN
 from .rules.values import SKIPS
 
 
@@ -23,6 +24,7 @@ class Link(Enum):
     NEAR = "in a module with the same parent, or in one that runs earlier"
     SAME = "at the same parameter"
     SKIPPED = "later, where GradScaler skipped the updates of both"
+    RATE = "at the step before or later, where the cause says that the learning rate rose"
 
 
 _MAX_CAUSES = 100
@@ -36,6 +38,7 @@ _LINKS: tuple[tuple[str, Link, tuple[str, ...]], ...] = (
     ("evaluation_mode", Link.LATER, ("overfitting", "evaluation_output")),
     ("evaluation_output", Link.LATER, ("overfitting",)),
     ("not_cleared", Link.LATER, ("spike", "jump", "loss", "update", "exploding")),
+    ("spike", Link.RATE, ("update", "nonfinite", "jump", "spike", "loss", "exploding")),
     (
         "update", Link.LATER,
         ("nonfinite", "spike", "jump", "loss", "dead", "dead_units", "no_gradient", "saturated", "attention",
@@ -136,7 +139,12 @@ def _are_skipped(cause: Finding, one: Finding, first_seen: dict[tuple[str, str],
     return all(SKIPS in some.what for some in (cause, one)) and _is_later(cause, one, first_seen)
 
 
+def _is_by_rate(cause: Finding, one: Finding, _: dict[tuple[str, str], int]) -> bool:
+    """Return whether the rate rose: an update is seen at the end of its step, and the loss after it at the next."""
+    return RISEN in cause.detail and one.first_step >= cause.first_step - 1 and _is_of_same_ranks(cause, one)
+
+
 _LINKED: dict[Link, Callable[[Finding, Finding, dict[tuple[str, str], int]], bool]] = {
     Link.LATER: _is_later, Link.TOGETHER: _is_together, Link.NEAR: _is_near, Link.SAME: _is_same,
-    Link.SKIPPED: _are_skipped,
+    Link.SKIPPED: _are_skipped, Link.RATE: _is_by_rate,
 }  # fmt: skip

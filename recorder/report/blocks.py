@@ -156,10 +156,12 @@ class Cube:
 
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
-    ) -> None:
-        """Add values, possibly several to one cell; NaN stands for a row without a number."""
+    ) -> Integers:
+        """Add values, possibly several to a cell, and return the columns that change. NaN is a row without a number."""
         cells = (series * self.shape[1] + lanes) * self.shape[2] + self.columns_of(steps)
-        self.has_row.reshape(-1)[cells] = True
+        has_row = self.has_row.reshape(-1)
+        changed = [cells[~has_row[cells]]]
+        has_row[cells] = True
         for name, values in self.values.items():
             flat = values.reshape(-1)
             is_known = ~np.isnan(numbers[name])
@@ -169,6 +171,8 @@ class Cube:
             at, new = at[stands_out], new[stands_out]
             order = np.argsort(_weight(name, new), kind="stable")
             flat[at[order]] = new[order]  # if a cell gets several values, the last one stays
+            changed.append(at)
+        return np.unique(np.concatenate(changed) % max(self.shape[2], 1))
 
     def keep_lanes(self, num_lanes: int) -> None:
         """Keep only the first `num_lanes` lanes; the other lanes must be empty."""
@@ -228,10 +232,11 @@ class GrowingCube(Cube):
 
     def put(
         self, series: Integers, lanes: Integers, steps: Integers, numbers: Mapping[str, npt.NDArray[np.float64]]
-    ) -> None:
-        """Add values, and mark the columns that the values change."""
-        super().put(series, lanes, steps, numbers)
-        self.changed[self.columns_of(steps)] = self.version
+    ) -> Integers:
+        """Add values, mark the columns that the values change, and return these."""
+        columns = super().put(series, lanes, steps, numbers)
+        self.changed[columns] = self.version
+        return columns
 
     def save_from(self, step: int) -> None:
         """Mark the beginning of values that are not final, at this step or later; `restore` removes them."""

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
+from ..analyze.check.check import check
 from ..analyze.diff.diff import diff
 from ..analyze.diff.reply import accusations
 from ..analyze.diff.result import Diff
-from ..analyze.first.first import first
 from ..errors import LookupFailedError, RunError
 from ..format.rundir import encode_manifest
 from ..globalview.tensor import TensorLayout
@@ -36,7 +36,7 @@ from .axes import Axes, DrawnSeries, SeriesValues, StepRows, modules_block, prob
 from .blocks import Cube, PageBlock
 from .distributions import ImageFinder
 from .statistics import StatisticsBlocks, check_statistics
-from .top import DoctorLine, Highlight, facts_of, first_of, gaps_block, of_first, top_block
+from .top import DoctorLine, facts_of, gaps_block, told_by_check, top_block
 
 _MAX_DIFFERING = 200
 _OF_CULPRIT = ("step", "module_path", "site", "name", "seen_at", "hint")
@@ -46,7 +46,7 @@ Report = Callable[[int], None]
 
 
 def num_looks(run: Run, against: Run | None) -> int:
-    """Return the number of rows that `collect` will report in total. It includes the second reading by `first`."""
+    """Return the number of rows that `collect` will report in total. It includes the third reading by `check`."""
     return 3 * run.num_rows + (2 * against.num_rows if against is not None else 0)
 
 
@@ -56,16 +56,15 @@ def collect(
     against: Run | None = None,
     statistics: Sequence[str] = (),
     checks: Sequence[DoctorLine] | None = (),
-    judged: Sequence[Highlight] = (),
     below: str | None = None,
     more: Sequence[PageBlock] = (),
     report: Report = lambda num_rows: None,
 ) -> Iterator[PageBlock]:
     """Yield the blocks of a page; LookupFailedError says what to record next time if there is nothing to draw.
 
-    `checks` are the answers of `recorder doctor` about the run; None if the command did not run. `judged` are the
-    findings of `recorder check`. `below` draws only this module, the modules below it and scalars. `more` are further
-    blocks. `report` is called with numbers of rows that were processed; these numbers add up to `num_looks`.
+    `checks` are the answers of `recorder doctor` about the run; None if the command did not run. `below` draws only
+    this module, the modules below it and scalars, and leaves out findings. `more` are further blocks. `report` is
+    called with numbers of rows that were processed; these numbers add up to `num_looks`.
     """
     with ExitStack() as stack:
         rows = stack.enter_context(step_rows(run))
@@ -83,11 +82,9 @@ def collect(
         collected.collect(rows, report)
         collected.add_probe(probe)
         check_statistics(run, axes, collected)
-        nonfinite = first(run)
+        judged = check(run) if below is None else None
         report(run.num_rows)
         told: dict[str, Any] = {"version": __version__, "against": None if against is None else against.name}
-        if (bad := nonfinite.nonfinite) is not None:
-            told["first"] = first_of(bad.value)
         if checks is None:
             told["verdict"] = "`recorder doctor` was not asked; it says so on its own"
             checks = ()
@@ -97,8 +94,8 @@ def collect(
             rows_text += f", and {num_rows:,} of the probe, which hold {probed.num_numbers:,} numbers"
         rows_text += f", {size(run.size_bytes)}"
         facts = facts_of(run, steps=span(run.steps), states=_states(run), rows=rows_text)
-        own = list(of_first(nonfinite))
-        yield top_block(run, checks, judged, own, nonfinite.notes, collected, told, list(facts))
+        found, notes = ([], []) if judged is None else (told_by_check(judged.findings, run.name), judged.notes)
+        yield top_block(run, checks, found, collected, told, list(facts), notes=notes)
         keys: list[DrawnSeries] = [*axes.index, *other_axes.index]
         block, modules = modules_block(run, keys)
         yield block

@@ -19,7 +19,7 @@ from ..system.text import printable
 
 if TYPE_CHECKING:
     from .blocks import PageBlock
-    from .top import DoctorLine, Highlight
+    from .top import DoctorLine
 
 
 def write_report(
@@ -29,7 +29,6 @@ def write_report(
     against: Run | None = None,
     statistics: Sequence[str] = (),
     checks: Sequence[DoctorLine] = (),
-    judged: Sequence[Highlight] = (),
     more: Sequence[PageBlock] = (),
     force: bool = False,
     report: Callable[[int], None] = lambda num_rows: None,
@@ -45,9 +44,7 @@ def write_report(
 
     num_bytes = 0
     title = f"{run.name} against {against.name}" if against is not None else run.name
-    blocks = collect(
-        run, against=against, statistics=statistics, checks=checks, judged=judged, more=more, report=report
-    )
+    blocks = collect(run, against=against, statistics=statistics, checks=checks, more=more, report=report)
     with published_file(path, force=force) as file:
         for piece in page(f"{title} - recorder", blocks):
             num_bytes += file.write(piece)

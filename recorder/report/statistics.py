@@ -170,6 +170,8 @@ class StatisticsBlocks:
             self.cube.has_row[:, 0] |= is_new
             for of in counts:
                 of[:, 0][is_new] = join(of[:, 1:], axis=1)[is_new]
+            if isinstance(self.cube, GrowingCube):
+                self.cube.changed[is_new.any(axis=0)] = self.cube.version
 
     @property
     def growing_cubes(self) -> list[GrowingCube]:

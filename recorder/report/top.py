@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..analyze.first.first import First
-from ..analyze.first.timeline import RecordedValue
+from ..analyze.check.check import MAX_FINDINGS, ToldFindings, command_of, sentence, told_of, where_of
+from ..analyze.doctor.reply import checks_of
+from ..checks.rule import Finding, Severity
 from ..read.run import RunDump
 from ..run.reply import span
 from ..run.run import Run
@@ -70,20 +72,22 @@ class Highlight(NamedTuple):
     """
     more: tuple[Highlight, ...] = ()
     """The findings that follow from this one."""
+    rule: str = ""
+    """The rule of a finding of `recorder check`."""
 
 
 def top_block(
-    run: Run, checks: Sequence[DoctorLine], judged: Sequence[Highlight], own: Sequence[Highlight], notes: Sequence[str],
-    collected: StatisticsBlocks | None, numbers: Mapping[str, Any], facts: Sequence[tuple[str, str]] = (), *,
+    run: Run, checks: Sequence[DoctorLine], judged: Sequence[Highlight], collected: StatisticsBlocks | None,
+    numbers: Mapping[str, Any], facts: Sequence[tuple[str, str]] = (), *, notes: Sequence[str] = (),
     is_growing: bool = False,
 ) -> PageBlock:  # fmt: skip
     """Return the block of the head of the page.
 
-    `checks` tell whether the record is complete, `judged` are the findings of `recorder check`, `own` and `notes` are
-    findings and omissions of other analyses, and `numbers` are facts of the page. With `is_growing` the statistics are
-    not searched for jumps yet.
+    `checks` tell whether the record is complete, `judged` and `notes` are the findings and omissions of
+    `recorder check`, and `numbers` are facts of the page. With `is_growing` the statistics are not searched for jumps
+    yet.
     """
-    listed = [*own, *_of_dumps(run)]
+    listed = [*_of_dumps(run)]
     if collected is not None and not collected.series:
         num_wrong = sum(one.mark == "wrong" for one in judged)
         judged = [*judged[:num_wrong], Highlight(_NO_TENSOR, {}, "note"), *judged[num_wrong:]]
@@ -103,6 +107,7 @@ def top_block(
                 for one, *more in folded(judged, listed, steps)
             ],
             "notes": list(notes[:_MAX_CHECKS]),
+            "first": _first_nonfinite(judged),
             "dumps": [[dump.first_step, dump.last_step, _of_dump(dump)] for dump in run.dumps],
             **numbers,
         },
@@ -202,40 +207,57 @@ def facts_of(run: Run, *, steps: str, states: Sequence[str], rows: str) -> Itera
         yield "rule", rule
 
 
-def of_first(search: First) -> Iterator[Highlight]:
-    """Yield the findings of `recorder first`."""
-    if (bad := search.nonfinite) is not None:
-        value = bad.value
-        what = " and ".join(f"{n} {word}" for n, word in ((bad.nan_count, "NaN"), (bad.inf_count, "infinite")) if n)
-        where = f"step {value.step}, {_named(value)}" + ("" if value.rank is None else f", rank {value.rank}")
-        at_step = value.step, value.step
-        rest = f"{counted(search.num_nonfinite, 'value')} of {counted(search.num_nonfinite_modules, 'module')}"
-        counts = f"{what} of {counted(bad.numel, 'element')}"
-        about = _cells(value, what="First NaN or infinity", size=counts)
-        yield Highlight(f"First NaN or infinity: {where} ({counts})", _link(value), steps=at_step, about=about)
-        if search.num_nonfinite > 1:
-            link = {"view": "map", "site": value.site}
-            yield Highlight(f"From there on {rest} are not finite", link, steps=at_step)
-    if (differing := search.replica) is not None:
-        groups = " | ".join(span(sorted(ranks)) for ranks in differing.groups[:_MAX_LISTED])
-        at = differing.value
-        where = f"step {at.step}, {_named(at)}, ranks {groups}"
-        about = _cells(at, what="First replica that differs") | {"rank": groups}
-        yield Highlight(f"First replica that differs: {where}", _link(at), steps=(at.step, at.step), about=about)
-    for value in (one.value for one in search.buffers[:_MAX_LISTED] if one.is_stale):
-        about = _cells(value, what="Ranks hold different buffers")
-        yield Highlight(f"Ranks hold different buffers: step {value.step}, {_named(value)}", _link(value), about=about)
-    if not search.is_found:
-        for told in filter(None, (search.all_finite, search.replicas_agree)):
-            yield Highlight(told[0].upper() + told[1:], {}, "right")
-        if search.why_none_compared:
-            yield Highlight(f"Replicas were not compared: {search.why_none_compared}", {}, "note")
+def told_by_doctor(run: Run) -> list[DoctorLine]:
+    """Return the answers of `recorder doctor` about a run."""
+    return [DoctorLine(check.state, check.text, check.members) for check in checks_of(run)]
 
 
-def first_of(value: RecordedValue) -> dict[str, Any]:
-    """Return where the first value that is not finite is, for its mark in the map."""
-    names = ("module_path", "site", "name", "step", "rank")
-    return dict(zip(("module", *names[1:]), (getattr(value, name) for name in names), strict=True))
+def told_by_check(findings: Sequence[Finding], typed: str) -> list[Highlight]:
+    """Return the findings as `recorder check` tells them, each with those that follow from it.
+
+    `typed` is the run in the commands that the page says.
+    """
+    told = list(told_of(findings))
+    highlights = [
+        _highlight(one, typed)._replace(more=tuple(_highlight(other, typed) for other in under))
+        for one, under in told[:MAX_FINDINGS]
+    ]
+    if len(told) > MAX_FINDINGS:
+        more = f"and {len(told) - MAX_FINDINGS} more findings: `recorder check --json` says them"
+        highlights.append(Highlight(more, {}, "note"))
+    return highlights or [Highlight("The rules of recorder check found nothing in these rows", {}, "right")]
+
+
+def _highlight(one: ToldFindings, typed: str) -> Highlight:
+    """Return a finding with a link to the picture of its worst value."""
+    worst = one.worst
+    link: dict[str, Any] = {"view": "lines", "module": worst.module_path, "site": worst.site, "name": worst.name}
+    link |= {"step": worst.step} if worst.step >= 0 else {}
+    lines = [command_of(typed, one)]
+    if worst.rule == "nonfinite":
+        steps = f"{max(one.first_step - 1, 0)}:{one.first_step + 1}"
+        rule = shlex.quote(f"module={worst.module_path or '*'} site=* steps={steps} keep=tensor")
+        keep = f"RECORDER_PRESET=default RECORDER_RULES={rule}   # the next time, for its tensors"
+        lines = [shlex.join(["recorder", "first", typed]), *lines, keep]
+    about = {name: text.replace("''", MODEL) for name, text in where_of(one).items()}
+    return Highlight(
+        sentence(one).replace("''", MODEL),
+        link if worst.site else {},
+        "note" if worst.severity is Severity.NOTE else "wrong",
+        steps=(one.first_step, one.last_step) if worst.step >= 0 else None,
+        ranks=tuple(one.ranks),
+        about=about | {"advice": worst.advice, "type": "\n".join(filter(None, lines))},
+        rule=worst.rule,
+    )
+
+
+def _first_nonfinite(judged: Sequence[Highlight]) -> dict[str, Any] | None:
+    """Return where the first value that is not finite is, for its mark in the map; None if there is none."""
+    known = [one for group in judged for one in (group, *group.more) if one.steps and one.rule == "nonfinite"]
+    first = min(known, key=lambda one: one.steps or (0, 0), default=None)
+    if first is None:
+        return None
+    return {**first.link, "rank": first.ranks[0] if len(first.ranks) == 1 else None}
 
 
 def _of_dumps(run: Run) -> Iterator[Highlight]:
@@ -330,21 +352,9 @@ def _jumps_of(values: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> 
         yield int(known[index + _NUM_BEFORE]), float(ratio[index])
 
 
-def _site(value: RecordedValue | DrawnSeries) -> str:
+def _site(value: DrawnSeries) -> str:
     return f"{value.site} {value.name}".rstrip()
 
 
-def _cells(value: RecordedValue, *, what: str, size: str = "") -> dict[str, str]:
-    """Return the cells of a finding about one value, for the table of findings."""
-    rank = "" if value.rank is None else str(value.rank)
-    where = {"module": value.module_path or MODEL, "value": _site(value), "step": str(value.step), "rank": rank}
-    return {"what": what, **where, "size": size}
-
-
-def _named(value: RecordedValue | DrawnSeries) -> str:
+def _named(value: DrawnSeries) -> str:
     return " ".join(filter(None, (repr(value.module_path), value.site, value.name)))
-
-
-def _link(value: RecordedValue) -> dict[str, Any]:
-    link = {"view": "lines", "module": value.module_path, "site": value.site, "name": value.name, "step": value.step}
-    return link if value.rank is None else {**link, "rank": value.rank}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,12 +26,12 @@ from ..errors import NotARunError, RunError
 from ..format.manifest import RunManifest
 from ..format.rundir import RUN_MANIFEST
 from ..globalview.leaves import Leaves
-from ..report.axes import Axes, modules_block, step_rows
+from ..report.axes import Axes, SeriesValues, modules_block, probe_values, step_rows
 from ..report.blocks import PageBlock
 from ..report.collect import layouts_of, ranks_block
 from ..report.distributions import ImageFinder
 from ..report.statistics import StatisticsBlocks
-from ..report.top import DoctorLine, Highlight, facts_of, gaps_block, top_block
+from ..report.top import DoctorLine, facts_of, gaps_block, told_by_check, told_by_doctor, top_block
 from ..run.growing import NEVER, GrowingRun
 from ..run.run import Run
 from ..run.status import RankNow
@@ -58,26 +58,21 @@ _MAX_GLOBAL_STEP_ROWS = 5_000
 """A run with more rows in a step gets no global values here: assembling them would take longer than a training step."""
 _SLOW_S = 4.0
 """The seconds between updates of blocks that are computed anew from everything: ranks, histograms, images."""
-_FOUND_NOTHING = "The rules found nothing in the rows of this page; `recorder check` also reads the probe"
+_PROBE_APART = 20
+"""The pause between looks at the probe, as a multiple of a look's duration: each reads all of the probe."""
+_FOUND_NOTHING = "The rules found nothing in what is recorded so far"
 _MAX_DOCTOR_ROWS = 300_000
 """The most rows of a run that has ended for which `recorder doctor` checks it."""
 _MAX_TOLD = 200
 _BAD_STATES = ("killed", "failed", "silent")
 
-Judge = Callable[[Sequence[Finding], str], list[Highlight]]
-Doctor = Callable[[Run], list[DoctorLine]]
-
 
 class Drawing:
     """The blocks of one run. One thread calls `refresh`; one lock guards `refresh` and `blocks_since`."""
 
-    def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
-        """Prepare, without reading the run yet.
-
-        `judge` turns the findings of `recorder check` into sentences; `doctor` says whether a run that has ended is
-        complete.
-        """
-        self.location, self._judge, self._doctor = location, judge, doctor
+    def __init__(self, location: Location, manifest: RunManifest) -> None:
+        """Prepare, without reading the run yet."""
+        self.location = location
         self.name = manifest.name or location.name
         self.epoch = 0
         """Counts up whenever every column has changed, after which a page needs all blocks anew."""
@@ -107,6 +102,12 @@ class Drawing:
         self._catalog: Catalog | None = None
         self._engine: Engine | None = None
         self._found: list[Finding] = []
+        """The findings in rows that were drawn."""
+        self._judged: Sequence[Finding] = ()
+        """The findings of the last look at the probe, which judges all rows with it, and replaces earlier findings."""
+        self._num_judged = 0
+        """The number of `_found` that were known at that look."""
+        self._probe_at_s = 0.0
         self._first_images: PageBlock | None = None
         self._last_images: PageBlock | None = None
         self._layouts: list[dict[str, Any]] = []
@@ -179,6 +180,8 @@ class Drawing:
                 self._keep_slow_if_due()
                 yield
                 self._begin_version()
+            if not has_more:
+                self._look_at_probe(is_due=state == "over" or time.monotonic() >= self._probe_at_s)
             if not has_more and growing.end_pending > growing.first_pending:
                 self._draw_open(growing.first_pending, growing.end_pending)
             if state == "over" and not self._is_checked:
@@ -235,6 +238,22 @@ class Drawing:
                     num_rows = 0
                     yield
 
+    def _look_at_probe(self, is_due: bool) -> None:
+        """Draw what is on the disk of the probe, at the steps that are drawn, and judge the run with it."""
+        began_s = time.monotonic()
+        run = Run(self.location, self.manifest) if is_due and self.growing.num_rows <= _MAX_DOCTOR_ROWS else None
+        if run is None or self.collected is None or not any(writer.probe_shards for writer in run.writers):
+            return
+        probe, last = probe_values(run, self.axes), self.collected.cube.last_step or 0
+        self._make_room(run, [])
+        for one in probe:
+            is_drawn = one.steps <= last
+            numbers = {name: column[is_drawn] for name, column in one.numbers.items()}
+            drawn = SeriesValues(one.series[is_drawn], one.steps[is_drawn], one.ranks[is_drawn], numbers)
+            self.collected.add_probe([drawn])
+        self._judged, self._num_judged = check(run).findings, len(self._found)
+        self._probe_at_s = time.monotonic() + max(_PROBE_APART * (time.monotonic() - began_s), _SLOW_S)
+
     def _draw_open(self, first: int, end: int) -> None:
         run = self._run((first, end))
         with step_rows(run, [(first, end)]) as rows:
@@ -263,13 +282,17 @@ class Drawing:
         return Run(self.location, self.manifest, self.growing.writers(steps))
 
     def _grow(self, run: Run, table: Any) -> None:
-        axes = self.axes
-        axes.add(table)
+        self.axes.add(table)
         steps = sorted({int(step) for step in table.column("step").unique().to_pylist()})
+        if self._has_global is None:
+            self._has_global = table.num_rows <= _MAX_GLOBAL_STEP_ROWS * max(len(steps), 1)
+        self._make_room(run, steps)
+
+    def _make_room(self, run: Run, steps: Sequence[int]) -> None:
+        """Make room for series that are new, and for steps. Where there is a probe, it has values of every step."""
+        axes = self.axes
         if self.collected is None or len(axes.index) != self._num_series:
             self._num_series = len(axes.index)
-            if self._has_global is None:
-                self._has_global = table.num_rows <= _MAX_GLOBAL_STEP_ROWS * max(len(steps), 1)
             older = self.collected
             self.collected = StatisticsBlocks(run, axes, steps=(), is_growing=True, has_global=self._has_global)
             if older is not None:
@@ -280,7 +303,9 @@ class Drawing:
             for cube in self.collected.growing_cubes:
                 cube.version = self.version
         halved = self._num_halved
-        self.collected.add_steps([s for s in steps if s in axes.steps], [s for s in steps if s in axes.scalar_steps])
+        is_probed = any("probe" in rule for writer in run.writers for rule in writer.manifest.rules)
+        of_tensors = steps if is_probed else [step for step in steps if step in axes.steps]
+        self.collected.add_steps(of_tensors, [step for step in steps if step in axes.scalar_steps])
         if self._num_halved != halved:
             self.epoch += 1
 
@@ -334,9 +359,7 @@ class Drawing:
         if self.growing.num_rows <= _MAX_DOCTOR_ROWS and self.collected is not None:
             with suppress(RunError, OSError):
                 run = Run(self.location, self.manifest)
-                self._checked = self._doctor(run)
-                if any(writer.probe_shards for writer in run.writers):  # whose blocks come after their steps
-                    self._found = list(check(run).findings)
+                self._checked = told_by_doctor(run)
 
     def _keep(self, block: PageBlock) -> None:
         data = block.encoded()
@@ -363,17 +386,14 @@ class Drawing:
             "live": {"state": self.state, "step": known[1] if known else None, "found": self._found_text()},
             "verdict": None if self._checked is not None else self._verdict(bad),
         }
-        if nonfinite := next((one for one in self._found if one.rule == "nonfinite"), None):
-            where = {"module": nonfinite.module_path, "site": nonfinite.site, "name": nonfinite.name}
-            numbers["first"] = where | {
-                "step": nonfinite.step,
-                "rank": nonfinite.ranks[0] if len(nonfinite.ranks) == 1 else None,
-            }
-        found = with_causes(self._found, self._catalog) if self._catalog is not None else []
-        judged, is_growing = self._judge(found, self.name), self.state == "live"
+        known = {one[:1] + one[3:8] for one in self._judged}  # the rule, the value and the ranks
+        newer = (one for one in self._found[self._num_judged :] if one[:1] + one[3:8] not in known)
+        found = [*self._judged, *newer]
+        found = with_causes(found, self._catalog) if self._catalog is not None else []
+        judged, is_growing = told_by_check(found, self.name), self.state == "live"
         if not found and self._checked is None:
             judged = [judged[0]._replace(text=_FOUND_NOTHING)]
-        self._keep(top_block(run, checks, judged, (), (), self.collected, numbers, facts, is_growing=is_growing))
+        self._keep(top_block(run, checks, judged, self.collected, numbers, facts, is_growing=is_growing))
 
     def _verdict(self, bad: Sequence[RankNow]) -> str:
         ranks = self.growing.ranks

@@ -42,12 +42,13 @@ from ..format.manifest import RunManifest
 from ..report.blocks import PageBlock
 from ..report.collect import MAX_BYTES, checked_panes, panes_block, read_panes, save_panes, why_not_saved
 from ..report.page import live_page, live_policy
+from ..report.top import told_by_check
 from ..run.finding import FLEET, ListedRun, find_run, fleet_runs, runs_in
 from ..run.run import Run
 from ..run.status import ENDED, RunWatch
 from ..storage.locations import Location, location_of, store_of
 from ..storage.objects import ObjectPath
-from .drawing import Doctor, Drawing, Judge
+from .drawing import Drawing
 
 _ASK_S = 0.1
 """The seconds between checks whether a run has news; a check compares two texts."""
@@ -260,11 +261,11 @@ _logger = logging.getLogger("recorder")
 class WatchedRun:
     """One run, and the thread that follows it."""
 
-    def __init__(self, location: Location, manifest: RunManifest, judge: Judge, doctor: Doctor) -> None:
+    def __init__(self, location: Location, manifest: RunManifest) -> None:
         self.name = manifest.name or location.name
         self.location = location
         self._boot = secrets.token_hex(4)
-        self._drawing = Drawing(location, manifest, judge, doctor)
+        self._drawing = Drawing(location, manifest)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._wanted = threading.Event()
@@ -346,9 +347,8 @@ class WatchedRun:
 class Watching:
     """All runs of a folder, or the one run that the user named."""
 
-    def __init__(self, folder: Location | None, run: Location | None, judge: Judge, doctor: Doctor) -> None:
+    def __init__(self, folder: Location | None, run: Location | None) -> None:
         self.folder, self.run = folder, run
-        self._judge, self._doctor = judge, doctor
         self._watched: dict[str, WatchedRun] = {}
         self._status: dict[str, RunWatch] = {}
         self._glances: dict[str, tuple[object, dict[str, Any]]] = {}
@@ -367,7 +367,7 @@ class Watching:
             location = self._location(name)
             if location is None:
                 return None
-            watched = self._watched[name] = WatchedRun(*find_run(location), self._judge, self._doctor)
+            watched = self._watched[name] = WatchedRun(*find_run(location))
             return watched
 
     def _location(self, name: str) -> Location | None:
@@ -417,7 +417,7 @@ class Watching:
                 run = Run(*find_run(locations[name]))
                 if run.num_rows <= _MAX_GLANCED_ROWS:
                     glance["loss"] = _losses(run)
-                    found = self._judge(check(run).findings, run.name) if is_over else None
+                    found = told_by_check(check(run).findings, run.name) if is_over else None
                     glance["found"] = None if found is None else [told.text for told in found if told.mark == "wrong"]
             self._glances[name] = state, glance
             time.sleep(min(time.thread_time() - began_s, 1.0))  # half a core at most

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import recorder
-from recorder.analyze.check.check import check
-from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.report.report import write_report
+from recorder.report.top import told_by_doctor
 from tests.rigs.programs import needs
 from tests.rigs.small_runs import make_training
 
@@ -101,9 +100,8 @@ def open_page(browser: Browser) -> Iterator[Open]:
 def write_page(run: Path, path: Path, against: Path | None = None) -> Path:
     """A page as the command writes it."""
     opened = recorder.open_run(run)
-    checks, judged = told_by_doctor(opened), told_by_check(check(opened).findings, opened.name)
     other = None if against is None else recorder.open_run(against)
-    write_report(opened, path, against=other, checks=checks, judged=judged)
+    write_report(opened, path, against=other, checks=told_by_doctor(opened))
     return path
 
 

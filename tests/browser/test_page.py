@@ -326,6 +326,11 @@ def test_histograms_are_drawn_over_steps(open_page: Open, tmp_path: Path) -> Non
         position={"x": 20, "y": labels.index("2⁰ to 2¹") * 17 + 8}
     )
     assert "% of the values" in opened.text(".tooltip")
+    opened.page.click("#ridges")
+    opened.redrawn()
+    ridges = opened.page.locator("#panel-histograms canvas[role=img]")
+    assert hash_of(opened)["ridges"] == "1" and len(np.unique(opened.pixels("#panel-histograms canvas[role=img]"))) > 5
+    assert (ridges.get_attribute("aria-label") or "").count("most 2⁻¹ to 2⁰") == 4, "a ridge for each recorded step"
 
 
 def test_units_are_drawn_sorted_over_steps(open_page: Open, tmp_path: Path) -> None:

@@ -29,6 +29,16 @@ def causes(*findings: Finding) -> dict[tuple[str, int, tuple[int, ...]], str]:
     return {(one.rule, one.step, one.ranks): one.cause for one in with_causes(findings, catalog())}
 
 
+def test_a_rate_that_rose_explains_what_is_not_finite_after_it() -> None:
+    spike = finding("spike", 61, detail="the learning rate lr.SGD.0 rose 30 times at step 60, from 0.05 to 1.5")
+    update, nonfinite, before = finding("update", 60), finding("nonfinite", 66), finding("jump", 40)
+    assert causes(spike, update, nonfinite, before) == {
+        ("spike", 61, (0,)): "", ("update", 60, (0,)): words_of(spike), ("nonfinite", 66, (0,)): words_of(spike),
+        ("jump", 40, (0,)): "",
+    }  # fmt: skip
+    assert causes(spike._replace(detail=""), nonfinite)["nonfinite", 66, (0,)] == ""
+
+
 def test_one_batch_is_one_finding() -> None:
     jump, spike, loss = finding("jump", 90, severity=Severity.ERROR), finding("spike", 90), finding("loss", 97)
     assert causes(spike, loss, jump) == {

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 import recorder
 from recorder.cli.commands import report
-from recorder.cli.commands.report import told_by_doctor
 from recorder.columns import COUNTS, STATISTICS
 from recorder.globalview.view import GlobalView
 from recorder.numerics.histogram import Histogram
@@ -25,11 +25,12 @@ from recorder.report.collect import collect
 from recorder.report.page import page, policy, script
 from recorder.report.report import write_report
 from recorder.report.statistics import StatisticsBlocks
-from recorder.report.top import DoctorLine, Highlight, folded
+from recorder.report.top import DoctorLine, Highlight, folded, told_by_doctor
 from recorder.run.run import Run
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, make_row, make_run
 from tests.rigs.report_pages import HOSTILE, hostile_run, read_page, run_of, unpacked, values_of
+from tests.rigs.small_runs import make_training
 from tests.rigs.synthetic import Shape, write_run
 
 __all__ = ["cli"]
@@ -104,7 +105,7 @@ def test_the_progress_begins_before_the_first_look_and_ends_at_its_total(
     monkeypatch.setattr(report, "progress", noted)
     monkeypatch.setattr(report, "told_by_doctor", doctor)
     cli("report", GOLDEN, "-o", tmp_path / "r.html")
-    assert totals == [sum(said)] and len(said) >= 5
+    assert totals == [sum(said)] and len(said) >= 4
 
 
 def test_without_a_name_the_file_is_report_html(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +238,7 @@ def test_one_fault_is_one_line_with_what_inherits_it_below(cli: Cli, tmp_path: P
     assert len(told) == 1 and wrong[0] in told[0] and wrong[0].startswith("nonfinite: 'a.inner' output, step 13")
     assert wrong[4]["type"].splitlines()[0] == "recorder first run"
     below = [text for text, *_ in wrong[3]]
-    assert any(text.startswith("First NaN or infinity: step 13, 'a.inner' output") for text in below)
     assert any(text.startswith("'a.inner' output jumps: its l2 at step 11") for text in below)
-    assert any(text.startswith("From there on") for text in below)
 
 
 def test_what_the_page_saw_is_folded_below_what_check_found_at_its_step_or_on_its_rank() -> None:
@@ -484,3 +483,16 @@ def test_a_value_of_the_whole_model_is_of_the_one_series_that_is_called_so() -> 
     assert axes.numbers_of(table("stage0", "model")).tolist() == [0, 0]
     axes.add(table("stage0", "stage1"))
     assert axes.numbers_of(table("stage1", "model")).tolist() == [1, -1]  # of either of them
+
+
+def test_the_map_is_written_as_a_picture_without_a_browser(cli: Cli, tmp_path: Path) -> None:
+    run, out = make_training(tmp_path / "run"), tmp_path / "map.png"
+    assert cli("report", run, "--png", "map", "-o", out).out.startswith(f"{out}: ")
+    with Image.open(out) as image:
+        pixels = np.asarray(image.convert("RGB"))
+    is_bad = (pixels == (230, 0, 122)).all(axis=-1)
+    rows, columns = np.flatnonzero(is_bad.any(axis=1)), np.flatnonzero(is_bad.any(axis=0))
+    assert len(rows) == 15 and abs((columns[0] - 300) / 1100 * 20 - 15) < 0.1, "one row, at step 15 of 20"
+    assert len(np.unique(pixels[:, 300:].reshape(-1, 3), axis=0)) > 20
+    assert "exists" in cli("report", run, "--png", "map", "-o", out).err
+    assert "expected map" in cli("report", run, "--png", "graph").err

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.cli.commands.view import listen
 from recorder.storage.locations import Location
 from recorder.view.server import ViewServer, Watching
@@ -25,7 +24,7 @@ def serving(
 ) -> Iterator[ViewServer]:
     """Serve a folder of runs, or one run."""
     with listen("127.0.0.1", port) as listener:
-        watching = Watching(folder, run, told_by_check, told_by_doctor)
+        watching = Watching(folder, run)
         server = ViewServer(watching, listener, "127.0.0.1", token, certificate)
         thread = threading.Thread(target=server.serve)
         thread.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.report.collect import why_not_saved
 from recorder.run.finding import find_run
 from recorder.view.drawing import Drawing
@@ -14,7 +13,7 @@ from tests.rigs.server import StoreServer
 
 
 def drawn(path: Path | str) -> Drawing:
-    found = Drawing(*find_run(path), told_by_check, told_by_doctor)
+    found = Drawing(*find_run(path))
     while found.refresh():
         pass
     return found
@@ -44,6 +43,6 @@ def test_a_run_in_a_store_is_drawn_and_listed_as_its_copy_on_a_disk(store: Store
     assert in_store.growing.num_rows == 6
 
     location, _ = find_run(url)
-    watching = Watching(location.parent, None, told_by_check, told_by_doctor)
+    watching = Watching(location.parent, None)
     assert [one["directory"] for one in watching.listed()] == ["run"]
     assert "object store" in (why_not_saved(location) or "")

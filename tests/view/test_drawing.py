@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import recorder
-from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.numerics.histogram import Histogram
 from recorder.read.shard_rows import ShardRows
 from recorder.report.blocks import GrowingCube
@@ -29,6 +28,7 @@ from tests.rigs.capturing import Tiny, flagged
 from tests.rigs.command_line import Cli, cli
 from tests.rigs.handmade import HandmadeWriter, Row, make_row, make_run
 from tests.rigs.report_pages import Read, unpacked, values_of
+from tests.rigs.waiting import wait_until
 
 __all__ = ["cli"]
 
@@ -49,7 +49,7 @@ def rows_of(step: int, rank: int) -> list[Row]:
 
 
 def draw(run: Path) -> Drawing:
-    return Drawing(*find_run(run), told_by_check, told_by_doctor)
+    return Drawing(*find_run(run))
 
 
 def refresh(drawn: Drawing) -> None:
@@ -256,6 +256,30 @@ def test_a_run_that_is_over_has_the_findings_of_check_in_the_probe(tmp_path: Pat
     refresh(drawn)
     findings = read(drawn.blocks())["top"].data["findings"]
     assert drawn.state == "over" and any("spike" in text for text, *_ in findings), findings
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_the_probe_of_a_run_that_goes_on_is_drawn_and_judged_as_far_as_it_is_on_the_disk(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    rules = "site=output steps=::20 keep=stats; site=grad keep=probe; site=scalar keep=stats"
+    with recorder.attach(model, enabled=True, dir=str(tmp_path), rules=rules):
+        for step in range(140):
+            loss = model(torch.ones(2, 4)).sum() * (1e4 if step == 60 else 1 + step % 3 / 10)
+            loss.backward()
+            recorder.scalar("loss", 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        (run,) = tmp_path.iterdir()
+        drawn = draw(run)
+        wait_until(lambda: drawn.refresh() or (drawn.collected is not None and drawn.axes.is_probed))
+        blocks = read(drawn.blocks())
+    assert drawn.state == "live"
+    axes, norms = blocks["axes"].data, values_of(blocks["values/l2"])[0]
+    (weight,) = [number for number, one in enumerate(axes["series"]) if one[1:3] == ["grad", "weight"]]
+    at = axes["steps"].index(60)
+    assert norms[weight, 0, at] > 1e3 * norms[weight, 0, at - 1], "the columns between those with statistics"
+    assert any("spike" in text for text, *_ in blocks["top"].data["findings"])
 
 
 @pytest.mark.usefixtures("no_wait")

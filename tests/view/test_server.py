@@ -22,7 +22,6 @@ import pytest
 
 from recorder.cli.app import run_command
 from recorder.cli.commands import view
-from recorder.cli.commands.report import told_by_check, told_by_doctor
 from recorder.cli.commands.view import listen
 from recorder.errors import ConfigError, install_line
 from recorder.report.collect import VIEW, read_panes, save_panes
@@ -95,10 +94,10 @@ def test_a_certificate_that_is_none_is_said(tmp_path: Path) -> None:
 
 def test_the_list_says_losses_and_findings_of_runs_that_are_over(tmp_path: Path) -> None:
     make_training(tmp_path / "one")
-    watching = Watching(tmp_path, None, told_by_check, told_by_doctor)
+    watching = Watching(tmp_path, None)
     for _ in range(600):
         (one,) = watching.listed()
-        if "found" in one:
+        if "loss" in one:
             break
         time.sleep(0.1)
     assert one["loss"][:2] == [3.0, 1.5] and len(one["loss"]) == NUM_STEPS
@@ -212,7 +211,7 @@ def test_a_folder_that_no_run_is_in_yet_is_an_empty_list_that_waits(
     folder = find_folder("recordings", may_be_empty=True)
     assert folder is not None and find_folder(None, may_be_empty=True) == folder and find_folder("recordings") is None
     assert find_folder("recordigns", may_be_empty=True) is None, "it may be meant as the name of a run"
-    watching = Watching(folder, None, told_by_check, told_by_doctor)
+    watching = Watching(folder, None)
     assert watching.listed() == [] and watching.find("one") is None
     with serving(Path(str(folder))) as server:
         assert ask(server, "")[0] == 200

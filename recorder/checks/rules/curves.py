@@ -25,6 +25,8 @@ _MAX_KEPT_ROWS = 400_000
 _MAX_DETAILS = 20
 _MAY_MOVE = ("input", "output", "grad_output", "param", "grad")
 _MOVED = math.log(2)
+RISEN = "the learning rate"
+"""The beginning of the part of a finding that says which learning rate rose before it."""
 _ROSE = 3.0
 """A learning rate that rises by this factor from one record to the next is named beside a spike that follows."""
 
@@ -223,7 +225,7 @@ class _Recent:
             return ""
         at = int(np.argmax(factors))
         name, change = rates.catalog.key_of(int(rates.lanes[at])).name, f"{number(before[at])} to {number(values[at])}"
-        return f"the learning rate {name} rose {number(factors[at])} times at step {int(steps[at])}, from {change}"
+        return f"{RISEN} {name} rose {number(factors[at])} times at step {int(steps[at])}, from {change}"
 
 
 def _is_rate(key: SeriesKey) -> bool:

@@ -15,7 +15,6 @@ from ...run.finding import find_folder, find_run
 from ...system.processes import is_loopback, tls_context
 from ..options import RunPath
 from ..output import say
-from .report import told_by_check, told_by_doctor
 
 EPILOG = "Examples: recorder view recordings    recorder view @-1 --port 8123"
 
@@ -59,7 +58,7 @@ def command(
         bound = listener.getsockname()[1]
         if port is None and bound != _PORT:
             say(f"port {_PORT} is in use; this is port {bound}")
-        watching = Watching(folder, run, told_by_check, told_by_doctor)
+        watching = Watching(folder, run)
         server = ViewServer(watching, listener, host, certificate=certificate)
         say(f"{folder or run}: open {server.address}")
         if not is_loopback(host):
